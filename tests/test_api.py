@@ -437,7 +437,7 @@ def mistake_on_rank_1(rank: int, folder: str) -> None:
     asked = {"w": torch.zeros(4), "n": 0}
     for wrong, words in (
         ({"w": torch.zeros(5), "n": 0}, r"rank 1: .*w has shape \[4\], the model has \[5\]"),
-        ({"w": torch.zeros(4).double(), "n": 0}, "rank 1: .*w is float32, asked for as float64"),
+        ({"w": torch.zeros(4).double(), "n": 0}, "rank 1: .*w is float32, requested as float64"),
         ({"w": torch.zeros(4), "v": 0}, "rank 1: .* does not hold 1 of the names: v"),
         ({"w": 3, "n": 0}, "rank 1: .*w is a tensor, the state has the type int"),
         (3, "rank 1: the state is of type int"),

@@ -1,1 +1,1 @@
-"""Functions behind `import moemesh as mm`: configuration, training, planning, checkpoints."""
+"""Functions of `import moemesh as mm`: configuration, training, planning, checkpoints."""

@@ -1,7 +1,7 @@
-"""Checkpoints of any program: `moemesh.save_checkpoint` and `moemesh.load_checkpoint`.
+"""Checkpoints for any training program: `moemesh.save_checkpoint` and `moemesh.load_checkpoint`.
 
-A checkpoint has no layout: a tensor is saved by its global shape, a module's experts by global id,
-the state of an optimizer by the names of parameters. So any number of ranks can load it.
+A checkpoint is independent of the layout: tensors are saved by global shape, a module's experts by
+global id, optimizer state by the names of parameters. So any number of ranks can load it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def save_checkpoint(
     saved once; plain tensors count as held by all ranks and must be equal (`check_replicas`).
     Numbers and texts are those of the lowest rank. Tensors are safetensors; nothing is pickled.
 
-    Raises CheckpointError on every rank when any of them fails: then nothing is left, and older
-    steps are as they were. A step is never overwritten.
+    Raises CheckpointError on every rank when any of them fails; then no new file is left, and older
+    steps are unchanged. A step is never overwritten.
     """
     axis = _axis(group)
     _refuse_different(axis, step=step, check_replicas=check_replicas)
@@ -57,9 +57,9 @@ def save_checkpoint(
         shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
         values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
         store.refuse_nonfinite(values)
-    own = store.own_shards(shards, axis, check_replicas=check_replicas)
+    saved_shards = store.own_shards(shards, axis, check_replicas=check_replicas)
     values = store.merged_values(values, axis)
-    return store.save_together(place, number, own, {"values": values}, axis)
+    return store.save_together(place, number, saved_shards, {"values": values}, axis)
 
 
 @known_keywords
@@ -73,11 +73,11 @@ def load_checkpoint(
 ) -> Any:
     """Read ``folder/step-<step>`` (None: the newest that verifies); all ranks of `group` call it.
 
-    Without `state`, all that was saved: nested dicts with whole tensors on the CPU (lists and
-    tuples as dicts by place). With `state`, which has the structure of what was saved but may be
-    sharded in any other way: its tensors, modules and optimizers are filled in place, each rank
-    reading only its parts, and it is returned with the saved numbers and texts. `strict`: both hold
-    the same names; else those of only one side are left alone.
+    Without `state`, returns the saved state as nested dicts with full tensors on the CPU (lists and
+    tuples as dicts by index). With `state`, which has the structure of the saved one but may be
+    sharded in any other way, fills its tensors, modules and optimizers in place, each rank reading
+    only its parts, and returns it with the saved numbers and texts. `strict`: both must have the
+    same names; otherwise names of only one side are ignored.
 
     Raises CheckpointError on every rank, before anything is changed, for a checkpoint that is
     damaged or missing, for names that differ, and for tensors of another shape or dtype.
@@ -125,7 +125,7 @@ def load_checkpoint(
 
 @contextmanager
 def _on_all(axis: Axis) -> Iterator[None]:
-    """Raises CheckpointError on every rank of `axis` where the block raises on one of them."""
+    """Raises CheckpointError on every rank of `axis` if the block raises on one of them."""
     problem, cause = None, None
     try:
         yield
@@ -139,7 +139,7 @@ def _on_all(axis: Axis) -> Iterator[None]:
 
 
 def _refuse_different(axis: Axis, **arguments: object) -> None:
-    """Raises CheckpointError on every rank where the arguments of a call differ between them."""
+    """Raises CheckpointError on every rank if the arguments of a call differ between them."""
     every = gather_json({name: repr(value) for name, value in arguments.items()}, axis)
     for name in arguments:
         if len({theirs[name] for theirs in every}) > 1:
@@ -172,23 +172,23 @@ def _axis(group: ProcessGroup | None) -> Axis:
 
 
 class _ProgramState:
-    """The state that a program gave, its modules and optimizers taken apart into leaves."""
+    """A program's state, with its modules and optimizers flattened to leaves."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
-        #: Of every parameter of the modules: id -> name, and the part of it that this rank holds.
+        #: Id of each parameter of the modules -> its name and this rank's part.
         self.parameters: dict[int, tuple[str, Shard]] = {}
         store.map_leaves(state, self._name_parameters)
 
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Returns path -> tensor or value. With `checkpoint`, optimizers get zeros for the state
-        that it holds, in place of their own."""
+        """Returns path -> tensor or value. With `checkpoint`, the state of optimizers is replaced
+        by zeros for the state in the checkpoint."""
         return store.flatten(
             store.map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
         )
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
-        """Returns the state after loading: optimizers hold theirs, other leaves are replaced."""
+        """Returns the state after loading: optimizers are filled, other leaves are replaced."""
 
         def fill(path: str, node: Any) -> Any:
             if isinstance(node, torch.optim.Optimizer):
@@ -218,23 +218,23 @@ class _ProgramState:
                     'in the state: save both, as {"model": ..., "optimizer": ...}'
                 )
             name, part = self.parameters[id(parameter)]
-            own = dict(node.state.get(parameter, {}))
+            values = dict(node.state.get(parameter, {}))
             if checkpoint is not None:
-                prefix, own = f"{path}/state/{name}/".lstrip("/"), {}
+                prefix, values = f"{path}/state/{name}/".lstrip("/"), {}
                 for saved in (one for one in checkpoint.names() if one.startswith(prefix)):
                     dtype, shape = checkpoint.dtype(saved), checkpoint.shape(saved)
                     if shape == tuple(part.shape):
                         zeros = torch.zeros_like(parameter, dtype=dtype)
                     else:
                         zeros = torch.zeros(shape, dtype=dtype)
-                    own[saved.removeprefix(prefix)] = zeros
-            for key, value in own.items():
-                # State of the parameter's shape lies where the parameter lies.
+                    values[saved.removeprefix(prefix)] = zeros
+            for key, value in values.items():
+                # State of the parameter's shape is sharded like the parameter.
                 is_part = isinstance(value, Tensor) and value.shape == parameter.shape
                 if is_part and not hasattr(value, "device_mesh"):
-                    own[key] = store.Sharded(value, part.shape, part.offset)
-            if own:
-                state[name] = own
+                    values[key] = store.Sharded(value, part.shape, part.offset)
+            if values:
+                state[name] = values
         return {"state": state, "param_groups": [_options(group) for group in node.param_groups]}
 
     def _fill_optimizer(
@@ -258,8 +258,8 @@ class _ProgramState:
                     for path, leaf in leaves.items()
                     if path.startswith(prefix)
                 }
-        found = {number: own for number, own in state.items() if own}
-        optimizer.load_state_dict({"state": found, "param_groups": groups})
+        filled = {number: values for number, values in state.items() if values}
+        optimizer.load_state_dict({"state": filled, "param_groups": groups})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The pictures that notebooks show of what the library returns: those of the report."""
+"""Pictures of the library's results in notebooks, drawn by the report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moemesh.config.shown import PICTURES
 
 
 def _curve(run: Any) -> str:
-    # What draws is imported with the first picture: `import moemesh` stays cheap.
+    # Late: `import moemesh` stays fast.
     from moemesh.report.curves import loss_curve
 
     return loss_curve(run.metrics, unit=run.loss_unit)[0] if run.metrics else ""
@@ -28,7 +28,7 @@ def _schedule(schedule: Any) -> str:
 
 
 def _meshes(plan: Any) -> str:
-    """The picture of the degrees of a Plan, a PlannedLayout or a Layout."""
+    """Picture of the meshes of a Plan, a PlannedLayout or a Layout."""
     from moemesh.config.layout import Layout
     from moemesh.report.rank_pictures import draw_meshes
 

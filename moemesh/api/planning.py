@@ -32,10 +32,10 @@ from moemesh.trace.memory_profile import format_bytes
 class Answer(Shown):
     """One layout and its price; ``answer[key]`` is a key of `details`.
 
-    ``plan``: a Plan, or the PlannedLayout where no keys of [plan] say it. ``seconds`` of one step,
-    with their ``breakdown`` by part; ``memory_bytes`` that the fullest device needs; ``command``
-    trains the layout (None where ``not_trained`` names what ``moemesh train`` does not carry out).
-    ``details``: the object that the verb prints with ``--json``, for this layout.
+    ``plan``: a Plan, or a PlannedLayout if keys of [plan] cannot express it. ``seconds``: time of
+    one step, with its ``breakdown`` by part; ``memory_bytes``: needed by the fullest device;
+    ``command``: trains the layout (None if ``not_trained`` lists features that ``moemesh train``
+    lacks). ``details``: the object that the verb prints with ``--json``, for this layout.
     """
 
     shown = ("plan", "seconds", "memory_bytes", "fits", "command", "not_trained")
@@ -50,7 +50,7 @@ class Answer(Shown):
 
     @property
     def fits(self) -> bool:
-        """Whether the devices have the memory; every layout of ``moemesh.plan`` does."""
+        """Whether the memory of a device suffices; True for every layout of ``moemesh.plan``."""
         return self.details["memory"].get("fits", True)
 
     def facts(self) -> dict[str, object]:
@@ -61,10 +61,10 @@ class Answer(Shown):
 
 
 class Answers(Shown, list[Answer]):
-    """The best layouts, fastest first; ``recommended`` is as fast as the first within the model's
-    error, and safer or simpler where one is (``answer["roles"]``). ``details`` is the object that
-    ``moemesh plan --json`` prints (certificate, binding limit, sensitivity, ...), ``why`` its
-    judgement of each layout that was asked about, in the order of asking."""
+    """The best layouts, fastest first. ``recommended`` is as fast as the first within the model's
+    error, and safer or simpler if such a layout exists (``answer["roles"]``). ``details``: the
+    object of ``moemesh plan --json`` (certificate, binding limit, sensitivity, ...); ``why``: its
+    verdicts on the layouts given as `why`, in the same order."""
 
     def __init__(
         self, answers: Iterable[Answer], recommended: Answer, details: dict[str, Any]
@@ -80,7 +80,8 @@ class Answers(Shown, list[Answer]):
 
     @property
     def why(self) -> list[dict[str, Any]]:
-        """``details["why"]``: ``verdict``, and seconds, bytes and parts or the broken rules."""
+        """``details["why"]``: per layout its ``verdict``, with seconds, bytes and parts, or the
+        broken rules."""
         return self.details["why"]
 
 
@@ -101,12 +102,12 @@ def plan(
     why: Sequence[str] = (),
     settings: Sequence[str] = (),
 ) -> Answers:
-    """Returns the `top` best layouts, fastest first; options as of ``moemesh plan``.
+    """Returns the `top` best layouts, fastest first; see ``moemesh plan --help`` for the options.
 
     `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens` of
     the training (14.8e12, "14.8T") add ``days`` and ``gpu_hours`` to each answer's ``speed``;
-    `why` names layouts to be judged ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
-    problem, NothingFits (a ValueError) when no layout fits in memory.
+    `why` lists layouts to compare ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
+    problem, NothingFits (a ValueError) if no layout fits in memory.
     """
     request = PlanRequest(
         model, cluster, seq_len, global_batch, nodes=nodes, top=top, precision=precision,
@@ -114,18 +115,18 @@ def plan(
         why=[why] if isinstance(why, str) else list(why), settings=list(settings),
     )  # fmt: skip
     with naming("settings"):
-        found = plan_named(request)
-    details = to_json(found)
+        planned = plan_named(request)
+    details = to_json(planned)
     recommended, *answers = (
         _answer(
             plan_of(candidate.layout),
             candidate.layout,
-            found.model,
+            planned.model,
             candidate.breakdown,
             candidate.memory.needed,
-            candidate_json(found, candidate),
+            candidate_json(planned, candidate),
         )
-        for candidate in (found.candidates[0], *found.fastest_first)
+        for candidate in (planned.candidates[0], *planned.fastest_first)
     )
     return Answers(answers, recommended, details)
 
@@ -143,23 +144,23 @@ def estimate(
 ) -> Answer:
     """Returns the price of one layout: parameters, flops, memory, traffic and seconds.
 
-    `plan`: a Plan, a dict of keys of [plan], or what ``--plan`` takes. `rank`: the pipeline rank of
-    the traffic, a number or "first", "inner", "last", "worst" in memory. `headroom`: memory of a
+    `plan`: a Plan, a dict of keys of [plan], or a text as for ``--plan``. `rank`: the pipeline rank
+    of the traffic, a number or "first", "inner", "last", "worst" in memory. `headroom`: memory of a
     device to leave free, "10%" or "6GiB". Raises ConfigError with every problem.
     """
     if isinstance(plan, Plan):
         plan = plan.model_dump(exclude_unset=True)
     source = plan if isinstance(plan, Mapping) else str(plan)
-    found = estimate_named(
+    priced = estimate_named(
         model, cluster, source, seq_len, global_batch, rank=rank, headroom=headroom
     )
     return _answer(
-        found.plan or found.layout,
-        found.layout,
-        Model(found.shape, found.config),
-        found.seconds,
-        found.peak.needed,
-        found.to_json(),
+        priced.plan or priced.layout,
+        priced.layout,
+        Model(priced.shape, priced.config),
+        priced.seconds,
+        priced.peak.needed,
+        priced.to_json(),
     )
 
 

@@ -20,8 +20,8 @@ from moemesh.sharding.load_run import load_run
 def load(
     path: str | Path | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> RunConfig:
-    """The configuration of a run: defaults, preset, the TOML file at `path`, ``MOEMESH__``
-    variables, `overrides`, the weakest first.
+    """The configuration of a run from defaults, preset, the TOML file at `path`, ``MOEMESH__``
+    variables and `overrides`, in ascending priority.
 
     `overrides`: texts as after ``--set`` (``["plan.tp=2"]``), or a dict by dotted keys or by
     sections (``{"plan.tp": 2}``, ``{"plan": {"tp": 2}}``). Raises ConfigError with every problem.
@@ -41,7 +41,7 @@ def load(
 
 @contextmanager
 def naming(argument: str) -> Iterator[None]:
-    """ConfigErrors inside name this argument where the command line has ``--set``."""
+    """Context in which ConfigErrors name this argument instead of ``--set``."""
     try:
         yield
     except ConfigError as error:

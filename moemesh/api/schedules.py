@@ -1,8 +1,8 @@
 """Pipeline schedules: `moemesh.schedules`.
 
 Each named schedule is a function of the number of ranks and of microbatches, such as
-``schedules.zb_h1(4, 8)``. It raises a ValueError with the numbers and the nearest legal ones where
-there is none.
+``schedules.zb_h1(4, 8)``. It raises a ValueError with the nearest legal numbers if the schedule is
+not defined for these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pipedream = partial(build, "pipedream")
 pipedream_2bw = partial(build, "pipedream_2bw")
 ampnet = partial(build, "ampnet")
 
-#: Names that `build` and ``plan.schedule`` take.
+#: Names for `build` and ``plan.schedule``.
 NAMES = tuple(RECIPES)
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "search":  # numpy comes with it
+    if name == "search":  # late: it imports numpy
         from moemesh.schedule.search import search
 
         return search

@@ -1,4 +1,4 @@
-"""The parallel model in a program's own loop: `moemesh.parallelize`."""
+"""Parallel model for a program's own training loop: `moemesh.parallelize`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def parallelize(
     """Build this rank's part of `model` under `plan`; every rank of `mesh` calls it.
 
     `mesh`: ``Mesh.create(plan.layout, device)`` in an initialized process group, or
-    ``Mesh.single(device)``. `seq_len` and `global_batch` size what must be known before the first
-    step. Initial weights are functions of `seed`: the same under every plan. Raises ConfigError
-    with every rule that model, plan and batch break, ValueError for a mesh of another layout.
+    ``Mesh.single(device)``. `seq_len` and `global_batch` determine buffers before the first step.
+    Initial weights are functions of `seed`, the same under every plan. Raises ConfigError with
+    every rule that model, plan and batch break, ValueError for a mesh of another layout.
     """
     check_kind("model", model, ModelConfig, "moemesh.load(...).model")
     check_kind("plan", plan, Plan, "moemesh.load(...).plan")
@@ -66,12 +66,14 @@ def parallelize(
             f"the plan needs {plan.world_size} ranks, the mesh has {mesh.world_size}: "
             "Mesh.create(plan.layout, device)"
         )
-    needed, own = (
+    needed, actual = (
         ", ".join(f"{name} = {getattr(layout, name)}" for name in DEGREES)
         for layout in (plan.layout, mesh.layout)
     )
-    if own != needed:
-        raise UserError(f"the plan has {needed}, the mesh {own}: Mesh.create(plan.layout, device)")
+    if actual != needed:
+        raise UserError(
+            f"the plan has {needed}, the mesh {actual}: Mesh.create(plan.layout, device)"
+        )
     if plan.data != "replicate":
         raise UserError(
             f'plan.data = "{plan.data}" shards states over an optimizer that moemesh steps itself: '
@@ -96,7 +98,7 @@ def parallelize(
 
 @dataclass(eq=False, repr=False)
 class ParallelModel(Shown):
-    """The part of a model that one rank trains; :func:`parallelize` makes it."""
+    """One rank's part of a model; created by :func:`parallelize`."""
 
     parallel: hub.RankModel
     config: RunConfig
@@ -105,17 +107,23 @@ class ParallelModel(Shown):
     _masters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
 
     def __post_init__(self) -> None:
-        for name, own in self.parallel.model.named_parameters():
-            is_short = own.dtype == torch.bfloat16
-            self._masters[name] = nn.Parameter(own.detach().float()) if is_short else own
+        for name, parameter in self.parallel.model.named_parameters():
+            is_short = parameter.dtype == torch.bfloat16
+            self._masters[name] = (
+                nn.Parameter(parameter.detach().float()) if is_short else parameter
+            )
 
     def facts(self) -> dict[str, object]:
-        own = sum(one.numel() for one in self.parameters())
-        return {"mesh": self.parallel.mesh, "own_parameters": own, "num_steps": self.num_steps}
+        num_local = sum(parameter.numel() for parameter in self.parameters())
+        return {
+            "mesh": self.parallel.mesh,
+            "own_parameters": num_local,
+            "num_steps": self.num_steps,
+        }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Logical name -> this rank's shard, for an optimizer; of bfloat16 weights their fp32
-        masters, from which each step rounds them."""
+        """Logical name -> this rank's shard, for an optimizer; for bfloat16 weights their fp32
+        master copies, which each step rounds."""
         yield from self._masters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -131,28 +139,28 @@ class ParallelModel(Shown):
         documents: Tensor | None = None,
         clip: float = 0.0,
     ) -> StepResult:
-        """Run forward and backward of one global batch; the gradients are then in ``.grad``.
+        """Run forward and backward of one global batch; afterwards the gradients are in ``.grad``.
 
-        `tokens` int64 [B, S] are **all** sequences of the step, the same on every rank: each takes
-        its own. `targets` int64 [B, S]; None: tokens are [B, S + 1] and each predicts the next.
-        `valid` bool [B, S]: False for padding, which is not routed; `loss_mask` bool [B, S]: False
-        where a token carries no loss (both None: all True). `documents` int64 [B, S]: numbers of
-        the documents in a sequence, which do not see each other; None: one document. `clip`:
-        largest norm of the gradient of all ranks; 0: none.
+        `tokens` int64 [B, S] are **all** sequences of the step, the same on every rank; each rank
+        uses its part. `targets` int64 [B, S]; None: tokens are [B, S + 1] and each predicts the
+        next. `valid` bool [B, S]: False for padding, which is not routed; `loss_mask` bool [B, S]:
+        False for tokens without a loss (both None: all True). `documents` int64 [B, S]: document
+        index of each token, which attends only within its document; None: one document. `clip`:
+        largest gradient norm over all ranks; 0: no clipping.
 
-        The objective is the mean over all tokens that carry loss, plus the auxiliary losses. The
-        gradients are complete: sums over all ranks that share a parameter, never averages. They
-        replace those of the step before. If one is not finite, ``skipped`` is set and no parameter
-        has a gradient, on any rank. The result is the same on every rank.
+        The objective is the mean over all tokens with a loss, plus the auxiliary losses. The
+        gradients are complete: sums, not averages, over all ranks that share a parameter. They
+        replace those of the previous step. If one is not finite, ``skipped`` is set and no
+        parameter has a gradient, on any rank. The result is the same on every rank.
         """
         parts = self.config.plan.microbatches
         batches = self._own(tokens, targets, valid, loss_mask, documents, parts, self.num_steps + 1)
         check_limit("clip", clip)
         with torch.no_grad():
-            for name, own in self.parallel.model.named_parameters():
-                self._masters[name].grad = own.grad = None
-                if self._masters[name] is not own:
-                    own.copy_(self._masters[name])
+            for name, parameter in self.parallel.model.named_parameters():
+                self._masters[name].grad = parameter.grad = None
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
         self.num_steps += 1
         recorder = TimelineRecorder(self.parallel.mesh.rank)
         result = gradients_of_step(self.parallel, batches, recorder)
@@ -175,25 +183,25 @@ class ParallelModel(Shown):
         documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token."""
-        own = self._own(tokens, targets, valid, loss_mask, documents, 1, self.num_steps)
-        return evaluate(self.parallel, own)
+        batches = self._own(tokens, targets, valid, loss_mask, documents, 1, self.num_steps)
+        return evaluate(self.parallel, batches)
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
         """Returns logical name -> this rank's part of a parameter, with global shape and offset, or
         a buffer, which is equal on all ranks.
 
-        For :func:`moemesh.save_checkpoint` and :func:`moemesh.load_checkpoint`, which fills it in
-        place, under any plan.
+        Suitable for :func:`moemesh.save_checkpoint` and :func:`moemesh.load_checkpoint`, which
+        fills it in place, under any plan.
         """
-        found: dict[str, Tensor | Sharded] = {}
+        parts: dict[str, Tensor | Sharded] = {}
         for name, master in self._masters.items():
             where = self.parallel.placements[name]
             offset = where.offset(self.parallel.mesh)
-            found[name] = Sharded(master.detach(), where.shape, offset)
-        return found | dict(self.parallel.model.named_buffers())
+            parts[name] = Sharded(master.detach(), where.shape, offset)
+        return parts | dict(self.parallel.model.named_buffers())
 
     def close(self) -> None:
-        """Free what dispatchers hold outside of torch; all ranks call it, at the end."""
+        """Free the memory of dispatchers outside of torch; all ranks call it at the end."""
         self.parallel.close()
 
     def _own(
@@ -206,7 +214,7 @@ class ParallelModel(Shown):
         num_parts: int,
         step: int,
     ) -> list[Batch]:
-        """This data-parallel rank's sequences of a global batch, which is checked, in `num_parts`
+        """Checks a global batch; returns this data-parallel rank's sequences in `num_parts`
         microbatches. Without targets, tokens are [B, S + 1] and each predicts the next."""
         check_kind("tokens", tokens, Tensor)
         if targets is None:
@@ -239,12 +247,12 @@ class ParallelModel(Shown):
                     f"{name} hold ids from {int(ids.min())} to {int(ids.max())}, the vocabulary "
                     f"those from 0 to {vocabulary - 1} (model.vocab_size)"
                 )
-        dp, device, found = self.parallel.mesh["dp"], self.parallel.mesh.device, list[Batch]()
-        own = shard_range(len(tokens), dp.size, dp.index)
+        dp, device, batches = self.parallel.mesh["dp"], self.parallel.mesh.device, list[Batch]()
+        local = shard_range(len(tokens), dp.size, dp.index)
         for index in range(num_parts):
-            part = shard_range(len(own), num_parts, index)
-            rows = slice(own.start + part.start, own.start + part.stop)
-            found.append(
+            part = shard_range(len(local), num_parts, index)
+            rows = slice(local.start + part.start, local.start + part.stop)
+            batches.append(
                 Batch(
                     tokens_BS=tokens[rows].to(device),
                     targets_BS=targets[rows].to(device),
@@ -256,11 +264,11 @@ class ParallelModel(Shown):
                     step=step,
                 )
             )
-        return found
+        return batches
 
 
 def _section(kind: type[S], **values: object) -> tuple[S, list[Problem]]:
-    """The section of these arguments of :func:`parallelize`, and what is wrong with them."""
+    """The section with these arguments of :func:`parallelize`, and its problems."""
     return build_section(
         kind,
         {

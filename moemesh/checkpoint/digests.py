@@ -1,8 +1,8 @@
-"""The hash functions of checkpoints, and their digests of 128 bits.
+"""Hash functions of checkpoints, with digests of 128 bits.
 
-Chunks and headers have xxh3-128, which finds every fault of memory and disks and costs a hundredth
-of what they do; the manifest has BLAKE2b, which only proves a manipulation to somebody who keeps
-the digest elsewhere. Where the package xxhash is missing, BLAKE2b is written throughout.
+Chunks and headers use xxh3-128, which detects faults of memory and disks at a hundredth of their
+cost. The manifest uses BLAKE2b; it proves a manipulation only to a reader with a separate copy of
+the digest. Without the package xxhash, all digests are BLAKE2b.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ except ImportError:  # pragma: no cover
     xxhash = None
 
 XXH3, BLAKE2B = "xxh3-128", "blake2b-128"
-#: The function of chunks and headers that are written.
+#: Hash function for the chunks and headers of new checkpoints.
 WRITTEN = BLAKE2B if xxhash is None else XXH3
 
 Hash = Callable[[bytes | memoryview], str]
 
 
 class MissingPackageError(UserError):
-    """A checkpoint cannot be read without a package, which says nothing about its bytes."""
+    """A package is missing for the checkpoint's digests; its bytes may be intact."""
 
 
 def blake2b(content: bytes | memoryview) -> str:
@@ -34,7 +34,7 @@ def blake2b(content: bytes | memoryview) -> str:
 
 
 def blake2b_of(parts: Iterable[bytes | memoryview]) -> str:
-    """The BLAKE2b digest of bytes that come in parts."""
+    """The BLAKE2b digest of the concatenated parts."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)
@@ -42,8 +42,8 @@ def blake2b_of(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def hash_by(name: str) -> Hash:
-    """The function of that name, :data:`XXH3` or :data:`BLAKE2B`, which gives a digest without the
-    name. Raises MissingPackageError where the package is not installed."""
+    """The function named :data:`XXH3` or :data:`BLAKE2B`; it returns a digest without the name.
+    Raises MissingPackageError if the package is not installed."""
     if name == BLAKE2B:
         return blake2b
     if xxhash is None:
@@ -60,5 +60,5 @@ def hash_bytes(content: bytes | memoryview) -> str:
 
 
 def digest_text(digest: str, name: str) -> str:
-    """A digest as the manifest spells it where it stands alone."""
+    """A digest with the name of its function, the form of digests outside of chunk lists."""
     return f"{name}:{digest}"

@@ -1,8 +1,8 @@
 """The only door to files of checkpoints: exclusive files, fsync, renames, bounded reads.
 
-Every step that a crash can fall between is one call of `os` in this module, so that a test can
-stop the store at each of them. Files are created exclusively, symbolic links are not followed.
-In an object store, which has neither folders nor renames nor syncs, a file is one object.
+Every step that a crash can interrupt is one call of `os` in this module, so that a test can stop
+the store at each. Files are created exclusively, symbolic links are not followed. In an object
+store, which has neither folders nor renames nor syncs, a file is one object.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MARK = "begun.json"
 #: Bytes read, hashed or written at once.
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
-#: A committed checkpoint, one that is being written, one that was put aside, and one that is being
+#: Names of a committed checkpoint, of one being written, of one in quarantine, and of one being
 #: deleted.
 COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TEMPORARY = re.compile(r"step-(0|[1-9][0-9]{0,17})\.tmp-[0-9a-f]{32}")
@@ -43,7 +43,7 @@ TRASH = re.compile(r"\.trash-step-(0|[1-9][0-9]{0,17})-[0-9a-f]{32}")
 
 
 class CheckpointError(UserError):
-    """A checkpoint cannot be written, or is not what was written; names the file and the fault.
+    """A checkpoint cannot be written, or is damaged; the message names the file and the fault.
 
     `facts`: keys of failure.json.
     """
@@ -54,7 +54,7 @@ class CheckpointError(UserError):
 
 
 def explain(error: OSError, path: Place, needed: int | None = None) -> CheckpointError:
-    """The error with its path and, where there is no room, the bytes needed and their bound."""
+    """The error with its path and, if space is short, the bytes needed and the limit."""
     wanted, hint = "" if needed is None else f"{needed:,} bytes needed, ", ""
     if error.errno == errno.ENOSPC:
         hint = f": {wanted}{free_bytes(path):,} free"
@@ -70,13 +70,13 @@ def explain(error: OSError, path: Place, needed: int | None = None) -> Checkpoin
 
 
 def file_limit() -> int | None:
-    """Bytes that this process may write into one file; None where it is not limited."""
+    """Bytes that this process may write into one file; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def free_bytes(path: Place) -> int:
-    """Bytes that may still be written to the file system of `path`, which need not exist yet."""
+    """Free bytes of the file system of `path`, which need not exist yet."""
     if isinstance(path, RemotePath):
         return 1 << 62
     for place in (path, *path.parents):
@@ -94,7 +94,7 @@ def make_folder(path: Place) -> None:
 
 
 def make_folders(path: Place) -> None:
-    """Creates a folder and those above it where they are missing, and makes their names durable."""
+    """Creates a folder and its missing parents, and makes their names durable."""
     if isinstance(path, RemotePath) or path.is_dir():
         return
     make_folders(path.parent)
@@ -108,12 +108,12 @@ def write_file(
     parts: Iterable[bytes | memoryview],
     look: Callable[[int, memoryview], object] = lambda part, piece: None,
 ) -> tuple[int, list[list[str]]]:
-    """Writes a new file and syncs it; returns its size in bytes, and of each of its parts the
-    digests of every CHUNK_BYTES of it.
+    """Writes a new file and syncs it; returns its size in bytes, and for each part the digests of
+    its chunks of CHUNK_BYTES.
 
-    The digests are taken from memory, beside the writing, so that they also catch what goes wrong
-    on the way to the disk. `look` is called there, too: with the number of a part, and at most
-    CHUNK_BYTES of it at once.
+    Digests are computed from memory in a thread, so they also catch corruption between memory and
+    disk. The thread calls `look(part, chunk)` with the index of a part and at most CHUNK_BYTES
+    of it.
     """
     size, num_pieces = 0, list[int]()
 
@@ -135,7 +135,7 @@ def write_file(
 
     if isinstance(path, RemotePath):
         with path.writing() as write:
-            digests = [*beside(work, pieces(write), lambda item: len(item[1]))]
+            digests = [*map_in_thread(work, pieces(write), lambda item: len(item[1]))]
     else:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
@@ -144,7 +144,7 @@ def write_file(
                 piece = piece[os.write(handle, piece) :]
 
         try:
-            digests = [*beside(work, pieces(write_all), lambda item: len(item[1]))]
+            digests = [*map_in_thread(work, pieces(write_all), lambda item: len(item[1]))]
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -153,7 +153,8 @@ def write_file(
 
 
 def replace_file(path: Place, content: bytes) -> None:
-    """Writes `path` anew by temporary file and rename: a reader sees the old or the new content."""
+    """Replaces `path` by a temporary file and a rename: a reader sees the old or the new
+    content."""
     if isinstance(path, RemotePath):
         path.put(content)
         return
@@ -161,13 +162,13 @@ def replace_file(path: Place, content: bytes) -> None:
 
 
 def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """As :func:`replace_file`, for content that comes in parts. An error leaves no other file."""
+    """Same as :func:`replace_file`, for content in parts. After an error no other file is left."""
     temporary = path.with_name(f".{path.name}.tmp")
     remove_file(temporary)
     try:
         write_file(temporary, chunks)
         os.replace(temporary, path)
-    except OSError as error:  # that of a full disk names no file
+    except OSError as error:  # the error of a full disk names no file
         with suppress(OSError):
             remove_file(temporary)
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -175,7 +176,7 @@ def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def create_file(path: Place, content: bytes) -> None:
-    """Writes a small file of a new name; FileExistsError where there is one."""
+    """Writes a small file under a new name; FileExistsError if the name exists."""
     if isinstance(path, RemotePath):
         path.create(content)
         return
@@ -195,7 +196,7 @@ def sync_folder(path: Place) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a folder onto a free name; an occupied one is FileExistsError."""
+    """Renames a folder; FileExistsError if the target exists."""
     # rename() alone would replace an empty folder; the run folder's lock keeps other writers away.
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, "exists already", str(target))
@@ -203,7 +204,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_file(path: Place) -> None:
-    """Deletes a file; one that is gone already is no error."""
+    """Deletes a file, if it exists."""
     if isinstance(path, RemotePath):
         path.remove()
         return
@@ -212,8 +213,8 @@ def remove_file(path: Place) -> None:
 
 
 def remove_folder(path: Place, check: Callable[[], None] = lambda: None) -> None:
-    """Deletes a folder with all it holds, a manifest before the rest; one that is gone already is
-    no error. `check` is called before anything goes; what it raises ends it."""
+    """Deletes a folder with its content, a manifest first, if the folder exists. `check` is called
+    before the deletion; an exception from it cancels the deletion."""
     if isinstance(path, RemotePath):
         with suppress(OSError):
             path.remove_all(MANIFEST, check)
@@ -223,15 +224,15 @@ def remove_folder(path: Place, check: Callable[[], None] = lambda: None) -> None
 
 
 def is_committed(path: Place) -> bool:
-    """Whether a checkpoint is there, complete, under its own name: a disk has it by one rename, an
-    object store by its manifest."""
+    """Whether `path` is a complete checkpoint: one rename commits it on a disk, its manifest in an
+    object store."""
     if isinstance(path, RemotePath):
         return (path / MANIFEST).exists()
     return path.exists() or path.is_symlink()
 
 
 def delete_checkpoint(path: Place, check: Callable[[], None] = lambda: None) -> None:
-    """Deletes a committed checkpoint, which from the first moment on is none; `check` as of
+    """Deletes a committed checkpoint; its first action makes it uncommitted. `check` is that of
     :func:`remove_folder`."""
     if isinstance(path, RemotePath):
         path.remove_all(MANIFEST, check)
@@ -242,9 +243,9 @@ def delete_checkpoint(path: Place, check: Callable[[], None] = lambda: None) -> 
     remove_folder(trash)
 
 
-def put_aside(path: Place) -> None:
-    """Makes a damaged checkpoint none, so that its step can be saved again. What it holds stays
-    until a pruning finds a later one; of an object store, the manifest alone."""
+def quarantine(path: Place) -> None:
+    """Renames a damaged checkpoint, so that its step can be saved. Its content (in an object store
+    only its manifest) is kept until a later checkpoint is as new."""
     name = f"broken-{path.name}-{time.time_ns()}"
     if isinstance(path, RemotePath):
         with suppress(FileNotFoundError):
@@ -256,7 +257,7 @@ def put_aside(path: Place) -> None:
 
 
 def check_folder(path: Place) -> None:
-    """Raises CheckpointError unless `path` is a folder and no symbolic link to one."""
+    """Raises CheckpointError unless `path` is a folder; a symbolic link is refused."""
     if isinstance(path, RemotePath):
         if not path.is_dir():
             raise CheckpointError(f"{path}: {os.strerror(errno.ENOENT)}")
@@ -295,8 +296,8 @@ def read_start(path: Place, size: int) -> bytes:
 
 @contextmanager
 def reading(path: Place, *, from_disk: bool = False) -> Iterator[BinaryIO]:
-    """An open regular file; links are not followed. `from_disk`: what the page cache holds of it,
-    unless it is yet to be written, is dropped first, so that the disk itself is read."""
+    """An open regular file; links are not followed. `from_disk`: its clean pages are dropped from
+    the page cache first, so that the disk itself is read."""
     if isinstance(path, RemotePath):
         with path.reading() as file:
             yield file
@@ -310,20 +311,20 @@ def reading(path: Place, *, from_disk: bool = False) -> Iterator[BinaryIO]:
 
 
 def read_chunks(file: BinaryIO, size: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The next `size` bytes of a file, in chunks of `chunk_bytes`; less where it ends."""
+    """The next `size` bytes of a file, in chunks of `chunk_bytes`; fewer at its end."""
     while size > 0:
-        wanted, found = min(chunk_bytes, size), b""
-        while len(found) < wanted and (more := file.read(wanted - len(found))):
-            found += more
-        if found:
-            yield found
-        if len(found) < wanted:
+        wanted, content = min(chunk_bytes, size), b""
+        while len(content) < wanted and (more := file.read(wanted - len(content))):
+            content += more
+        if content:
+            yield content
+        if len(content) < wanted:
             return
         size -= wanted
 
 
 def read_whole(path: Place) -> bytes:
-    """The content of a small file as the disk holds it."""
+    """The content of a small file, read from the disk."""
     with reading(path, from_disk=True) as file:
         return b"".join(read_chunks(file, file_size(path)))
 
@@ -343,26 +344,27 @@ def written_at(path: Place) -> float:
     return path.written_at() if isinstance(path, RemotePath) else path.stat().st_mtime
 
 
-# Work on chunks of bytes in a thread, beside the reading or writing of chunks.
+# Work on chunks of bytes in a thread, while the caller reads or writes chunks.
 
 
 _Chunk = TypeVar("_Chunk")
 _Result = TypeVar("_Result")
-#: Bytes that are worked on at once: handing them over would take as long.
+#: Chunks below this size in bytes are processed inline: a hand-over would cost the same time.
 _SMALL = 256 << 10
 
 
-def beside(
+def map_in_thread(
     work: Callable[[_Chunk], _Result],
     chunks: Iterable[_Chunk],
     size: Callable[[_Chunk], int] = lambda chunk: len(chunk) if isinstance(chunk, Sized) else 0,
 ) -> Iterator[_Result]:
-    """``work(chunk)`` of each chunk, in order; `size` gives its bytes.
+    """Yields ``work(chunk)`` of each chunk, in order; `size` returns the bytes of a chunk.
 
-    The work on one goes on while `chunks` makes the next one, and does what it does behind a chunk:
-    what it writes, for example. Functions that keep Python's lock gain nothing.
+    A thread works on one chunk while `chunks` is advanced to the next, and thus overlaps with the
+    code after its ``yield``, for example a write. Functions that hold the GIL gain nothing.
     """
-    # No pool of the library: it takes no work while a process ends, which waits for its save.
+    # Executors of the standard library take no work while a process exits, and an exiting process
+    # waits for its save.
     tasks: SimpleQueue[tuple[_Chunk] | None] = SimpleQueue()
     done: SimpleQueue[tuple[_Result, None] | tuple[None, BaseException]] = SimpleQueue()
 
@@ -374,7 +376,7 @@ def beside(
                 done.put((None, error))
 
     def taken_back() -> tuple[_Chunk] | None:
-        """The chunk that was handed over, where the thread has not come to it."""
+        """The queued chunk, if the thread has not started on it."""
         with suppress(Empty):
             return tasks.get_nowait()
         return None
@@ -401,7 +403,7 @@ def beside(
             waits = True
             if not has_thread:
                 has_thread = True
-                # Not waited for: where memory is short it may not begin, and nothing says so.
+                # Do not wait for its start: with little memory a thread may silently never begin.
                 with suppress(RuntimeError):
                     _thread.start_new_thread(run, ())
     finally:

@@ -15,14 +15,14 @@ from moemesh.config.limits import one_line, parse_json
 
 #: Upper bound of one safetensors header in bytes; the format itself would allow 100 MB.
 HEADER_LIMIT = 32 << 20
-_INTERRUPTED = "a download or a copy was probably interrupted: fetch the file again"
-#: The first bytes of the text that stands for a large file in a repository that lacks it.
+_INTERRUPTED = "a download or a copy was probably interrupted: fetch the whole file"
+#: First bytes of a git-lfs pointer, the text in place of a large file that was not fetched.
 _POINTER = b"version "
 
 
 class HeaderEntry(NamedTuple):
     """One tensor of a file: safetensors' name of its dtype, its shape, its size in bytes, and the
-    first byte of it."""
+    offset of its first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -31,10 +31,10 @@ class HeaderEntry(NamedTuple):
 
 
 def read_header(path: Place) -> dict[str, HeaderEntry]:
-    """The tensors of a file, which lie one after the other without a gap.
+    """The tensors of a file, stored one after the other without a gap.
 
-    Raises CheckpointError naming the file for a header that is too long, damaged, or does not
-    describe the file.
+    Raises CheckpointError naming the file if its header is too long, damaged, or does not describe
+    the file.
     """
     size, start = file_size(path), read_start(path, 8)
     if start == _POINTER:
@@ -49,8 +49,8 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
     length = int(struct.unpack("<Q", start)[0])
     if not 2 <= length <= HEADER_LIMIT:
         raise CheckpointError(
-            f"{path}: is no safetensors file: its first 8 bytes say that the header has {length} "
-            f"bytes, at most {HEADER_LIMIT} are read"
+            f"{path}: is not a safetensors file: by its first 8 bytes the header has {length} "
+            f"bytes, and at most {HEADER_LIMIT} are read"
         )
     if length > size - 8:
         raise CheckpointError(
@@ -63,7 +63,7 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
             raise ValueError("__metadata__ is not an object of texts")
         if steering := [name for name in header if one_line(name) != name]:
             raise ValueError(f"a name has control characters: {one_line(steering[0])[:80]}")
-        found = {
+        entries = {
             key: HeaderEntry(
                 str(value["dtype"]),
                 tuple(_size(number) for number in value["shape"]),
@@ -80,10 +80,10 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
         raise CheckpointError(f"{path}: the header is damaged (its tensors overlap or leave gaps)")
     described = 8 + length + ends[-1]
     if size < described:
-        held = {name: one for name, one in found.items() if one.num_bytes}
+        held = {name: one for name, one in entries.items() if one.num_bytes}
         after = [name for name, one in held.items() if one.start + one.num_bytes > size]
-        cut = min(after, key=lambda name: found[name].start)
-        more = f", {len(after) - 1} behind it missing" if len(after) > 1 else ""
+        cut = min(after, key=lambda name: entries[name].start)
+        more = f", {len(after) - 1} after it missing" if len(after) > 1 else ""
         raise CheckpointError(
             f"{path}: ends at byte {size}, its header describes {described} bytes: the tensor "
             f"{cut} is cut{more}; {_INTERRUPTED}"
@@ -92,10 +92,10 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
         raise CheckpointError(
             f"{path}: has {size} bytes, its header describes {described}: it is damaged"
         )
-    return found
+    return entries
 
 
 def _size(number: object) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ValueError(f"{number!r} is no size")
+        raise ValueError(f"{number!r} is not a size")
     return number

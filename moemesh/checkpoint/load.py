@@ -1,5 +1,5 @@
-"""Tensors of files: read from verified checkpoints under whatever layout they were saved, and the
-bytes of new files, whose tensors may be made when they are written.
+"""Tensors of files: reads from verified checkpoints of any layout, and the bytes of new files,
+whose tensors may be computed at the time of the write.
 
 Everything is checked (:mod:`moemesh.checkpoint.stored`) before anything is read; nothing is cast.
 The format of files is that of :mod:`moemesh.checkpoint.header`.
@@ -25,7 +25,7 @@ from moemesh.checkpoint.stored import StoredCheckpoint, candidates, open_stored
 
 
 class DeferredTensor(NamedTuple):
-    """A tensor that is made when it is written: its dtype and shape, and how."""
+    """A tensor that is computed at the time of the write: dtype, shape, and the function."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -38,15 +38,16 @@ class DeferredTensor(NamedTuple):
 
 
 def in_order(tensors: Mapping[str, DeferredTensor]) -> list[str]:
-    """The keys as a file has them: wide elements first, so that each tensor starts at a multiple of
-    its element size."""
+    """The keys in file order: wide elements first, so that each tensor starts at a multiple of its
+    element size."""
     return sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
 
 
 def safetensors_bytes(
     tensors: Mapping[str, DeferredTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: its header, then a tensor at a time as :func:`in_order`."""
+    """The bytes of a safetensors file: its header, then one tensor at a time in the order of
+    :func:`in_order`."""
     ordered = [(key, tensors[key]) for key in in_order(tensors)]
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -72,8 +73,8 @@ def safetensors_bytes(
 class Shard:
     """The rectangle ``offset .. offset + tensor.shape`` of the logical tensor `name` of `shape`.
 
-    Exactly one rank holds each element; replicas are saved by one of their holders only. To be
-    saved, the tensor may be one of the meta device that `make` gives numbers when it is written.
+    Exactly one rank holds each element; replicas are saved by one of their holders only. For a save
+    the tensor may be on the meta device; then `make` returns its numbers at the time of the write.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Shard:
     make: Callable[[], torch.Tensor] | None = None
 
     def deferred(self) -> DeferredTensor:
-        """The numbers, for a file."""
+        """The tensor for a file."""
         make = self.make or (lambda: self.tensor)
         return DeferredTensor(self.tensor.dtype, tuple(self.tensor.shape), make)
 
@@ -92,7 +93,7 @@ class Checkpoint(StoredCheckpoint):
     """One opened checkpoint: the caller's state, and tensors read by logical name."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype it was saved with."""
+        """The dtype of a saved tensor."""
         return getattr(torch, self.entry(name).dtype)
 
     def read(
@@ -100,22 +101,22 @@ class Checkpoint(StoredCheckpoint):
     ) -> torch.Tensor:
         """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, on the CPU.
 
-        Reads the needed parts of however many files hold them. Raises CheckpointError for an
+        Reads only the needed parts of all files that hold them. Raises CheckpointError for an
         unknown name, or a rectangle outside the tensor.
         """
         bits = self.read_bits(name, offset, shape)
         return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(self.dtype(name))
 
     def load_into(self, shards: Sequence[Shard]) -> None:
-        """Copies the saved values into every shard's tensor, in place, whatever its device; all of
-        them are checked first."""
+        """Copies the saved values into the tensors of the shards, in place, on any device; all
+        shards are checked first."""
         self.check(shards)
         with torch.no_grad():
             for shard in shards:
                 shard.tensor.copy_(self.read(shard.name, shard.offset, shard.tensor.shape))
 
     def check(self, shards: Sequence[Shard]) -> None:
-        """Raises CheckpointError for a shard whose name, shape or dtype is not what was saved."""
+        """Raises CheckpointError for a shard with another name, shape or dtype than saved."""
         for shard in shards:
             saved = self.shape(shard.name)
             if saved != tuple(shard.shape):
@@ -125,7 +126,7 @@ class Checkpoint(StoredCheckpoint):
                 )
             if shard.tensor.dtype != self.dtype(shard.name):
                 raise CheckpointError(
-                    f"{self.path}: {shard.name} is {self.entry(shard.name).dtype}, asked for as "
+                    f"{self.path}: {shard.name} is {self.entry(shard.name).dtype}, requested as "
                     f"{str(shard.tensor.dtype).removeprefix('torch.')}; dtypes are not cast on "
                     "loading"
                 )
@@ -137,9 +138,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Opens and verifies ``folder/step-<step>``.
 
-    "sizes" checks all but the digests of the tensor files, which are the part that reads every
-    byte: one rank checks in full, the others then open by sizes. Raises CheckpointError naming the
-    file and what is wrong with it.
+    "sizes" checks all but the digests of the tensor files, the part that reads every byte: one rank
+    checks in full, the others then open by sizes. Raises CheckpointError naming the file and its
+    fault.
     """
     stored = open_stored(folder, step)
     checkpoint = Checkpoint(stored.path, stored.manifest)
@@ -153,9 +154,9 @@ def latest(
 ) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None.
 
-    Each newer one that does not is passed to ``on_skip(step, reason)``, which must say so loudly.
-    `prefer_finite`: one that holds numbers that are not finite is taken only where there is no
-    other; it is skipped in the same way.
+    Each newer one that fails is passed to ``on_skip(step, reason)``, which should warn the user.
+    `prefer_finite`: a checkpoint with infinities or NaN is skipped in the same way, and returned
+    only if no other verifies.
     """
     poisoned: list[tuple[int, str, Checkpoint]] = []
     for step in candidates(folder):
@@ -164,7 +165,7 @@ def latest(
             names = nonfinite(checkpoint) if prefer_finite else ()
         except (CheckpointError, OSError) as error:
             if isinstance(folder, RemotePath) and isinstance(error, OSError):
-                raise explain(error, folder) from error  # a store that does not answer is no damage
+                raise explain(error, folder) from error  # the store does not answer: not damage
             on_skip(step, str(error))
             continue
         if not names:

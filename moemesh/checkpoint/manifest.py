@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint: names, slices, files, state, and whether they are complete.
+"""Manifest of a checkpoint: names, slices, files, state, and a check of their completeness.
 
 The manifest is canonical JSON (sorted keys, no spaces) with a digest of itself, so that any change
-of the file is seen, and its slices cover every logical tensor exactly: no hole, no overlap.
+of the file is detected. Its slices cover every logical tensor exactly: no hole, no overlap.
 
-Format 3 has digests of every chunk of every slice and of each file's header, which together are all
-bytes, the name of their hash function, and the names of the tensors that hold numbers that are not
-finite. Older formats are still read: format 2 has BLAKE2b for all, format 1 one digest a file.
+Format 3 has digests of every chunk of every slice and of each file's header (together all bytes),
+the name of their hash function, and the names of the tensors with infinities or NaN. Older formats
+are still read: format 2 has BLAKE2b for all, format 1 one digest a file.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from moemesh.checkpoint.digests import BLAKE2B, blake2b, digest_text
 from moemesh.checkpoint.files import MANIFEST, CheckpointError
 from moemesh.config.limits import parse_json
 
-#: The format that is written, and all that are read.
+#: Format of new manifests, and all readable formats.
 FORMAT = 3
 READABLE = (1, 2, 3)
-#: Upper bound of a manifest that will be parsed, in bytes (about 2 million slices).
+#: Largest manifest that is parsed, in bytes (about 2 million slices).
 MANIFEST_LIMIT = 256 << 20
-#: Tensors larger than this in elements do not exist; keeps offsets in int64.
+#: Most elements of a tensor; keeps offsets in int64.
 MAX_ELEMENTS = 1 << 60
 
 Size = Annotated[int, Field(strict=True, ge=0, le=MAX_ELEMENTS)]
-#: Files of ranks. In an object store every attempt has names of its own, since nothing there tells
-#: the request of a writer that was thought dead from that of another.
+#: File names of ranks. In an object store every attempt has its own names, since the store cannot
+#: distinguish late requests of a writer presumed dead from those of another.
 PART = r"^rank-[0-9]{5,7}(-[0-9a-f]{32})?\.safetensors$"
 FileName = Annotated[str, Field(pattern=PART)]
 Digest = Annotated[str, Field(pattern=r"^(blake2b|xxh3)-128:[0-9a-f]{32}$")]
@@ -65,9 +65,9 @@ class _Strict(BaseModel):
 
 
 class Slice(_Strict):
-    """The rectangle ``offset .. offset + shape`` of a logical tensor, under `key` in `file`.
+    """Rectangle ``offset .. offset + shape`` of a logical tensor, stored under `key` in `file`.
 
-    `chunks`: digests of its bytes, `chunk_bytes` of the manifest at once; none in format 1.
+    `chunks`: digests of its bytes, in chunks of the manifest's `chunk_bytes`; empty in format 1.
     """
 
     file: FileName
@@ -86,7 +86,7 @@ class ManifestEntry(_Strict):
 
 
 class File(_Strict):
-    """One file of the checkpoint: size in bytes, and digest of what precedes its tensors."""
+    """One file of the checkpoint: size in bytes, and digest of the bytes before its tensors."""
 
     size: Size
     header: Digest
@@ -100,11 +100,12 @@ class WholeFile(_Strict):
 
 
 class Manifest(_Strict):
-    """All of a checkpoint but the tensors' bytes; `state` is the caller's JSON.
+    """Content of manifest.json: all of a checkpoint but the tensors' bytes; `state` is the
+    caller's.
 
-    `hash`: the name of the function that chunks and headers have digests by; None before format 3.
-    `nonfinite`: sorted names of the tensors that hold infinities or NaN; None in format 1, which
-    does not say. `digest` is that of the manifest itself, where it was read.
+    `hash`: name of the hash function of chunks and headers; None before format 3. `nonfinite`:
+    sorted names of the tensors with infinities or NaN; None (unknown) in format 1. `digest`: digest
+    of the manifest itself, set when it is read.
     """
 
     format: Literal[1, 2, 3]
@@ -119,8 +120,8 @@ class Manifest(_Strict):
     digest: Annotated[str, Field(exclude=True)] = ""
 
     def check(self) -> None:
-        """Raises CheckpointError unless the slices cover every tensor and use every file, and the
-        fields are those of the format."""
+        """Raises CheckpointError unless the slices cover every tensor and the fields match the
+        format."""
         is_new = self.format > 1
         if (
             (self.chunk_bytes is not None) != is_new
@@ -130,7 +131,7 @@ class Manifest(_Strict):
         ):
             raise CheckpointError(f"{MANIFEST}: these are not the fields of format {self.format}")
         if unknown := sorted({*(self.nonfinite or ())} - {*self.tensors}):
-            raise CheckpointError(f"{MANIFEST}: nonfinite names {unknown[0]}, no tensor here")
+            raise CheckpointError(f"{MANIFEST}: nonfinite names {unknown[0]}, not a tensor here")
         used: set[tuple[str, str]] = set()
         for name, entry in self.tensors.items():
             check_cover(name, entry.shape, entry.slices)
@@ -152,7 +153,7 @@ class Manifest(_Strict):
 
 
 def encode_json(value: object) -> bytes:
-    """Canonical JSON bytes; CheckpointError for what JSON cannot carry and give back unchanged."""
+    """Canonical JSON bytes. Raises CheckpointError for a value that JSON cannot hold."""
     try:
         text = json.dumps(
             value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True
@@ -163,7 +164,7 @@ def encode_json(value: object) -> bytes:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json: canonical JSON with the digest of itself without it."""
+    """The bytes of manifest.json: canonical JSON with the digest of all other fields."""
     content = manifest.model_dump(mode="json")
     return encode_json({**content, "digest": _digest(content)})
 
@@ -181,16 +182,16 @@ def decode(raw: bytes) -> Manifest:
         raise CheckpointError(f"{MANIFEST}: not valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{MANIFEST}: not a JSON object")
-    said = content.pop("digest", None)
+    stored = content.pop("digest", None)
     actual = _digest(content)
-    if said != actual:
+    if stored != actual:
         raise CheckpointError(
-            f"{MANIFEST}: its digest is {actual}, expected {ascii(said)[:80]}: it was changed"
+            f"{MANIFEST}: its digest is {actual}, expected {ascii(stored)[:80]}: it was changed"
         )
-    # The bytes too: a change that parses to the same content is still one.
+    # Compare the bytes too: an edit may parse to the same content.
     if raw != encode_json({**content, "digest": actual}):
         raise CheckpointError(
-            f"{MANIFEST}: it was written anew with the same content (other spaces or order, or a "
+            f"{MANIFEST}: it was rewritten with the same content (other spaces or order, or a "
             "doubled key): it was changed"
         )
     if content.get("format") not in READABLE:
@@ -222,17 +223,17 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
     for index, first in enumerate(ordered):
         for second in ordered[index + 1 :]:
             if shape and second.offset[0] >= first.offset[0] + first.shape[0]:
-                break  # sorted by row: nothing further on can meet `first`
+                break  # sorted by row: no later slice overlaps `first`
             both = zip(first.offset, first.shape, second.offset, second.shape, strict=True)
-            # 0-dimensional ones always share an element.
+            # 0-dimensional slices always share an element.
             if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in both):
                 raise CheckpointError(
                     f"{name} {list(shape)}: {_words(first)} and {_words(second)} overlap"
                 )
-    # Inside, disjoint and of the full volume: together they are the tensor.
+    # Slices that are inside, disjoint and of the full volume cover the tensor.
     covered = sum(prod(piece.shape) for piece in slices)
     if covered != prod(shape):
-        # The first rows (indices along dimension 0; experts, if stacked) that nobody holds.
+        # First missing row (index along dimension 0; the expert, if stacked).
         reached, where = 0, ""
         for piece in ordered:
             if not shape or piece.offset[0] > reached:

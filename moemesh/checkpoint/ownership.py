@@ -1,14 +1,14 @@
-"""The owner of a folder of checkpoints outside of a run folder: who may commit and delete there.
+"""Owner of a checkpoint folder outside of the run folder: the run that may commit and delete there.
 
-An object store has no locks. So every start of a run claims the folder by an object of a new name,
-``owner-N.json``, N above all that are there: the highest number is the owner. The object is created
-only where it does not exist yet, which a store decides where it offers that; elsewhere the last of
-two writers has it. The owner looks before every commit and every deletion, and stops where there is
-a higher number than its own: it cannot be stopped from outside.
+An object store has no locks. So every start of a run claims the folder by a new object
+``owner-N.json``, with N above all existing numbers: the highest number is the owner. The object is
+created exclusively if the store supports that; elsewhere the last of two writers wins. The owner
+checks before every commit and every deletion, and stops if a higher number exists: no other process
+can stop it.
 
-A run whose process died leaves its object. Another run of the same identity, which the run folder
-keeps, goes on at once. A run of another identity watches a counter that the owner raises: one that
-stands still for a while is dead. Two clocks are never compared.
+A run whose process died leaves its object. A start with the same identity, which the run folder
+stores, takes over immediately. A run of another identity watches a heartbeat counter: an owner
+whose counter does not change for a while is dead. Two clocks are never compared.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from moemesh.watch.lease import RunFolderError, describe_holder, holder_now
 
 _NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
 _HEARTBEAT_SECONDS = 10.0
-#: A counter that stands still for so long is that of a dead owner; stores may take seconds.
+#: Seconds without a heartbeat after which an owner is dead; stores may take seconds.
 _OBSERVE_SECONDS = 35.0
 _LOOK_SECONDS = 1.0
-#: Pauses between reads of a claim that says nothing: it may be half written on a file system that
-#: is no object store, or gone, for a higher one.
+#: Pauses in seconds between reads of an unreadable claim: a file system may show it half written,
+#: or a higher claim may have replaced it.
 _PAUSES = (0.0, 0.1, 0.3, 0.6)
 _LIMIT = 4096
 
 
 class Claim:
-    """The claim `number` of the run `run` to `folder`, for any process of this run. The one that
-    has taken it (:meth:`take`) keeps it alive, until :meth:`release` or its end."""
+    """Claim `number` of the run `run` to `folder`, for any process of this run. The process that
+    called :meth:`take` sends heartbeats until :meth:`release` or its exit."""
 
     def __init__(
         self, folder: Place, run: str, number: int, body: dict[str, Any] | None = None
     ) -> None:
-        """`body`: what the claim says, of the process that keeps it alive."""
+        """`body`: content of the claim, given in the process that sends its heartbeats."""
         self.folder, self.run, self.number, self._body = folder, run, number, body
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="moemesh-owner", daemon=True)
@@ -54,8 +54,8 @@ class Claim:
             self._thread.start()
 
     def lost(self) -> str | None:
-        """Why this run may neither commit nor delete any more; None while it is the owner. Raises
-        OSError or CheckpointError where the folder does not answer."""
+        """Reason why this run may no longer commit or delete; None while it is the owner. Raises
+        OSError or CheckpointError if the folder cannot be read."""
         is_gone = isinstance(self.folder, Path) and not self.folder.exists()
         number, body = (0, {}) if is_gone else _highest(self.folder)
         if number < self.number:
@@ -71,47 +71,47 @@ class Claim:
         run: str,
         *,
         takeover: bool = False,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> Claim:
-        """Claim `folder` for the run of the identity `run`.
+        """Claim `folder` for the run with the identity `run`.
 
-        Raises RunFolderError where a run of another identity is alive that keeps checkpoints there,
-        unless `takeover`. `say` gets a line before anything that takes long.
+        Raises RunFolderError if a live run of another identity keeps checkpoints there, unless
+        `takeover`. `log` is called with a line before a long wait.
         """
         try:
             files.make_folders(folder)
             number, body = _highest(folder)
             if body.get("held") and body.get("run") != run and not takeover:
-                # The owner is alive where it gives a sign of life.
-                say(
-                    f"{folder} is that of another run ({describe_holder(body)}): waiting "
-                    f"{_OBSERVE_SECONDS:g} s for a sign of its life"
+                # Wait for a heartbeat of the owner.
+                log(
+                    f"{folder} belongs to another run ({describe_holder(body)}): waiting "
+                    f"{_OBSERVE_SECONDS:g} s for its heartbeat"
                 )
                 end = time.monotonic() + _OBSERVE_SECONDS
                 while time.monotonic() < end:
                     time.sleep(_LOOK_SECONDS)
-                    found = _highest(folder)
-                    if not found[1].get("held"):
+                    claim = _highest(folder)
+                    if not claim[1].get("held"):
                         break
-                    if found != (number, body):
-                        raise _owned(folder, found[1])
+                    if claim != (number, body):
+                        raise _owned(folder, claim[1])
             number += 1
-            own: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
-            with suppress(FileExistsError):  # another was faster, which the next look tells
-                files.create_file(_file(folder, number), json.dumps(own).encode())
+            content: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
+            with suppress(FileExistsError):  # another run was faster: the next lines detect it
+                files.create_file(_file(folder, number), json.dumps(content).encode())
             highest, body = _highest(folder)
-            if (highest, body) != (number, own):
+            if (highest, body) != (number, content):
                 raise _owned(folder, body)
             for name in files.list_names(folder):
                 if (match := _NAME.fullmatch(name)) and int(match[1]) < number:
                     files.remove_file(folder / name)
         except (CheckpointError, OSError) as error:
             raise RunFolderError(f"{folder}: its owner cannot be determined ({error})") from error
-        return Claim(folder, run, number, own)
+        return Claim(folder, run, number, content)
 
     def release(self) -> None:
-        """Give the folder back; nothing happens when that was done already, or by whoever has not
-        taken it."""
+        """Release the folder. No-op on a second call, and in a process that did not :meth:`take`
+        it."""
         if self._ended.is_set() or self._body is None:
             return
         self._ended.set()
@@ -146,8 +146,8 @@ def has_owner(folder: Place) -> bool:
 
 
 def _highest(folder: Place) -> tuple[int, dict[str, Any]]:
-    """The highest claim, and what it says; 0 where there is none. One that cannot be read is that
-    of a run that died while it wrote it."""
+    """Number and content of the highest claim; (0, {}) without one. An unreadable claim, whose run
+    died while it wrote, has an empty content."""
     highest = 0
     for pause in (*_PAUSES, None):
         numbers = [

@@ -1,8 +1,8 @@
 """Addresses of object stores, through fsspec, with the part of pathlib that checkpoints use.
 
-An object store has no folders, no renames and no syncs: an object is there, whole, once its write
-has ended, and a folder is where names begin alike. A checkpoint is therefore written under its own
-name, and the manifest, its last object, makes it one.
+An object store has no folders, no renames and no syncs: an object exists, complete, once its write
+has ended, and a folder is a common prefix of names. A checkpoint is therefore written under its
+final name, and its last object, the manifest, commits it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from moemesh.config.errors import UserError
 
-#: ``s3://bucket/prefix``; pathlib makes one slash of two.
+#: ``s3://bucket/prefix``; also with one slash, because pathlib joins two.
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):(/{1,2}.*)", re.ASCII)
-#: Schemes behind which a file is seen while it is written, and a rename replaces another at once.
+#: Schemes of file systems: a file is visible while it is written, and a rename is atomic.
 _DISKS = frozenset(("file", "local", "sftp", "ssh"))
 _T = TypeVar("_T")
 
 
 class RemoteError(UserError):
-    """An address that cannot be used here; names the package or the scheme."""
+    """An address cannot be used; the message names the missing package or the scheme."""
 
 
 class RemotePath:
-    """A name in an object store. Every operation raises OSError for what the store refuses."""
+    """A name in an object store. Every operation raises OSError for a refusal of the store."""
 
     def __init__(self, filesystem: Any, path: str) -> None:
         self._filesystem, self._path = filesystem, path.rstrip("/")
 
     @staticmethod
     def of(address: str) -> RemotePath:
-        """The name ``scheme://bucket/prefix``. Raises RemoteError where a package is missing or the
+        """The name ``scheme://bucket/prefix``. Raises RemoteError if a package is missing or the
         scheme is unknown."""
         try:
             from fsspec.core import url_to_fs  # an extra: pip install "moemesh[remote]"
@@ -46,7 +46,7 @@ class RemotePath:
             raise RemoteError(
                 f'{address} needs the package fsspec: pip install "moemesh[remote]"'
             ) from error
-        # Lists of names must be those of now; folders of a disk are made as they are needed.
+        # Listings must be current; folders on a disk are created on demand.
         options: dict[str, Any] = {"use_listings_cache": False}
         if address.partition(":")[0] in ("file", "local"):
             options["auto_mkdir"] = True
@@ -69,76 +69,76 @@ class RemotePath:
         return hash(str(self))
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is no path of this machine")
+        raise TypeError(f"{self} is an address in an object store, not a path of this machine")
 
     def __truediv__(self, name: str) -> RemotePath:
         return RemotePath(self._filesystem, f"{self._path}/{name}")
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Last part of the name."""
         return self._path.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """All but the last part."""
+        """All but the last part of the name."""
         return RemotePath(self._filesystem, self._path.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
-        """Another name beside it."""
+        """Another name in the same folder."""
         return self.parent / name
 
     def exists(self) -> bool:
-        """Whether there is an object of this name."""
+        """Whether an object of this name exists."""
         return bool(self._call(self._filesystem.isfile, self._path))
 
     def is_dir(self) -> bool:
-        """Whether there are names below this one."""
+        """Whether any name exists below this one."""
         return bool(self.names())
 
     def names(self) -> list[str]:
-        """The names below this one, sorted, as the store has them now."""
-        # Some clients keep lists of names whatever the option says.
+        """Current names below this one, sorted."""
+        # Some clients cache listings in spite of the option.
         self._call(self._filesystem.invalidate_cache)
         try:
-            found = self._call(self._filesystem.ls, self._path, detail=False)
+            paths = self._call(self._filesystem.ls, self._path, detail=False)
         except FileNotFoundError:
             return []
-        own = self._filesystem._strip_protocol(self._path)  # the only spelling that ls has
-        names = (str(one).rstrip("/").removeprefix(own).lstrip("/") for one in found)
+        prefix = self._filesystem._strip_protocol(self._path)  # the spelling that ls returns
+        names = (str(path).rstrip("/").removeprefix(prefix).lstrip("/") for path in paths)
         return sorted(name for name in names if name and "/" not in name)
 
     def num_bytes(self) -> int:
         """Size of the object in bytes."""
-        known = self._call(self._filesystem.info, self._path)
-        if known["type"] != "file":
+        info = self._call(self._filesystem.info, self._path)
+        if info["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        return int(known["size"])
+        return int(info["size"])
 
     def written_at(self) -> float:
-        """Seconds since the epoch at which the object was written, by the store's clock."""
+        """Time of the write in seconds since the epoch, by the store's clock."""
         return float(self._call(self._filesystem.modified, self._path).timestamp())
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes ``start .. end`` of the object, fewer where it ends."""
+        """The bytes ``start .. end`` of the object; fewer at its end."""
         return bytes(self._call(self._filesystem.cat_file, self._path, start=start, end=end))
 
     def put(self, content: bytes) -> None:
-        """Write the object at once: a reader sees the old or the new content, or none."""
+        """Write the object atomically: a reader sees the old or the new content."""
         names: Any = self._filesystem.protocol
         if _DISKS.isdisjoint((names,) if isinstance(names, str) else names):
             self._call(self._filesystem.pipe_file, self._path, content)
             return
-        beside = self.with_name(f".{self.name}.tmp")
-        self._call(self._filesystem.pipe_file, beside._path, content)
-        self._call(self._filesystem.mv, beside._path, self._path)
+        temporary = self.with_name(f".{self.name}.tmp")
+        self._call(self._filesystem.pipe_file, temporary._path, content)
+        self._call(self._filesystem.mv, temporary._path, self._path)
 
     def create(self, content: bytes) -> None:
-        """Write the object at once where there is none of this name, else FileExistsError. One that
-        is there with this very content is that of a request whose reply was lost.
+        """Create the object; FileExistsError if the name exists with other content. The same
+        content means that the reply of an earlier request was lost.
 
-        Most stores decide that themselves; where one does not, two writers may both succeed, and
-        the object is that of the last.
+        Most stores create exclusively; in others two writers may both succeed, and the object is
+        that of the last.
         """
         try:
             if self.exists():
@@ -151,27 +151,27 @@ class RemotePath:
     def _create(self, content: bytes) -> None:
         try:
             self._filesystem.pipe_file(self._path, content, mode="create")
-        except TypeError:  # a client that does not know the argument
+        except TypeError:  # a client without this argument
             self._filesystem.pipe_file(self._path, content)
 
     def remove(self) -> None:
-        """Delete the object; one that is gone already is no error."""
+        """Delete the object, if it exists."""
         with suppress(FileNotFoundError):
             self._call(self._filesystem.rm_file, self._path)
 
     def remove_all(self, first: str, check: Callable[[], None] = lambda: None) -> None:
-        """Delete all that is below this name now: the object `first` before all others. `check` is
-        called between the look and the deletion; what it raises ends it."""
+        """Delete all objects below this name, `first` before the others. `check` is called between
+        the listing and the deletion; an exception from it cancels the deletion."""
         names = self.names()
         check()
         for name in sorted(names, key=lambda name: name != first):
             (self / name).remove()
-        with suppress(OSError):  # of file systems that have folders, the empty one
+        with suppress(OSError):  # the empty folder, in file systems that have folders
             self._call(self._filesystem.rmdir, self._path)
 
     @contextmanager
     def reading(self) -> Iterator[BinaryIO]:
-        """The object, open to be read from start to end."""
+        """The object, opened for reading."""
         file = self._call(self._filesystem.open, self._path, "rb")
         calls = {name: partial(self._call, getattr(file, name)) for name in ("read", "seek")}
         try:
@@ -181,8 +181,8 @@ class RemotePath:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[bytes | memoryview], object]]:
-        """A function that takes the object's bytes, which is there when the block has ended
-        well."""
+        """A function that writes bytes of the object, which exists after the block ends without an
+        error."""
         file = self._call(self._filesystem.open, self._path, "wb")
         try:
             yield lambda content: self._call(file.write, content)
@@ -195,7 +195,7 @@ class RemotePath:
         self._call(file.close)
 
     def _call(self, work: Callable[..., _T], *args: Any, **keys: Any) -> _T:
-        """Clients have errors of their own; to a save they are those of a disk."""
+        """Calls the client; its own exceptions become OSError, which a save treats as a disk's."""
         try:
             return work(*args, **keys)
         except OSError:
@@ -205,18 +205,18 @@ class RemotePath:
             raise OSError(errno.EIO, reason, str(self)) from error
 
 
-#: Where checkpoints are, and their parts: on a disk, or in an object store.
+#: Location of a checkpoint or of a part of one: on a disk, or in an object store.
 Place = Path | RemotePath
 
 
 def place_of(text: str | Path) -> Place:
-    """The place that a user's text means: ``scheme://...`` an object store, all else a path."""
+    """Location for a user's text: ``scheme://...`` is in an object store, all else is a path."""
     match = _ADDRESS.fullmatch(str(text))
     if match is None:
         if "::" in str(text):
             raise RemoteError(f"{text}: name one store; addresses in a chain are not understood")
         return Path(text).expanduser()
     scheme, rest = match.groups()
-    if not rest.startswith("//"):  # pathlib was there before us
+    if not rest.startswith("//"):  # pathlib has joined the slashes
         rest = f"/{rest}" if scheme not in ("file", "local") else f"//{rest}"
     return RemotePath.of(f"{scheme}:{rest}")

@@ -1,8 +1,8 @@
-"""Retention of checkpoints: the newest that were read back, verified, and are finite stay.
+"""Retention of checkpoints: keeps the newest that were read back, verified, and are finite.
 
-``verified.json`` beside them says which have been: a step's name -> digest of its manifest, and
-whether its numbers are finite. It is a memory, not a proof: a checkpoint that is not in it, because
-the file is gone or an older version wrote it, is read back when the question comes up.
+``verified.json`` in their folder lists the verified ones: a step's name -> digest of its manifest,
+and whether its numbers are finite. It is a cache: a checkpoint that it lacks, because the file was
+lost or an older version wrote it, is read back when needed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from moemesh.config.limits import parse_json
 VERIFIED = "verified.json"
 
 
-class Standing(NamedTuple):
-    """A committed checkpoint: whether it verifies, whether all its numbers are finite (None where
-    that is not known), and what is wrong with it."""
+class VerifiedState(NamedTuple):
+    """State of a committed checkpoint: whether it verifies, whether all its numbers are finite
+    (None if unknown), and its fault."""
 
     step: int
     digest: str | None
@@ -38,25 +38,25 @@ class Standing(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it may take the place of an older one."""
+        """Whether it may replace an older one."""
         return self.is_verified and bool(self.is_finite)
 
 
 class Pruning(NamedTuple):
-    """A plan of a pruning: what it keeps, newest first; the steps that it deletes; and the names of
-    what dead runs left half written or half deleted."""
+    """Plan of a pruning: checkpoints to keep, newest first; steps to delete; and names of partial
+    writes and deletions that dead runs left."""
 
-    kept: list[Standing]
+    kept: list[VerifiedState]
     doomed: list[int]
     leftovers: list[str]
 
 
 def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
-    """The names of the tensors that hold numbers that are not finite. A checkpoint of format 1 does
-    not say: its tensors are read."""
+    """Names of the tensors with infinities or NaN. For a checkpoint of format 1, whose manifest
+    lacks them, all tensors are read."""
     if stored.manifest.nonfinite is not None:
         return stored.manifest.nonfinite
-    found = set[str]()
+    names = set[str]()
     for file, known in stored.manifest.files.items():
         slices = stored.slices(file)
         with files.reading(stored.path / file) as opened:
@@ -64,13 +64,13 @@ def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
             for piece in slices:
                 for chunk in files.read_chunks(opened, piece.num_bytes):
                     if num_nonfinite(chunk, piece.dtype):
-                        found.add(piece.name)
-    return sorted(found)
+                        names.add(piece.name)
+    return sorted(names)
 
 
-def standing(folder: Place, step: int, *, read_back: bool) -> Standing:
-    """The standing of ``folder/step-<step>``. `read_back`: one that is not known to be verified is
-    read; else it is not verified, without a problem."""
+def verified_state(folder: Place, step: int, *, read_back: bool) -> VerifiedState:
+    """State of ``folder/step-<step>``. `read_back`: a checkpoint that is not listed as verified is
+    read; otherwise it counts as not verified, without a problem."""
     known, known_finite = _read_verified(folder).get(f"step-{step}", (None, None))
     try:
         stored = open_stored(folder, step)
@@ -79,21 +79,21 @@ def standing(folder: Place, step: int, *, read_back: bool) -> Standing:
         if known == digest:
             if (is_finite := is_finite if known_finite is None else known_finite) is None:
                 is_finite = not nonfinite(stored) if read_back else None
-            return Standing(step, digest, True, is_finite)
+            return VerifiedState(step, digest, True, is_finite)
         if not read_back:
-            return Standing(step, digest, False, is_finite)
+            return VerifiedState(step, digest, False, is_finite)
         stored.verify()
-        return Standing(step, digest, True, not nonfinite(stored))
+        return VerifiedState(step, digest, True, not nonfinite(stored))
     except (CheckpointError, OSError) as error:
-        return Standing(step, None, False, None, str(error))
+        return VerifiedState(step, None, False, None, str(error))
 
 
-def remember(folder: Place, standings: Sequence[Standing], *, only: bool = False) -> None:
-    """Write down what is verified; `only`: and forget all others."""
+def remember(folder: Place, states: Sequence[VerifiedState], *, only: bool = False) -> None:
+    """Record the verified ones of `states`; `only`: and remove all others from the record."""
     known = {} if only else _read_verified(folder)
-    for one in standings:
-        if one.is_verified and one.digest is not None:
-            known[f"step-{one.step}"] = (one.digest, one.is_finite)
+    for state in states:
+        if state.is_verified and state.digest is not None:
+            known[f"step-{state.step}"] = (state.digest, state.is_finite)
     content = {name: {"digest": digest, "finite": fine} for name, (digest, fine) in known.items()}
     text = json.dumps(content, indent=1).encode()
     try:
@@ -105,34 +105,35 @@ def remember(folder: Place, standings: Sequence[Standing], *, only: bool = False
 
 
 def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pruning:
-    """Plan :func:`prune`: reads back what is not known to be verified, deletes nothing.
+    """Plan of :func:`prune`: reads back checkpoints that are not listed as verified, deletes
+    nothing.
 
-    The newest `keep` that count stay, and of those behind them none. A checkpoint that does not
-    verify stays while it is newer than the last of these. Of those with numbers that are not
-    finite, the newest stays for whoever wants to look; without any that count, `keep` of them stay.
-    One that was put aside stays until one that counts is as new.
+    The newest `keep` that count are kept, and no older ones. A checkpoint that does not verify is
+    kept while it is newer than the oldest of these. Among those with infinities or NaN, the newest
+    is kept for inspection; `keep` of them if none count. A checkpoint in quarantine is kept until
+    one that counts is as new.
     """
     if keep < 1:
         raise ValueError(f"keep ({keep}) must be at least 1")
-    kept, doomed, poisoned = list[Standing](), list[int](), list[Standing]()
+    kept, doomed, poisoned = list[VerifiedState](), list[int](), list[VerifiedState]()
     num_good = 0
     for step in candidates(folder):
         if num_good == keep:
             doomed.append(step)
             continue
-        one = standing(folder, step, read_back=True)
-        num_good += one.counts
-        kept.append(one)
-        if one.is_verified and not one.counts:
-            poisoned.append(one)
+        state = verified_state(folder, step, read_back=True)
+        num_good += state.counts
+        kept.append(state)
+        if state.is_verified and not state.counts:
+            poisoned.append(state)
     spare = poisoned[(1 if num_good else keep) :]
-    doomed += [one.step for one in spare]
+    doomed += [state.step for state in spare]
     leftovers = unfinished(folder) if with_leftovers else []
-    newest = max((one.step for one in kept if one.counts), default=-1)
+    newest = max((state.step for state in kept if state.counts), default=-1)
     aside = (files.BROKEN.fullmatch(name) for name in files.list_names(folder))
     leftovers += [match[0] for match in aside if match and int(match[1]) <= newest]
     return Pruning(
-        [one for one in kept if one not in spare], sorted(doomed, reverse=True), leftovers
+        [state for state in kept if state not in spare], sorted(doomed, reverse=True), leftovers
     )
 
 
@@ -143,11 +144,11 @@ def prune(
     with_leftovers: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Deletes as :func:`plan_pruning` says; returns the deleted steps.
+    """Deletes the checkpoints of :func:`plan_pruning`; returns the deleted steps.
 
-    `with_leftovers`: also removes what dead runs left half written or half deleted, so it must be
-    called by one process that holds the run folder's lock, with no save under way. `check` is
-    called before each deletion; what it raises ends the pruning.
+    `with_leftovers`: also removes partial writes and deletions of dead runs, so the caller must be
+    the one process that holds the run folder's lock, with no save in progress. `check` is called
+    before each deletion; an exception from it ends the pruning.
     """
     plan = plan_pruning(folder, keep, with_leftovers=with_leftovers)
     for name in plan.leftovers:
@@ -157,7 +158,7 @@ def prune(
         else:
             files.remove_folder(folder / name, check)
     check()
-    # Before anything goes: a crash in between must not leave a list that misses what stayed.
+    # Before the deletions: after a crash the list must not lack a checkpoint that was kept.
     remember(folder, plan.kept, only=True)
     for step in plan.doomed:
         files.delete_checkpoint(folder / f"step-{step}", check)
@@ -165,17 +166,17 @@ def prune(
 
 
 def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
-    """Step name -> digest and whether its numbers are finite; a damaged list is empty. Older
-    versions wrote the digest alone."""
+    """Step name -> digest, and whether its numbers are finite; empty if the file is damaged. Older
+    versions wrote the digest only."""
     try:
         content: Any = parse_json(files.read_start(folder / VERIFIED, 1 << 20))
     except (CheckpointError, OSError, ValueError):
         return {}
-    found: dict[str, tuple[str, bool | None]] = {}
+    verified: dict[str, tuple[str, bool | None]] = {}
     for name, value in content.items() if isinstance(content, dict) else ():
         if isinstance(value, str):
-            found[name] = (value, None)
+            verified[name] = (value, None)
         elif isinstance(value, dict) and isinstance(value.get("digest"), str):
             is_finite = value.get("finite")
-            found[name] = (value["digest"], is_finite if isinstance(is_finite, bool) else None)
-    return found
+            verified[name] = (value["digest"], is_finite if isinstance(is_finite, bool) else None)
+    return verified

@@ -1,24 +1,24 @@
-"""Saves of several ranks: staged, written, read back, committed by one rename, tried again.
+"""Saves of several ranks: staged, written, read back, committed by one rename, retried.
 
-A run saves beside its steps (:class:`Saver`), a program while it waits (:func:`save`); the protocol
-is one. A thread of each rank writes. It calls no collective, because threads of different ranks
-would enter theirs at different points between the collectives of training, and every group, a group
-of its own included, would need the same order on all ranks. So the ranks talk through files of the
-temporary folder:
+A run saves in the background of its steps (:class:`Saver`), a script with a blocking call
+(:func:`save`); both use one protocol. A thread of each rank writes. It calls no collective: threads
+of different ranks would enter it at different points between the collectives of training, and all
+groups, even one for saves alone, need the same order on all ranks. So the ranks communicate through
+files in the temporary folder:
 
-- rank 0 makes ``step-N.tmp-<id>``; the id of every attempt follows from the step's, which all know;
+- rank 0 creates ``step-N.tmp-<id>``; the id of every attempt is derived from the step's shared id;
 - every rank writes and reads back its file there, then ``report-NNNNN.json``, by a rename;
-- rank 0 commits when it has all reports, by the rename that the others wait for. When something
-  fails it removes the folder, waits, and makes that of the next attempt, in which all write again.
+- rank 0 commits when it has all reports, by the rename that the others wait for. After a failure it
+  removes the folder, waits, and creates that of the next attempt, in which all ranks rewrite.
 
-In an object store every attempt writes files of its own names into ``step-N``. The manifest,
-created only where there is none, is the commit. No attempt writes over or deletes anything there: a
-run that was thought dead may still be writing, and requests that failed may still arrive.
+In an object store every attempt writes files with unique names into ``step-N``, and the exclusive
+creation of the manifest is the commit. No attempt overwrites or deletes anything there: a run that
+was presumed dead may still be writing, and requests that failed may still arrive.
 
-Rank 0 looks whether the folder is still the run's before it commits and before each deletion.
-Collectives are called in :meth:`Saver.start` and :meth:`Saver.finish` alone, by the caller's loop,
-which all ranks do at the same points. Where the files fail as a channel (a rank that cannot even
-write its report on a full disk), `finish` carries the news.
+Rank 0 checks that the run still owns the folder before the commit and before each deletion. Only
+:meth:`Saver.start` and :meth:`Saver.finish` call collectives; all ranks call them at the same
+points of their loops. `finish` carries the problems that files cannot: on a full disk a rank may
+fail to write even its report.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.load import Shard
 from moemesh.checkpoint.manifest import MANIFEST, MANIFEST_LIMIT, Manifest
 from moemesh.checkpoint.remote import Place, RemotePath
-from moemesh.checkpoint.retention import Standing, prune, remember
+from moemesh.checkpoint.retention import VerifiedState, prune, remember
 from moemesh.checkpoint.stored import read_manifest
 from moemesh.checkpoint.writing import check_shards, check_step, commit, write_part
 from moemesh.config.limits import parse_json
@@ -50,18 +50,17 @@ from moemesh.trace.machine import available_bytes
 
 #: Seconds between the attempts of one save.
 PAUSES = (0.5, 2.0, 5.0, 10.0)
-#: Seconds that a rank whose training has ended in an error waits for others without any news.
+#: Seconds that a rank waits for others without progress after its training ended in an error.
 _LAST_WAIT = 10.0
-#: Seconds in which the folder that rank 0 makes is seen by all others.
+#: Seconds in which the folder that rank 0 creates must appear on the other ranks.
 FOLDER_SECONDS = 60.0
-#: Seconds in which a report that is being written becomes one that can be read: file systems that
-#: are no object stores may show the half of it.
+#: Seconds in which a report must become readable: file systems may show it half written.
 REPORT_SECONDS = 10.0
-#: Seconds between two looks at the folder, or at the other ranks: the first, and the longest.
+#: Seconds between two polls of the folder, or of the other ranks: the first, and the longest.
 FIRST_LOOK, LONGEST_LOOK = 0.001, 0.25
-#: Largest share of the memory that is free on a machine, for the buffers of all its ranks.
+#: Largest share of a machine's free memory for the staging buffers of all its ranks.
 LARGEST_SHARE = 0.5
-#: Each copy starts at a multiple of this, as torch's own tensors do.
+#: Alignment of each copy in bytes, that of torch's tensors.
 _ALIGNMENT = 64
 
 #: JSON of this rank -> the JSON of all ranks, in rank order.
@@ -69,9 +68,9 @@ Gather = Callable[[object], list[Any]]
 
 
 class SaveOutcome(NamedTuple):
-    """The end of a save: `problem` None where it was committed, `seconds` from its start to there,
-    `nonfinite` the tensors with numbers that are not finite, `is_lost` whether the folder is that
-    of another run now."""
+    """Result of a save: `problem` (None if it was committed), `seconds` from its start to its end,
+    `nonfinite` (names of tensors with infinities or NaN), `is_lost` (whether another run has taken
+    over the folder)."""
 
     step: int
     problem: str | None
@@ -90,12 +89,11 @@ def save(
     world_size: int = 1,
     gather: Gather = lambda reply: [reply],
 ) -> Place:
-    """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it,
-    one where nothing is said of ranks.
+    """Saves all ranks' shards and rank 0's `state` as ``folder/step-<step>``; all ranks call it.
 
-    Raises CheckpointError on every rank when any of them fails (disk full, a hole or an overlap in
-    a tensor, the step exists); then nothing new is left and older checkpoints are untouched. A
-    process that dies instead leaves a ``.tmp`` folder, which the next
+    Raises CheckpointError on every rank when one of them fails (disk full, a hole or an overlap in
+    a tensor, the step exists); then no new file is left and older checkpoints are untouched. A
+    process that dies leaves a ``.tmp`` folder, which the next
     :func:`moemesh.checkpoint.retention.prune` removes.
     """
     saver = Saver(folder, rank=rank, world_size=world_size, gather=gather, pauses=())
@@ -112,7 +110,7 @@ def save(
 
 
 class Saver:
-    """One rank's part in the saves of a run; all ranks make one."""
+    """Saves of a run, on one rank; all ranks create one."""
 
     def __init__(
         self,
@@ -127,10 +125,11 @@ class Saver:
         lost: Callable[[], str | None] = lambda: None,
         pauses: Sequence[float] | None = None,
     ) -> None:
-        """`gather` takes JSON of this rank to the JSON of all. `keep`: as of
-        :func:`moemesh.checkpoint.retention.prune`; None: no checkpoint is deleted. `lost`: why the
-        folder is no more the run's, or None; rank 0 asks before it commits or deletes. `pauses`:
-        seconds between the attempts of a save, by default :data:`PAUSES`."""
+        """`gather` returns the JSON of all ranks for that of this rank. `keep`: see
+        :func:`moemesh.checkpoint.retention.prune`; None deletes no checkpoint. `lost`: returns the
+        reason why the run no longer owns the folder, or None; rank 0 calls it before each commit
+        and deletion. `pauses`: seconds between the attempts of a save, by default
+        :data:`PAUSES`."""
         self.folder, self.keep = folder, keep
         self.rank, self.world_size = rank, world_size
         self.pauses = PAUSES if pauses is None else pauses
@@ -146,17 +145,17 @@ class Saver:
                 job.run()
                 del job  # and its tensors
 
-        # Started now: at a save there may be no memory for a thread, or not enough for it to begin.
+        # Start the thread now: at the time of a save, memory may be too short for one.
         worker = threading.Thread(target=work, name="save", daemon=True)
         worker.start()
         weakref.finalize(self, jobs.put, None)
-        # The interpreter waits for the save under way, also where training ended in an error.
+        # The interpreter waits for a pending save, also after an error in training.
         self._at_exit = lambda: (jobs.put(None), worker.join())
         self._hurries: Callable[[], bool] = lambda: False
         atexit.register(self._at_exit)
-        #: On rank 0: what failed, and did not end a save.
+        #: Failures that did not end a save; filled on rank 0 only.
         self.notes: list[str] = []
-        #: Why the last save was not in the background although it was to be.
+        #: Reason why the last save blocked, if it was meant to run in the background.
         self.why_blocking: str | None = None
 
     def start(
@@ -167,12 +166,12 @@ class Saver:
         *,
         hurries: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begin to save `shards` and rank 0's `state` as ``step-<step>``; all ranks call, between
-        steps and with no save under way. While a rank waits for its end, `hurries` returns whether
-        a failed attempt is the last.
+        """Begin to save `shards` and rank 0's `state` as ``step-<step>``; all ranks call it between
+        steps, when no save is pending. While a rank waits for the end, `hurries` returns whether a
+        failed attempt is the last one.
 
-        Returns when the tensors may change: after a copy of them, or, where saves are not in the
-        background, after the save. Raises CheckpointError on every rank for what cannot be saved.
+        Returns when the tensors may change: after they are copied, or after the save if it blocks.
+        Raises CheckpointError on every rank for shards or a state that cannot be saved.
         """
         assert self._job is None, "finish the last save first"
         since, keyed = time.monotonic(), dict[str, Shard]()
@@ -184,8 +183,8 @@ class Saver:
         except (CheckpointError, OSError) as error:
             problem = str(error)
         identity = uuid.uuid4().hex if self.rank == 0 else ""
-        own = {"step": step, "identity": identity, "problem": problem, "missing": missing}
-        replies = self._gather(own)
+        reply = {"step": step, "identity": identity, "problem": problem, "missing": missing}
+        replies = self._gather(reply)
         num = len(replies)
         assert num == self.world_size, f"gather gave {num} replies of {self.world_size} ranks"
         for rank, reply in enumerate(replies):
@@ -196,7 +195,7 @@ class Saver:
         blocking = [f"rank {n}: {r['missing']}" for n, r in enumerate(replies) if r["missing"]]
         self.why_blocking = blocking[0] if blocking else None
         stages = self._in_background and not blocking
-        # Of the state, text: what it holds may change with the next step.
+        # Serialise the state now: its objects may change in the next step.
         content = json.dumps(state) if self.rank == 0 else "{}"
         if stages:
             keyed = self._staging.copy(keyed)
@@ -204,69 +203,68 @@ class Saver:
         self._hurries = hurries
         self._jobs.put(self._job)
         if not stages:
-            self._settle(self._job)
+            self._wait(self._job)
 
     def finish(self, *, hurry: bool = False) -> SaveOutcome | None:
-        """Wait for the save under way; all ranks call. None where there is none.
+        """Wait for the pending save and return its outcome, None without one; all ranks call it.
 
-        `hurry`: an attempt that fails now is not followed by another one. Returns the same on every
-        rank.
+        `hurry`: do not retry after a failed attempt. Every rank returns the same.
         """
         if (job := self._job) is None:
             return None
         if hurry:
             job.hurried.set()
-        outcome = self._settle(job)
+        outcome = self._wait(job)
         job.sweep()
         self._job = None
         return outcome
 
-    def _settle(self, job: SaveJob) -> SaveOutcome:
-        """Wait until the save has ended on all ranks. Every rank asks all others as often."""
+    def _wait(self, job: SaveJob) -> SaveOutcome:
+        """Wait until the save has ended on all ranks, which all call the same number of gathers."""
         pause = FIRST_LOOK
         while True:
-            own = {"outcome": job.outcome and job.outcome._asdict(), "untold": job.untold}
-            replies = self._gather(own | {"hurries": self._hurries()})
+            reply = {"outcome": job.outcome and job.outcome._asdict(), "failure": job.failure}
+            replies = self._gather(reply | {"hurries": self._hurries()})
             if any(reply["hurries"] for reply in replies):
                 job.hurried.set()
             if all(reply["outcome"] for reply in replies):
                 return SaveOutcome(**replies[0]["outcome"])
             if replies[0]["outcome"]:
-                job.stopped.set()  # rank 0 has decided: nobody needs to wait for files any more
+                job.stopped.set()  # rank 0 has decided: waiting for files is over
             for rank, reply in enumerate(replies):
-                if reply["untold"]:
-                    attempt, problem = reply["untold"]
-                    job.told[attempt] = f"rank {rank}: {problem}"
+                if reply["failure"]:
+                    attempt, problem = reply["failure"]
+                    job.failures[attempt] = f"rank {rank}: {problem}"
             job.ended.wait(pause)
             pause = min(2 * pause, LONGEST_LOOK)
 
     def news(self) -> list[str]:
-        """On rank 0: what failed since the last call, and did not end the save."""
-        found, self.notes = self.notes, []
-        return found
+        """Failures since the last call that did not end the save; empty on other ranks."""
+        problems, self.notes = self.notes, []
+        return problems
 
     def abandon(self) -> None:
-        """End the save under way without a word to the others: this process is to end at once."""
+        """Abort the pending save without synchronising; the process exits."""
         if self._job is not None:
             self._job.stopped.set()
 
     def close(self) -> None:
-        """End the save under way, if there is one, and the thread."""
+        """Abort a pending save and end the thread."""
         self.abandon()
         atexit.unregister(self._at_exit)
         self._jobs.put(None)
 
 
 class _Stopped(Exception):
-    """This save is not to be finished."""
+    """The save was aborted."""
 
 
 class _Lost(Exception):
-    """The folder is that of another run now."""
+    """Another run has taken over the folder."""
 
 
 class SaveJob:
-    """One save on one rank: :meth:`run` it in another thread than the one that waits for it."""
+    """One save on one rank; :meth:`run` is called in another thread than the one that waits."""
 
     def __init__(
         self,
@@ -282,16 +280,16 @@ class SaveJob:
         self._final = saver.folder / f"step-{step}"
         self._is_remote = isinstance(self._final, RemotePath)
         self._num_attempts, self._num_failed = len(saver.pauses) + 1, 0
-        self._since = self._since_news = since
+        self._since = self._last_progress = since
         self.stopped, self.hurried, self.ended = (threading.Event() for _ in range(3))
         self.outcome: SaveOutcome | None = None
-        #: What this rank could not report, and in which attempt (None: in any), because the folder
-        #: takes nothing any more; and on rank 0 what others could not report, by attempt.
-        self.untold: tuple[int | None, str] | None = None
-        self.told: dict[int | None, str] = {}
+        #: Attempt (None: any) and problem that this rank could not report through the folder.
+        self.failure: tuple[int | None, str] | None = None
+        #: Such problems of other ranks by attempt; filled on rank 0 only.
+        self.failures: dict[int | None, str] = {}
 
     def run(self) -> None:
-        """Save, and say how it ended in `outcome`."""
+        """Save, and set `outcome`."""
         problem, nonfinite, is_lost = None, (), False
         try:
             if self._saver.rank == 0:
@@ -300,22 +298,22 @@ class SaveJob:
                 self._follow()
         except (CheckpointError, _Stopped, _Lost) as error:
             problem, is_lost = str(error), isinstance(error, _Lost)
-        except BaseException as error:  # whatever it is: the others must not wait for this rank
+        except BaseException as error:  # any: the other ranks must not wait for this one
             problem = f"{type(error).__name__}: {error}"
-            self.untold = None, problem
+            self.failure = None, problem
         seconds = time.monotonic() - self._since
         self.outcome = SaveOutcome(self._step, problem, seconds, nonfinite, is_lost)
         self.ended.set()
 
     def sweep(self) -> None:
-        """Remove what is left of failed attempts, in which other ranks may have written longer than
-        rank 0 did; now all have ended."""
+        """Remove the folders of failed attempts, which other ranks may have written to after rank 0
+        removed them; now all ranks have ended."""
         for number in range(self._num_failed):
             files.remove_folder(self._temporary(number))
 
     def _lead(self) -> Sequence[str]:
-        """On rank 0: attempts until one is committed, and retention; the tensors that are not
-        finite. Raises CheckpointError with what was wrong with the last attempt."""
+        """Rank 0's part: retries until a commit, then prunes; returns the names of tensors with
+        infinities or NaN. Raises CheckpointError with the problem of the last attempt."""
         saver = self._saver
         for number, pause in enumerate((*saver.pauses, None)):
             try:
@@ -328,23 +326,23 @@ class SaveJob:
                 files.remove_folder(folder)
                 self._num_failed = number + 1
             if pause is not None and not self.hurried.is_set():
-                saver.notes.append(f"{problem}; trying again in {pause:g} s")
-                self._since_news = time.monotonic()
-                while time.monotonic() - self._since_news < pause and not self.hurried.is_set():
+                saver.notes.append(f"{problem}; retrying in {pause:g} s")
+                self._last_progress = time.monotonic()
+                while time.monotonic() - self._last_progress < pause and not self.hurried.is_set():
                     self._pause()
             if pause is None or self.hurried.is_set():
                 raise CheckpointError(problem)
-        try:  # what fails here costs space, no checkpoint
+        try:  # a failure to clean up costs space, not the checkpoint
             if saver.keep is not None:
                 if isinstance(self._final, RemotePath):
-                    # What other attempts and runs that died have left beside the committed files.
+                    # Files of other attempts and of runs that died.
                     names = self._final.names()
                     self._check_owner()
                     for name in sorted({*names} - {MANIFEST, *manifest.files}):
                         (self._final / name).remove()
                 self._check_owner()
-                own = Standing(self._step, manifest.digest, True, not manifest.nonfinite)
-                remember(saver.folder, [own])
+                state = VerifiedState(self._step, manifest.digest, True, not manifest.nonfinite)
+                remember(saver.folder, [state])
                 prune(saver.folder, saver.keep, check=self._check_owner)
         except (CheckpointError, OSError) as error:
             saver.notes.append(f"older checkpoints were not cleaned up: {error}")
@@ -354,18 +352,18 @@ class SaveJob:
         temporary, ranks = self._temporary(number), range(self._saver.world_size)
         self._check_owner()
         if files.is_committed(self._final):
-            # By an earlier attempt, although a request of it failed, or by somebody else.
+            # An earlier attempt has committed, although one of its requests failed, or another run.
             if self._is_remote:
                 manifest = read_manifest(self._final)
                 attempts = range(self._num_attempts)
-                own = {self._file(one, rank).name for one in attempts for rank in ranks}
-                if own.issuperset(manifest.files):
+                names = {self._file(attempt, rank).name for attempt in attempts for rank in ranks}
+                if names.issuperset(manifest.files):
                     return manifest
             raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
         files.make_folders(self._saver.folder)
         files.make_folder(temporary)
         reports = {0: write_part(self._file(number, 0), self._keyed, self._check)}
-        self._since_news = time.monotonic()
+        self._last_progress = time.monotonic()
         while waiting := [rank for rank in ranks if rank not in reports]:
             names = set(files.list_names(temporary))
             for rank in (rank for rank in waiting if _report_name(rank) in names):
@@ -373,16 +371,16 @@ class SaveJob:
                 try:
                     reply = parse_json(files.read_start(path, MANIFEST_LIMIT))
                 except (OSError, ValueError) as error:
-                    if time.monotonic() - self._since_news > REPORT_SECONDS:
+                    if time.monotonic() - self._last_progress > REPORT_SECONDS:
                         raise CheckpointError(f"{path}: cannot be read ({error})") from error
                     continue
                 if reply["problem"]:
                     raise CheckpointError(f"rank {rank}: {reply['problem']}")
                 reports[rank] = reply["report"]
-                self._since_news = time.monotonic()
+                self._last_progress = time.monotonic()
             for attempt in (number, None):
-                if attempt in self.told:
-                    raise CheckpointError(self.told[attempt])
+                if attempt in self.failures:
+                    raise CheckpointError(self.failures[attempt])
             if len(reports) < len(ranks):
                 self._pause()
         for rank in ranks[1:]:
@@ -395,24 +393,24 @@ class SaveJob:
         return manifest
 
     def _follow(self) -> None:
-        """On the other ranks: write and report this rank's part in every attempt, until rank 0 has
-        committed."""
+        """Part of the other ranks: write and report this rank's file in every attempt, until rank 0
+        has committed."""
         rank, attempts = self._saver.rank, range(self._num_attempts)
-        number, is_told = 0, False
+        number, has_reported = 0, False
         while True:
-            # In an object store rank 0 may still take the manifest back, until it has removed the
-            # folder of the attempt.
-            folders = [self._temporary(one) for one in attempts if self._is_remote]
+            # In an object store rank 0 may withdraw the manifest until it has removed the folder of
+            # the attempt.
+            folders = [self._temporary(attempt) for attempt in attempts if self._is_remote]
             if files.is_committed(self._final) and not any(folder.is_dir() for folder in folders):
                 return
-            # Attempts may have come and gone between two looks.
+            # Attempts may have started and ended between two polls.
             later = reversed(attempts[number + 1 :])
-            if newer := [one for one in later if self._temporary(one).is_dir()]:
-                number, is_told, self.untold = newer[0], False, None
-                self._since_news = time.monotonic()
+            if newer := [attempt for attempt in later if self._temporary(attempt).is_dir()]:
+                number, has_reported, self.failure = newer[0], False, None
+                self._last_progress = time.monotonic()
             temporary = self._temporary(number)
-            if not is_told and temporary.is_dir():
-                is_told, problem, report = True, None, None
+            if not has_reported and temporary.is_dir():
+                has_reported, problem, report = True, None, None
                 try:
                     report = write_part(self._file(number, rank), self._keyed, self._check)
                 except (CheckpointError, OSError) as error:
@@ -423,43 +421,44 @@ class SaveJob:
                     text = json.dumps({"problem": problem, "report": report}).encode()
                     files.replace_file(temporary / _report_name(rank), text)
                 except OSError as error:
-                    self.untold = number, problem or str(files.explain(error, temporary))
-                self._since_news = time.monotonic()
-            waited = time.monotonic() - self._since_news
-            if not is_told and number == 0 and waited > FOLDER_SECONDS:
+                    self.failure = number, problem or str(files.explain(error, temporary))
+                self._last_progress = time.monotonic()
+            waited = time.monotonic() - self._last_progress
+            if not has_reported and number == 0 and waited > FOLDER_SECONDS:
                 problem = f"{temporary} did not appear in {FOLDER_SECONDS:g} s"
-                self.untold = None, f"{problem}: is it on a file system that all ranks share?"
+                self.failure = None, f"{problem}: is it on a file system that all ranks share?"
             self._pause()
 
     def _temporary(self, number: int) -> Place:
-        """The folder of an attempt; the id of the first is the step's."""
+        """The folder of an attempt; the first has the id of the save, later ones derived ids."""
         identity = self._identity
         if number:
             identity = uuid.uuid5(uuid.UUID(identity), str(number)).hex
         return self._final.with_name(f"{self._final.name}.tmp-{identity}")
 
     def _file(self, number: int, rank: int) -> Place:
-        """The file of a rank in an attempt: without renames, under the final name."""
+        """The file of a rank in an attempt; in an object store, which has no renames, under the
+        final name."""
         temporary, name = self._temporary(number), f"rank-{rank:05d}"
         if self._is_remote:
             return self._final / f"{name}-{temporary.name[-32:]}.safetensors"
         return temporary / f"{name}.safetensors"
 
     def _check_owner(self) -> None:
-        """Raises where this run may neither commit nor delete here any more."""
+        """Raises if this run may no longer commit or delete in the folder."""
         if (why := self._saver.lost()) is not None:
             raise _Lost(why)
 
     def _check(self) -> None:
-        """Raises where this save is not to be finished."""
+        """Raises if this save was aborted."""
         if self.stopped.is_set():
             raise _Stopped("stopped")
 
     def _pause(self) -> None:
-        """Wait between two looks, a tenth of the time since something was found; ends a save whose
-        process has ended otherwise, when nothing new has come for a while."""
+        """Wait between two polls, a tenth of the time since the last progress. Aborts the save if
+        the main thread has ended and there was no progress for a while."""
         self._check()
-        waited = time.monotonic() - self._since_news
+        waited = time.monotonic() - self._last_progress
         if not threading.main_thread().is_alive() and waited > _LAST_WAIT:
             raise _Stopped("stopped")
         time.sleep(min(max(waited / 10, FIRST_LOOK), LONGEST_LOOK))
@@ -470,10 +469,10 @@ def _report_name(rank: int) -> str:
 
 
 class Staging:
-    """Copies of a rank's shards in host memory, from which a save writes while training goes on.
+    """Copies of a rank's shards in host memory; a save writes them while training continues.
 
-    One buffer, as large as the largest set of shards so far; it is kept for the next save, because
-    fresh memory costs more than the copy itself.
+    One buffer, as large as the largest set of shards so far, is reused by all saves: allocating
+    fresh memory costs more than the copy.
     """
 
     def __init__(self, ranks_on_machine: int = 1) -> None:
@@ -487,11 +486,10 @@ class Staging:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def reserve(self, keyed: Mapping[str, Shard]) -> str | None:
-        """Make room for the copies; why there is none, or None.
+        """Allocate space for the copies; returns the reason if that fails, else None.
 
-        Copies of a device are faster from pages that are locked, but not by ``pin_memory``: torch
-        takes pinned memory in powers of two, up to twice of what was asked for, and keeps it when
-        it is given back.
+        Copies from a device are faster into page-locked memory. ``pin_memory`` is not used: torch
+        rounds pinned allocations up to powers of two and never returns them to the system.
         """
         needed = sum(map(_num_bytes, keyed.values()))
         if needed <= self.num_bytes:
@@ -500,15 +498,15 @@ class Staging:
         if needed > bound:
             return f"{needed:,} bytes to stage, at most {bound:,} are left to this rank"
         self._unpin()
-        self._buffer = None  # first, so that there are never two
+        self._buffer = None  # free it first, so that two never coexist
         try:
             self._buffer = buffer = torch.empty(needed, dtype=torch.uint8)
-        except RuntimeError:  # torch's word for no memory
+        except RuntimeError:  # torch raises it if memory is short
             return f"{needed:,} bytes to stage, which cannot be allocated"
         if any(shard.tensor.is_cuda for shard in keyed.values()):
             cuda: Any = torch.cuda.cudart()
             if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)) == 0:
-                # Before the memory is given back, or its next owner could not lock it.
+                # Unlock before the memory is freed, or its next owner could not lock it.
                 self._unpin = weakref.finalize(self, cuda.cudaHostUnregister, buffer.data_ptr())
             else:
                 with suppress(RuntimeError):  # else the next kernel of a step gets the error
@@ -516,7 +514,7 @@ class Staging:
         return None
 
     def copy(self, keyed: Mapping[str, Shard]) -> dict[str, Shard]:
-        """The shards with copies of their tensors, for which there is room, until the next call."""
+        """The shards with copies of their tensors in the buffer, valid until the next call."""
         on_cuda = any(shard.tensor.is_cuda for shard in keyed.values())
         copies, end = dict(keyed), 0
         with torch.no_grad():
@@ -533,6 +531,6 @@ class Staging:
 
 
 def _num_bytes(shard: Shard) -> int:
-    """Bytes of the copy of a shard; none of one that is made when it is written."""
+    """Bytes of the copy of a shard; 0 for a shard computed at the time of the write."""
     size = shard.tensor.nbytes if shard.make is None else 0
     return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,15 +1,15 @@
 """The checkpoint store: sharded, hashed, committed by one rename, keyed by logical names.
 
     checkpoints/
-      step-1000/                    committed: the name itself says so
+      step-1000/                    committed, by its name
         manifest.json               names, slices, files with sizes and digests, state, own digest
         rank-00007.safetensors      the slices that rank 7 held
       step-2000.tmp-<id>/           being written: never loaded
       .trash-step-500-<id>/         being deleted: never loaded
-      verified.json                 steps that were read back and found right
+      verified.json                 steps that were read back and verified
 
-:mod:`moemesh.checkpoint.saver` writes them; here all ranks of an axis save and open them at once.
-The store knows no layouts.
+:mod:`moemesh.checkpoint.saver` writes them; the functions below save and open them with all ranks
+of an axis. The store is independent of layouts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from moemesh.config.shown import short_repr
 def save_together(
     folder: Place, step: int, shards: Sequence[Shard], state: dict[str, Any], axis: Axis
 ) -> Place:
-    """Write ``folder/step-<step>``: the shards of all ranks of `axis`, the state of the lowest.
+    """Write ``folder/step-<step>``: the shards of all ranks of `axis`, the state of the lowest
+    rank.
 
-    Raises CheckpointError on every rank when one fails; older checkpoints stay as they are.
+    Raises CheckpointError on every rank when one fails; older checkpoints are unchanged.
     """
     gather = partial(gather_json, axis=axis)
     return save(folder, step, shards, state, rank=axis.index, world_size=axis.size, gather=gather)
@@ -46,15 +47,15 @@ def save_together(
 def open_together(
     folder: Place, axis: Axis, step: int | None = None, *, prefer_finite: bool = False
 ) -> tuple[Checkpoint | None, list[tuple[int, str]]]:
-    """Open that step, its digests checked by the ranks in parts, or (None) the newest that
-    verifies; `prefer_finite` as of :func:`moemesh.checkpoint.load.latest`. Returns the checkpoint
-    (None: there is none that verifies), and the newer ones that do not, as (step, reason); the
-    same on every rank. Raises CheckpointError on every rank when one cannot open it."""
+    """Open `step`, with digests checked by the ranks in parts; None opens the newest that verifies,
+    with `prefer_finite` of :func:`moemesh.checkpoint.load.latest`. Returns the checkpoint (None if
+    none verifies), and the skipped newer ones as (step, reason); the same on every rank. Raises
+    CheckpointError on every rank when one cannot open it."""
     chosen, skipped = step, list[tuple[int, str]]()
     if step is None:
         if axis.index == 0:
-            found = latest(folder, lambda *why: skipped.append(why), prefer_finite=prefer_finite)
-            chosen = found.step if found else None
+            newest = latest(folder, lambda *why: skipped.append(why), prefer_finite=prefer_finite)
+            chosen = newest.step if newest else None
         chosen, bad = gather_json([chosen, skipped], axis)[0]
         skipped = [(number, why) for number, why in bad]
         if chosen is None:
@@ -63,7 +64,7 @@ def open_together(
     assert chosen is not None
     try:
         checkpoint = open_checkpoint(folder, chosen, verify="sizes")
-        if step is not None:  # of the newest, the lowest rank has checked all digests
+        if step is not None:  # for the newest, the lowest rank has checked all digests
             checkpoint.verify(axis.index, axis.size)
     except (CheckpointError, OSError) as error:
         problem = str(error)
@@ -73,17 +74,17 @@ def open_together(
 
 def agree(problem: str | None, axis: Axis) -> None:
     """Raise CheckpointError on all ranks when one of them has a problem."""
-    for rank, found in enumerate(gather_json(problem, axis)):
-        if found:
-            raise CheckpointError(f"rank {rank}: {found}" if axis.size > 1 else found)
+    for rank, other in enumerate(gather_json(problem, axis)):
+        if other:
+            raise CheckpointError(f"rank {rank}: {other}" if axis.size > 1 else other)
 
 
-# Nested dicts and lists of any state as named leaves: tensors, parts of tensors, and values.
+# Nested dicts and lists of a state as named leaves: tensors, parts of tensors, and values.
 #
 # A leaf is named by its path, keys joined by "/": ``model/layers.0.weight``, ``optimizer/state/3/
-# exp_avg``. An integer key (and a place in a list) begins with "#", so that it comes back as one.
+# exp_avg``. An integer key (and an index of a list) begins with "#", so that it is restored as one.
 
-#: Leaves that JSON holds; of the containers only empty ones are leaves.
+#: Types of leaves that JSON holds; only empty containers are leaves.
 _VALUES = (bool, int, float, str, type(None), Mapping, list, tuple)
 
 
@@ -103,12 +104,12 @@ class Sharded(NamedTuple):
 
 
 def is_tensor(leaf: object) -> bool:
-    """Whether a leaf is saved as a tensor, else as a value of JSON."""
+    """Whether a leaf is saved as a tensor, otherwise as a JSON value."""
     return isinstance(leaf, (Tensor, Sharded))
 
 
 def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """Containers with ``function(path, leaf)`` in place of leaves and empty containers."""
+    """Same containers, with leaves and empty containers replaced by ``function(path, leaf)``."""
     if is_tensor(node) or not isinstance(node, (Mapping, list, tuple)) or not node:
         return function(path, node)
     below = f"{path}/" if path else ""
@@ -120,8 +121,8 @@ def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Path -> tensor, Sharded, or a value of JSON; empty containers are values."""
-    found: dict[str, Any] = {}
+    """Path -> tensor, Sharded, or JSON value; empty containers are values."""
+    leaves: dict[str, Any] = {}
 
     def take(path: str, leaf: Any) -> None:
         if not path and (is_tensor(leaf) or not isinstance(leaf, (Mapping, list, tuple))):
@@ -134,10 +135,10 @@ def flatten(tree: Any) -> dict[str, Any]:
                 f"{path}: the type {type(leaf).__name__} is not supported; a state has tensors, "
                 "numbers, texts, None, and dicts and lists of them"
             )
-        found[path] = [] if isinstance(leaf, tuple) and not is_tensor(leaf) else leaf
+        leaves[path] = [] if isinstance(leaf, tuple) and not is_tensor(leaf) else leaf
 
     map_leaves(tree, take)
-    return found
+    return leaves
 
 
 def _word(key: object, path: str) -> str:
@@ -167,11 +168,10 @@ def unflatten(leaves: Mapping[str, Any]) -> Any:
 def _typed(node: Any) -> Any:
     if not isinstance(node, dict) or not node:
         return node
-    found = {
+    return {
         int(word[1:]) if word.startswith("#") else word: _typed(child)
         for word, child in cast("dict[str, Any]", node).items()
     }
-    return found
 
 
 def shard_of(name: str, leaf: Any) -> Shard:
@@ -188,9 +188,9 @@ def shard_of(name: str, leaf: Any) -> Shard:
 
 
 def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
-    """Returns the shards that this rank saves: of a part on several ranks, the lowest one does.
+    """Returns the shards that this rank saves; the lowest rank saves a part held by several.
 
-    Raises CheckpointError on every rank where such parts differ.
+    Raises CheckpointError on every rank if the copies of such a part differ.
     """
     mine = {
         (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
@@ -209,9 +209,9 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
             flat = shard.tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
             digest = hash_bytes(memoryview(flat.numpy()))
             digests.append([shard.name, *shard.offset, digest])
-        said = gather_json(digests, axis)
+        digests_of_ranks = gather_json(digests, axis)
         known: dict[tuple[Any, ...], tuple[int, str]] = {}
-        for other, digests in enumerate(said):
+        for other, digests in enumerate(digests_of_ranks):
             for *place, digest in digests:
                 first, expected = known.setdefault(tuple(place), (other, digest))
                 if digest != expected:
@@ -225,14 +225,14 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
 
 
 def refuse_nonfinite(values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a number that JSON does not hold."""
+    """Raises CheckpointError for infinities and NaN, which JSON does not hold."""
     for path, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise CheckpointError(f"{path} is {value}: save it as a tensor")
 
 
 def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
-    """The values of all ranks by path; the lowest rank that has one decides."""
+    """The values of all ranks by path; of several, that of the lowest rank."""
     merged: dict[str, Any] = {}
     for theirs in reversed(gather_json(dict(values), axis)):
         merged |= theirs

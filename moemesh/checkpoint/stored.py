@@ -1,4 +1,4 @@
-"""Checkpoints on the disk, found and verified without torch.
+"""Listing and verification of stored checkpoints, without torch.
 
 Order of an open: manifest size and own digest, schema, completeness, exact list of files, their
 sizes and headers, digests. Nothing is ever unpickled.
@@ -35,10 +35,10 @@ Bits = np.ndarray[Any, np.dtype[Any]]
 
 
 class Damage(NamedTuple):
-    """Bytes of a file that are not those that were written.
+    """Damaged part of a file: its bytes differ from those written.
 
-    `tensor` and `chunk` (counted from 0 in the slice at `offset`) are None where the damage is not
-    in a tensor, or the checkpoint, of format 1, cannot tell.
+    `tensor` and `chunk` (counted from 0 in the slice at `offset`) are None if the damage is not in
+    a tensor, and for checkpoints of format 1, which do not locate it.
     """
 
     file: str
@@ -73,7 +73,7 @@ class StoredCheckpoint:
         return self.entry(name).shape
 
     def entry(self, name: str) -> ManifestEntry:
-        """Shape, dtype and slices of a tensor; CheckpointError where there is none."""
+        """Shape, dtype and slices of a tensor; CheckpointError for an unknown name."""
         try:
             return self.manifest.tensors[name]
         except KeyError:
@@ -94,8 +94,8 @@ class StoredCheckpoint:
     def read_bits(
         self, name: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> Bits:
-        """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, put together of
-        its slices, as unsigned integers of the bits of its numbers. Raises CheckpointError for an
+        """The rectangle ``offset .. offset + shape`` (default: all) of a tensor, assembled from its
+        slices, as unsigned integers with the bits of its numbers. Raises CheckpointError for an
         unknown name, or a rectangle outside the tensor."""
         entry = self.entry(name)
         offset = (0,) * len(entry.shape) if offset is None else offset
@@ -129,7 +129,7 @@ class StoredCheckpoint:
                     raise CheckpointError(f"{path}: ends at byte {end}, within a tensor")
                 held = np.frombuffer(content, result.dtype).reshape(piece.shape)
             else:
-                # A view of the file, of which only what is used is read.
+                # A memory map: only the used pages are read.
                 with files.reading(path) as file:
                     try:
                         held = np.memmap(file, result.dtype, "r", start, piece.shape)
@@ -140,16 +140,17 @@ class StoredCheckpoint:
         return result
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Checks the digests of every `parts`-th file from `part` on: ranks can share the work.
+        """Checks the digests of every `parts`-th file, starting at file `part`: ranks share the
+        work.
 
-        Raises CheckpointError naming the first damage that is found.
+        Raises CheckpointError for the first damage.
         """
         for file in sorted(self.manifest.files)[part::parts]:
             for damage in self.damages(file):
                 raise CheckpointError(f"{self.path}/{damage}")
 
     def damages(self, file: str) -> Iterator[Damage]:
-        """Parts of a file, read from the disk, that are not what was written."""
+        """Damaged parts of a file, which is read from the disk."""
         known = self.manifest.files[file]
         if isinstance(known, WholeFile):
             with files.reading(self.path / file, from_disk=True) as opened:
@@ -168,22 +169,22 @@ class StoredCheckpoint:
                 yield Damage(file, f"the header has digest {actual}, expected {known.header}")
             for piece in slices:
                 chunks = files.read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
-                found = [*files.beside(digest_of, chunks)]
-                found += [""] * (len(piece.stored.chunks) - len(found))
+                digests = [*files.map_in_thread(digest_of, chunks)]
+                digests += [""] * (len(piece.stored.chunks) - len(digests))
                 for place, expected in enumerate(piece.stored.chunks):
-                    if found[place] != expected:
-                        reason = f"digest {found[place] or 'of nothing'}, expected {expected}"
+                    if digests[place] != expected:
+                        reason = f"digest {digests[place] or 'of nothing'}, expected {expected}"
                         yield Damage(file, reason, piece.name, piece.stored.offset, place)
 
     def slices(self, file: str) -> list[SliceInFile]:
-        """The slices in a file, in its order."""
-        found = [
+        """The slices in a file, in file order."""
+        pieces = [
             SliceInFile(name, entry.dtype, piece)
             for name, entry in self.manifest.tensors.items()
             for piece in entry.slices
             if piece.file == file
         ]
-        return sorted(found, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
+        return sorted(pieces, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
 
 
 class SliceInFile(NamedTuple):
@@ -200,38 +201,38 @@ class SliceInFile(NamedTuple):
 
 
 def candidates(folder: Place) -> list[int]:
-    """The steps of the committed checkpoints, newest first; none when there is no folder."""
+    """The steps of the committed checkpoints, newest first; empty without the folder."""
     if not folder.is_dir():
         return []
     matches = (files.COMMITTED.fullmatch(name) for name in files.list_names(folder))
-    found = (match for match in matches if match and files.is_committed(folder / match[0]))
-    return sorted((int(match[1]) for match in found), reverse=True)
+    committed = (match for match in matches if match and files.is_committed(folder / match[0]))
+    return sorted((int(match[1]) for match in committed), reverse=True)
 
 
 def unfinished(folder: Place) -> list[str]:
-    """The names of what is being written or deleted, or was when a run died."""
+    """Names of checkpoints being written or deleted, also those of runs that died meanwhile."""
     names = files.list_names(folder)
-    found = [
+    unfinished_names = [
         name for name in names if files.TEMPORARY.fullmatch(name) or files.TRASH.fullmatch(name)
     ]
     steps = (name for name in names if files.COMMITTED.fullmatch(name))
-    return found + [name for name in steps if not files.is_committed(folder / name)]
+    return unfinished_names + [name for name in steps if not files.is_committed(folder / name)]
 
 
 def open_stored(folder: Place, step: int) -> StoredCheckpoint:
     """Opens ``folder/step-<step>`` and checks all but the digests of tensors, the part that reads
-    every byte. Raises CheckpointError naming the file and what is wrong with it."""
+    every byte. Raises CheckpointError naming the file and its fault."""
     path = folder / f"step-{step}"
     manifest = read_manifest(path)
     if manifest.step != step:
         raise CheckpointError(f"{path / MANIFEST}: is of step {manifest.step}: a renamed folder?")
-    for damage in misfits(path, manifest):
+    for damage in mismatches(path, manifest):
         raise CheckpointError(f"{path}/{damage}")
     return StoredCheckpoint(path, manifest)
 
 
 def read_manifest(path: Place) -> Manifest:
-    """The manifest of the checkpoint in the folder `path`; CheckpointError as :func:`decode`."""
+    """The manifest of the checkpoint folder `path`. Raises CheckpointError like :func:`decode`."""
     files.check_folder(path)
     try:
         return decode(files.read_start(path / MANIFEST, MANIFEST_LIMIT + 1))
@@ -240,16 +241,16 @@ def read_manifest(path: Place) -> Manifest:
         raise CheckpointError(text if text.startswith(str(path)) else f"{path}/{text}") from error
 
 
-def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
-    """Faults of the list of files, their sizes, and their headers, by the manifest."""
+def mismatches(path: Place, manifest: Manifest) -> Iterator[Damage]:
+    """Differences between the manifest and the files: names, sizes and headers."""
     present, expected = set(files.list_names(path)), {*manifest.files, MANIFEST}
     for name in sorted(expected - present):
         yield Damage(name, "missing")
     for name in sorted(present - expected):
         if isinstance(path, RemotePath) and re.search(PART, name):
-            continue  # of another attempt, which a reader never meets
+            continue  # left by another attempt; readers ignore it
         yield Damage(name, "does not belong to this checkpoint")
-    # As far as the manifest knows the tensors of a header: dtype, shape and size.
+    # The facts that manifest and header share: dtype, shape and size.
     slices: dict[str, dict[str, tuple[Any, ...]]] = {name: {} for name in manifest.files}
     for entry in manifest.tensors.values():
         for piece in entry.slices:
@@ -262,47 +263,48 @@ def misfits(path: Place, manifest: Manifest) -> Iterator[Damage]:
                 word = "truncated" if size < known else "too long"
                 yield Damage(name, f"{word}: size {size}, expected {known}")
                 continue
-            ours, found = slices[name], read_header(path / name)
-            found = {key: one[:3] for key, one in found.items()}
-            if found != ours:
-                wrong = sorted(key for key in {*found, *ours} if found.get(key) != ours.get(key))
+            ours, headers = slices[name], read_header(path / name)
+            headers = {key: one[:3] for key, one in headers.items()}
+            if headers != ours:
+                keys = {*headers, *ours}
+                wrong = sorted(key for key in keys if headers.get(key) != ours.get(key))
                 yield Damage(name, f"the header disagrees with the manifest about {wrong[0]}")
         except CheckpointError as error:
             yield Damage(name, str(error).removeprefix(f"{path / name}: "))
 
 
 def examine(folder: Place, step: int) -> list[Damage]:
-    """Everything that is wrong with ``folder/step-<step>``; reads every byte of it."""
+    """All damages of ``folder/step-<step>``; reads every byte of it."""
     path = folder / f"step-{step}"
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [Damage(MANIFEST, str(error).removeprefix(f"{path / MANIFEST}: "))]
-    found = list(misfits(path, manifest))
+    damages = list(mismatches(path, manifest))
     if manifest.step != step:
-        found.insert(0, Damage(MANIFEST, f"is of step {manifest.step}: a renamed folder?"))
+        damages.insert(0, Damage(MANIFEST, f"is of step {manifest.step}: a renamed folder?"))
     stored = StoredCheckpoint(path, manifest)
-    bad = {damage.file: damage.reason for damage in found}
+    bad = {damage.file: damage.reason for damage in damages}
     for file in sorted(manifest.files):
         if bad.get(file) == "missing":
             continue
         try:
-            # The digest of a header that was found wrong says nothing more.
-            found += [d for d in stored.damages(file) if d.tensor or file not in bad]
+            # A header that is already reported as damaged needs no digest.
+            damages += [d for d in stored.damages(file) if d.tensor or file not in bad]
         except (CheckpointError, OSError) as error:
             if file not in bad:
-                found.append(Damage(file, str(error)))
-    return found
+                damages.append(Damage(file, str(error)))
+    return damages
 
 
-# Numbers of stored tensors as numpy arrays: which are finite, and how two checkpoints differ.
+# Numbers of stored tensors as numpy arrays: finiteness, and differences of two checkpoints.
 #
-# numpy has no bfloat16 and no 8-bit floats; they are taken apart by their bits.
+# numpy has no bfloat16 and no 8-bit floats; they are decoded from their bits.
 
-#: Numbers that are looked at together.
+#: Numbers checked together.
 _BLOCK = 1 << 16
-#: Dtypes of floats: bits of the exponent, and the bits that are compared with them. A number whose
-#: exponent has all bits set is infinite or NaN; float8_e4m3fn has one NaN, all bits but the sign.
+#: Exponent mask of each float dtype. A number whose exponent has all bits set is infinite or NaN;
+#: float8_e4m3fn has one NaN, all bits but the sign.
 _EXPONENTS = {
     "float64": 0x7FF0_0000_0000_0000,
     "float32": 0x7F80_0000,
@@ -319,7 +321,7 @@ def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
         return 0
     bits = np.frombuffer(content, f"<u{ITEM_BYTES[dtype]}")
     mask = bits.dtype.type(_EXPONENTS[dtype])
-    # In blocks that stay in a cache: their intermediate results cost four times as much elsewhere.
+    # Blocks fit the cache: larger intermediate results cost four times as much.
     blocks = (bits[start : start + _BLOCK] for start in range(0, len(bits), _BLOCK))
     return sum(int(np.count_nonzero((block & mask) == mask)) for block in blocks)
 
@@ -358,12 +360,12 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
 
 
 def _values(bits: Bits, dtype: str) -> Bits:
-    """The numbers, in float64 (of integers: their nearest)."""
+    """The numbers as float64 (integers are rounded to the nearest)."""
     match dtype:
         case "bfloat16":
             return (bits.astype("<u4") << np.uint32(16)).view("<f4").astype(np.float64)
         case "float8_e4m3fn":
-            # A float16 has one bit of exponent more, and a bias that is larger by 8.
+            # float16 has one more exponent bit, and a bias larger by 8.
             sign, rest = bits.astype("<u2") & np.uint16(0x80), bits.astype("<u2") & np.uint16(0x7F)
             half = (sign << np.uint16(8) | rest << np.uint16(7)).view("<f2")
             return np.where(rest == 0x7F, np.nan, half.astype(np.float64) * 256)

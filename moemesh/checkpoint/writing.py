@@ -1,4 +1,4 @@
-"""The two phases of a save: the file of a rank, and the manifest and the rename of all of them."""
+"""The two phases of a save: the file of each rank, then manifest and rename for all of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.checkpoint.stored import StoredCheckpoint, num_nonfinite, read_manifest
 from moemesh.config.limits import parse_json
 
-#: What a rank says of its part: JSON.
+#: Report of a rank on its file, as JSON.
 Report = dict[str, Any]
 
 
@@ -30,14 +30,14 @@ def check_shards(shards: Sequence[Shard]) -> dict[str, Shard]:
         key = f"{shard.name}@{','.join(map(str, shard.offset))}"
         if shard.tensor.numel() and key in keyed:
             raise CheckpointError(f"{shard.name}: given twice at offset {list(shard.offset)}")
-        # An empty slice holds nothing, but its rank's word on shape and dtype is checked as well.
+        # Shape and dtype of an empty slice are checked as well.
         keyed[key if shard.tensor.numel() else f"{key} (empty)"] = shard
     return keyed
 
 
 def check_step(final: Place, state: dict[str, Any]) -> None:
-    """CheckpointError for a folder `final` that a save cannot end in, or a state that JSON cannot
-    hold."""
+    """Raises CheckpointError if `final` exists or has an illegal name, or if JSON cannot hold
+    `state`."""
     if not files.COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
     if parse_json(encode_json(state)) != state:
@@ -51,12 +51,12 @@ def check_step(final: Place, state: dict[str, Any]) -> None:
 def write_part(
     path: Place, keyed: Mapping[str, Shard], before_tensor: Callable[[], None] = lambda: None
 ) -> Report:
-    """Writes the file `path` of this rank, if it holds anything, reads it back, and says what is in
-    it.
+    """Writes the file `path` of this rank, unless it would be empty, reads it back, and returns the
+    report on its content.
 
-    `before_tensor` is called before each tensor; what it raises ends the write. CheckpointError
-    with the path, and where the disk is full the bytes needed and free, or where the file is not
-    what was written.
+    `before_tensor` is called before each tensor; an exception from it ends the write. Raises
+    CheckpointError with the path if the disk is full (with the bytes needed and free), or if the
+    file reads back differently.
     """
     filled = {key: shard for key, shard in keyed.items() if shard.tensor.numel()}
     tensors = {key: shard.deferred() for key, shard in filled.items()}
@@ -96,7 +96,7 @@ def write_part(
         "nonfinite": sorted(nonfinite),
         "hash": WRITTEN,
     }
-    if filled:  # before the commit, not after it: what reads back wrong is written again
+    if filled:  # before the commit: a file that reads back differently is rewritten
         StoredCheckpoint(path.parent, _manifest(0, [report], {})).verify()
     return report
 
@@ -113,8 +113,8 @@ def commit(
         files.create_file(temporary / MANIFEST, content)
         if files.read_whole(temporary / MANIFEST) != content:
             if isinstance(temporary, RemotePath):
-                # Delete a manifest that was damaged on its way, so that it can be written again;
-                # one that reads well is of another writer.
+                # Delete a manifest that was damaged in transfer, so that it can be rewritten; an
+                # intact one belongs to another writer.
                 try:
                     read_manifest(temporary)
                 except CheckpointError:
@@ -134,7 +134,7 @@ def commit(
 
 
 def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Manifest:
-    """The slices of all `reports` put together; CheckpointError where they disagree."""
+    """Manifest with the slices of all `reports`; CheckpointError if they disagree."""
     if len(names := sorted({report["hash"] for report in reports})) > 1:
         raise CheckpointError(
             f"ranks hash by {' and '.join(names)}: install the package xxhash on all machines"
@@ -145,7 +145,7 @@ def _manifest(step: int, reports: Sequence[Report], state: dict[str, Any]) -> Ma
             entry = tensors.setdefault(name, {"shape": shape, "dtype": dtype, "slices": []})
             if (entry["shape"], entry["dtype"]) != (shape, dtype):
                 raise CheckpointError(
-                    f"{name}: rank {rank} says {dtype} {shape}, another {entry['dtype']} "
+                    f"{name}: rank {rank} has {dtype} {shape}, another {entry['dtype']} "
                     f"{entry['shape']}"
                 )
             if 0 not in piece["shape"]:

@@ -1,4 +1,4 @@
-"""The verbs of the command, one short function each; what a verb needs is imported inside it."""
+"""Verbs of the command, one short function each, which imports its dependencies inside."""
 
 import importlib
 import os
@@ -11,7 +11,7 @@ from moemesh.config.limits import VisibleText
 
 __all__ = ["USER_ERROR", "import_verbs", "main"]
 
-#: Verb, or group of verbs -> the modules that add it; the help shows them in this order.
+#: Verb, or group of verbs -> the modules that define it, in the order of the help.
 VERBS: dict[str, tuple[str, ...]] = {
     "train": ("train",),
     "report": ("insight",),
@@ -45,8 +45,8 @@ VERBS: dict[str, tuple[str, ...]] = {
 
 
 def import_verbs(words: Sequence[str] = ()) -> None:
-    """Add the verb that a command line of these words names, or all where it names none: every
-    module costs milliseconds that each start and each completion would wait for."""
+    """Import the modules of the verb in a command line, or of all verbs if it has none: each module
+    costs milliseconds at every start and completion."""
     verb = words[0] if words else ""
     for modules in [VERBS[verb]] if verb in VERBS else VERBS.values():
         for name in modules:
@@ -58,7 +58,7 @@ def import_verbs(words: Sequence[str] = ()) -> None:
 
 
 def main() -> None:
-    """Run the command of ``sys.argv``, or complete the line that a shell gives."""
+    """Run the command of ``sys.argv``, or complete a line for a shell."""
     words = sys.argv[1:]
     if "_MOEMESH_COMPLETE" in os.environ:
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")

@@ -1,4 +1,4 @@
-"""The verbs `validate` and `calibrate`: tables of measured runs in, statistics or constants out."""
+"""Verbs `validate` and `calibrate`: from tables of measured runs to statistics or constants."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from collections import defaultdict
@@ -34,7 +34,7 @@ _Shapes = Annotated[Path | None, "Shapes; default model_archs.json beside it.", 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateRequest:
-    """Measured runs, and what to compare and write of their predictions."""
+    """Measured runs, and the comparisons and files of their predictions."""
 
     runs: _Runs
     archs: _Shapes = None
@@ -60,7 +60,7 @@ class ValidateRequest:
 
 @app.command("validate", short_help="Predict a table of measured runs.")
 def validate_runs(request: ValidateRequest) -> None:
-    """Predict every row of a table of measured runs, and say how far off it is.
+    """Predict every row of a table of measured runs, and print the errors.
 
     Prints errors of step time, memory, "fits" and the chosen layout by source. Example:
 
@@ -127,7 +127,7 @@ def validate_runs(request: ValidateRequest) -> None:
 
 
 def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen: bool) -> str:
-    """Median and 95th percentile of every cluster, for so many own runs."""
+    """Table of median and 95th percentile error of every cluster, after each number of own runs."""
     rows: dict[str, dict[int, Lesson]] = defaultdict(dict)
     for one in taught:
         rows[one.cluster][one.own] = one
@@ -137,15 +137,15 @@ def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen:
     cells = [
         (
             cluster,
-            str(next(iter(found.values())).runs),
+            str(next(iter(after.values())).runs),
             *(
-                f"{found[count].median:.1%} {found[count].p95:6.1%} {found[count].within:4.0%}"
-                if count in found
+                f"{after[count].median:.1%} {after[count].p95:6.1%} {after[count].within:4.0%}"
+                if count in after
                 else ""
                 for count in counts
             ),
         )
-        for cluster, found in rows.items()
+        for cluster, after in rows.items()
     ]
     inside = [[one.within for one in taught if one.own == count] for count in counts]
     means = [f"{sum(shares) / len(shares):.0%}" if shares else "" for shares in inside]
@@ -166,8 +166,8 @@ class CalibrateRequest:
 
 @app.command(short_help="Fit a cluster to measured runs.")
 def calibrate(request: CalibrateRequest) -> None:
-    """Learn a cluster from measured runs and write its Cluster file: its few constants, and what
-    they cannot say of layouts like those that ran.
+    """Fit a cluster to measured runs and write its Cluster file: its few constants, and the
+    limits of their predictions.
 
     Examples:
 
@@ -197,19 +197,19 @@ def calibrate(request: CalibrateRequest) -> None:
     machine = None
     if folders:
         if wanted is None:
-            raise UserError("run folders do not say what ran them: give --cluster NAME or FILE")
+            raise UserError("run folders do not record their cluster: give --cluster NAME or FILE")
         machine, wanted = load_cluster(wanted), None
         read += [run_of_folder(path, machine) for path in folders]
     if request.shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
-        found = fit(read, start)
-        write_texts([(out, calibration_toml(found, _SHARED_HEADING))])
-        typer.echo(report(summarize(predict(read, found))))
+        calibration = fit(read, start)
+        write_texts([(out, calibration_toml(calibration, _SHARED_HEADING))])
+        typer.echo(report(summarize(predict(read, calibration))))
         return
     chosen = runs_of_cluster(measured_runs(read), wanted)
     learned = learn(chosen, shipped_calibration())
     fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
-    if machine is not None:  # the stack that their rows stand under is not theirs
+    if machine is not None:  # the rows have the stack of another cluster
         fitted = fitted.model_copy(update={"name": machine.name})
     sources = ", ".join(path.name for path in request.runs[:4]) + ", ..." * (len(request.runs) > 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
@@ -220,20 +220,20 @@ def calibrate(request: CalibrateRequest) -> None:
     typer.echo("\n".join([*lines, f"wrote {out}: {fitted.name}"]))
 
 
-def intervals_text(found: "Intervals") -> str:
-    """The widths of the intervals, and how many runs of each left-out source lie within."""
-    devices = sorted(found.well_measured)
+def intervals_text(intervals: "Intervals") -> str:
+    """Widths of the intervals, and the share of the runs of each left-out source within."""
+    devices = sorted(intervals.well_measured)
+    known, other = (intervals.seconds_width(device) for device in ((*devices, "")[0], ""))
     lines = [
         "80 % intervals, and the share of a left-out source within those of the other sources:",
-        f"step time on {', '.join(devices)}: {_factor(found.seconds_width((*devices, '')[0]))}; "
-        f"on other devices: {_factor(found.seconds_width(''))}; "
-        f"memory: {_factor(found.memory_width)}, of stacks in the table "
-        f"{_factor(found.known_width)}",
+        f"step time on {', '.join(devices)}: {_factor(known)}; on other devices: {_factor(other)}; "
+        f"memory: {_factor(intervals.memory_width)}, of stacks in the table "
+        f"{_factor(intervals.known_width)}",
     ]
     both = {
-        "step time": found.seconds_coverage(),
-        "memory": found.memory_coverage(),
-        "memory, known stacks": found.memory_coverage(known=True),
+        "step time": intervals.seconds_coverage(),
+        "memory": intervals.memory_coverage(),
+        "memory, known stacks": intervals.memory_coverage(known=True),
     }
     for name, coverage in both.items():
         rows = [
@@ -251,12 +251,12 @@ def _factor(width: float) -> str:
 
 
 def report(validation: "Validation") -> str:
-    """The statistics as a table for a terminal, worst rows last."""
+    """Statistics as tables for a terminal, with the worst rows last."""
     lines = [_errors(validation)]
     if fit := validation.fit:
         lines.append(
             f"fits / does not fit: {fit.right:.1%} of {fit.count} right, "
-            f"{fit.wrongly_fits:.1%} said to fit but ran out of memory"
+            f"{fit.wrongly_fits:.1%} predicted to fit but ran out of memory"
         )
     if chosen := validation.selection:
         lines.append(
@@ -294,10 +294,10 @@ def _errors(validation: "Validation", *, by_source: bool = True) -> str:
         ("source", "rows", "median", "p95", "worst", "bias"),
         [
             (
-                *(name, str(found.count), f"{found.median:.1%}", f"{found.p95:.1%}"),
-                *(f"{found.worst:.1%}", f"{found.bias:+.1%}"),
+                *(name, str(errors.count), f"{errors.median:.1%}", f"{errors.p95:.1%}"),
+                *(f"{errors.worst:.1%}", f"{errors.bias:+.1%}"),
             )
-            for name, found in rows.items()
-            if found
+            for name, errors in rows.items()
+            if errors
         ],
     )

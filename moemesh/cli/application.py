@@ -1,4 +1,4 @@
-"""The command itself: its groups, the options that verbs share, and how it ends."""
+"""Command `moemesh`: its groups of verbs, shared options, and exit codes."""
 
 # No `from __future__ import annotations` here: typer reads the annotations, and nothing heavy may
 # be imported at the top, or `moemesh --help` becomes slow.
@@ -21,15 +21,15 @@ from moemesh.cli.terminal import folded
 from moemesh.trace.machine import limit_spinning
 from moemesh.trace.strict_json import strict_json
 
-#: Columns of a line of an example, which can be copied from the help: two of indentation by click
-#: and four of its own are left out.
+#: Columns of an example in the help, which can be copied, without two of indentation by click and
+#: four of its own.
 _COLUMNS, _INDENT = 72, "    "
-#: Errors of the system that are about the path which the user gave.
+#: System errors caused by the user's path.
 _OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class Verbs(typer.Typer):
-    """Commands whose docstrings may hold examples: paragraphs that are indented by four."""
+    """Commands with examples in their docstrings: paragraphs that are indented by four."""
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class Verbs(typer.Typer):
     def command(
         self, *names: Any, completions: dict[str, Complete] | None = None, **keywords: Any
     ) -> Callable[[Any], Any]:
-        """Add a verb, whose options :func:`moemesh.cli.options.with_options` makes."""
+        """Add a verb; :func:`moemesh.cli.options.with_options` creates its options."""
         register = super().command(*names, cls=Verb, **keywords)
 
         def add(verb: Any) -> Any:
@@ -54,8 +54,8 @@ class Verbs(typer.Typer):
 
 
 def with_examples(text: str) -> str:
-    """The docstring `text` with every example marked to be kept, a line a command; a long command
-    goes on behind a backslash."""
+    """The docstring `text` with every example marked to be kept, one line per command; a long
+    command is continued after a backslash."""
     paragraphs: list[str] = []
     for one in inspect.cleandoc(text).split("\n\n"):
         if all(line.startswith(_INDENT) for line in one.splitlines()):
@@ -73,7 +73,7 @@ def with_examples(text: str) -> str:
 if TYPE_CHECKING:
     from moemesh.config.load import Resolved
 
-#: Exit code of every mistake in what the user gave.
+#: Exit code of a mistake in the user's input.
 USER_ERROR = 2
 
 app = Verbs(name="moemesh", help="Train mixture-of-experts transformers over a mesh of devices.")
@@ -120,10 +120,10 @@ def root(version: Annotated[bool, _Version] = False) -> None:
 
 
 def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None) -> None:
-    """Run the command line `words` (None: this process's) of `program`, and end with its exit code.
-    Mistakes of the user end in one message on stderr and exit code 2."""
+    """Run the command line `words` (None: this process's) of `program`, and exit with its code.
+    A user's mistake prints one message on stderr and exits with code 2."""
     if isinstance(sys.stdout, TextIOWrapper):
-        # As stderr: a name in a file of others that the terminal cannot show is escaped.
+        # Same as stderr: characters that the terminal cannot show are escaped.
         sys.stdout.reconfigure(errors="backslashreplace")
     limit_spinning(os.environ)
     try:
@@ -131,12 +131,12 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
-        # The reader of our output left (`moemesh ... | head`): nobody is there to be told.
+        # The reader of the output has closed the pipe (`moemesh ... | head`).
         sys.stderr.close()
         code = 1
     except Exception as error:
-        # typer carries its own copy of click, whose exceptions have no public name: they are known
-        # by what they are called and what they can do.
+        # typer has its own copy of click, whose exceptions have no public name: recognise them by
+        # class name and attributes.
         if type(error).__name__ == "Abort":
             sys.exit(130)
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):
@@ -147,7 +147,7 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
 
         message, code = str(error), USER_ERROR
         if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
-            message = "a path begins with ~, and nobody has that home directory: write it in full"
+            message = "a path begins with ~ and the name of an unknown user: write it in full"
         elif (
             isinstance(error, OSError)
             and error.filename
@@ -156,10 +156,10 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
         ):
             message = f"{error.filename}: {error.strerror}"
         elif not is_user_error(error):
-            raise  # a fault of ours
-        # Every rank was given the same configuration: the first one tells.
+            raise  # a bug
+        # Every rank has the same configuration: rank 0 prints.
         if not isinstance(error, ConfigError) or rank_of(os.environ) == 0:
-            # A stray byte of the command line must not turn the message into another error.
+            # An undecodable byte of the command line must not raise in the message.
             text = message.encode(errors="backslashreplace").decode()
             print(f"moemesh: {text}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
@@ -168,16 +168,16 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
 def print_answer(
     as_json: bool, content: Callable[[], Any], text: Callable[[], str], *, indent: int | None = None
 ) -> None:
-    """Print the answer of a verb: one JSON object for a program, or text for a person."""
+    """Print the answer of a verb as one JSON object, or as text."""
     typer.echo(strict_json(content(), indent=indent) if as_json else text())
 
 
 def load(
     config: Path | None, overrides: list[str] | None, *, with_data: bool = False
 ) -> "Resolved":
-    """The configuration of these sources; notes about them go to stderr, once for all ranks.
+    """The configuration of these sources; notes on them are printed to stderr, once for all ranks.
 
-    Raises ConfigError with every problem found, `with_data` together with those of its data.
+    Raises ConfigError with every problem; `with_data` includes problems of the data.
     """
     from moemesh.comm.slurm import rank_of
     from moemesh.config.errors import refuse_together

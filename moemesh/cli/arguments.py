@@ -1,4 +1,4 @@
-"""Mistakes in the words of a command line: all in one message, with the nearest legal ones."""
+"""Mistakes in a command line: all in one message, with the nearest legal words."""
 
 # Nothing heavy may be imported at the top, or `moemesh --help` becomes slow.
 import math
@@ -14,9 +14,9 @@ from typing import Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-#: The base of typer's errors about a command line, for which it has no public name.
+#: Base class of typer's errors on a command line; it has no public name.
 _Usage: Any = typer.BadParameter.__mro__[1]
-#: Values for a fix where the examples of a verb have none, by option or by the word in its help.
+#: Example values for a fix, by option or by metavar, if the examples of a verb have none.
 _VALUES = dict(
     one.split(" ", 1)
     for one in (
@@ -28,7 +28,7 @@ _VALUES = dict(
         *("BATCHxTOKENS 32x4096", "RECIPE experts=8,k=2"),
     )
 )
-#: Every verb, and words for it that people bring from other tools.
+#: Verb -> names of it in other tools.
 WORDS: dict[str, str] = {
     "train": "finetune fine-tune sft pretrain fit run resume continue start lora",
     "report": "html page dashboard plot visualize compare", "explain": "why diagnose debug analyze",
@@ -54,7 +54,7 @@ WORDS: dict[str, str] = {
     "watch": "tail follow monitor top logs status",
 }  # fmt: skip
 
-#: Former verbs of the command that stand beside the package, and how a checkout runs them.
+#: Former verb that is now outside of the package -> its command in a checkout.
 IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m benchmarks.layer"} | {
     f"bench {name}": f"python -m benchmarks.{name}"
     for name in (
@@ -65,13 +65,13 @@ IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m be
 
 
 def nearest_verb(word: str, group: str) -> str:
-    """The verb that `word` behind `group` ("" of the command itself) was probably meant to be: by
-    another tool's word, by our name on another level, or by a letter or two; "" where none is."""
-    here = {verb: words for verb, words in WORDS.items() if verb.rpartition(" ")[0] == group}
+    """The verb most likely meant by `word` after `group` ("" for the command itself): by another
+    tool's name, by our name on another level, or by spelling; "" without a match."""
+    in_group = {verb: words for verb, words in WORDS.items() if verb.rpartition(" ")[0] == group}
     tables = [
         {word: verb for verb, words in reversed(verbs.items()) for word in words.split()}
         | {verb.rpartition(" ")[2]: verb for verb in reversed(verbs)}
-        for verbs in (here, WORDS)
+        for verbs in (in_group, WORDS)
     ]
     for cutoff in (1.0, 0.75):
         for table in tables:
@@ -81,14 +81,14 @@ def nearest_verb(word: str, group: str) -> str:
 
 
 class _CommandLine:
-    """The part of a verb, and of a group of verbs, that reads the words behind it."""
+    """Parser of the words after a verb or a group of verbs."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, list(args))  # type: ignore[misc]
         except _Usage as error:
             if not args and isinstance(self, Group):
-                raise  # it is the help
+                raise  # the help
             raise _refusal(ctx, *_problems(self, ctx, args)) from error
 
     def invoke(self, ctx: Any) -> Any:
@@ -96,15 +96,15 @@ class _CommandLine:
             return super().invoke(ctx)  # type: ignore[misc]
         except typer.BadParameter as error:
             problems = _names(self, ctx.params)  # type: ignore[arg-type]
-            raise _refusal(ctx, _said(error, ctx), *problems) from error
+            raise _refusal(ctx, _problem_of(error, ctx), *problems) from error
 
 
 class Verb(_CommandLine, TyperCommand):
-    """A verb; ConfigError names every problem of its options and arguments."""
+    """A verb. Raises ConfigError with every problem of its options and arguments."""
 
 
 class Group(_CommandLine, TyperGroup):
-    """A group of verbs; ConfigError names the nearest verb to one that it does not have."""
+    """A group of verbs. Raises ConfigError with the nearest verb for an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if self.get_command(ctx, args[0]) is not None or ctx.resilient_parsing:
@@ -132,15 +132,15 @@ def _refusal(ctx: Any, *problems: Any) -> Exception:
     return ConfigError(problems, where=f"in the command line (`{ctx.command_path} --help`)")
 
 
-def _said(error: Any, ctx: Any) -> Any:
-    """The problem that a verb finds in options which do not go together, and its "; fix: "."""
+def _problem_of(error: Any, ctx: Any) -> Any:
+    """Problem of an error that a verb raises for conflicting options, with its "; fix: "."""
     key = getattr(error, "param_hint", None) or ctx.command_path
     message, _, fix = error.message.partition("; fix: ")
     return _problem("conflict", str(key), message.rstrip("."), fix)
 
 
 def _names(command: Any, given: Any) -> Iterator[Any]:
-    """The problems of names of models and clusters, so that they come with those of options."""
+    """Problems of names of models and clusters, to be reported with those of options."""
     from moemesh.config.cluster import load_cluster
     from moemesh.config.errors import ConfigError
     from moemesh.planner.shapes.load_shape import load_model
@@ -157,10 +157,10 @@ def _names(command: Any, given: Any) -> Iterator[Any]:
 
 
 def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
-    """Every word that the command does not take, and every parameter without a legal value."""
+    """Problems of unknown words, and of parameters without a legal value."""
     options = {name: one for one in command.get_params(ctx) for name in one.opts if name[0] == "-"}
-    words, kept, broken, is_sure = deque(args), list[str](), set[str](), True
-    shown: dict[str, Any] = {}  # the values of parameters in the examples of the verb's help
+    words, valid, broken, is_sure = deque(args), list[str](), set[str](), True
+    shown: dict[str, Any] = {}  # values of parameters in the examples of the verb's help
     for line in reversed(re.sub(r"\\\n +", "", command.help or "").splitlines()):
         if line.strip().startswith(f"{ctx.command_path} "):
             given = shlex.split(line)[len(ctx.command_path.split()) :]
@@ -171,33 +171,33 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
         name, equals, value = word.partition("=")
         param = options.get(name) or (options.get(word[:2]) if word[1:2] != "-" else None)
         if not word.startswith("-") or word in ("-", "--"):
-            kept.append(word)
+            valid.append(word)
             if word == "--" or isinstance(command, Group):
                 break
         elif param is None:
             if not equals and words and not words[0].startswith("-") and isinstance(command, Verb):
-                # A value of the option, or an argument of the verb: nobody knows.
+                # A value of the option, or an argument of the verb: it is ambiguous.
                 value, is_sure = words.popleft(), False
             message = f"`{ctx.command_path}` has no such option"
             fix = _meant(name, value, options)
             yield _problem("unknown-option", name, message, fix, value or None)
         elif param.is_flag or equals or name not in options:
-            kept.append(word)
+            valid.append(word)
         elif not words or words[0].partition("=")[0] in options:
             broken.add(param.name)
             yield _wrong(param, name, "needs a value", None, shown.get(param.name))
         else:
-            kept += [word, words.popleft()]
+            valid += [word, words.popleft()]
     try:
-        opts, rest, _ = command.make_parser(ctx).parse_args(args=[*kept, *words])
+        opts, rest, _ = command.make_parser(ctx).parse_args(args=[*valid, *words])
     except _Usage as error:
-        yield _said(error, ctx)
+        yield _problem_of(error, ctx)
         return
     if rest and "--model" in options and opts.get("model") is None:
         from moemesh.config.errors import ConfigError
         from moemesh.planner.shapes.load_shape import load_model
 
-        is_path = Path(rest[0]).exists()  # its mistakes are for when it is read
+        is_path = Path(rest[0]).exists()  # its mistakes are reported when it is read
         with suppress(ConfigError):
             if not is_path:
                 load_model(rest[0])
@@ -216,10 +216,10 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
                 name, example = param.opts[0], shown.get(param.name)
                 if not is_option:
                     name = param.metavar or param.name.upper()
-                    all_of_them = ((opts.get(one.name) or shown[one.name]) for one in needed)
-                    example = f"{ctx.command_path} {shlex.join(map(str, all_of_them))}"
-                said = error.message if value else "is missing"
-                yield _wrong(param, name, said, value, example)
+                    values = ((opts.get(one.name) or shown[one.name]) for one in needed)
+                    example = f"{ctx.command_path} {shlex.join(map(str, values))}"
+                reason = error.message if value else "is missing"
+                yield _wrong(param, name, reason, value, example)
     yield from _names(command, opts)
     if rest and isinstance(command, Verb):
         arguments = [opts.get(one.name) for one in command.params if one.opts[0] not in options]
@@ -230,12 +230,12 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
         yield _problem("unknown-option", " ".join(rest), message, fix)
 
 
-def _wrong(param: Any, name: str, said: str, value: Any, example: str | None) -> Any:
-    """The problem of a parameter without a value, or with one that it cannot have; `example` is a
-    value of an option, or a command with all arguments."""
+def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) -> Any:
+    """Problem of a parameter without a value, or with an illegal one; `example` is a value of an
+    option, or a command with all arguments."""
     from moemesh.config.suggest import nearest_choice
 
-    # Versions of typer differ in where a parameter keeps its type, choices and bounds.
+    # The attributes of a parameter with its type, choices and bounds depend on typer's version.
     kind = getattr(param, "type_descriptor", None) or param.type
     choices = [str(getattr(one, "value", one)) for one in getattr(kind, "choices", None) or ()]
     named = getattr(kind, "annotation", kind)
@@ -247,17 +247,17 @@ def _wrong(param: Any, name: str, said: str, value: Any, example: str | None) ->
     use = f"{name} {shlex.quote(use)}" if name.startswith("-") else use
     if value is None:
         help_text = (param.help or name).rstrip(".")
-        return _problem("missing", name, f"{name} {said}: {help_text}", use)
+        return _problem("missing", name, f"{name} {reason}: {help_text}", use)
     if choices:
         fix = nearest_choice(str(value), choices)
         return _problem("not-a-choice", name, f"{name} cannot be {value}", fix, value)
     given = value[-1] if param.multiple else value
-    message = f"{name}: {said.rstrip('.')}"
+    message = f"{name}: {reason.rstrip('.')}"
     reads = getattr(getattr(kind, "parameter_info", None), "parser", getattr(kind, "func", None))
     if reads is None and type_name in ("int", "flo"):
         message = f"{name} must be a {'whole ' * (type_name == 'int')}number, not {given}"
         use = f"{name} {param.default}, the default" if param.default is not None else use
-        number = math.nan  # beyond no bound
+        number = math.nan  # compares false with every bound
         with suppress(ValueError):
             number = float(given)
         bounds = (getattr(param, side, getattr(kind, side, None)) for side in ("min", "max"))
@@ -269,10 +269,10 @@ def _wrong(param: Any, name: str, said: str, value: Any, example: str | None) ->
 
 
 def _meant(name: str, value: str, options: Iterable[str]) -> str:
-    """The option that an unknown one was probably meant to be: of a verb with --set the key, else
-    the option of this name that another verb has."""
+    """The most likely replacement of an unknown option: a similar option, a key for --set, or a
+    note on other verbs with this option."""
     if name.lstrip("-") in ("gpus", "num-gpus", "devices", "world-size") and "--nodes" in options:
-        return "--nodes N: the description of a cluster says how many devices a node has"
+        return "--nodes N: the devices of a node are in the description of the cluster"
     from moemesh.config.schema import SECTIONS, resembling_keys, sections_with
     from moemesh.config.suggest import alias_hint, aliases, spelled_hint
 
@@ -303,7 +303,7 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
 
 
 def _verbs(group: Any, name: str = "") -> Iterator[tuple[str, set[str]]]:
-    """Every verb below a group, and its options."""
+    """All verbs below a group, with their options."""
     for word, command in getattr(group, "commands", {}).items():
         verb = f"{name} {word}".strip()
         yield from _verbs(command, verb)

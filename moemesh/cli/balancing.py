@@ -1,4 +1,4 @@
-"""The verb balance: place experts for a file of loads, print the balance before and after."""
+"""Verb `balance`: places experts for a file of loads, prints the balance before and after."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import re
@@ -15,17 +15,18 @@ from moemesh.cli.application import AsJson, app
 from moemesh.cli.terminal import progress, table
 from moemesh.trace.strict_json import strict_json
 
-#: Problems with fewer slots in all layers together are solved before a compiler is even loaded.
+#: Problems with at most this many slots in all layers run without the compiler, whose import takes
+#: longer.
 FEW_SLOTS = 400
-#: Layers with larger loads, or with smaller ones than its inverse, are scaled by a power of two.
+#: Layers with larger loads, or with loads below its inverse, are scaled by a power of two.
 LARGEST_LOAD = 1e290
-#: So many layers are printed, and of the experts of each so many characters.
+#: Most printed layers, and most characters of a layer's experts.
 MOST_LAYERS, MOST_CHARACTERS = 8, 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceSettings:
-    """Which loads to place where."""
+    """Loads, and the slots to place their experts in."""
 
     loads: Annotated[Path, "JSON, CSV, NumPy file, or a run's folder.", "<LOADS>"]
     gpus: Annotated[int, "GPUs; all get equally many slots (EPLB: num_gpus)."]
@@ -59,9 +60,9 @@ class BalanceSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """The three `maps` of the balancer, loads per GPU [layers, GPUs] before and after, and the
-    bound over the mean. `moved` replicas a layer and their `transfers` with a previous placement,
-    `shares` [layers, slots] where nothing is moved."""
+    """Placement: the three `maps` of the balancer, loads per GPU [layers, GPUs] before and after,
+    and the bound over the mean. With a previous placement `moved` replicas per layer and their
+    `transfers`; `shares` [layers, slots] if no replica is moved."""
 
     maps: tuple[Any, Any, Any]
     loads_before: Any
@@ -81,7 +82,7 @@ class Placed:
         return balance_of(self.loads_before), balance_of(self.loads_after)
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints. Loads per GPU are left out: they follow from the rest."""
+        """Object for `--json`, without the loads per GPU, which follow from the rest."""
         names = ("physical_to_logical", "logical_to_physical", "replica_count")
         shown: dict[str, Any] = {
             **{name: one.tolist() for name, one in zip(names, self.maps, strict=True)},
@@ -92,7 +93,9 @@ class Placed:
         }
         if self.moved is not None:
             shown["moved"] = list(self.moved)
-            rounds = [[[one._asdict() for one in step] for step in own] for own in self.transfers]
+            rounds = [
+                [[one._asdict() for one in step] for step in layer] for layer in self.transfers
+            ]
             shown["transfers"] = rounds
         if self.shares is not None:
             shown["shares"] = self.shares.tolist()
@@ -121,7 +124,7 @@ def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
     with progress("placing experts", quiet=as_json):
         try:
             placed = place(settings)
-        except BalanceError as error:  # in the words of the function
+        except BalanceError as error:  # it has the parameter names of the function
             raise BalanceError(re.sub(r"\bnum_(?=[rng])", "--", str(error))) from None
     answer = strict_json(placed.to_json())
     texts = [] if settings.out is None else [(settings.out, answer)]
@@ -152,14 +155,14 @@ def place(settings: BalanceSettings) -> Placed:
     from moemesh.config.suggest import nearest_divisors
 
     if settings.gpus > 0 and settings.nodes > 0 and settings.gpus % settings.nodes:
-        # The function, like the published one, passes over nodes under the global policy.
+        # The function, like the published one, ignores nodes under the global policy.
         near = nearest_divisors(settings.gpus, settings.nodes)
         raise BalanceError(
-            f"--nodes ({settings.nodes}) must divide --gpus ({settings.gpus}), whatever the "
+            f"--nodes ({settings.nodes}) must divide --gpus ({settings.gpus}), under every "
             f"policy: take {near} nodes"
         )
     loads = check_loads(load_table(settings.loads, _warn), str(settings.loads))
-    # All that is printed are ratios: sums of the largest numbers must not overflow, nor vanish.
+    # Only ratios are printed: scale, so that sums of loads neither overflow nor vanish.
     top = loads.max(axis=1, keepdims=True)
     loads = np.where((top > LARGEST_LOAD) | (top < 1 / LARGEST_LOAD), scaled(loads), loads)
     previous = load_placement(settings.previous) if settings.previous else None
@@ -189,7 +192,7 @@ def place(settings: BalanceSettings) -> Placed:
     if previous is not None and previous.shape[-1] != replicas:
         raise BalanceError(
             f"{settings.previous} has {previous.shape[-1]} slots a layer, "
-            f"and --replicas says {replicas}"
+            f"and --replicas is {replicas}"
         )
     small = loads.shape[0] * replicas <= FEW_SLOTS and settings.effort in ("fast", "quality")
     with plain_loops() if small else nullcontext():
@@ -258,16 +261,20 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
             shares=split.shares,
         )
     sizes = {"num_gpus": gpus, "num_groups": settings.groups, "num_nodes": settings.nodes}
-    found = balance.rebalance_incremental(
+    placement = balance.rebalance_incremental(
         loads, previous, settings.tolerance, **sizes, policy=policy
     )
     return Placed(
-        maps=(found.physical_to_logical, found.logical_to_physical, found.replica_count),
+        maps=(
+            placement.physical_to_logical,
+            placement.logical_to_physical,
+            placement.replica_count,
+        ),
         loads_before=balance.gpu_loads(loads, np.asarray(previous, np.int64), gpus),
-        loads_after=balance.gpu_loads(loads, found.physical_to_logical, gpus),
-        bound=np.array(found.bound),
-        moved=found.moved,
-        transfers=found.transfers,
+        loads_after=balance.gpu_loads(loads, placement.physical_to_logical, gpus),
+        bound=np.array(placement.bound),
+        moved=placement.moved,
+        transfers=placement.transfers,
     )
 
 

@@ -1,4 +1,4 @@
-"""The verbs checkpoint ls, verify, prune and diff: what lies on the disk, without torch."""
+"""Verbs `checkpoint ls`, `verify`, `prune` and `diff`: stored checkpoints, without torch."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import time
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moemesh.checkpoint.remote import Place as Folder
     from moemesh.checkpoint.stored import Damage
 
-#: Rows of a table of differences, unless all are asked for.
+#: Most rows of a table of differences without --all.
 _LINES = 20
 
 Place = Annotated[
@@ -30,7 +30,7 @@ Place = Annotated[
 
 
 class CheckpointPlace(NamedTuple):
-    """A folder of checkpoints, and the steps that are meant, newest first."""
+    """A folder of checkpoints, and the selected steps, newest first."""
 
     folder: "Folder"
     steps: list[int]
@@ -40,8 +40,7 @@ class CheckpointPlace(NamedTuple):
 
 
 def find(text: str) -> CheckpointPlace:
-    """What a path or address on the command line means. CheckpointError where there is no
-    checkpoint."""
+    """Checkpoints at a path or address of the command line. Raises CheckpointError without any."""
     from moemesh.checkpoint.files import COMMITTED, CheckpointError
     from moemesh.checkpoint.remote import place_of
     from moemesh.checkpoint.stored import candidates
@@ -50,15 +49,15 @@ def find(text: str) -> CheckpointPlace:
     place = place_of(text)
     match = COMMITTED.fullmatch(place.name)
     above = place.parent if match else place
-    # Where a run in that place, or the place itself, would have checkpoints.
+    # Possible folders of checkpoints: that of a run at the place, and the place itself.
     folders = [checkpoints_of(above), above] if isinstance(above, Path) else [above]
     if match:
         for folder in folders:
             if (folder / place.name).is_dir():
                 return CheckpointPlace(folder, [int(match[1])])
         steps = next(filter(None, map(candidates, folders)), [])
-        others = f"; there are the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
-        raise CheckpointError(f"{place}: there is no such checkpoint{others}")
+        others = f"; it has the steps {', '.join(map(str, reversed(steps)))}" if steps else ""
+        raise CheckpointError(f"{place}: this checkpoint does not exist{others}")
     for folder in folders:
         if steps := candidates(folder):
             return CheckpointPlace(folder, steps)
@@ -67,28 +66,28 @@ def find(text: str) -> CheckpointPlace:
 
 @contextmanager
 def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
-    """Hold `folder`, the checkpoints of the run in the folder `run` where that is known, so that no
-    run writes there; yields what raises CheckpointError where a run has taken it over since.
-    CheckpointError where one is at work there."""
+    """Lock `folder`, the checkpoints of the run in the folder `run` (None: unknown), so that no run
+    writes there. Yields a function that raises CheckpointError if a run has taken it over since.
+    Raises CheckpointError if an active run holds it."""
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.ownership import Claim, has_owner
     from moemesh.train.records.run_folder import LEASE, RunFolder
     from moemesh.watch.lease import RunFolderError
 
-    say = partial(typer.echo, err=True)
+    log = partial(typer.echo, err=True)
     holding: RunFolder | Claim | None = None
     try:
         if run is not None and (run / LEASE).exists():
             holding = RunFolder(run, has_run=True, checkpoints=folder)
-            holding.lock(say=say)
+            holding.lock(say=log)
         elif has_owner(folder):
-            holding = Claim.take(folder, uuid.uuid4().hex, say=say)
+            holding = Claim.take(folder, uuid.uuid4().hex, log=log)
     except RunFolderError as error:
         if not error.holder:
             raise
         raise CheckpointError(
             f"{folder} is in use by a run ({error.holder}), which deletes old checkpoints by "
-            "itself, as train.checkpoints_kept says: prune when it has ended, or stop it first"
+            "itself (train.checkpoints_kept): prune when it has ended, or stop it first"
         ) from error
 
     def check() -> None:
@@ -106,31 +105,31 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
 def ls(place: Place, as_json: AsJson = False) -> None:
     """List the checkpoints of a run, newest first. Nothing is read but manifests and headers.
 
-    verified: read back since it was written, and found right. Example:
+    verified: read back since it was written, and selected right. Example:
 
         moemesh checkpoint ls runs/tiny
     """
     from moemesh.checkpoint.files import CheckpointError, written_at
     from moemesh.checkpoint.manifest import MANIFEST
-    from moemesh.checkpoint.retention import standing
+    from moemesh.checkpoint.retention import verified_state
     from moemesh.checkpoint.stored import read_manifest, unfinished
     from moemesh.trace.memory_profile import format_bytes
 
-    found = find(place)
+    selected = find(place)
     rows: list[dict[str, Any]] = []
-    for step in found.steps:
-        one = standing(found.folder, step, read_back=False)
+    for step in selected.steps:
+        one = verified_state(selected.folder, step, read_back=False)
         row: dict[str, Any] = {"step": step, "verified": one.is_verified, "finite": one.is_finite}
         with suppress(CheckpointError, OSError):
-            manifest = read_manifest(found.path(step))
+            manifest = read_manifest(selected.path(step))
             row["bytes"] = sum(file.size for file in manifest.files.values())
             row["tensors"] = len(manifest.tensors)
             row["ranks"] = manifest.world_size
             row["layout"] = manifest.state.get("layout")
-            written = written_at(found.path(step) / MANIFEST)
+            written = written_at(selected.path(step) / MANIFEST)
             row["age_seconds"] = max(time.time() - written, 0.0)
         rows.append({**row, "problem": one.problem})
-    left = unfinished(found.folder)
+    left = unfinished(selected.folder)
     cells: list[tuple[str, ...]] = []
     for row in rows:
         if "bytes" not in row:
@@ -157,7 +156,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
         f"{name}: being written or deleted, or left over from a run that was killed"
         for name in left
     ]
-    content = {"folder": str(found.folder), "checkpoints": rows, "unfinished": left}
+    content = {"folder": str(selected.folder), "checkpoints": rows, "unfinished": left}
     print_answer(as_json, lambda: content, lambda: "\n".join(lines), indent=1)
 
 
@@ -177,21 +176,21 @@ def verify(
 
         moemesh checkpoint verify runs/tiny/step-100
     """
-    from moemesh.checkpoint.retention import Standing, nonfinite, remember
+    from moemesh.checkpoint.retention import VerifiedState, nonfinite, remember
     from moemesh.checkpoint.stored import examine, open_stored
     from moemesh.trace.memory_profile import format_bytes
 
-    found = find(place)
+    selected = find(place)
     content: list[dict[str, Any]] = []
-    for step in found.steps:
-        damages, size = examine(found.folder, step), 0
+    for step in selected.steps:
+        damages, size = examine(selected.folder, step), 0
         names: Sequence[str] = ()
         if not damages:
-            stored = open_stored(found.folder, step)
+            stored = open_stored(selected.folder, step)
             names, size = nonfinite(stored), stored.num_bytes
-            with suppress(OSError):  # a folder that is only read is verified all the same
+            with suppress(OSError):  # the folder may be read-only
                 digest = stored.manifest.digest
-                remember(found.folder, [Standing(step, digest, True, not names)])
+                remember(selected.folder, [VerifiedState(step, digest, True, not names)])
         content.append(
             {
                 "step": step,
@@ -201,21 +200,21 @@ def verify(
                 "nonfinite": list(names),
             }
         )
-        told = [str(one) for one in damages] if all_lines else by_file(damages)
+        faults = [str(one) for one in damages] if all_lines else by_file(damages)
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            told = [f"numbers that are not finite: {', '.join(names[:3])}{more}"]
-        state = "DAMAGED" if damages else f"{format_bytes(size)} are what was written"
-        if not as_json:  # each as soon as it is read
-            typer.echo("\n  ".join([f"{found.path(step)}: {state}", *told]))
+            faults = [f"numbers that are not finite: {', '.join(names[:3])}{more}"]
+        state = "DAMAGED" if damages else f"{format_bytes(size)} are intact"
+        if not as_json:  # as soon as each is read
+            typer.echo("\n  ".join([f"{selected.path(step)}: {state}", *faults]))
     if as_json:
-        typer.echo(strict_json({"folder": str(found.folder), "checkpoints": content}, indent=1))
+        typer.echo(strict_json({"folder": str(selected.folder), "checkpoints": content}, indent=1))
     raise typer.Exit(int(any(one["damaged"] for one in content)))
 
 
 def by_file(damages: "Sequence[Damage]") -> list[str]:
-    """The first damage of each file, and how many more of how many tensors it has: a file that is
-    cut has one for each chunk behind the cut."""
+    """The first damage of each file, and the number of further damages and their tensors: a cut
+    file has one for each chunk after the cut."""
     lines, groups = list[str](), defaultdict[str, "list[Damage]"](list)
     for damage in damages:
         groups[damage.file].append(damage)
@@ -243,7 +242,7 @@ def prune(
     """Keep the newest verified checkpoints with finite numbers, delete the older ones.
 
     A checkpoint that is not verified is read back first; the last verified checkpoint is never
-    deleted. A folder in which a run is at work is refused. Example:
+    deleted. The folder of an active run is refused. Example:
 
         moemesh checkpoint prune runs/tiny --keep 1 --dry-run
     """
@@ -253,27 +252,27 @@ def prune(
     from moemesh.checkpoint.remote import place_of
     from moemesh.config.train import TrainConfig
 
-    found = find(place)
-    if len(found.steps) == 1 and place.rstrip("/").endswith(f"/step-{found.steps[0]}"):
+    selected = find(place)
+    if len(selected.steps) == 1 and place.rstrip("/").endswith(f"/step-{selected.steps[0]}"):
         raise CheckpointError(f"{place}: is one checkpoint; give the run")
     named = place_of(place)
-    # Of an address alone it is not known who else writes there: what is being written stays.
+    # For an address without its run, other writers are unknown: keep partial checkpoints.
     run = None
     if isinstance(named, Path):
-        run = named if found.folder != named else named.parent
+        run = named if selected.folder != named else named.parent
     if keep is None:
         if run is None:
             why = "give the run, or --keep: how many stay is not known here"
             raise CheckpointError(f"{place}: {why}")
-        keep = TrainConfig().checkpoints_kept  # where the run does not say
+        keep = TrainConfig().checkpoints_kept  # default without a readable config.toml
         with suppress(OSError, ValueError, KeyError, TypeError):
             text = (run / "config.toml").read_text(encoding="utf-8")
             keep = max(int(parse_toml(text)["train"]["checkpoints_kept"]), 1)
     is_on_disk = run is not None
-    with nullcontext(lambda: None) if dry_run else held(found.folder, run) as check:
-        plan = retention.plan_pruning(found.folder, keep, with_leftovers=is_on_disk)
+    with nullcontext(lambda: None) if dry_run else held(selected.folder, run) as check:
+        plan = retention.plan_pruning(selected.folder, keep, with_leftovers=is_on_disk)
         if not dry_run:
-            retention.prune(found.folder, keep, with_leftovers=is_on_disk, check=check)
+            retention.prune(selected.folder, keep, with_leftovers=is_on_disk, check=check)
     lines: list[str] = []
     for one in plan.kept:
         why = f"damaged: {one.problem}" if one.problem else "verified"
@@ -299,7 +298,7 @@ def diff(
     all_lines: Annotated[bool, "Print every tensor.", {"names": ("--all",)}] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints by logical names, whatever layouts wrote them.
+    """Compare two checkpoints by logical names, independent of their layouts.
 
     largest: the largest absolute difference of two numbers; relative: over the largest magnitude
     in A. Exit code 1 where anything differs. Example:
@@ -308,7 +307,7 @@ def diff(
     """
     from moemesh.checkpoint.stored import difference, open_stored
 
-    a, b = (open_stored(found.folder, found.steps[0]) for found in (find(first), find(second)))
+    a, b = (open_stored(place.folder, place.steps[0]) for place in (find(first), find(second)))
     ours, theirs = set(a.names()), set(b.names())
     rows: list[dict[str, Any]] = []
     others: list[str] = []
@@ -317,8 +316,8 @@ def diff(
         if (one.shape, one.dtype) != (other.shape, other.dtype):
             kinds = (f"{entry.dtype} {list(entry.shape)}" for entry in (one, other))
             others.append(f"{name}: {' and '.join(kinds)}")
-        elif (found := difference(a, b, name)).num_different:
-            rows.append({"tensor": name, "dtype": one.dtype, **found._asdict()})
+        elif (numbers := difference(a, b, name)).num_different:
+            rows.append({"tensor": name, "dtype": one.dtype, **numbers._asdict()})
     rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
     keys = sorted({*a.state, *b.state})
     pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}
@@ -350,8 +349,8 @@ def diff(
         lines.append(f"... and {len(rows) - most} more: --all shows them")
     for row in rows:
         if any(row["num_nonfinite"]):
-            here, there = row["num_nonfinite"]
-            lines.append(f"{row['tensor']}: {here} numbers in A and {there} in B are not finite")
+            in_a, in_b = row["num_nonfinite"]
+            lines.append(f"{row['tensor']}: {in_a} numbers in A and {in_b} in B are not finite")
     lines += others
     for key, side in (("only_in_first", "A"), ("only_in_second", "B")):
         names: list[str] = content[key]

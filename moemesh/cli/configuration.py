@@ -15,7 +15,7 @@ def config_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
     origin: Annotated[
-        bool, "Say where each value came from.", {"names": ("--origin/--no-origin",)}
+        bool, "Print the source of each value.", {"names": ("--origin/--no-origin",)}
     ] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +74,7 @@ def config_check(
     warnings = warnings_before_ranks if here else preflight_warnings
     for warning in warnings(resolved.config):
         typer.echo(f"note: {warning}")
-    # Legal, and not for here: a plan for a cluster is checked on a laptop, before a download.
+    # Notes only: a plan for a cluster may be checked on a laptop, before a download.
     for check in (check_room, check_sources) if here else ():
         try:
             check(resolved.config)
@@ -103,8 +103,8 @@ def config_diff(
 ) -> None:
     """Print the keys in which two resolved configurations differ, with where each value is from.
 
-    The word behind a key says what the difference means for a run that goes on: free, layout (the
-    same result), training (another course) or model (refused). Example:
+    The word after a key is the effect of the difference on a resumed run: free, layout (the same
+    result), training (another course) or model (refused). Example:
 
         moemesh config diff runs/first second.toml
     """
@@ -119,7 +119,7 @@ def config_diff(
     texts: list[str] = []
     origins: list[dict[str, str]] = []
     for path in (first, second):
-        if path.is_dir():  # what a run has recorded is taken as it is
+        if path.is_dir():  # a run's record is not resolved
             texts.append(resolved_toml(load_recorded(path / CONFIG)))
             origins.append(dict.fromkeys(all_keys(), str(path / CONFIG)))
         else:

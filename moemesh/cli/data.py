@@ -1,4 +1,4 @@
-"""Verbs of data: tokenize, data show."""
+"""Verbs `tokenize` and `data show`."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import sys
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
     from moemesh.data.preview import Preview
     from moemesh.data.samples import Samples
 
-#: On a terminal, what carries loss is green and all else dim; elsewhere it stands in these marks.
+#: Colours on a terminal: tokens that carry loss are green, the others dim.
 _GREEN, _CYAN, _DIM, _PLAIN = "\x1b[32m", "\x1b[36m", "\x1b[2m", "\x1b[0m"
+#: Marks around tokens that carry loss, without a terminal.
 _OPEN, _CLOSE = "{+", "+}"
-#: Seconds between two lines of progress where there is no terminal.
+#: Seconds between two lines of progress without a terminal.
 LINE_SECONDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeRequest:
-    """Text, the files to write, and the tokenizer between them."""
+    """Text, the tokenizer, and the files to write."""
 
     source: Annotated[str, "A file, folder or glob: text, jsonl, parquet, .gz, .zst.", "<IN>"]
     out: Annotated[str, "A prefix (OUT.bin, OUT.idx, ...), or a folder.", "<OUT>"]
@@ -56,9 +57,9 @@ class TokenizeRequest:
 @app.command(short_help="Tokenize text once, for many runs.")
 def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
     """Write text as token ids: OUT.bin and OUT.idx (Megatron's format), OUT.meta.json, and for
-    conversations OUT.mask.bin, which says what carries loss.
+    conversations OUT.mask.bin, which marks tokens that carry loss.
 
-    The same command goes on where it was interrupted. Example:
+    The same command resumes after an interruption. Example:
 
         moemesh tokenize corpus/ tokens/corpus --tokenizer ./Qwen3-30B-A3B
         moemesh train --set data.path=tokens/corpus.idx --set model.path=./Qwen3-30B-A3B
@@ -66,7 +67,7 @@ def tokenize(request: TokenizeRequest, as_json: AsJson = False) -> None:
     from moemesh.data.tokenizing import EOS, TokenizeJob, TokenSettings
 
     note = partial(typer.echo, err=True)
-    # The first line comes before anything is read.
+    # Print before anything is read.
     note(f"tokenizing {request.source} with {request.tokenizer}")
     settings = TokenSettings(
         tokenizer=request.tokenizer,
@@ -150,7 +151,7 @@ def data_show(
 
 @contextmanager
 def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, int], None]]:
-    """A function that is told what was done more (bytes, tokens, files) and shows it on stderr."""
+    """Yields a function that adds finished (bytes, tokens, files) and prints progress to stderr."""
     start = last = time.monotonic()
     done = [0, 0, 0]
 
@@ -161,14 +162,14 @@ def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, in
 
     if not sys.stderr.isatty():
 
-        def say(*more: int) -> None:
+        def print_line(*more: int) -> None:
             nonlocal last
             state = add(*more)
             if time.monotonic() - last >= LINE_SECONDS:
                 last = time.monotonic()
                 typer.echo(f"{done[0] / max(num_bytes, 1):4.0%}  {state}", err=True)
 
-        yield say
+        yield print_line
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -190,9 +191,9 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
     on_terminal = sys.stdout.isatty()
     marked = not all(one.learned.all() for one in shown)
     borders = (
-        "attention stays inside a document, where positions begin anew"
+        "attention stays inside a document, where positions restart"
         if samples.masks_documents
-        else "attention and positions go on across documents"
+        else "attention and positions continue across documents"
     )
     look = "green" if on_terminal else f"{_OPEN} {_CLOSE}"
     loss = f"targets that carry loss are in {look}" if marked else "all targets carry loss"
@@ -219,7 +220,7 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
                 if first == 0 and one.continued:
                     place += f", from its token {one.continued:,} on"
                 lines += [f"{_CYAN}{place}{_PLAIN}" if on_terminal else place, ""]
-            # What a text holds must not steer the terminal.
+            # Control characters of a text must not reach the terminal.
             text = "".join(
                 sign if sign in "\n\t" or sign.isprintable() else f"\\u{ord(sign):04x}"
                 for sign in piece.text

@@ -1,4 +1,4 @@
-"""Verbs that look at runs: report, explain, profile, watch."""
+"""Verbs that read runs: `report`, `explain`, `profile`, `watch`."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import gc
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Cluster = Annotated[
     str | None, "Cluster that the planner's price is for; default train.cluster.", "C"
 ]
-#: Seconds between looks on a terminal, and between lines elsewhere.
+#: Seconds between updates on a terminal, and between lines elsewhere.
 _TERMINAL_SECONDS, _PIPE_SECONDS = 2.0, 30.0
 _POLL_SECONDS = 1.0
 RunFolder = Annotated[Path, "Folder of a run.", "<RUN>"]
@@ -54,7 +54,7 @@ def report(
         from moemesh.report.files import check_target
 
         check_target(out, "<!DOCTYPE")
-    gc.disable()  # a tenth of the time, of a process that ends with its page
+    gc.disable()  # saves a tenth of the time; the process exits after the page
     try:
         if other is None:
             path = page.write(_read(run, cluster), out)
@@ -65,11 +65,12 @@ def report(
     typer.echo(str(path))
 
 
-@app.command(short_help="Say what bounds a run, or why it failed.")
+@app.command(short_help="Explain what bounds a run, or why it failed.")
 def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) -> None:
-    """Say in one paragraph how a run stands, what bounds its speed or why it failed, and the
-    command to run next; below, on a line each: failures it survived, skipped steps, alarms, losses,
-    time, speed, memory. The cluster is train.cluster, if no other is named. Examples:
+    """Explain in one paragraph the state of a run, what bounds its speed or why it failed, and
+    print the command to run next; below, on a line each: failures it survived, skipped steps,
+    alarms, losses, time, speed, memory. The cluster is train.cluster, if no other is named.
+    Examples:
 
         moemesh explain runs/first
 
@@ -86,7 +87,7 @@ def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) ->
 
 
 def _read(folder: Path, cluster: str | None) -> "Run":
-    """The run, and the planner's price of its step on the cluster, or else on train.cluster."""
+    """The run, with the planned step on `cluster`, by default train.cluster."""
     from moemesh.config.errors import UserError
     from moemesh.sharding.load_run import load_run
     from moemesh.trace.run import Run
@@ -95,7 +96,7 @@ def _read(folder: Path, cluster: str | None) -> "Run":
     named = cluster or run.section("train").get("cluster")
     if not isinstance(named, str):
         return run
-    # That of the configuration may have been a file that is elsewhere: then there is no price.
+    # The configured cluster may be a file of another machine: then no step is planned.
     with suppress(UserError) if cluster is None else nullcontext():
         from moemesh.planner.estimate import planned_step
 
@@ -127,7 +128,7 @@ def profile(
     chosen = [*(overrides or []), *short]
     name = config.stem if config is not None else "default"
     path, number = out or Path("profiles") / name, 1
-    while out is None and path.exists():  # the first number that no folder has
+    while out is None and path.exists():  # the first unused number
         number += 1
         path = path.with_name(f"{name}-{number}")
     from moemesh.train.preparation import RunRequest, prepare
@@ -145,24 +146,24 @@ def profile(
 
     if code := command.train(request, prepared):
         raise typer.Exit(code)
-    found = read_profile(path / FOLDER)
+    merged = read_profile(path / FOLDER)
     trace = path / "profile.json"
-    trace.write_text(strict_json(found.to_json()), encoding="utf-8")
-    typer.echo("\n".join([*verdict(found), f"trace       {trace}  (open it in ui.perfetto.dev)"]))
+    trace.write_text(strict_json(merged.to_json()), encoding="utf-8")
+    typer.echo("\n".join([*verdict(merged), f"trace       {trace}  (open it in ui.perfetto.dev)"]))
 
 
 @app.command(short_help="Watch a run: steps, loss, speed, memory, waits, experts, events.")
 def watch(
     run: RunFolder,
     every: Annotated[
-        float | None, "Seconds between looks; default 2, in a pipe 30.", {"min": 0.1}
+        float | None, "Seconds between updates; default 2, in a pipe 30.", {"min": 0.1}
     ] = None,
     wait: Annotated[float, "Seconds to wait for a run to begin.", {"min": 0.0}] = 60.0,
 ) -> None:
     """Show a run from the files of its folder, here or on a shared disk, until it has ended.
 
-    On a terminal a panel is drawn again and again; elsewhere lines follow one another. Nothing is
-    written, and the run does not notice. Exit code 1: the run has failed, or is gone. Example:
+    On a terminal a panel is redrawn; elsewhere lines are printed. Nothing is written, and the run
+    is not affected. Exit code 1: the run has failed, or is gone. Example:
 
         moemesh watch runs/first
     """
@@ -172,7 +173,7 @@ def watch(
     if run.exists() and not run.is_dir():
         raise UserError(f"{run} is a file: watch takes the folder of a run")
     if not run.parent.is_dir() and not run.parent.parent.is_dir():  # `train` makes one folder
-        raise UserError(f"{run}: there is no folder {run.parent}, so no run can begin in it")
+        raise UserError(f"{run}: the folder {run.parent} must exist before a run begins in it")
     watched = Watched(run)
     until = time.monotonic() + wait
     if not watched.is_run and wait:
@@ -188,7 +189,7 @@ def watch(
 
 
 def _print_lines(watched: "Watched", every: float | None) -> tuple[bool, str]:
-    """Events as they come, and the newest step at most once in `every` seconds."""
+    """Print events as they occur, and the newest step at most every `every` seconds."""
     seconds, shown, step = _PIPE_SECONDS if every is None else every, -float("inf"), None
     while True:
         for event in watched.look():
@@ -207,7 +208,7 @@ def _print_lines(watched: "Watched", every: float | None) -> tuple[bool, str]:
 
 
 def _redraw(watched: "Watched", every: float | None) -> tuple[bool, str]:
-    """A panel that is drawn anew every `every` seconds."""
+    """Redraw a panel every `every` seconds."""
     from rich.console import Console
     from rich.live import Live
 

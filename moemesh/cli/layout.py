@@ -1,4 +1,4 @@
-"""Verbs that show a plan: layout says who holds what, dispatch who sends which rows to whom."""
+"""Verbs `layout` (shares of each rank under a plan) and `dispatch` (rows between ranks)."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, print_answer
 from moemesh.cli.options import given
-from moemesh.cli.terminal import beside, interval, progress, spans, table
+from moemesh.cli.terminal import interval, progress, spans, table, with_texts
 from moemesh.planner.requests import BATCH_HELP, LENGTH_HELP, MODEL_HELP, PLAN_HELP
 from moemesh.trace.strict_json import strict_json
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from moemesh.planner.dispatches import DispatchExchanges, Exchange, RoutingExample
     from moemesh.planner.holdings import Holdings, RankShare
 
-#: A column of the table: its name, whether the plan cuts what it tells, and its cell of a rank.
+#: Column of the table: name, whether the plan shards its quantity, and the cell of a rank.
 _Column: TypeAlias = "tuple[str, bool, Callable[[RankShare], str]]"
-#: Rows of ranks, and groups of an axis, that are printed unless ranks are asked for.
+#: Most printed rows of ranks and groups of an axis without --rank.
 MOST_ROWS, MOST_GROUPS = 32, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRequest:
-    """A plan, with a model and a batch, or the configuration of a run."""
+    """A plan with a model and a batch, or the configuration of a run."""
 
     config: ConfigFile = None
     overrides: Overrides = None
@@ -70,7 +70,7 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
     ranks = sorted(set(request.rank or ()))
     if ranks and ranks[-1] >= held.world_size:
         raise typer.BadParameter(
-            f"there is no rank {ranks[-1]}: the plan has {held.world_size}, from 0"
+            f"rank {ranks[-1]} does not exist: the plan has {held.world_size}, from 0"
         )
     if request.svg is not None:
         from moemesh.report.files import write_texts
@@ -84,26 +84,26 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
 
 
 def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
-    """The answer for a person: axes, then a row a rank (some of them, where there are many)."""
+    """The answer as text: axes, then one row per rank (at most :data:`MOST_ROWS`)."""
     shown = ranks or range(min(held.world_size, MOST_ROWS))
     nodes = f" on {held.num_nodes} nodes of {held.ranks_per_node}" if held.num_nodes > 1 else ""
     rows: list[tuple[str, ...]] = []
-    told = ["ranks of each group"]
+    texts = ["ranks of each group"]
     for axis in held.axes:
         groups = [spans(group) for group in axis.groups[:MOST_GROUPS]]
         groups += [f"... {more} more"] if (more := len(axis.groups) - MOST_GROUPS) > 0 else []
         where = "one node" if axis.nodes == 1 else f"{axis.nodes} nodes"
         size = len(axis.groups[0])
         rows.append((axis.axis, str(size), str(len(axis.groups)), where))
-        told.append(" | ".join(groups) if size > 1 else "each rank by itself")
+        texts.append(" | ".join(groups) if size > 1 else "each rank by itself")
     axes = table(("axis", "size", "groups", "a group is on"), rows)
-    lines = [f"{held.world_size} ranks{nodes}", "", beside(axes, told), ""]
+    lines = [f"{held.world_size} ranks{nodes}", "", with_texts(axes, texts), ""]
     if held.model is None:
         header = ("rank", "node", *(axis.axis for axis in held.axes))
         places = [(rank, held.node_of(rank), *held.coordinates(rank).values()) for rank in shown]
         lines.append(table(header, [tuple(map(str, place)) for place in places], left=0))
     else:
-        # A row a rank, of what the plan cuts; below, in one line, what every rank holds whole.
+        # One row per rank with sharded quantities; below, one line with those that all ranks share.
         shares = [held.share(rank) for rank in shown]
         layout = held.layout
         columns: list[_Column] = [
@@ -120,7 +120,7 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
             ("tokens", True, lambda one: f"{one.tokens:,}"),
             ("parameters", True, lambda one: f"{one.parameters:,}"),
         ]
-        # A rank without MoE layers has no experts: then the others' are no word for every rank.
+        # Ranks without MoE layers have no experts: then the experts are not the same for all ranks.
         cut = [one for one in columns if one[1] or len({one[2](share) for share in shares}) > 1]
         names = [name for name, _, _ in cut]
         lines.append(table(names, [[cell(one) for _, _, cell in cut] for one in shares], left=0))
@@ -147,7 +147,7 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
     return "\n".join(lines)
 
 
-#: Ranks whose matrices are printed.
+#: Most ranks with printed matrices.
 MOST_RANKS = 16
 _LEGEND = """
 copies of a token leave its rank, across: its node. MB that a rank sends. GB/s:
@@ -157,7 +157,7 @@ Uniform routing; links at the calibrated share of their data sheet, or measured.
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchRequest:
-    """A routing and the dispatchers that carry it out, or the settings of the table of all."""
+    """A routing and its dispatchers, or the settings of the table of all dispatchers."""
 
     routing: Annotated[
         str | None,
@@ -239,17 +239,17 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
     else:
         why = f"draws a random routing; {request.routing} names its own"
         _refuse(request, *random, why=why)
-        own = {name: getattr(request, name) for name in ("plan", "hidden_size", "dtype")}
-        example = read_example(request.routing, dispatchers=dispatchers, **own)
+        options = {name: getattr(request, name) for name in ("plan", "hidden_size", "dtype")}
+        example = read_example(request.routing, dispatchers=dispatchers, **options)
     if svg is not None:
         from moemesh.report.files import write_texts
         from moemesh.report.rank_pictures import draw_pairs
 
         panels = [
-            (name, *_panel(found, one))
+            (name, *_panel(dispatch, one))
             for name in example.dispatchers
-            for found in [example.exchanges(name)]
-            for one in found.of_rows()
+            for dispatch in [example.exchanges(name)]
+            for one in dispatch.of_rows()
         ]
         write_texts([(svg, draw_pairs(panels) + "\n")])
     print_answer(as_json, lambda: to_json(example), lambda: dispatch_text(example))
@@ -287,9 +287,9 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
         raise ConfigError(problems)
     machine = load_cluster(request.cluster)
     names = ("tokens", "hidden_size", "experts", "experts_per_token", "groups", "groups_kept")
-    own = {name: value for name in names if (value := getattr(request, name)) is not None}
-    load = DispatchLoad(**own, fp8=payload == "fp8")
-    found = [
+    options = {name: value for name in names if (value := getattr(request, name)) is not None}
+    load = DispatchLoad(**options, fp8=payload == "fp8")
+    times = [
         one
         for ranks in request.ep or (8, 16, 32, 64)
         for one in dispatch_times(machine, load, ranks, wanted)
@@ -297,7 +297,7 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
 
     def text() -> str:
         rows: list[tuple[str, ...]] = []
-        for row in found:
+        for row in times:
             cells = [str(row.ep), row.dispatcher, f"{row.copies:.2f}", f"{row.copies_across:.2f}"]
             for one in (row.dispatch, row.combine):
                 size = (one.across_bytes + one.inside_bytes) / 1e6
@@ -312,12 +312,12 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
             f"(second)\n\n{table(header, rows, left=2)}\n{_LEGEND}"
         )
 
-    print_answer(as_json, lambda: [row.to_json() for row in found], text, indent=2)
+    print_answer(as_json, lambda: [row.to_json() for row in times], text, indent=2)
 
 
 def dispatch_text(example: "RoutingExample") -> str:
-    """The matrices of every dispatcher, in rows, then the bytes of each."""
-    counts = sorted({len(own) for own in example.choices})
+    """Matrices of rows of every dispatcher, then a table of their bytes."""
+    counts = sorted({len(tokens) for tokens in example.choices})
     each = "-".join(map(str, (counts[0], counts[-1]))) if len(counts) > 1 else str(counts[0])
     lines = [
         *([example.about] if example.about else []),
@@ -326,15 +326,16 @@ def dispatch_text(example: "RoutingExample") -> str:
     ]
     summary: list[tuple[str, ...]] = []
     for name in example.dispatchers:
-        found = example.exchanges(name)
+        dispatch = example.exchanges(name)
         note = ": more rows for a rank than it has slots, so they go by all_to_all"
-        lines += ["", name + (note if found.overflows else "")]
-        for one in found.of_rows():
-            title, rows = _panel(found, one)
+        lines += ["", name + (note if dispatch.overflows else "")]
+        for one in dispatch.of_rows():
+            title, rows = _panel(dispatch, one)
             lines.append(f"  {title}")
             if len(rows) > MOST_RANKS:
                 continue
-            # Rows by pair of ranks, what a rank keeps in brackets, with what crosses a wire.
+            # Rows by pair of ranks (those that stay on their rank in brackets), and rows over
+            # wires.
             matrix: list[tuple[str, ...]] = []
             for sender, line in enumerate(rows):
                 cells = [f"({n})" if to == sender else str(n) for to, n in enumerate(line)]
@@ -342,8 +343,8 @@ def dispatch_text(example: "RoutingExample") -> str:
             totals = [sum(line[to] for line in rows) - rows[to][to] for to in range(len(rows))]
             matrix.append(("    received", *map(str, totals), str(sum(totals))))
             lines.append(table(("", *(f"to {rank}" for rank in range(len(rows))), "sent"), matrix))
-        ranks = range(len(found.ledgers))
-        forward = [one for one in found.exchanges if one.phase == "forward"]
+        ranks = range(len(dispatch.ledgers))
+        forward = [one for one in dispatch.exchanges if one.phase == "forward"]
         sent = [sum(one.wire_sent(rank) for one in forward) for rank in ranks]
         received = [sum(one.wire_received(rank) for one in forward) for rank in ranks]
         headers = [one for one in forward if one.caller in ("moe.counts", "moe.headers")]
@@ -358,10 +359,10 @@ def dispatch_text(example: "RoutingExample") -> str:
     return "\n".join(lines)
 
 
-def _panel(found: "DispatchExchanges", one: "Exchange") -> tuple[str, list[list[int]]]:
-    """The title of an exchange of rows, and its rows by (from, to)."""
+def _panel(dispatch: "DispatchExchanges", one: "Exchange") -> tuple[str, list[list[int]]]:
+    """Title of an exchange of rows, and its number of rows by (from, to)."""
     is_dispatch = one.caller == "moe.dispatch"
     what = "rows to the experts" if is_dispatch else "results back"
-    size = found.row_out if is_dispatch else found.row_back
+    size = dispatch.row_out if is_dispatch else dispatch.row_back
     rows = [[round(sent / size) for sent in line] for line in one.sent]
     return f"{what}: {one.op} over {one.axis}, rows of {size:,.0f} B", rows

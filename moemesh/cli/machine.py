@@ -1,4 +1,4 @@
-"""Verbs of machines: doctor and bench links look at this one, cluster describes any."""
+"""Verbs of machines: `doctor` and `bench links` for this one, `cluster` for any."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moemesh.config.cluster import Cluster
 
 
-@app.command(short_help="Check this machine for what stands in the way of a run.")
+@app.command(short_help="Check this machine for obstacles to a run.")
 def doctor(
     out: Annotated[Path, "Folder that runs will be written to.", "DIR"] = Path("runs"),
     as_json: AsJson = False,
@@ -33,16 +33,16 @@ def doctor(
     """
     from moemesh.bench.examination import Diagnosis, examine
 
-    found: list[Diagnosis] = []
+    diagnoses: list[Diagnosis] = []
     for one in examine(out, os.environ):
-        found.append(one)
+        diagnoses.append(one)
         if not as_json:
             typer.echo(f"{one.verdict}  {one.name:13}  {one.text}")
             if one.fix:
                 typer.echo(f"{'':21}fix: {one.fix}")
-    verdicts = [one.verdict for one in found]
+    verdicts = [one.verdict for one in diagnoses]
     if as_json:
-        typer.echo(strict_json([one._asdict() for one in found]))
+        typer.echo(strict_json([one._asdict() for one in diagnoses]))
     else:
         counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("pass", "warn", "fail"))
         typer.echo(counts)
@@ -72,7 +72,7 @@ def bench_links(
     from moemesh.report.files import write_texts
 
     if out is not None and not out.parent.is_dir():
-        raise BenchError(f"--out {out}: there is no folder {out.parent}")
+        raise BenchError(f"--out {out}: the folder {out.parent} does not exist")
     result = links.run(settings, found)
     if result is not None and out is not None:
         write_texts([(out, cluster_file(result, name))])
@@ -80,13 +80,13 @@ def bench_links(
         typer.echo(strict_json(result, indent=2) if as_json else links_text(result))
 
 
-def links_text(found: dict[str, Any]) -> str:
-    """A row for each operation and shape of group: times by size, and the fits."""
-    settings, device = found["settings"], found["device"]
-    sizes = sorted({size for row in found["links"] for size in row["bytes"]})
+def links_text(result: dict[str, Any]) -> str:
+    """Table of operations and shapes of groups: times by size, and the fits."""
+    settings, device = result["settings"], result["device"]
+    sizes = sorted({size for row in result["links"] for size in row["bytes"]})
     header = ("operation", "ranks", "a node", *map(format_bytes, sizes))
     rows = []
-    for row in found["links"]:
+    for row in result["links"]:
         fit, times = row["fit"], dict(zip(row["bytes"], row["seconds"], strict=True))
         rate = f"{1e-6 / fit['beta']:.0f}" if fit["beta"] else "-"
         rows.append(
@@ -106,10 +106,10 @@ def links_text(found: dict[str, Any]) -> str:
     )
 
 
-#: Latencies that no data sheet prints: typical of NVLink and InfiniBand.
+#: Latencies in seconds, typical of NVLink and InfiniBand; data sheets do not have them.
 _INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
-#: Kinds of links inside a node and between nodes, each from this rate of one device and direction
-#: on, in bytes/s.
+#: Lowest rate of one device and direction in bytes/s -> kind of links inside a node, and between
+#: nodes.
 _INSIDE = (
     (100e9, "NVLink or NVSwitch, direct from device to device"),
     (10e9, "PCIe, shared with the host and its cards"),
@@ -125,7 +125,7 @@ _BETWEEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFileRequest:
-    """A file to write, what it starts from, and what differs."""
+    """A file to write, its origin, and the changes."""
 
     out: Annotated[Path, "File to write.", "<CLUSTER.toml>"]
     preset: Annotated[
@@ -165,26 +165,26 @@ def init(request: ClusterFileRequest) -> None:
     if out.exists() and not request.force:
         raise UserError(f"{out} exists; --force replaces it")
     if request.links is not None:
-        found, heading = _measured(request.links, name)
+        cluster, heading = _measured(request.links, name)
         if request.nodes or request.gpus_per_node:
-            raise typer.BadParameter("--links says how many nodes and devices there are")
+            raise typer.BadParameter("--links has the number of nodes and devices")
     elif request.device is not None:
-        found, heading = _of_device(request.device, name)
+        cluster, heading = _of_device(request.device, name)
     else:
         from moemesh.config.cluster import load_cluster
 
         source = request.preset or "dgx_h100"
-        found, heading = load_cluster(source), f"Started from {source}."
+        cluster, heading = load_cluster(source), f"Started from {source}."
     changes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}
     given = {key: value for key, value in changes.items() if value is not None}
-    found = found.model_copy(update={"name": name} | given)
+    cluster = cluster.model_copy(update={"name": name} | given)
     origin = heading
     heading += (
         "\nBandwidths are those of one device in one direction. Edit what differs, then see"
         f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
     )
-    write_texts([(out, found.to_toml(heading, explained=True))], replaces=True)
-    typer.echo(f"wrote {out}: {found.num_devices} devices; see `moemesh cluster show {out}`")
+    write_texts([(out, cluster.to_toml(heading, explained=True))], replaces=True)
+    typer.echo(f"wrote {out}: {cluster.num_devices} devices; see `moemesh cluster show {out}`")
     typer.echo(origin)
 
 
@@ -200,8 +200,8 @@ def show(
     """
     from moemesh.config.cluster import load_cluster
 
-    found = load_cluster(cluster)
-    typer.echo(strict_json(_facts(found), indent=2) if as_json else cluster_text(found))
+    description = load_cluster(cluster)
+    typer.echo(strict_json(_facts(description), indent=2) if as_json else cluster_text(description))
 
 
 @cluster_app.command("list", short_help="List packaged clusters, and devices with a data sheet.")
@@ -212,9 +212,9 @@ def list_clusters(as_json: AsJson = False) -> None:
     from moemesh.planner.speed import peak_flops
     from moemesh.planner.timing.hardware import ACCELERATORS
 
-    found = [load_cluster(name) for name in preset_names("clusters")]
+    described = [load_cluster(name) for name in preset_names("clusters")]
     if as_json:
-        facts = [_facts(one) for one in found]
+        facts = [_facts(one) for one in described]
         typer.echo(strict_json({"clusters": facts, "devices": list(ACCELERATORS)}, indent=2))
         return
     header = ("cluster", "a node", "memory", "bf16 TFLOP/s", "in a node", "between nodes")
@@ -224,29 +224,29 @@ def list_clusters(as_json: AsJson = False) -> None:
             *(format_bytes(one.memory_bytes), f"{peak_flops(one, 'bfloat16') / 1e12:,.4g}"),
             *(_rate(one.intra_node_bandwidth), _rate(one.inter_node_bandwidth)),
         )
-        for one in found
+        for one in described
     ]
     typer.echo(table(header, rows, left=2))
     typer.echo(f"\ndevices for `moemesh cluster init --device`: {', '.join(ACCELERATORS)}")
 
 
-def cluster_text(found: "Cluster") -> str:
-    """The cluster for a person: what each number is, and what it means for a plan."""
+def cluster_text(cluster: "Cluster") -> str:
+    """The cluster as text: its numbers, and their meaning for a plan."""
     import textwrap
 
     from moemesh.planner.speed import device_balance
     from moemesh.planner.timing.price import pricing
     from moemesh.report.document import plural
 
-    inside, across = found.intra_node_bandwidth, found.inter_node_bandwidth
-    usable = pricing(found).usable_share
+    inside, across = cluster.intra_node_bandwidth, cluster.inter_node_bandwidth
+    usable = pricing(cluster).usable_share
     rows = [
-        (f"  {dtype}", f"{peak / 1e12:,.4g}", f"{peak / found.memory_bandwidth:,.4g}")
-        for dtype, peak in found.peak_flops.items()
+        (f"  {dtype}", f"{peak / 1e12:,.4g}", f"{peak / cluster.memory_bandwidth:,.4g}")
+        for dtype, peak in cluster.peak_flops.items()
     ]
     ratio = inside / across
-    balance = device_balance(found, "bfloat16")
-    told = [
+    balance = device_balance(cluster, "bfloat16")
+    sentences = [
         f"Between nodes a device sends {ratio:,.3g} times slower than inside one: what exchanges "
         "in every layer (tp, cp, and ep where it fits) belongs inside a node; data and pipeline "
         "parallelism cross nodes."
@@ -255,92 +255,95 @@ def cluster_text(found: "Cluster") -> str:
         f"A product with less than {balance:,.0f} operations a byte in bfloat16 waits for memory, "
         "one with more for arithmetic; `moemesh estimate` prints the intensities of a layout.",
     ]
-    if found.links:
-        most = max(curve.ranks for curve in found.links)
-        told.append(f"{len(found.links)} measured collectives of up to {most} ranks replace forms.")
-    if found.constants:
-        told.append(f"{len(found.constants)} constants of the time model are its own.")
+    if cluster.links:
+        most = max(curve.ranks for curve in cluster.links)
+        sentences.append(
+            f"{len(cluster.links)} measured collectives of up to {most} ranks replace forms."
+        )
+    if cluster.constants:
+        sentences.append(f"{len(cluster.constants)} constants of the time model are its own.")
     kinds = [
         next(kind for least, kind in known if rate >= least)
         for rate, known in ((inside, _INSIDE), (across, _BETWEEN))
     ]
+    accelerator = cluster.accelerator and f", {cluster.accelerator}"
     facts = [
-        ("devices", f"{found.num_devices:,} ({plural(found.nodes, 'node')} of "
-                    f"{found.gpus_per_node})" + (found.accelerator and f", {found.accelerator}")),
-        ("memory", f"{format_bytes(found.memory_bytes)} a device, {usable:.1%} usable, "
-                   f"{_rate(found.memory_bandwidth)}"),
+        ("devices", f"{cluster.num_devices:,} ({plural(cluster.nodes, 'node')} of "
+                    f"{cluster.gpus_per_node}){accelerator}"),
+        ("memory", f"{format_bytes(cluster.memory_bytes)} a device, {usable:.1%} usable, "
+                   f"{_rate(cluster.memory_bandwidth)}"),
         ("inside a node", f"{_rate(inside)} a device and direction, "
-                          f"{found.intra_node_latency * 1e6:.3g} us: {kinds[0]}"),
+                          f"{cluster.intra_node_latency * 1e6:.3g} us: {kinds[0]}"),
         ("between nodes", f"{_rate(across)} a device and direction ({across * 8 / 1e9:,.4g} Gb/s), "
-                          f"{found.inter_node_latency * 1e6:.3g} us: {kinds[1]}"),
+                          f"{cluster.inter_node_latency * 1e6:.3g} us: {kinds[1]}"),
     ]  # fmt: skip
     width = max(len(name) for name, _ in facts)
-    lines = [found.name]
+    lines = [cluster.name]
     for name, value in facts:
         start = f"  {name:{width}}  "
         lines += textwrap.wrap(start + value, 80, subsequent_indent=" " * len(start))
     header = ("  peak of products", "TFLOP/s", "turns compute bound at FLOP/byte")
     lines += ["", table(header, rows), ""]
-    for sentence in told:
+    for sentence in sentences:
         lines += textwrap.wrap(sentence, 80)
     return "\n".join(lines)
 
 
-def _facts(found: "Cluster") -> dict[str, Any]:
-    """The object that --json prints."""
+def _facts(cluster: "Cluster") -> dict[str, Any]:
+    """Object for --json."""
     from moemesh.planner.timing.price import pricing
 
-    return found.model_dump(mode="json", exclude={"links", "constants"}) | {
-        "num_devices": found.num_devices,
-        "usable_share": pricing(found).usable_share,
+    return cluster.model_dump(mode="json", exclude={"links", "constants"}) | {
+        "num_devices": cluster.num_devices,
+        "usable_share": pricing(cluster).usable_share,
         "compute_bound_from": {
-            dtype: peak / found.memory_bandwidth for dtype, peak in found.peak_flops.items()
+            dtype: peak / cluster.memory_bandwidth for dtype, peak in cluster.peak_flops.items()
         },
-        "measured_links": len(found.links),
+        "measured_links": len(cluster.links),
     }
 
 
 def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
-    """A node of a device from its data sheet."""
+    """A node of devices from their data sheet."""
     from moemesh.config.cluster import Cluster
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
     from moemesh.planner.timing.hardware import ACCELERATORS, accelerator_of
 
-    found = ACCELERATORS.get(name) or accelerator_of(name)
-    if found is None:
+    sheet = ACCELERATORS.get(name) or accelerator_of(name)
+    if sheet is None:
         message = "no data sheet of a device with this name is packaged"
         fix = nearest_choice(name, tuple(ACCELERATORS))
         problem = Problem.of("not-a-choice", "device", name, message, fix)
         raise ConfigError([problem])
-    half, eight, four = found.peak_flops
+    half, eight, four = sheet.peak_flops
     peaks = {"bfloat16": half}
     peaks |= {"float8": eight} if eight > half else {}
     peaks |= {"float4": four} if four > eight else {}
     cluster = Cluster(
         name=called,
         nodes=1,
-        gpus_per_node=found.node_size,
-        memory_bytes=int(found.memory_bytes),
-        memory_bandwidth=found.memory_bandwidth,
+        gpus_per_node=sheet.node_size,
+        memory_bytes=int(sheet.memory_bytes),
+        memory_bandwidth=sheet.memory_bandwidth,
         peak_flops=peaks,
-        intra_node_bandwidth=found.intra_node_bandwidth,
+        intra_node_bandwidth=sheet.intra_node_bandwidth,
         intra_node_latency=_INTRA_LATENCY,
-        inter_node_bandwidth=found.inter_node_bandwidth,
+        inter_node_bandwidth=sheet.inter_node_bandwidth,
         inter_node_latency=_INTER_LATENCY,
-        accelerator=found.name,
+        accelerator=sheet.name,
     )
-    return cluster, f"From the data sheet of {found.name}; latencies are assumptions."
+    return cluster, f"From the data sheet of {sheet.name}; latencies are assumptions."
 
 
 def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
-    """What `moemesh bench links --json` measured. Raises UserError for any other file."""
+    """Cluster measured by `moemesh bench links --json`. Raises UserError for any other file."""
     from moemesh.bench.link_cluster import cluster_of
     from moemesh.config.errors import ConfigError, UserError
 
     try:
         result = parse_json(links.read_text(encoding="utf-8"))
-        found = cluster_of(result, called)
+        cluster = cluster_of(result, called)
     except OSError as error:
         raise UserError(f"{links}: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -348,14 +351,14 @@ def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
             f"{links}: not what `moemesh bench links --json` prints "
             f"({type(error).__name__}: {error})"
         ) from error
-    if problems := found.check():
+    if problems := cluster.check():
         raise ConfigError(problems)
     where = f"{result['settings']['ranks']} ranks on {result['settings']['device']}"
-    return found, f"Measured by `moemesh bench links`: {where}."
+    return cluster, f"Measured by `moemesh bench links`: {where}."
 
 
 def _rate(number: float) -> str:
-    """Bytes a second in decimal units, as data sheets print them."""
+    """Rate in bytes per second as text in decimal units, as in data sheets."""
     for unit, size in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6)):
         if number >= size:
             return f"{number / size:,.4g} {unit}"

@@ -1,7 +1,6 @@
-"""Options of a verb from its parameters or the fields of its request, and what a shell completes.
+"""Options of a verb from its parameters or the fields of its request, and shell completion.
 
-Completion (``moemesh --install-completion``) waits for an answer: names are imported when they are
-asked for.
+Completion (``moemesh --install-completion``) must be fast: names are imported on demand.
 """
 
 import inspect
@@ -17,7 +16,7 @@ Complete = Callable[[str], list[str]]
 
 
 def words(load: Callable[[], Iterable[str]]) -> Complete:
-    """Complete one of these names, or the last of several with commas between."""
+    """Completion of one of these names, or of the last in a comma-separated list."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
@@ -50,7 +49,7 @@ def _operations() -> tuple[str, ...]:
 clusters = words(partial(_presets, "clusters"))
 schedules = words(partial(_choices, "schedule"))
 collectives = words(_operations)
-#: Fields of requests that are completed in every verb.
+#: Completion of fields of requests, in every verb.
 BY_FIELD: dict[str, Complete] = {
     "model": words(partial(_presets, "", "shapes")),
     "cluster": clusters,
@@ -61,8 +60,8 @@ BY_FIELD: dict[str, Complete] = {
 
 
 def settings(incomplete: str) -> list[str]:
-    """Complete a key of the configuration as ``--set`` takes it, and behind "=" its value where it
-    is one of a few names."""
+    """Completion of ``--set``: a key of the configuration, and after "=" its value if it is one of
+    a few names."""
     from moemesh.config.schema import PRESET_KEY, SECTIONS, all_keys
     from moemesh.config.suggest import choices_of
 
@@ -83,15 +82,15 @@ def settings(incomplete: str) -> list[str]:
 def with_options(
     verb: Callable[..., None], completions: Mapping[str, Complete]
 ) -> Callable[..., None]:
-    """The verb as typer reads it. A first parameter that is a frozen dataclass, the request of the
-    verb, becomes one option for each of its fields; the verb gets an instance.
+    """The verb with a signature for typer. If the first parameter is a frozen dataclass, the
+    request of the verb, each field becomes an option, and the verb is called with an instance.
 
     A field or parameter is annotated `Annotated[type, help]`, `Annotated[type, help, metavar]` or
     `Annotated[type, help, keywords]`; the metavar of an argument is "<OUT>". Keywords are those of
     `typer.Option` (`min`, ...), `names` the option's own names (a bool has no `--no-` name of
-    itself), and `tokens` True for a number of tokens ("4k"), "any sign" where the verb judges it.
-    An option of typer may stand in place of them. `completions` complete values in a shell by the
-    name of the field, :data:`BY_FIELD` the others.
+    itself), and `tokens` True for a number of tokens ("4k"), "any sign" if the verb checks the
+    sign. An option of typer may be given instead. `completions`: completion of values by the name
+    of the field, in addition to :data:`BY_FIELD`.
     """
     signature = inspect.signature(verb)
     parameters = list(signature.parameters.values())
@@ -131,11 +130,11 @@ def with_options(
 
     @wraps(verb)
     def of_request(**given: Any) -> None:
-        own = {name: given.pop(name) for name in names if name in given}
-        verb(kind(**own), **given)
+        values = {name: given.pop(name) for name in names if name in given}
+        verb(kind(**values), **given)
 
     call: Any = of_request if names else verb
-    # typer reads both, and follows `__wrapped__` to the verb's own if it is there.
+    # typer reads both, and would follow `__wrapped__` to those of the verb.
     call.__signature__ = signature.replace(parameters=parameters)
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     vars(call).pop("__wrapped__", None)
@@ -143,7 +142,7 @@ def with_options(
 
 
 def given(request: Any, *names: str) -> list[str]:
-    """The flags of those of these options of a request that have a value."""
+    """Flags of the options `names` that have a value in a request."""
     values = {name: getattr(request, name) for name in names}
     return [
         f"--{name.replace('_', '-')}"
@@ -153,20 +152,20 @@ def given(request: Any, *names: str) -> list[str]:
 
 
 def tokens(text: str | int) -> int:
-    """The value of an option: tokens of a sequence or a batch, "4096" or "4k"; at least 1."""
+    """Parses a number of tokens, "4096" or "4k", at least 1."""
     from moemesh.config.data import read_tokens
     from moemesh.config.errors import ConfigError
 
     try:
-        found = read_tokens(str(text), 1024)  # a default is a number already
+        number = read_tokens(str(text), 1024)  # a default is already a number
     except ConfigError as error:
         (problem,) = error.problems
         raise typer.BadParameter(f"{problem.message}, {problem.fix}; not {text!r}") from None
-    if found != int(found):
-        raise typer.BadParameter(f"{text} is {found:,} tokens: a whole number is needed")
-    return int(found)
+    if number != int(number):
+        raise typer.BadParameter(f"{text} is {number:,} tokens: a whole number is needed")
+    return int(number)
 
 
 def tokens_of_any_sign(text: str | int) -> int:
-    """The same for verbs that name all that is wrong at once."""
+    """Same as :func:`tokens`, without its check of the sign, for verbs that report all problems."""
     return int(text) if re.fullmatch(r"[+-]?\d+", str(text).strip()) else tokens(text)

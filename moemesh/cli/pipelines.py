@@ -1,4 +1,4 @@
-"""The verb schedule: simulate, draw and check a pipeline."""
+"""Verb `schedule`: simulates, draws and checks a pipeline."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moemesh.schedule.answer import ScheduleAnswer
     from moemesh.schedule.closed_forms import ClosedForm
 
-#: Columns of a picture that is printed beside its numbers.
+#: Most columns of a picture that is printed with its numbers.
 MOST_COLUMNS = 160
 _LEGEND = """\
 bubble rate: idle share of the longest span of a rank. activation: most of a
@@ -29,7 +29,7 @@ microbatches long."""
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(ScheduleRequest):
-    """The schedule, and what is written and shown of it."""
+    """The schedule, its files, and the output."""
 
     svg: Annotated[Path | None, "Draw it.", "FILE"] = None
     trace: Annotated[Path | None, "Trace for Perfetto.", "FILE"] = None
@@ -85,36 +85,36 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     from moemesh.trace.pipeline import activations
 
     with progress(f"schedule {request.name}", quiet=as_json):
-        found = answer(request)
-    timeline = found.simulation.timeline
+        result = answer(request)
+    timeline = result.simulation.timeline
     texts: list[tuple[Path, str]] = []
     if svg is not None:
-        memory = activations(timeline, held=found.held)
-        texts.append((svg, timeline_rows(timeline, memory=memory, title=found.title) + "\n"))
+        memory = activations(timeline, held=result.held)
+        texts.append((svg, timeline_rows(timeline, memory=memory, title=result.title) + "\n"))
     if trace is not None:
-        texts.append((trace, strict_json(to_perfetto(timeline, held=found.held)) + "\n"))
+        texts.append((trace, strict_json(to_perfetto(timeline, held=result.held)) + "\n"))
     write_texts(texts)
     if save is not None:
-        content = text.to_csv(found.schedule) if save.suffix == ".csv" else text.MAGIC
+        content = text.to_csv(result.schedule) if save.suffix == ".csv" else text.MAGIC
         check_target(save, kind_of(content))
-        text.save(found.schedule, save)
+        text.save(result.schedule, save)
     if as_json:
-        typer.echo(strict_json(found.to_json()))
+        typer.echo(strict_json(result.to_json()))
     elif request.text:
         typer.echo(timeline_text.draw(timeline))
     else:
-        typer.echo(schedule_text(found, timeline_text.draw(timeline)))
+        typer.echo(schedule_text(result, timeline_text.draw(timeline)))
         if save is not None:
-            typer.echo(saved(found.schedule, save))
+            typer.echo(saved(result.schedule, save))
 
 
-def schedule_text(found: "ScheduleAnswer", picture: str = "") -> str:
-    """The answer for a person: the picture if no line is too long, else how to see it;
-    totals beside their formulas, then a row a rank."""
+def schedule_text(result: "ScheduleAnswer", picture: str = "") -> str:
+    """The answer as text: the picture (or the options to draw it, if a line is too long), totals
+    with their formulas, then one row per rank."""
     from moemesh.report.timeline_text import legend
     from moemesh.schedule.answer import short
 
-    simulation, closed, schedule = found.simulation, found.closed, found.schedule
+    simulation, closed, schedule = result.simulation, result.closed, result.schedule
     parts = [f"{schedule.num_ranks} ranks", f"{schedule.num_stages} stages"]
     parts += [f"{schedule.num_pipes} pipes"] if schedule.num_pipes > 1 else []
     parts += [f"{schedule.num_slices} slices"] if schedule.num_slices > 1 else []
@@ -126,12 +126,12 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "") -> str:
         ("bubble rate", f"{simulation.bubble_rate:.4f}", ""),
         ("rank idle", short(simulation.rank_idle), _formula(closed, "rank_idle")),
     ]
-    if found.bound is not None:
-        rows.append(("lower bound of the span", short(found.bound), ""))
+    if result.bound is not None:
+        rows.append(("lower bound of the span", short(result.bound), ""))
     lines = [
         f"{schedule.name}: {', '.join(parts)}",
-        f"costs: {found.costs}",
-        *(line for note in found.notes for line in wrapped(note)),
+        f"costs: {result.costs}",
+        *(line for note in result.notes for line in wrapped(note)),
         "",
     ]
     columns = max(map(len, picture.splitlines()), default=0)
@@ -143,7 +143,7 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "") -> str:
     column = max(len(name) for name, _, _ in rows)
     for name, value, formula in rows:
         line = f"{name:{column}}  {value:>10}  {formula}".rstrip()
-        # A formula with its conditions may be too long to stand behind its value.
+        # A formula with its conditions may be too long for the line of its value.
         lines += (
             [line]
             if len(line) <= WIDTH
@@ -154,7 +154,7 @@ def schedule_text(found: "ScheduleAnswer", picture: str = "") -> str:
         (
             *(str(rank), short(simulation.spans[rank]), short(simulation.busy[rank]), short(peak)),
             "-" if formulas is None else short(formulas[rank]),
-            str(found.copies[rank]),
+            str(result.copies[rank]),
         )
         for rank, peak in enumerate(simulation.peak_activation)
     ]

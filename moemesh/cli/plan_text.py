@@ -1,4 +1,4 @@
-"""Layouts as text and as a page: the answers of `moemesh estimate` and `moemesh plan`."""
+"""Text and page of the answers of `moemesh estimate` and `moemesh plan`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from moemesh.report.document import Chapter, PageDocument, Table, figures, plura
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
-#: Keys of [plan] that the table of the page shows.
+#: Keys of [plan] in the table of the page.
 COLUMNS = (
     *DEGREES, "schedule", "stages_per_rank", "microbatches", "data", "recompute", "attention_exit",
     "dispatcher",
 )  # fmt: skip
 INTERVAL = "80 %: the interval that held four in five runs of sources which the fit had not seen"
-#: What the parts of a step are.
+#: Explanation of the parts of a step.
 PARTS = {
     "compute": "dense matrix products",
     "attention": "attention cores",
@@ -62,7 +62,8 @@ _LARGE = (("T", 10**12), ("B", 10**9), ("M", 10**6))
 
 
 def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
-    """One layout: parameters, operations, memory, traffic and seconds; the KV cache of `cache`."""
+    """Text of one layout: parameters, operations, memory, traffic and seconds; KV cache for
+    `cache`."""
     memory = found.memory
     total_parameters, active = (
         next((f"{n / size:.3f} {unit}" for unit, size in _LARGE if n >= size), str(n))
@@ -106,8 +107,8 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
             f"the mean{split}",
         ]
         if worst.dropped_choices:
-            told = f"{worst.dropped_choices:,} choices above the capacity dropped"
-            lines.append(f"            {told}")
+            dropped = f"{worst.dropped_choices:,} choices above the capacity dropped"
+            lines.append(f"            {dropped}")
     if found.fits(found.peak.needed) and found.memory_interval.high > found.cluster.memory_bytes:
         lines.append(
             "            it may run out of memory: the interval reaches above the device; "
@@ -163,7 +164,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
 
 
 def _axis_rows(traffic: Ledger) -> list[tuple[str, ...]]:
-    """Axis, operation, transfers, bytes of one and of all, and their share."""
+    """Rows of axis, operation, transfers, bytes of one and of all, and their share."""
     return [
         (
             *(row.axis, row.op, f"{row.transfers:,}", _size(row.bytes_each)),
@@ -177,38 +178,40 @@ def _size(number: float) -> str:
     return format_bytes(round(number))
 
 
-def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bool = False) -> str:
-    """The answer in about twenty lines; `asked` are options that `moemesh estimate` takes, too,
-    `file` the configuration that was written, `explain` adds what the answer rests on."""
+def plan_text(
+    planned: PlannedAnswer, arguments: str, file: str = "", *, explain: bool = False
+) -> str:
+    """The answer in about twenty lines. `arguments`: options that `moemesh estimate` accepts, too;
+    `file`: the written configuration; `explain`: add parts, limits and assumptions."""
     best, cluster = planned.candidates[0], planned.cluster
     capacity = cluster.memory_bytes * planned.pricing.usable_share
-    # Figures of every layout, each above its roles and keys: the first's, and where others differ
-    # from these.
+    # Figures of every layout, each above its roles and keys: all keys of the first layout, and the
+    # differing keys of the others.
     heads = ("#", "seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
     numbered = [(str(number), *row) for number, row in enumerate(speeds(planned), start=1)]
-    if planned.tokens:  # with costs the line is full without the speed of one device
+    if planned.tokens:  # the costs replace the speed of one device, to keep the line short
         heads = (*heads[:6], "MFU", "days", "GPU-hours")
         numbered = [(*row[:6], *row[7:]) for row in numbered]
     top, *rows = table(heads, numbered).split("\n")
     lines = [*wrapped(", ".join(heading(planned))), top]
     for row, one in zip(rows, planned.candidates, strict=True):
-        said = keys_text(one.layout, None if one is best else best.layout)
+        keys = keys_text(one.layout, None if one is best else best.layout)
         roles = f"{', '.join(one.roles)}: " if one.roles else ""
         alike = f" (+{one.alike} like it)" if one.alike else ""
-        told = f"   {roles}{said}{'' if one is best else ', else as 1'}{alike}"
-        lines += [row, *wrapped(told, "   ")]
+        keys_line = f"   {roles}{keys}{'' if one is best else ', else as 1'}{alike}"
+        lines += [row, *wrapped(keys_line, "   ")]
     lines.append("")
     lines += [line for sentence in judged(planned) for line in wrapped(sentence)]
     for rival in planned.rivals:
         lines += ["", f"why not {rival.asked}?"]
         for sentence in rival_sentences(rival, best, capacity):
             lines += wrapped(f"  {sentence}", "    ")
-    # The two calls that run the answer, or why there are none.
+    # The two commands that run the answer, or the reason why it cannot run.
     refused, name = not_trained(best.layout, planned.model), shlex.quote(file or "plan.toml")
     if refused:
         lines += wrapped(f"this version plans {', '.join(refused)} and does not train it")
         if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
-            lines.append("the best of what it trains: the same call with --trainable")
+            lines.append("for the best layout that it trains: the same call with --trainable")
     else:
         lines.append(f"wrote {name}:" if file else f"the same call with --write {name}, then:")
         lines += [f"  moemesh train {name}", f"  moemesh launch --slurm {name}"]
@@ -259,13 +262,13 @@ def plan_text(planned: PlannedAnswer, asked: str, file: str = "", *, explain: bo
             else ()
         ),
         "",
-        *command_lines(planned, best, asked),
+        *command_lines(planned, best, arguments),
     ]
     return "\n".join(lines)
 
 
 def heading(planned: PlannedAnswer) -> tuple[str, str]:
-    """The model and the machine; the batch of a step."""
+    """Title with model and machine, and the batch of a step."""
     cluster, layout = planned.cluster, planned.candidates[0].layout
     devices, nodes = plural(cluster.num_devices, "device"), plural(cluster.nodes, "node")
     return (
@@ -275,18 +278,18 @@ def heading(planned: PlannedAnswer) -> tuple[str, str]:
 
 
 def speeds(planned: PlannedAnswer) -> list[tuple[str, ...]]:
-    """Of every layout: seconds and memory, each with its interval, speeds, days and GPU-hours."""
+    """Table rows: step time and memory with intervals, throughput, MFU, days and GPU-hours."""
     unit, tokens = memory_unit(planned)[1], planned.tokens
     rows: list[tuple[str, ...]] = []
-    for found in planned.candidates:
-        speed = planned.speed(found)
+    for candidate in planned.candidates:
+        speed = planned.speed(candidate)
         costs = (f"{speed.days(tokens):,.1f}", f"{speed.gpu_hours(tokens):,.0f}") if tokens else ()
         rows.append(
             (
-                *(f"{found.seconds:.3f}", between(planned.seconds_interval(found), 1)),
+                *(f"{candidate.seconds:.3f}", between(planned.seconds_interval(candidate), 1)),
                 *(
-                    f"{found.memory.needed / unit:.1f}",
-                    between(planned.memory_interval(found), unit),
+                    f"{candidate.memory.needed / unit:.1f}",
+                    between(planned.memory_interval(candidate), unit),
                 ),
                 f"{speed.tokens_per_second:,.0f}",
                 f"{speed.tokens_per_second_per_gpu:,.1f}",
@@ -297,16 +300,16 @@ def speeds(planned: PlannedAnswer) -> list[tuple[str, ...]]:
 
 
 def keys_text(layout: PlannedLayout, usual: PlannedLayout | None = None) -> str:
-    """Keys of [plan] that differ from those of `usual`, or from the defaults, as a person reads
-    them: "pp=2 dp=8 schedule=zb_v"."""
+    """Keys of [plan] that differ from those of `usual`, or from the defaults, as text: "pp=2 dp=8
+    schedule=zb_v"."""
     known = vars(Plan()) if usual is None else plan_keys(usual)
     keys = plan_keys(layout).items()
-    told = [(key, x) for key, x in keys if x != known.get(key) and key != "ranks_per_node"]
-    return " ".join(f"{key}={shown(x)}" for key, x in told)
+    differing = [(key, x) for key, x in keys if x != known.get(key) and key != "ranks_per_node"]
+    return " ".join(f"{key}={shown(x)}" for key, x in differing)
 
 
 def memory_unit(planned: PlannedAnswer) -> tuple[str, float]:
-    """Name and bytes of the unit in which the memory of all layouts is shown."""
+    """Name and bytes of the unit for the memory of all layouts."""
     is_small = max(found.memory.needed for found in planned.candidates) < 2**30
     return ("MiB", 2.0**20) if is_small else ("GiB", 2.0**30)
 
@@ -327,8 +330,8 @@ def between(interval: Interval, unit: float) -> str:
 
 
 def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]:
-    """(part, seconds, percent) of a step, the largest first: percents are rounded to tenths that
-    add up to 100, what is below 0.05 % is `other`."""
+    """(part, seconds, percent) of a step, largest first: percents are rounded to tenths that add up
+    to 100; parts below 0.05 % are summed as `other`."""
     total = breakdown["total"]
     parts = {name: x for name, x in breakdown.items() if name != "total"}
     large = {name: x for name, x in parts.items() if x >= 0.0005 * total}
@@ -347,145 +350,147 @@ def step_parts(breakdown: Mapping[str, float]) -> list[tuple[str, float, float]]
 
 
 def risk_of_memory(planned: PlannedAnswer) -> str:
-    """Whether the first layout may run out of memory, on another software or under the worst
-    routing, and what would not."""
+    """Sentence on the risk that the first layout runs out of memory, with other software or under
+    the worst routing, and on a safer layout."""
     first, *others = planned.candidates
     device = planned.cluster.memory_bytes
     high = _size(planned.memory_interval(first).high)
     end = f"ends at {high} of a device's {format_bytes(device)}"
-    # As `moemesh estimate` judges the layout, whatever `headroom` leaves free.
+    # Same criterion as `moemesh estimate`, independent of `headroom`.
     usable = pricing(planned.cluster.model_copy(update={"usable_share": None})).usable_share
     rank = first.memory.rank * first.layout.stage_ranks
     worst = worst_routing(planned.model, first.layout, _exact_plan(planned), rank=rank)
     crowded = first.memory.needed + (0.0 if worst is None else worst.more_bytes)
     crowd = "" if crowded <= usable * device else f"the worst routing needs {_size(crowded)}"
     if planned.is_safe(first):
-        told = f"risk: {crowd or 'none seen'}; the 80 % interval of 1 {end}"
+        risk = f"risk: {crowd or 'none seen'}; the 80 % interval of 1 {end}"
         faster = [(n, one) for n, one in enumerate(others, 2) if one.seconds < first.seconds]
         if not faster:
-            return told
+            return risk
         number, one = min(faster, key=lambda found: found[1].seconds)
         reaches = _size(planned.memory_interval(one).high)
-        return f"{told}; that of {number}, which is faster, ends at {reaches}"
-    told = f"risk: 1 may run out of memory: its 80 % interval {end}{crowd and f', {crowd}'}"
+        return f"{risk}; that of {number}, which is faster, ends at {reaches}"
+    risk = f"risk: 1 may run out of memory: its 80 % interval {end}{crowd and f', {crowd}'}"
     for number, one in enumerate(others, start=2):
         if planned.is_safe(one):
             slower = one.seconds / first.seconds - 1
-            return f"{told}; {number} is the first whose interval fits, {slower:.1%} slower"
+            return f"{risk}; {number} is the first whose interval fits, {slower:.1%} slower"
     if planned.has_safe:
-        return f"{told}; a larger --top shows the first whose interval fits"
-    return f"{told}, and no layout's fits: more --nodes leave more room"
+        return f"{risk}; a larger --top shows the first whose interval fits"
+    return f"{risk}, and no layout's fits: more --nodes leave more room"
 
 
 def _exact_plan(planned: PlannedAnswer) -> Plan | None:
-    """The plan of the first layout, where `moemesh train` would run it: of weights that do not
-    train the closed forms know, a plan says nothing."""
+    """The plan of the first layout if `moemesh train` can run it, else None; also None for a model
+    with frozen weights, which only the closed forms cover."""
     layout = planned.candidates[0].layout
     is_exact = planned.model.run is None and not untrained(layout, planned.model)
     return plan_of(layout) if is_exact else None
 
 
 def published(planned: PlannedAnswer) -> list[str]:
-    """Runs of others beside the predictions of their layouts."""
+    """Sentences on published runs, with the predictions of their layouts."""
     lines: list[str] = []
     for run in planned.published:
         low, high = shipped_intervals().of_seconds(run.predicted, planned.pricing.device.generation)
         words = "within its error" if low <= run.seconds <= high else "other software"
         batch = f"{run.layout.global_batch:,} x {run.layout.seq_len:,} tokens"
-        told = f"published: {batch} on {run.layout.world_size:,} x {run.device} in "
-        told += f"{run.seconds:.4g} s"
+        line = f"published: {batch} on {run.layout.world_size:,} x {run.device} in "
+        line += f"{run.seconds:.4g} s"
         if planned.tokens is not None:
-            told += f", {run.speed.gpu_hours(planned.tokens):,.0f} GPU-hours"
-        told += f" in {run.layout.precision} ({run.source}); predicted for it "
-        told += f"{run.predicted:.4g} s, x {run.predicted / run.seconds:.2f}: {words}"
+            line += f", {run.speed.gpu_hours(planned.tokens):,.0f} GPU-hours"
+        line += f" in {run.layout.precision} ({run.source}); predicted for it "
+        line += f"{run.predicted:.4g} s, x {run.predicted / run.seconds:.2f}: {words}"
         if run.here != run.predicted:
-            told += f"; in your number type {run.here:.4g} s"
-        lines.append(told)
+            line += f"; in your number type {run.here:.4g} s"
+        lines.append(line)
     return lines
 
 
 def judged(planned: PlannedAnswer) -> list[str]:
-    """The risk, what was published, the layout of fewer nodes with the fewest GPU-hours (where the
-    number of tokens is known), and the certificate, in sentences."""
-    best, found, told = planned.candidates[0], planned.cheapest, list[str]()
-    if planned.tokens is not None and found is None:
-        told.append("cheapest: 1, to one percent: fewer nodes save no GPU-hours")
-    elif planned.tokens is not None and found is not None:
-        hours, first = (planned.speed(one).gpu_hours(planned.tokens) for one in (found, best))
-        nodes = found.layout.world_size // planned.cluster.gpus_per_node
-        told.append(
+    """Sentences on the memory risk, own and published runs, the layout of fewer nodes with the
+    fewest GPU-hours (if the number of tokens is given), and the certificate."""
+    best, cheapest, sentences = planned.candidates[0], planned.cheapest, list[str]()
+    if planned.tokens is not None and cheapest is None:
+        sentences.append("cheapest: 1, to one percent: fewer nodes save no GPU-hours")
+    elif planned.tokens is not None and cheapest is not None:
+        hours, first = (planned.speed(one).gpu_hours(planned.tokens) for one in (cheapest, best))
+        nodes = cheapest.layout.world_size // planned.cluster.gpus_per_node
+        days = planned.speed(cheapest).days(planned.tokens)
+        sentences.append(
             f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours ({hours / first - 1:+.1%}), "
-            f"{planned.speed(found).days(planned.tokens):,.1f} days, {keys_text(found.layout)}"
+            f"{days:,.1f} days, {keys_text(cheapest.layout)}"
         )
     proof = planned.certificate
     gap = best.seconds / proof.lower_bound_seconds - 1
-    told.append(
+    sentences.append(
         f"certificate: of {proof.examined:,} layouts none that fits beats "
         f"{proof.lower_bound_seconds:.3f} s (1: {gap:+.1%})"
     )
-    own = [planned.own_runs] if planned.own_runs else []
-    return [risk_of_memory(planned), *own, *published(planned), *told]
+    own_runs = [planned.own_runs] if planned.own_runs else []
+    return [risk_of_memory(planned), *own_runs, *published(planned), *sentences]
 
 
 def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]:
-    """What speaks against a layout, `best` being the answer."""
+    """Reasons against the layout `rival`, compared with the answer `best`."""
     if rival.candidate is None:
         return [
             f"illegal: {problem.message}"
             + (f"; nearest legal: {problem.fix}" if problem.fix else "")
             for problem in rival.problems
         ]
-    found = rival.candidate
-    words = found.layout.text.replace("=", " ").replace(",", ", ")
-    told = [f"the best layout with it: {words}"]
+    candidate = rival.candidate
+    words = candidate.layout.text.replace("=", " ").replace(",", ", ")
+    reasons = [f"the best layout with it: {words}"]
     if rival.verdict == "chosen":
-        return [*told, "it is the first of the table"]
+        return [*reasons, "it is the first of the table"]
     if rival.beyond:
-        told.append(f"outside of what the search assumes and varies: {', '.join(rival.beyond)}")
+        reasons.append(f"outside of what the search assumes and varies: {', '.join(rival.beyond)}")
     if rival.short:
-        needed, usable = (_size(size) for size in (found.memory.needed, capacity))
+        needed, usable = (_size(size) for size in (candidate.memory.needed, capacity))
         excess = ", ".join(f"{name} {_size(size)} more" for name, size in rival.memory if size > 0)
-        told.append(
-            f"does not fit: needs {needed} on pipeline rank {found.memory.rank}, {usable} are "
+        reasons.append(
+            f"does not fit: needs {needed} on pipeline rank {candidate.memory.rank}, {usable} are "
             f"usable, {_size(rival.short)} short"
             + (f"; against the first: {excess}" if excess else "")
         )
         if near := rival.nearest:
             size = _size(near.memory.needed)
-            told.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
+            reasons.append(f"nearest that fits: {near.change}: {size}, {near.seconds:.4g} s")
     if rival.verdict == "equal":
-        return [*told, "as fast as the first: the time model does not tell them apart"]
+        return [*reasons, "as fast as the first: the time model cannot distinguish them"]
     share, word = rival.slower / best.seconds, "slower" if rival.slower > 0 else "faster"
-    told.append(f"{abs(share):.1%} {word}: {found.seconds:.4g} s, the first {best.seconds:.4g} s")
+    times = f"{candidate.seconds:.4g} s, the first {best.seconds:.4g} s"
+    reasons.append(f"{abs(share):.1%} {word}: {times}")
     least = 0.001 * best.seconds
     changed = [f"{name} {more:+.4g} s" for name, more in rival.parts if abs(more) >= least]
     if changed:
-        told.append(f"by part: {', '.join(changed)}")
-    return told
+        reasons.append(f"by part: {', '.join(changed)}")
+    return reasons
 
 
-def command_lines(planned: PlannedAnswer, best: Candidate, asked: str) -> list[str]:
-    """The call that trains the layout; of what is not trained, the one that prices it."""
+def command_lines(planned: PlannedAnswer, best: Candidate, arguments: str) -> list[str]:
+    """The command that trains the layout; if it cannot be trained, the one that prices it."""
     if not not_trained(best.layout, planned.model):
         return folded(train_command(best.layout, planned.model))
-    return folded(f"moemesh estimate {asked} --plan {best.layout.text}")
+    return folded(f"moemesh estimate {arguments} --plan {best.layout.text}")
 
 
 def memory_parts(one: Candidate) -> list[tuple[str, float]]:
-    """(part, bytes) of the fullest device; the last one is of device, collectives and kernels."""
+    """(part, bytes) of the fullest device; the last part is device, collectives and kernels."""
     parts = [(name, getattr(one.memory, name)) for name in MEMORY_PARTS]
     return [*parts, ("libraries", one.memory.needed - sum(size for _, size in parts))]
 
 
-def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
-    """The page of a plan; `asked` are options that `moemesh estimate` takes, too."""
+def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
+    """The page of a plan; `arguments`: options that `moemesh estimate` accepts, too."""
     best = planned.candidates[0]
     capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
     (title, batch), rows, unit = heading(planned), speeds(planned), memory_unit(planned)[0]
     heads = ["Seconds a step", "80 % interval, s", f"Memory, {unit}", f"80 % interval, {unit}"]
     heads += ["Tokens/s", "Tokens/s a device", "MFU"]
     heads += ["Days", "GPU-hours"] if planned.tokens else []
-    # The values of every layout by key of [plan]; "-" for what has no meaning in it.
+    # Values of every layout by key of [plan]; "-" for keys without an effect.
     choices: list[dict[str, str]] = []
     for one in planned.candidates:
         keys = plan_keys(one.layout)
@@ -500,8 +505,8 @@ def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
         caption="Layouts that fit",
         header=("#", "Role", "Like it", *differing),
         rows=[
-            (f"{number}", ", ".join(one.roles), f"{one.alike}", *(own[key] for key in differing))
-            for number, one, own in zip(count(1), planned.candidates, choices, strict=False)
+            (f"{number}", ", ".join(one.roles), f"{one.alike}", *(values[key] for key in differing))
+            for number, one, values in zip(count(1), planned.candidates, choices, strict=False)
         ],
         num_names=2,
     )
@@ -517,9 +522,9 @@ def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
         INTERVAL,
         mfu_words(planned),
     ]
-    told = [*judged(planned), f"binding: {planned.advice.binding}"]
-    told += [f"assumed: {assumption}" for assumption in planned.certificate.assumptions]
-    notes = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in told]
+    sentences = [*judged(planned), f"binding: {planned.advice.binding}"]
+    sentences += [f"assumed: {assumption}" for assumption in planned.certificate.assumptions]
+    notes = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences]
     named = [(one.asked, rival_sentences(one, best, capacity)) for one in planned.rivals]
     priced = estimate(planned.model, best.layout, planned.cluster, _exact_plan(planned))
     traffic = Table(
@@ -529,7 +534,7 @@ def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
         num_names=2,
     )
     cards = [("Layout", [*choices[0].items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
-    code = "\n".join(command_lines(planned, best, asked))
+    code = "\n".join(command_lines(planned, best, arguments))
     pairs = (line.rpartition(": ") for line in planned.advice.why_not)
     near = [(change, [rest.strip()]) for change, _, rest in pairs]
     chapters = [
@@ -548,7 +553,7 @@ def plan_document(planned: PlannedAnswer, asked: str) -> PageDocument:
 
 
 def _time_chapter(planned: PlannedAnswer) -> Chapter:
-    """Seconds of each layout by part."""
+    """Chapter on the seconds of each layout by part."""
     bars, order = list[StackedBar](), {name: place for place, name in enumerate(PARTS)}
     for number, one in enumerate(planned.candidates, start=1):
         shares = sorted(step_parts(one.breakdown), key=lambda share: order.get(share[0], 99))
@@ -559,12 +564,12 @@ def _time_chapter(planned: PlannedAnswer) -> Chapter:
         "layout-times", title, f"{title}, of {len(bars)} layouts.", bars, unit="s"
     )
     drawn = {name for bar in bars for name, _, _ in bar.pieces}
-    note = "; ".join(f"{name}: {told}" for name, told in PARTS.items() if name in drawn)
+    note = "; ".join(f"{name}: {text}" for name, text in PARTS.items() if name in drawn)
     return Chapter("chart-1", title, note=note, figures=figures((title, picture)))
 
 
 def _memory_chapter(planned: PlannedAnswer, capacity: float) -> Chapter:
-    """Bytes of the fullest device of each layout by part, beside what is usable."""
+    """Chapter on the bytes of the fullest device of each layout by part, and the usable bytes."""
     bars = [
         StackedBar(
             f"layout {number}, pipeline rank {one.memory.rank}",

@@ -1,4 +1,4 @@
-"""Verbs of the planner: estimate, plan and partition."""
+"""Verbs of the planner: `estimate`, `plan` and `partition`."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import shlex
@@ -36,9 +36,8 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
 
     model, plan = request.model, request.plan
     if request.config is not None:
-        # What a configuration says may not be said a second time.
-        if twice := ", ".join(given(request, "model", "plan", "seq_len", "global_batch")):
-            raise typer.BadParameter(f"--config says it already: leave out {twice}")
+        if repeated := ", ".join(given(request, "model", "plan", "seq_len", "global_batch")):
+            raise typer.BadParameter(f"--config has these values: leave out {repeated}")
     elif model is None or plan is None:
         fix = "--model tiny --plan dp=2"
         raise typer.BadParameter(f"give --model and --plan, or --config; fix: {fix}")
@@ -49,23 +48,23 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
             from moemesh.sharding.load_run import load_run
 
             config = with_vocabulary(load_run([request.config])).config
-            found = planner.estimate_run(config, request.cluster, **look)
+            priced = planner.estimate_run(config, request.cluster, **look)
         else:
             assert model is not None and plan is not None
             batch = request.seq_len, request.global_batch
-            found = planner.estimate_named(model, request.cluster, plan, *batch, **look)
+            priced = planner.estimate_named(model, request.cluster, plan, *batch, **look)
     cache = None if request.cache is None else read_cache_size(request.cache)
     if as_json:
-        typer.echo(strict_json(found.to_json(cache), indent=2))
+        typer.echo(strict_json(priced.to_json(cache), indent=2))
     else:
         from moemesh.cli.plan_text import estimate_text
 
-        typer.echo(estimate_text(found, cache))
+        typer.echo(estimate_text(priced, cache))
 
 
 @dataclass(frozen=True)
 class PlanOptions(PlanRequest):
-    """The search, and what is written and shown of its answer."""
+    """The search, its files, and the output."""
 
     html: Annotated[Path | None, "Write the answer as a page, offline.", "FILE"] = None
     write: Annotated[Path | None, "Write the first layout as a file for train.", "FILE.toml"] = None
@@ -96,27 +95,30 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     for path, kind in ((html, "<!DOCTYPE"), (write, PLAN_FILE)):
         if path is not None:
             check_target(path, kind)
-    with progress("searching layouts", quiet=as_json) as tell:
-        found = plan_named(request, tell)
+    with progress("searching layouts", quiet=as_json) as log:
+        planned = plan_named(request, log)
     names = ("model", "cluster", "seq_len", "global_batch")
     values = (str(getattr(request, name)) for name in names)
-    asked = shlex.join(chain(*zip(given(request, *names), values, strict=True)))
+    arguments = shlex.join(chain(*zip(given(request, *names), values, strict=True)))
     if html is not None:
         from moemesh.cli.plan_text import plan_document
 
-        write_texts([(html, plan_document(found, asked).to_html())])
-    answer = to_json(found)
+        write_texts([(html, plan_document(planned, arguments).to_html())])
+    answer = to_json(planned)
     is_written = write is not None and not answer["plans"][0]["not_trained"]
     if write is not None and is_written:
-        write_texts([(write, plan_file(found))])
+        write_texts([(write, plan_file(planned))])
     if as_json:
         typer.echo(strict_json(answer, indent=2))
     else:
         from moemesh.cli.plan_text import plan_text
 
-        is_shown = [one.roles or request.top or explain for one in found.candidates[: request.top]]
-        found = replace(found, candidates=tuple(compress(found.candidates, is_shown)))
-        typer.echo(plan_text(found, asked, str(write) if is_written else "", explain=explain))
+        is_shown = [
+            one.roles or request.top or explain for one in planned.candidates[: request.top]
+        ]
+        planned = replace(planned, candidates=tuple(compress(planned.candidates, is_shown)))
+        file = str(write) if is_written else ""
+        typer.echo(plan_text(planned, arguments, file, explain=explain))
     if write is not None and not is_written:
         from moemesh.config.errors import UserError
 
@@ -124,7 +126,7 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         raise UserError(f"{write} is not written: `moemesh train` does not carry out {refused}")
 
 
-#: Operators that are named where a plan differs; --json has all.
+#: Most named operators on which a plan differs; --json has all.
 _MOST_NAMES = 4
 
 
@@ -139,36 +141,37 @@ def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
     from moemesh.planner.stages.partition import compare
 
     with progress("cutting the model", quiet=as_json):
-        found = compare(request)
+        partitions = compare(request)
     if as_json:
-        rows = {"methods": [one.summary() for one in found]} if request.method == "all" else {}
-        typer.echo(strict_json({**found[0].to_json(), **rows}, indent=2))
+        summaries = [one.summary() for one in partitions]
+        rows = {"methods": summaries} if request.method == "all" else {}
+        typer.echo(strict_json({**partitions[0].to_json(), **rows}, indent=2))
     else:
-        typer.echo(_text(found[0]))
-        if len(found) > 1:
+        typer.echo(_text(partitions[0]))
+        if len(partitions) > 1:
             heads = ("method", "seconds", "gap", "evaluations", "wall")
             compared = [
                 (
                     *(one.method, f"{one.seconds:.6g}", f"{one.gap:.2%}"),
                     *(f"{one.evaluations:,}", f"{one.wall_seconds:.3g} s"),
                 )
-                for one in found
+                for one in partitions
             ]
             typer.echo(f"\n{table(heads, compared)}")
 
 
-def _text(found: "Partition") -> str:
-    """A readable answer."""
+def _text(cut: "Partition") -> str:
+    """The answer as text."""
     from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
 
-    mesh = " x ".join(f"{axis} {size}" for axis, size in found.mesh.items())
+    mesh = " x ".join(f"{axis} {size}" for axis, size in cut.mesh.items())
     lines = [
-        f"{found.model} on {found.num_devices} devices of {found.cluster}, "
-        f"{found.global_batch} a step in {found.microbatches} "
-        f"microbatch{'es' * (found.microbatches != 1)}; "
+        f"{cut.model} on {cut.num_devices} devices of {cut.cluster}, "
+        f"{cut.global_batch} a step in {cut.microbatches} "
+        f"microbatch{'es' * (cut.microbatches != 1)}; "
         f"mesh of a stage: {mesh}",
-        f"{found.method}: {found.seconds:.6g} s a step, {found.gap:.2%} above the optimum, "
-        f"{found.evaluations:,} evaluations",
+        f"{cut.method}: {cut.seconds:.6g} s a step, {cut.gap:.2%} above the optimum, "
+        f"{cut.evaluations:,} evaluations",
         "",
     ]
     rows = [
@@ -181,13 +184,13 @@ def _text(found: "Partition") -> str:
             f"{stage.in_flight:g}",
             str(stage.assignment),
         )
-        for number, stage in enumerate(found.stages)
+        for number, stage in enumerate(cut.stages)
     ]
-    of_stage = "layers" if found.implied or not found.stages[0].operators else "operators"
+    of_stage = "layers" if cut.implied or not cut.stages[0].operators else "operators"
     heads = ("stage", of_stage, "ranks", "seconds", "held", "in flight", "assignment")
     lines.append(table(heads, rows, left=3))
-    for number, assignment in enumerate(found.assignments):
-        if all(stage.assignment != number for stage in found.stages):
+    for number, assignment in enumerate(cut.assignments):
+        if all(stage.assignment != number for stage in cut.stages):
             continue
         nodes = [
             (one.group, one.operator, one.strategy, str(one.count), f"{one.seconds:.4g}")
@@ -207,16 +210,16 @@ def _text(found: "Partition") -> str:
             heads = ("group", "edge", "change of layout", "edge seconds")
             lines += ["", table(heads, edges, left=3)]
     lines.append("")
-    implied = found.implied
-    if found.cut_seconds is not None:
-        lines.append(f"every operator cut over all devices instead: {found.cut_seconds:.6g} s")
+    implied = cut.implied
+    if cut.cut_seconds is not None:
+        lines.append(f"every operator cut over all devices instead: {cut.cut_seconds:.6g} s")
     elif implied is None:
         lines.append("plan: no legal plan has these stages")
     else:
         lines += [
             f"plan: {', '.join(f'{key}={value}' for key, value in implied.keys().items())}",
             f"  carries out {implied.agreement:.0%} of the operator time as above",
-            f"  the {found.seconds:.6g} s above count operators at the peak rates of the device; "
+            f"  the {cut.seconds:.6g} s above count operators at the peak rates of the device; "
             "`moemesh estimate`, with launches, the optimizer",
             f"  and the rates that are reached, gives {implied.seconds:.6g} s and "
             f"{format_bytes(round(implied.memory_bytes))} ({PREDICTED_PEAK})"

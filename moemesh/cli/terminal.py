@@ -1,4 +1,4 @@
-"""The terminal of all verbs: tables, numbers in few words, progress of what takes long."""
+"""Terminal output of all verbs: tables, ranges of numbers, progress of long tasks."""
 
 import re
 import shutil
@@ -14,17 +14,17 @@ from moemesh.config.limits import drawn_on, visible
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """Rows of text under a header, two blanks between columns, no blanks at the end of a line.
+    """Table as text: rows under a header, two blanks between columns, no trailing blanks.
 
     The first `left` columns are aligned to the left (names), all others to the right (numbers). On
-    a terminal that is too narrow, cells are wrapped; a file or pipe gets one line a row.
+    a narrow terminal cells are wrapped; a file or pipe gets one line per row.
     """
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     if sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
         if sum(widths) + 2 * (len(widths) - 1) > columns:
-            # rich takes a tenth of a second: only a table that does not fit waits for it.
+            # Late: the import of rich takes a tenth of a second.
             from rich.console import Console
             from rich.table import Table
             from rich.text import Text
@@ -33,7 +33,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
             for number, name in enumerate(header):
                 drawn.add_column(Text(name), justify="left" if number < left else "right")
             for line in lines[1:]:
-                drawn.add_row(*map(Text, line))  # Text: a cell such as "[red]" is no markup
+                drawn.add_row(*map(Text, line))  # Text: a cell such as "[red]" is not markup
             console = Console(width=columns, color_system=None)
             with console.capture() as captured:
                 console.print(drawn)
@@ -45,8 +45,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1
     )
 
 
-def beside(table: str, texts: Iterable[str]) -> str:
-    """A table with a text of any length behind each of its lines, aligned to the left."""
+def with_texts(table: str, texts: Iterable[str]) -> str:
+    """A table with a text of any length after each of its lines, aligned to the left."""
     lines = table.split("\n")
     width = max(map(len, lines))
     pairs = zip(lines, texts, strict=True)
@@ -58,7 +58,7 @@ WIDTH = 80
 
 
 def wrapped(line: str, indent: str = "    ") -> list[str]:
-    """The line in pieces of at most 80 columns; a word that is longer stays whole."""
+    """The line wrapped to 80 columns; longer words are not broken."""
     return textwrap.wrap(
         line, WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
@@ -67,8 +67,8 @@ def wrapped(line: str, indent: str = "    ") -> list[str]:
 def folded(
     command: str, width: int = WIDTH, indent: str = "  ", kept: str = " (?!--)"
 ) -> list[str]:
-    """A command in lines of at most `width` columns that a shell reads as one; blanks that `kept`
-    matches end no line: by default it is broken before options only."""
+    """A command in lines of at most `width` columns, joined by backslashes. Lines do not end at
+    blanks that match `kept`: by default they only break before options."""
     parts = textwrap.wrap(
         re.sub(kept, "\0", command),
         width - 2,
@@ -88,7 +88,7 @@ def interval(numbers: range) -> str:
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers in few words: ``0-3``, ``0 4 8 12``, ``0 8 ... 504``."""
+    """Ascending numbers as short text: ``0-3``, ``0 4 8 12``, ``0 8 ... 504``."""
     if not numbers:
         return "-"
     steps = {later - number for number, later in pairwise(numbers)}
@@ -105,18 +105,18 @@ FIRST, REDRAW, NEXT = 1.0, 0.25, 10.0
 
 @contextmanager
 def progress(task: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Say what is being done, how far it is and for how many seconds, while inside.
+    """Context that prints a task, its progress and its seconds.
 
-    Called with a text, what is given says how far ("3 of 8"). On a terminal one line is drawn
-    anew, and gone in the end; elsewhere lines follow one another, or none where `quiet`.
+    Yields a function that sets the progress ("3 of 8"). On a terminal one line is redrawn, and
+    erased at the end; elsewhere lines are appended, or none with `quiet`.
     """
     on_terminal, begin = sys.stderr.isatty(), time.monotonic()
-    is_over, said = Event(), [""]
+    is_over, state = Event(), [""]
 
     def show() -> None:
         wait = FIRST
         while not is_over.wait(wait):
-            line = f"moemesh: {task}{said[0]}, {time.monotonic() - begin:.0f} s"
+            line = f"moemesh: {task}{state[0]}, {time.monotonic() - begin:.0f} s"
             text, end = (f"\r{visible(line)}\x1b[K", "") if on_terminal else (line, "\n")
             print(text, end=end, file=drawn_on(sys.stderr), flush=True)
             wait = REDRAW if on_terminal else NEXT
@@ -127,7 +127,7 @@ def progress(task: str, *, quiet: bool = False) -> Iterator[Callable[[str], None
     if on_terminal or not quiet:
         thread.start()
     try:
-        yield lambda text: said.__setitem__(0, f": {text}")
+        yield lambda text: state.__setitem__(0, f": {text}")
     finally:
         is_over.set()
         if thread.ident is not None:

@@ -1,4 +1,4 @@
-"""Verbs that train: train, launch, and replay and repro, which repeat steps."""
+"""Verbs that train: `train`, `launch`, and `replay` and `repro`, which repeat steps."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from moemesh.config.data import DataConfig
     from moemesh.train.preparation import Preparation
 
-#: Files of every run; docs/run-folder.md says what is in them.
+#: Files of every run; docs/run-folder.md describes them.
 FILES = (
     *("config.toml", "plan.json", "data.json", "metrics.jsonl", "events.jsonl", "loads.jsonl"),
     *("ledger.json", "ledger_predicted.json", "timeline.json", "memory.json", "summary.json"),
@@ -30,7 +30,7 @@ FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """A configuration, the folder of the run, and how it starts and ends."""
+    """A configuration, the folder of the run, and options of its start and end."""
 
     config: ConfigFile = None
     overrides: Overrides = None
@@ -47,19 +47,19 @@ class TrainOptions:
         {"metavar": "N", "min": 1},
     ] = None
     dry_run: Annotated[
-        bool, "Check everything and say what would be done; write and start nothing."
+        bool, "Check everything and print what would be done; write and start nothing."
     ] = False
     stop_after: Annotated[
         int | None,
-        "Save and end behind this step; the same command without it goes on.",
+        "Save and stop after this step; rerun without it to continue.",
         {"metavar": "STEP", "min": 1},
     ] = None
     takeover: Annotated[
-        bool, "Take run folder and train.checkpoint_folder from a run at work there."
+        bool, "Take over the run folder and train.checkpoint_folder from an active run."
     ] = False
     profile: Annotated[
         int | None,
-        "Profile N steps behind four without it on every rank into DIR/profile, and end.",
+        "Profile N steps on every rank after four others; write DIR/profile and stop.",
         {"metavar": "N", "min": 1},
     ] = None
 
@@ -68,9 +68,9 @@ class TrainOptions:
 def train(options: TrainOptions) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
 
-    Without a file it trains the preset "tiny" on Python's own library sources. The folder of a run
-    in place of a file goes on with that run; with --out it starts a new one of its configuration.
-    Examples:
+    Without a file it trains the preset "tiny" on Python's own library sources. Given the folder of
+    a run in place of a file, it resumes that run; with --out it starts a new one with its
+    configuration. Examples:
 
         moemesh train --set plan.dp=2 --set plan.ep=2 --out runs/first
 
@@ -79,8 +79,8 @@ def train(options: TrainOptions) -> None:
     from moemesh.comm.slurm import ranks_of
 
     config, overrides = options.config, options.overrides or []
-    # Checked first: a mistake must be told before torch, which takes seconds, is imported. Ranks
-    # that were started already check what they share when they meet.
+    # Check first: mistakes must be reported before torch, which takes seconds, is imported. Ranks
+    # that are already started check shared facts at their rendezvous.
     resolved = load(config, overrides, with_data=True)
     if options.ranks is not None and not options.auto_layout:
         raise typer.BadParameter("goes with --auto-layout", param_hint="--ranks")
@@ -113,26 +113,26 @@ def train(options: TrainOptions) -> None:
         if not quiet and (text := finished(request)) is not None:
             typer.echo(text)
             return
-        prepared = prepare(request, (lambda text: None) if dry_run else _say)
+        prepared = prepare(request, (lambda text: None) if dry_run else _print)
     if dry_run:
         assert prepared is not None
         typer.echo(preparation_text(prepared))
         return
-    if options.profile is not None:  # torch's profiler says on the terminal that it starts
+    if options.profile is not None:  # silence the profiler's own messages
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from moemesh.train import command
 
     raise typer.Exit(command.train(request, prepared))
 
 
-def _say(text: str) -> None:
-    """Print at once; a console that is gone stops no run."""
+def _print(text: str) -> None:
+    """Print and flush; a closed console does not stop a run."""
     with suppress(OSError, ValueError):
         print(text, flush=True)
 
 
 def preparation_text(prepared: "Preparation") -> str:
-    """The plan, what is found and what would be written, one fact a line."""
+    """The plan, the inputs and the files to be written, one fact per line."""
     from moemesh.train.preparation import (
         MOST_RANKS,
         disk_warning,
@@ -150,26 +150,26 @@ def preparation_text(prepared: "Preparation") -> str:
         resume = f"from {folder.checkpoints / f'step-{steps[0]}'}{more}"
     elif folder.has_run:
         resume = f"{folder.path} holds a run without a checkpoint: from the first step"
-    kept = prepared.request.readable.config
-    # Of many ranks the first of each stage stand for all.
+    recorded = prepared.request.readable.config
+    # With many ranks, check the first of each stage.
     step = 1 if plan.world_size <= MOST_RANKS else plan.world_size // plan.pp
-    each = (predicted_memory(kept, rank) for rank in range(0, plan.world_size, step))
+    each = (predicted_memory(recorded, rank) for rank in range(0, plan.world_size, step))
     worst = max(each, key=lambda profile: profile.peak)
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
     ends = f"{train.steps:,} steps" if train.epochs is None else f"{train.epochs:g} epoch(s)"
-    found: list[str] = []
-    if (samples := prepared.samples) is not None:  # what the data makes, where it was read
+    facts: list[str] = []
+    if (samples := prepared.samples) is not None:  # the data was read
         steps = train.steps
         if train.epochs is not None:
             steps = samples.steps(train.epochs, data.global_batch)
-        found += samples.reading(steps, data.global_batch)
+        facts += samples.reading(steps, data.global_batch)
         counts = samples.num_training, samples.num_validation
-        found.append("samples  {:,} for training, {:,} for validation".format(*counts))
+        facts.append("samples  {:,} for training, {:,} for validation".format(*counts))
         if (learned := samples.num_learned) is not None:
-            found.append(f"chat     conversations by the template of {data.tokenizer}")
-            found.append(f"         {learned:,} tokens bear loss")
-        found += prepared.notes
+            facts.append(f"chat     conversations by the template of {data.tokenizer}")
+            facts.append(f"         {learned:,} tokens bear loss")
+        facts += prepared.notes
     files = [*FILES, *([] if has_name(plan) else ["schedule.txt"])]
     checkpoints, last = f"{train.checkpoints_kept} kept", train.steps
     if train.epochs is None:
@@ -188,14 +188,14 @@ def preparation_text(prepared: "Preparation") -> str:
         f"disk     {format_bytes(need.checkpoint)} a checkpoint, {format_bytes(need.most)} with "
         f"{train.checkpoints_kept} kept and one being written; {format_bytes(need.free)} free",
         *_data(data),
-        *found,
+        *facts,
         f"tokens   by {data.tokenizer}",
         *([f"weights  {config.model_path}"] if config.model_path is not None else []),
         *([f"adapters {config.lora.path}"] if config.lora.path is not None else []),
         f"resume   {resume}",
         *(f"         changed since the last call: {change}" for change in prepared.changes),
         f"writes   {folder.path}: {', '.join(files)}",
-        *(f"note: {warning}" for warning in warnings_before_ranks(kept)),
+        *(f"note: {warning}" for warning in warnings_before_ranks(recorded)),
         *(f"note: {warning}" for warning in (disk_note,) if warning),
         "Nothing was written or started. Leave out --dry-run to train.",
     ]
@@ -203,7 +203,7 @@ def preparation_text(prepared: "Preparation") -> str:
 
 
 def _data(data: "DataConfig") -> Iterator[str]:
-    """Each source with its files."""
+    """Lines on each source and its files."""
     from moemesh.data.input_files import find
     from moemesh.data.sources import name_of, token_files, validation_source
 
@@ -214,18 +214,18 @@ def _data(data: "DataConfig") -> Iterator[str]:
         prefixes = token_files(source)
         files = [] if prefixes is not None else find(source.path, source.format)
         if prefixes is not None:
-            found = f"{len(prefixes)} pair(s) of token files"
+            content = f"{len(prefixes)} pair(s) of token files"
         elif any(file.is_on_hub for file in files):
-            found = "a dataset of the Hugging Face Hub, not looked at"
+            content = "a dataset of the Hugging Face Hub, not looked at"
         else:
             size = sum(file.num_bytes for file in files) / 1e6
-            found = f"{len(files):,} file(s), {size:,.1f} MB"
-        yield f"{title} {name_of(source)}: {found}"
+            content = f"{len(files):,} file(s), {size:,.1f} MB"
+        yield f"{title} {name_of(source)}: {content}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchRequest:
-    """A run, what starts it, and the words of schedulers."""
+    """A run, its launcher, and the options of schedulers."""
 
     config: ConfigFile = None
     overrides: Overrides = None
@@ -251,7 +251,7 @@ class LaunchRequest:
 def launch(request: LaunchRequest) -> None:
     """Write a commented file that starts a run on a cluster, checked as train would check it.
 
-    Nothing is submitted. The same file goes on with a run that was stopped. Example:
+    Nothing is submitted. The same file resumes a run that was stopped. Example:
 
         moemesh launch --set plan.dp=16 --set plan.ep=8 --out /shared/runs/first --slurm
     """
@@ -260,12 +260,12 @@ def launch(request: LaunchRequest) -> None:
     from moemesh.config.trainable import refusals
 
     config, overrides = request.config, request.overrides or []
-    asked = [name for name in get_args(Launcher) if getattr(request, name)]
-    if len(asked) != 1:
-        fix = " or ".join(f"--{name}" for name in asked or ("local", "slurm"))
+    launchers = [name for name in get_args(Launcher) if getattr(request, name)]
+    if len(launchers) != 1:
+        fix = " or ".join(f"--{name}" for name in launchers or ("local", "slurm"))
         one = "give one of --local, --torchrun, --slurm, --k8s, --sky"
         raise typer.BadParameter(f"{one}; fix: {fix}")
-    (launcher,) = asked
+    (launcher,) = launchers
     resolved = load(config, overrides)
     run = resolved.config
     if problems := refusals(run):
@@ -291,11 +291,13 @@ def launch(request: LaunchRequest) -> None:
     if launcher == "local":
         from moemesh.train.preparation import RunRequest, prepare
 
-        own = RunRequest(resolved=resolved, config_file=config, overrides=overrides, out=folder)
-        prepared = prepare(own)  # before torch is imported
+        run_request = RunRequest(
+            resolved=resolved, config_file=config, overrides=overrides, out=folder
+        )
+        prepared = prepare(run_request)  # before torch is imported
         from moemesh.train import command
 
-        raise typer.Exit(command.train(own, prepared))
+        raise typer.Exit(command.train(run_request, prepared))
     from moemesh.report.files import write_texts
 
     target = request.file or Path(FILES[launcher])
@@ -303,12 +305,14 @@ def launch(request: LaunchRequest) -> None:
         from moemesh.config.errors import UserError
 
         raise UserError(
-            f"{target} is there and is not what would be written, perhaps with changes of yours: "
+            f"{target} exists with other content, perhaps with changes of yours: "
             "name another with --file, or remove it"
         )
     write_texts([(target, text)])
     nodes = f"{job.nodes} node(s) of {job.ranks_per_node} ranks"
-    typer.echo(f"{nodes}: wrote {shlex.quote(str(target))}; its first lines say how to start it")
+    typer.echo(
+        f"{nodes}: wrote {shlex.quote(str(target))}; see its first lines for how to start it"
+    )
     if run.data.path is None and not run.data.sources:
         typer.echo(
             "note: data.path is not set: the job would train on Python's own library sources, by "
@@ -319,11 +323,11 @@ def launch(request: LaunchRequest) -> None:
 @app.command(short_help="Repeat a step whose numbers were not finite, and find the first of them.")
 def replay(
     bundle: Annotated[Path, "A folder of failures/ in a run, such as step-12.", "<BUNDLE>"],
-    alone: Annotated[bool, "Replay on one rank, whatever the plan of the run was."] = False,
+    alone: Annotated[bool, "Replay on one rank, for any plan of the run."] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the forward and backward of one step again, from a replay bundle.
+    """Repeat the forward and backward of one step, from a replay bundle.
 
     A run writes a bundle when the loss or a gradient of a step is not finite. Example:
 
@@ -344,7 +348,7 @@ def repro(
     out: Annotated[Path | None, "Folder of the second run; default: RUN-repro.", "DIR"] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train the first steps of a run again, from the files of its folder, and compare.
+    """Retrain the first steps of a run, from the files of its folder, and compare.
 
     Exit code 0: equal to the bit; 1: something differs, and what differs between the two runs is
     named; 2: the run cannot be repeated. Example:
@@ -355,29 +359,29 @@ def repro(
 
     from moemesh.train.repro import repro as repeat
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         print(text, file=sys.stderr if as_json else sys.stdout, flush=True)
 
-    found, causes, folder = repeat(run, out, steps, say, shows_steps=not as_json)
+    repeated, causes, folder = repeat(run, out, steps, log, shows_steps=not as_json)
     if as_json:
-        result = {**asdict(found), "differences": causes, "folder": str(folder)}
+        result = {**asdict(repeated), "differences": causes, "folder": str(folder)}
         typer.echo(strict_json(result, indent=1))
     else:
-        lines = ["", f"equal to the bit: losses and gradient norms of {found.steps} steps"]
-        if found.first_step is not None:
+        lines = ["", f"equal to the bit: losses and gradient norms of {repeated.steps} steps"]
+        if repeated.first_step is not None:
             lines[1:] = [
-                f"different: step {found.first_step} is the first, {found.key} {found.before!r} "
-                f"then, {found.after!r} now",
-                f"{found.num_different} of {found.steps} steps differ, losses by at most "
-                f"{found.largest:.3g}",
+                f"different: step {repeated.first_step} is the first, {repeated.key} "
+                f"{repeated.before!r} then, {repeated.after!r} now",
+                f"{repeated.num_different} of {repeated.steps} steps differ, losses by at most "
+                f"{repeated.largest:.3g}",
             ]
         if causes:
             lines += ["what differs between the two runs:", *(f"  {cause}" for cause in causes)]
-        elif found.first_step is not None:
+        elif repeated.first_step is not None:
             lines.append(
                 "no difference of packages, hardware, git, data or environment is recorded: "
                 "another process on the machine cannot be the reason, a change of the library or "
                 "of files in place can"
             )
         typer.echo("\n".join([*lines, f"second run: {folder}"]))
-    raise typer.Exit(0 if found.first_step is None else 1)
+    raise typer.Exit(0 if repeated.first_step is None else 1)

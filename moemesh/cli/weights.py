@@ -1,4 +1,4 @@
-"""Verbs of trained weights: convert, evaluate, generate, esft scores."""
+"""Verbs of trained weights: `convert`, `evaluate`, `generate`, `esft scores`."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
@@ -19,7 +19,7 @@ _Source = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertRequest:
-    """Weights to convert: from where, to where, in which format."""
+    """Weights to convert: source, target and format."""
 
     source: Annotated[Path, "A run, one of its checkpoints, or a folder of transformers.", "<IN>"]
     out: Annotated[Path, "A new folder.", "<OUT>"]
@@ -61,18 +61,17 @@ class ConvertRequest:
 def convert(request: ConvertRequest) -> None:
     """Convert between runs of moemesh and folders of transformers.
 
-    One tensor is in memory at a time, and a conversion that was interrupted goes on where it
-    stopped. Example:
+    One tensor is in memory at a time, and an interrupted conversion can be resumed. Example:
 
         moemesh convert runs/first exported
 
     From one folder of transformers to another: --to huggingface with --dtype, or --expert-layout.
     """
 
-    def say(done: int, total: int) -> None:
+    def log(done: int, total: int) -> None:
         typer.echo(f"wrote file {done} of {total}", err=True)
 
-    # All that is looked at here is told before torch, which takes seconds, is imported.
+    # Mistakes are reported before torch, which takes seconds, is imported.
     from moemesh.train.weights import weight_sources
 
     source, out = weight_sources.local_source(request.source), request.out
@@ -107,16 +106,16 @@ def convert(request: ConvertRequest) -> None:
     elif request.delta:
         conversion.write_trained(source, out, dtype=dtype)
     elif request.apply is not None:
-        conversion.apply_delta(source, out, request.apply, on_file=say)
+        conversion.apply_delta(source, out, request.apply, on_file=log)
     elif recipe is not None:
-        conversion.upcycle(source, out, recipe, to or "huggingface", dtype=dtype, on_file=say)
+        conversion.upcycle(source, out, recipe, to or "huggingface", dtype=dtype, on_file=log)
     else:
         look, layout = request.like, request.expert_layout
         conversion.convert(
-            source, out, to, dtype=dtype, like=look, expert_layout=layout, on_file=say
+            source, out, to, dtype=dtype, like=look, expert_layout=layout, on_file=log
         )
     typer.echo(weight_sources.written_text(out, kind, lora), err=True)
-    start = f"a run to go on with: moemesh train {out / 'config.toml'} --out {out}"
+    start = f"a run to continue: moemesh train {out / 'config.toml'} --out {out}"
     typer.echo(start if kind == "run" else str(out))
 
 
@@ -170,7 +169,7 @@ def evaluate(request: EvaluateRequest) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """Weights, the text that they continue, and how tokens are chosen."""
+    """Weights, the text to continue, and the choice of tokens."""
 
     source: _Source
     prompt: Annotated[str | None, "The text to continue.", "TEXT"] = None
@@ -211,7 +210,7 @@ def generate(request: GenerateRequest) -> None:
         (
             request.prompt is not None and request.prompts is not None,
             "--prompts",
-            "stands beside --prompt; fix: give one of them",
+            "conflicts with --prompt; fix: give one of them",
         ),
         (not has_text and not request.chat, "--prompt", f"is missing{need}"),
         (not has_text and request.as_json, "--json", f"answers one --prompt{need}"),
@@ -223,23 +222,23 @@ def generate(request: GenerateRequest) -> None:
     ):
         if is_wrong:
             raise typer.BadParameter(message, param_hint=option)
-    asked = vars(request) | {
+    arguments = vars(request) | {
         "overrides": request.overrides or [],
         "temperature": request.temperature or 0.0,
         "source": local_source(request.source),
     }
-    _check(asked["source"], asked["overrides"])
+    _check(arguments["source"], arguments["overrides"])
     if request.temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         typer.echo(f"moemesh: note: {note}", err=True)
     from moemesh.train.inference.generation import generate as run
 
-    raise typer.Exit(run(**asked))
+    raise typer.Exit(run(**arguments))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoresRequest(EsftRequest):
-    """With the plan to score in."""
+    """Request of the scores, with the plan to compute them in."""
 
     overrides: Overrides = None
     as_json: AsJson = False
@@ -272,7 +271,7 @@ def scores(request: ScoresRequest) -> None:
 
 
 def _check(source: Path, given: list[str]) -> None:
-    """Tell a mistake before torch, which takes seconds, is imported."""
+    """Report mistakes before torch, which takes seconds, is imported."""
     from moemesh.train.weights.weight_sources import check_weights, config_of
 
     config_of(source, given)

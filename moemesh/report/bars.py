@@ -1,4 +1,4 @@
-"""Bytes and seconds, predicted beside measured: rows of tables, and bars."""
+"""Table rows and bars of predicted and measured bytes and seconds."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from moemesh.trace.memory_profile import (
 from moemesh.trace.run import PlannedStep, Run
 from moemesh.trace.timeline import Timeline
 
-#: Spans of a step that stand beside the operations of the pipeline, as their records are named.
+#: Names of the records of a step that are not operations of the pipeline.
 _SPANS = ("data", "reduce", "optimizer")
 
 
 class Traffic(NamedTuple):
-    """One (axis, op, phase), per step: on the rank with most of it, and over all ranks.
+    """Traffic of one (axis, op, phase) per step: on the busiest rank, and over all ranks.
 
     Bytes as in `moemesh.trace.ledger`; an average over several steps need not be whole.
     """
@@ -41,7 +41,7 @@ class Traffic(NamedTuple):
 
 
 def traffic_rows(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> list[Traffic]:
-    """Traffic of all ranks by (axis, op, phase) a step, the most bytes sent first."""
+    """Traffic of all ranks by (axis, op, phase) per step, sorted by bytes sent, largest first."""
     totals: defaultdict[tuple[str, str, str], defaultdict[int, Counter[str]]]
     totals = defaultdict(lambda: defaultdict(Counter))
     for rank, ledger in ledgers.items():
@@ -58,7 +58,7 @@ def traffic_rows(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> list[Traff
             max(amounts[name] for amounts in ranks.values()) / steps
             for name in ("count", "payload", "wire", "received")
         )
-        total = sum(own["wire"] for own in ranks.values()) / steps
+        total = sum(amounts["wire"] for amounts in ranks.values()) / steps
         rows.append(Traffic(*key, count, payload, wire, received, total))
     return sorted(rows, key=lambda row: (-row.sum_wire_bytes, row.axis, row.op, row.phase))
 
@@ -67,19 +67,19 @@ def by_axis_and_phase(
     ledgers: Mapping[int, Ledger], *, steps: int = 1
 ) -> dict[tuple[str, str], float]:
     """(axis, phase) -> bytes sent by all ranks in a step."""
-    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    sent: defaultdict[tuple[str, str], float] = defaultdict(float)
     for row in traffic_rows(ledgers, steps=steps):
-        found[row.axis, row.phase] += row.sum_wire_bytes
-    return dict(found)
+        sent[row.axis, row.phase] += row.sum_wire_bytes
+    return dict(sent)
 
 
 def sent_in_training(run: Run) -> dict[tuple[str, str], float]:
-    """(axis, phase) -> bytes sent by all ranks in a step, by its training alone."""
-    found = by_axis_and_phase(run.ledgers, steps=run.ledger_steps)
-    return {key: size for key, size in found.items() if key[1] not in ("evaluate", "control")}
+    """(axis, phase) -> bytes sent by all ranks in a step, without evaluation and control."""
+    sent = by_axis_and_phase(run.ledgers, steps=run.ledger_steps)
+    return {key: size for key, size in sent.items() if key[1] not in ("evaluate", "control")}
 
 
-def _beside(
+def _compared(
     names: Sequence[str],
     predicted: float | None,
     measured: float,
@@ -88,7 +88,7 @@ def _beside(
     absent: str = "",
     total: float = 0.0,
 ) -> tuple[str, ...]:
-    """(names, predicted or `absent`, measured, difference, and the share of a `total`)."""
+    """Row of names, predicted (or `absent`), measured, difference, and the share of a `total`."""
     share = (f"{measured / total:.1%}",) if total else ()
     if predicted is None:
         return *names, absent, form(measured), "", *share
@@ -98,22 +98,22 @@ def _beside(
 def memory_rows(
     predicted: Sequence[MemoryProfile], measured: Sequence[MemoryProfile]
 ) -> list[tuple[str, ...]]:
-    """(rank, class, predicted, measured, difference): every class that a rank has bytes of, and the
-    kinds of its activations."""
+    """Rows (rank, class, predicted, measured, difference) of all classes with bytes, and of the
+    kinds of activations."""
     expected_by = {profile.rank: profile for profile in predicted}
     rows: list[tuple[str, ...]] = []
-    for found in measured:
-        if (expected := expected_by.get(found.rank)) is None:
+    for profile in measured:
+        if (expected := expected_by.get(profile.rank)) is None:
             continue
-        pairs = [(name.replace("_", " "), expected.parts()[name], found.parts()[name])
+        pairs = [(name.replace("_", " "), expected.parts()[name], profile.parts()[name])
                  for name in PARTS]  # fmt: skip
         place = PARTS.index("activations") + 1
-        kinds = (expected.activation_kinds, found.activation_kinds)
+        kinds = (expected.activation_kinds, profile.activation_kinds)
         pairs[place:place] = [
             (f"· {kind}", kinds[0].get(kind, 0), kinds[1].get(kind, 0)) for kind in ACTIVATION_KINDS
         ]
         rows += [
-            _beside((str(found.rank), name), before, after, format_bytes)
+            _compared((str(profile.rank), name), before, after, format_bytes)
             for name, before, after in pairs
             if before or after
         ]
@@ -123,24 +123,30 @@ def memory_rows(
 def traffic_by_axis(
     predicted: Mapping[int, Ledger], measured: Mapping[int, Ledger], *, steps: int
 ) -> list[tuple[str, ...]]:
-    """(axis, phase, predicted, measured, difference, share of what was measured) in bytes sent a
-    step by all ranks, the most first; what no prediction covers says so."""
-    expected, found = by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps)
-    total = sum(found.values()) or 1.0
+    """Rows (axis, phase, predicted, measured, difference, share of the measured total) in bytes
+    sent by all ranks in a step, largest first; rows without a prediction contain "not
+    predicted"."""
+    expected, actual = by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps)
+    total = sum(actual.values()) or 1.0
     rows: list[tuple[str, ...]] = []
-    for key in sorted(expected.keys() | found.keys(), key=lambda key: (-found.get(key, 0), key)):
-        names, before, sent = [svg.clip(one, 40) for one in key], expected.get(key), found.get(key)
-        told = _beside(
+    for key in sorted(expected.keys() | actual.keys(), key=lambda key: (-actual.get(key, 0), key)):
+        names, before, sent = (
+            [svg.clip(part, 40) for part in key],
+            expected.get(key),
+            actual.get(key),
+        )
+        row = _compared(
             names, before, sent or 0.0, format_bytes, absent="not predicted", total=total
         )
-        rows.append(told)
+        rows.append(row)
     return rows
 
 
 def step_parts(timeline: Timeline) -> dict[str, float]:
-    """Mean seconds (or ticks) of a rank by part of its last step, which add up to its span.
+    """Mean seconds (or ticks) of a rank in each part of its last step; they add up to its span.
 
-    Waiting is for messages of other stages: exposed communication of the pipeline, and its bubble.
+    "waiting" is the time for messages of other stages: exposed communication of the pipeline, and
+    its bubble.
     """
     last, ranks = timeline.last_step(), max(len(timeline.ranks), 1)
     parts = dict.fromkeys(("data", "forward and backward", "waiting", "reduce", "optimizer"), 0.0)
@@ -162,23 +168,23 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     return {**parts, "rest": max(rest, 0.0)}
 
 
-#: Parts of a planned step that are transfers which no computation hides.
+#: Parts of a planned step with transfers that computation does not hide.
 EXPOSED = ("tensor", "context", "experts", "pipeline", "data")
 
 
 def exposed_rows(planned: PlannedStep, waited: float | None, step: float) -> list[tuple[str, ...]]:
-    """(part, planned, share of the planned step, measured, share of the measured one): exposed
-    communication by what sends, in milliseconds. `waited`: seconds of a step of so many that a rank
-    waited for others, bubbles of the pipeline included (None: not measured)."""
+    """Rows (part, planned, share of the planned step, measured, share of the measured step) of
+    exposed communication by source, in milliseconds. `waited`: seconds of a step of `step` seconds
+    that a rank waited for others, including bubbles of the pipeline; None if not measured."""
     parts = {name: planned.parts.get(name, 0.0) for name in EXPOSED}
     together, bubble = sum(parts.values()), planned.parts.get("bubble", 0.0)
     rows = [*parts.items(), ("exposed communication", together), ("bubble", bubble)]
-    found = [
+    rows_shown = [
         (name, *_of_step(seconds, planned.seconds), "", "") for name, seconds in rows if seconds
     ]
     total = _of_step(together + bubble, planned.seconds)
     measured = ("not measured", "") if waited is None else _of_step(waited, step)
-    return [*found, ("waiting for other ranks", *total, *measured)]
+    return [*rows_shown, ("waiting for other ranks", *total, *measured)]
 
 
 def _of_step(seconds: float, step: float) -> tuple[str, str]:
@@ -186,10 +192,10 @@ def _of_step(seconds: float, step: float) -> tuple[str, str]:
 
 
 def pipeline_bubble(timeline: Timeline, ranks: Sequence[int]) -> float:
-    """Share of `ranks` x the span of their pipeline operations in which none of them ran."""
+    """Idle share of `ranks` during the span of their pipeline operations."""
     records = tuple(r for r in timeline.records if r.kind in KINDS and r.rank in ranks)
-    own = [record.rank for record in records]
-    pipeline = replace(timeline, ranks=tuple(rank for rank in ranks if rank in own),
+    active = [record.rank for record in records]
+    pipeline = replace(timeline, ranks=tuple(rank for rank in ranks if rank in active),
                        records=records)  # fmt: skip
     capacity = len(pipeline.ranks) * (pipeline.end - pipeline.start)
     if not capacity:
@@ -198,14 +204,14 @@ def pipeline_bubble(timeline: Timeline, ranks: Sequence[int]) -> float:
 
 
 def time_rows(simulated: Timeline | None, measured: Timeline) -> list[tuple[str, ...]]:
-    """(part, simulated, measured, difference, share of what was measured) in milliseconds; what no
-    simulation says is empty."""
-    found = step_parts(measured)
+    """Rows (part, simulated, measured, difference, share of the measured total) in milliseconds;
+    cells without a simulated value are empty."""
+    parts = step_parts(measured)
     expected = step_parts(simulated) if simulated is not None else {}
-    total = sum(found.values()) or 1.0
+    total = sum(parts.values()) or 1.0
     return [
-        _beside([name], expected.get(name) or None, seconds, _milliseconds, total=total)
-        for name, seconds in found.items()
+        _compared([name], expected.get(name) or None, seconds, _milliseconds, total=total)
+        for name, seconds in parts.items()
     ]
 
 
@@ -214,13 +220,13 @@ def _milliseconds(seconds: float) -> str:
 
 
 def difference(predicted: float, measured: float) -> str:
-    """Of the prediction from the measurement: "0 %" means equal."""
+    """Relative error of the prediction as text; "0 %" means equal."""
     if predicted == measured:
         return "0 %"
     return f"{predicted / measured - 1:+.2%}".replace("%", " %") if measured else "not measured"
 
 
-#: Neighbours differ in lightness, so that they stay apart in a grey print.
+#: Colours of the classes of memory; neighbours differ in lightness, for prints in grey.
 MEMORY_COLOURS: dict[str, str] = {
     "dense_weights": "#1f5fa8",
     "expert_weights": "#9cc4ee",
@@ -232,13 +238,13 @@ MEMORY_COLOURS: dict[str, str] = {
     "buffers": "#f3cd83",
     "snapshots": "#7a7f85",
 }
-#: Bars that are drawn, and their distance.
+#: Most bars of traffic and of ranks, and the height of a row in pixels.
 _MAX_TRAFFIC, _MAX_RANKS, _STACKED_ROW = 24, 32, 24
 
 
 class StackedBar(NamedTuple):
-    """A row of a figure: its name, pieces (part, size, text of the size), what stands behind them,
-    and the place of a line across it (None: no line)."""
+    """A row of a figure: its name, pieces (part, size, text of the size), a text to their right,
+    and the position of a line across it (None: no line)."""
 
     name: str
     pieces: Sequence[tuple[str, float, str]]
@@ -256,8 +262,8 @@ def stacked_bars(
     mark: str = "",
     unit: str = "bytes",
 ) -> str:
-    """A figure of rows on one scale, a piece of each in the colour of its part (by default the next
-    of the palette); `mark` is what the lines across them are called."""
+    """A figure of stacked bars on one scale; each piece has the colour of its part (by default the
+    next of the palette). `mark` is the legend's name of the lines across the bars."""
     if colours is None:
         parts = dict.fromkeys(part for bar in bars for part, _, _ in bar.pieces)
         palette = (*svg.COLOURS, *map(svg.tint, svg.COLOURS))
@@ -265,8 +271,8 @@ def stacked_bars(
     marks = [(f"{mark} (line)", svg.INK)] if mark else []
     key, used = svg.legend([*colours.items(), *marks], left=0, top=4)
     left = max(66.0, *(svg.text_width(bar.name) + 16 for bar in bars))
-    behind = max(svg.text_width(bar.text, 11) for bar in bars) + 16
-    top, right = used + 26, svg.WIDTH - max(130.0, behind)
+    text_width = max(svg.text_width(bar.text, 11) for bar in bars) + 16
+    top, right = used + 26, svg.WIDTH - max(130.0, text_width)
     highest = max(
         max(sum(size for _, size, _ in bar.pieces), bar.mark or 0.0) for bar in bars
     ) or 1.0  # fmt: skip
@@ -282,10 +288,10 @@ def stacked_bars(
     for index, bar in enumerate(bars):
         y, x = top + index * _STACKED_ROW, left
         body.append(svg.text(left - 8, y + 16, bar.name, anchor="end"))
-        for part, size, said in bar.pieces:
+        for part, size, size_text in bar.pieces:
             width = size / highest * (right - left)
             if width >= 0.05:
-                hint = f"{bar.name}, {part}: {said}"
+                hint = f"{bar.name}, {part}: {size_text}"
                 edge = f' stroke="{svg.INK}" stroke-width="0.5"'
                 height, fill = _STACKED_ROW - 8, colours[part]
                 body.append(svg.rectangle(x, y + 4, width, height, fill, title=hint, more=edge))
@@ -302,8 +308,8 @@ def stacked_bars(
 def traffic_bars(
     ledgers: Mapping[int, Ledger], predicted: Mapping[int, Ledger] | None = None, *, steps: int = 1
 ) -> str:
-    """A bar for each axis and phase: bytes sent by all ranks a step, coloured by axis, with a line
-    where the prediction is. "" when there is no traffic."""
+    """A bar for each axis and phase: bytes sent by all ranks in a step, coloured by axis, with a
+    line at the prediction. "" without traffic."""
     measured = by_axis_and_phase(ledgers, steps=steps)
     expected = by_axis_and_phase(predicted or {})
     sent = {key: max(measured.get(key, 0.0), expected.get(key, 0.0)) for key in measured | expected}
@@ -332,7 +338,8 @@ def traffic_bars(
 
 
 def memory_bars(profiles: MemoryProfiles) -> str:
-    """A stacked bar a rank; past 32 ranks, those with the highest peaks. "" without any rank."""
+    """A stacked bar for each rank; of more than 32 ranks, those with the highest peaks. "" without
+    ranks."""
     if not profiles.ranks:
         return ""
     fullest = sorted(profiles.ranks, key=lambda profile: (-profile.peak, profile.rank))

@@ -1,7 +1,7 @@
-"""Bounds on the speed of a run: a table of causes, each with its words and its remedies.
+"""Bounds on the speed of a run: a table of causes, each with its text and its remedies.
 
-A cause is judged by its share of a step (:class:`Evidence`); a cause of whose share no file tells
-is not named.
+Causes are ranked by their share of a step (:class:`Evidence`); a cause without a recorded share is
+left out.
 """
 
 from __future__ import annotations
@@ -19,28 +19,27 @@ from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
 from moemesh.trace.timeline import Timeline
 
-#: A product of fewer rows, or shorter ones, is bound by reading its weights, or by starting it: a
-#: GPU of today does about 300 operations of bfloat16 in the time in which it reads one byte.
+#: Smallest efficient matrix product. With fewer rows or columns it is bound by reading its weights
+#: or by its launch: a current GPU does about 300 bfloat16 operations while it reads one byte.
 ENOUGH_ROWS, ENOUGH_COLUMNS = 300, 1024
-#: A lower share of the peak (MFU) asks for a reason.
+#: Share of the peak (MFU) below which a reason is given.
 _LOW_MFU = 0.3
 
-#: Axes over which gradients are summed, and what else happens once a step.
+#: Axes of gradient sums and of other exchanges that happen once a step.
 GRADIENT_AXES = ("dp_cp", "stage", "edp", "dp", "world")
-#: So many of the last steps (or bins of steps) say how loads are now.
+#: Number of last steps (or bins of steps) whose loads count as current.
 _LAST_LOADS = 20
 #: `--set` arguments of one change.
 Overrides = tuple[str, ...]
-#: The sentence that states a cause with its numbers, the advice, and changes of the configuration
-#: to try, the best first (the first that is legal is proposed).
+#: Sentence on a cause with its numbers, advice, and configuration changes to try, the best first
+#: (the first legal one is proposed).
 Judgement = tuple[str, str, Sequence[Overrides]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """`shares` of the time of a step, by cause; what no file tells is not among them. `seconds`:
-    median of the steps under the current plan but the first. `facts`: name -> (number, file that
-    it was read from)."""
+    """`shares`: share of a step's time by cause, for causes with a record. `seconds`: median step
+    time under the current plan without its first step. `facts`: name -> (number, source file)."""
 
     run: Run
     seconds: float | None
@@ -48,20 +47,20 @@ class Evidence:
     facts: Mapping[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
 
     def fact(self, name: str) -> float | None:
-        found = self.facts.get(name)
-        return None if found is None else found[0]
+        fact = self.facts.get(name)
+        return None if fact is None else fact[0]
 
     @property
     def plan(self) -> Mapping[str, object]:
         return self.run.plan or self.run.section("plan")
 
     def degree(self, name: str) -> int:
-        found = self.plan.get(name, 1)
-        return found if isinstance(found, int) else 1
+        degree = self.plan.get(name, 1)
+        return degree if isinstance(degree, int) else 1
 
 
 def evidence_of(run: Run) -> Evidence:
-    """Everything that the causes of :mod:`moemesh.report.bounds` are judged by."""
+    """Evidence for the causes of :data:`BOUNDS`, from the files of a run."""
     rows = run.current
     seconds = statistics.median(row.seconds for row in rows) if rows else None
     shares: dict[str, float] = {}
@@ -91,7 +90,7 @@ def evidence_of(run: Run) -> Evidence:
             facts["fullest rank over mean"] = statistics.fmean(ratios), "loads.jsonl"
         ratios = [load.expert_max_over_mean for load in items]
         facts["fullest expert over mean"] = statistics.fmean(ratios), "loads.jsonl"
-    # Bytes a step by axis, of training alone.
+    # Bytes of training per step, by axis.
     sent: defaultdict[str, float] = defaultdict(float)
     for (axis, _), size in sent_in_training(run).items():
         sent[axis] += size
@@ -114,12 +113,12 @@ def evidence_of(run: Run) -> Evidence:
 def _from_timeline(
     run: Run, last: Timeline, shares: dict[str, float], facts: dict[str, tuple[float, str]]
 ) -> None:
-    """The parts of the last step, of the mean rank, and how the ranks differ."""
+    """Adds the parts of the last step of the mean rank, and the imbalance between ranks."""
     parts = step_parts(last)
     if not (span := sum(parts.values())):
         return
     busy = parts["forward and backward"]
-    # Mean seconds that ranks of the same stage wait for the slowest of them in the step.
+    # Mean seconds in the step that ranks of the same stage wait for the slowest of them.
     pp = run.section("plan").get("pp", 1)
     stages = pp if isinstance(pp, int) and pp > 0 else 1
     of_rank: defaultdict[int, float] = defaultdict(float)
@@ -139,7 +138,7 @@ def _from_timeline(
     simulated = step_parts(run.simulated) if run.simulated is not None else None
     bubble = 0.0
     if simulated is not None and sum(simulated.values()):
-        # What the schedule itself leaves idle; the rest of the wait is for messages.
+        # Idle time of the schedule itself; the rest of the wait is for messages.
         bubble = min(
             waiting, simulated["waiting"] * busy / (simulated["forward and backward"] or 1)
         )
@@ -152,17 +151,17 @@ def _from_timeline(
     shares["bubble"] = bubble / span
     shares["imbalance"] = lost / span
     shares["optimizer"] = parts["optimizer"] / span
-    # Ranks that are done early wait in the sums of gradients: that is not communication.
+    # Ranks that finish early wait in the sums of gradients: that is not communication.
     exposed = (max(parts["reduce"] - lost, 0.0) + waiting - bubble) / span
-    # Of all waiting for other ranks, what is neither of these happens inside the passes.
+    # The remaining time of waiting for other ranks is spent inside the passes.
     inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
-    # Of a run on one rank the same span holds its own sums of gradients, with nobody else.
+    # On one rank the same span is only the local sums of gradients.
     shares["communication"] = 0.0 if run.plan.get("world_size") == 1 else exposed + max(inside, 0.0)
     measured = ("data", "bubble", "imbalance", "optimizer", "communication")
-    again = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
-    if again:
-        shares["memory"] = again / span
-    shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - again / span, 0.0)
+    recomputed = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
+    if recomputed:
+        shares["memory"] = recomputed / span
+    shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - recomputed / span, 0.0)
     for name in ("forward and backward", "waiting", "reduce", "optimizer"):
         facts[f"{name} share"] = parts[name] / span, file
 
@@ -198,7 +197,7 @@ def _communication(evidence: Evidence) -> Judgement:
         changes.append((f"plan.tp={tp // 2}", f"plan.dp={2 * evidence.degree('dp')}"))
     if axis == "pp" and evidence.plan.get("schedule") == "1f1b":
         changes.append(("plan.schedule=zb_h1",))
-    return f"{text}.", "Send less over that axis, or hide it behind computation.", changes
+    return f"{text}.", "Send less over that axis, or overlap it with computation.", changes
 
 
 def _bubble(evidence: Evidence) -> Judgement:
@@ -241,19 +240,19 @@ def _optimizer(evidence: Evidence) -> Judgement:
 
 def _memory(evidence: Evidence) -> Judgement:
     memory = evidence.run.memory
-    found = f"; {memory.peak_words}: {format_bytes(memory.peak)}" if memory is not None else ""
+    peak = f"; {memory.peak_words}: {format_bytes(memory.peak)}" if memory is not None else ""
     text = (
         "Layers are computed a second time to save memory (plan.recompute = full), about "
-        f"{_share(evidence, 'memory')}{found}."
+        f"{_share(evidence, 'memory')}{peak}."
     )
     changes = [("plan.recompute=selective",), ("plan.recompute=none",)]
-    return text, "Compute less again where memory is left.", changes
+    return text, "Recompute less if memory is left.", changes
 
 
 def _compute(evidence: Evidence) -> Judgement:
     text = f"Forward and backward passes take {_share(evidence, 'compute')}"
     mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
-    small: list[str] = []  # why products are too small for the device, where the shape tells
+    small: list[str] = []  # reasons why products are too small for the device
     if mfu is not None and mfu < _LOW_MFU:
         model, data = evidence.run.section("model"), evidence.run.section("data")
         hidden, experts = model.get("hidden_size"), model.get("num_experts")
@@ -283,7 +282,7 @@ def _compute(evidence: Evidence) -> Judgement:
     return f"{text}.", advice, [(f"plan.microbatches={microbatches // 2}",)] if fewer else []
 
 
-#: Cause -> its judgement of a run.
+#: Cause -> function that describes it for a run.
 BOUNDS: dict[str, Callable[[Evidence], Judgement]] = {
     "data": _data,
     "communication": _communication,

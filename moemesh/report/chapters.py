@@ -1,4 +1,5 @@
-"""Chapters of a run's page: its course, time, traffic, memory, loads of experts, and events."""
+"""Chapters of a run's page: configuration, training, time, traffic, memory, expert loads,
+events."""
 
 from __future__ import annotations
 
@@ -34,24 +35,24 @@ from moemesh.trace.run import Event, Run, median_of
 from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import MICROSECONDS, Timeline
 
-#: Rows of the table of memory: as many as those of the classes of as many ranks.
+#: Most rows of the table of memory.
 _MAX_COMPARED_ROWS = 512
-#: Kinds of events that every run has; the others say that something was decided or went wrong.
+#: Kinds of events that every run has; all others are decisions or problems.
 _ORDINARY = ("start", "note", "saved", "finished")
 _MAX_TEXT = 400
 _MAX_VALUE = 300
 
 
 def configuration(run: Run) -> Chapter:
-    """Keys that the user set, and folded away all others."""
+    """Keys that the user set, and all others in a folded table."""
     if not run.config:
         return Chapter(missing="No config.toml.")
-    # Those that differ from the defaults of the model's preset, or of the model in a folder, whose
-    # own keys follow from the folder.
+    # Keys that differ from the defaults of the model's preset; keys of a model in a folder follow
+    # from the folder.
     values = flat({key: value for key, value in run.config.items() if key != SCHEMA_KEY})
     path, preset = values.get("model.path"), values.get("model.preset")
     defaults = _defaults(preset if isinstance(preset, str) else None)
-    found = [
+    differing = [
         (key, value, defaults.get(key))
         for key, value in sorted(values.items())
         if value != defaults.get(key)
@@ -59,23 +60,25 @@ def configuration(run: Run) -> Chapter:
     baseline = "the defaults"
     if path is not None:
         names = ("model.path", "model.preset")
-        found = [item for item in found if not item[0].startswith("model.") or item[0] in names]
+        differing = [
+            item for item in differing if not item[0].startswith("model.") or item[0] in names
+        ]
         baseline = "the defaults and the model's folder"
     elif isinstance(preset, str):
         # The preset's own keys follow from its name, which is itself a choice.
         usual = _defaults(None).get("model.preset")
         if preset != usual:
-            found.insert(0, ("model.preset", preset, usual))
+            differing.insert(0, ("model.preset", preset, usual))
         baseline = "the defaults and the preset"
     tables: list[Table] = []
-    if len(run.plans) > 1:  # every plan that the run has had, with its steps and its speed
+    if len(run.plans) > 1:  # every plan of the run, with its steps and its speed
         plan = Plan().model_dump(mode="json")
         rows: list[tuple[str, ...]] = []
         for number, steps in enumerate(run.plans, start=1):
             chosen = [f"{key} = {toml_text(value)}" for key, value in steps.record.items()
                       if value != plan.get(key)]  # fmt: skip
-            own = [row for row in run.metrics if steps.first <= row.step <= steps.last]
-            speed = median_of(own[1:] or own, "tokens_per_second")
+            metrics = [row for row in run.metrics if steps.first <= row.step <= steps.last]
+            speed = median_of(metrics[1:] or metrics, "tokens_per_second")
             shown = "" if speed is None else short(speed)
             rows.append((str(number), ", ".join(chosen) or "the defaults", steps.words, shown))
         tables.append(
@@ -87,19 +90,19 @@ def configuration(run: Run) -> Chapter:
                 num_names=3,
             )
         )
-    if found:
+    if differing:
         tables.append(
             Table(
                 caption=f"Keys that differ from {baseline}",
                 header=("Key", "Value", "Default"),
                 rows=[
                     (clip(key, 60), toml_text(value), toml_text(default))
-                    for key, value, default in found[:MAX_TABLE_ROWS]
+                    for key, value, default in differing[:MAX_TABLE_ROWS]
                 ],
                 num_names=3,
             )
         )
-    changed = {key for key, _, _ in found}
+    changed = {key for key, _, _ in differing}
     rest = [(key, value) for key, value in flat(run.config).items() if key not in changed]
     if rest:
         rows = [(clip(key, 60), toml_text(value)) for key, value in rest[: 4 * MAX_TABLE_ROWS]]
@@ -107,28 +110,29 @@ def configuration(run: Run) -> Chapter:
         tables.append(
             Table(caption=caption, header=("Key", "Value"), rows=rows, num_names=2, folded=True)
         )
-    note = "" if found else f"No key differs from {baseline}."
-    return Chapter(tables=tables, note=note + left_out(len(found), "keys"))
+    note = "" if differing else f"No key differs from {baseline}."
+    return Chapter(tables=tables, note=note + left_out(len(differing), "keys"))
 
 
 def toml_text(value: object, longest: int = _MAX_VALUE) -> str:
-    """A value as in a TOML file, in at most so many characters."""
+    """A value as in a TOML file, clipped to `longest` characters."""
     return "unset" if value is None else clip(format_value(value), longest)
 
 
 def _defaults(preset: str | None) -> dict[str, object]:
-    """Of every key, as TOML has it; of an unknown preset (an older run's) those of no preset."""
+    """Default of every key, in TOML types; for an unknown preset (of an older run) those without a
+    preset."""
     chosen = [] if preset is None else [f"model.preset={format_value(preset)}"]
     try:
-        found = load_run([], chosen, environ={}).config
+        config = load_run([], chosen, environ={}).config
     except ConfigError:
-        found = load_run([], [], environ={}).config
-    # Lists, as TOML has them, in place of tuples.
-    return flat({name: finite(one) for name, one in config_values(found).items()})
+        config = load_run([], [], environ={}).config
+    # TOML has lists, not tuples.
+    return flat({name: finite(one) for name, one in config_values(config).items()})
 
 
 def training(run: Run) -> Chapter:
-    """Curves over all steps, and the numbers of some of them (`metrics.jsonl`)."""
+    """Curves over all steps, and the numbers of some steps (`metrics.jsonl`)."""
     if not run.metrics:
         text = missing(run, "metrics.jsonl")
         if (run.folder / "metrics.jsonl").is_file():
@@ -185,7 +189,7 @@ def timeline(run: Run) -> Chapter:
         )
     pipeline = ""
     if (simulated := run.simulated) is not None:
-        # The operations of the simulated ranks, simulated above measured.
+        # Operations of the simulated ranks: simulated on top, measured below.
         records = tuple(
             one for one in last.records if one.rank in simulated.ranks and one.kind in KINDS
         )
@@ -225,24 +229,24 @@ def timeline(run: Run) -> Chapter:
 
 
 def _medians(run: Run) -> list[Table]:
-    """Medians over all steps but the first, which builds caches, of rank 0."""
+    """Medians of rank 0 over all steps but the first, which builds caches."""
     if not (rows := run.current):
         return []
     step = statistics.median(row.seconds for row in rows)
-    found = {"step": step}
+    medians = {"step": step}
     for name, label in (
         ("data_seconds", "waiting for data"),
         ("communication_seconds", "exposed communication"),
     ):
         if values := [value for row in rows if (value := getattr(row, name)) is not None]:
-            found[label] = statistics.median(values)
+            medians[label] = statistics.median(values)
     tables = [
         Table(
             caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, rank 0",
             header=("Part", "Time", "Share of the step"),
             rows=[
                 (name, f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else "")
-                for name, seconds in found.items()
+                for name, seconds in medians.items()
             ],
         )
     ]
@@ -252,7 +256,7 @@ def _medians(run: Run) -> list[Table]:
                 caption="Communication that no computation hides, in milliseconds a step: as "
                 f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
                 header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
-                rows=bars.exposed_rows(run.planned, found.get("exposed communication"), step),
+                rows=bars.exposed_rows(run.planned, medians.get("exposed communication"), step),
             )
         )
     return tables
@@ -330,7 +334,7 @@ def traffic(run: Run) -> Chapter:
 
 
 def memory(run: Run) -> Chapter:
-    """Memory of every rank, predicted beside measured (`memory.json`)."""
+    """Memory of every rank, predicted and measured (`memory.json`)."""
     if run.memory is None or not run.memory.ranks:
         return Chapter(missing=missing(run, "memory.json"))
     ranks, predicted = run.memory.ranks, run.memory.predicted
@@ -406,7 +410,7 @@ def loads(run: Run) -> Chapter:
 
 
 def events(run: Run) -> Chapter:
-    """Events besides steps: alarms and decisions first, in the order of time (`events.jsonl`)."""
+    """Events other than steps: alarms and decisions first, ordered by time (`events.jsonl`)."""
     if not run.events:
         return Chapter(missing=missing(run, "events.jsonl"))
     groups: dict[bool, list[Event]] = {False: [], True: []}
@@ -414,10 +418,10 @@ def events(run: Run) -> Chapter:
         groups[event.kind in _ORDINARY].append(event)
     captions = {False: "Alarms, warnings and decisions", True: "Notes of the start and the end"}
     tables: list[Table] = []
-    for is_ordinary, found in groups.items():
-        if found:
-            shown = found[-MAX_TABLE_ROWS:]
-            more = f", the last {len(shown)} of {len(found):,}" if len(shown) < len(found) else ""
+    for is_ordinary, group in groups.items():
+        if group:
+            shown = group[-MAX_TABLE_ROWS:]
+            more = f", the last {len(shown)} of {len(group):,}" if len(shown) < len(group) else ""
             rows = [
                 (
                     clip(event.time.replace("T", " ").removesuffix("+00:00"), 30),
@@ -440,7 +444,7 @@ def events(run: Run) -> Chapter:
     return Chapter(tables=tables, note=note)
 
 
-#: Identity, title and maker of each chapter, in the order of the page.
+#: Identity, title and function of each chapter, in page order.
 CHAPTERS: tuple[tuple[str, str, Callable[[Run], Chapter]], ...] = (
     ("configuration", "Configuration", configuration),
     ("training", "Training", training),

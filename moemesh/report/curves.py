@@ -1,4 +1,4 @@
-"""Charts: curves over the steps of a run, and dots of predictions over measurements."""
+"""Charts: curves over the steps of a run, and predictions over measurements as dots."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
 
 Point = tuple[float, float]
-#: Of the same data: for a wide page, and for a phone.
+#: Two charts of the same data: for a wide page, and for a phone.
 Pictures = tuple[str, str]
-#: Places on the horizontal axis with their names.
+#: Positions on the horizontal axis with their names.
 Marks = Sequence[tuple[float, str]]
 
-#: A curve is at most four points a bucket: more would not be seen, and would weigh.
+#: Buckets of a curve, each with at most four points: more are invisible and enlarge the page.
 _NUM_BUCKETS = 300
 _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 62, 16, 34, 40, 290
-#: The width of a chart for a phone: its labels keep their size there.
+#: Width of a chart for a phone, where labels keep their size.
 NARROW = 350
 _LEGEND_ROW = 18
-#: Of curves that stand alone, by the key of their rows.
+#: Palette index of single curves, by the key of their rows.
 _COLOUR_OF = {"tokens_per_second": 2, "grad_norm": 3, "lr": 6}
 
 
@@ -40,8 +40,8 @@ class Series:
 
 
 class Frame(NamedTuple):
-    """The data range that fills the plotting area of a chart, `width` wide; `top`: what stands
-    above the area."""
+    """Data range of the plotting area of a chart, and the chart's `width`; `top`: height above the
+    area."""
 
     left: float
     right: float
@@ -64,18 +64,18 @@ class Frame(NamedTuple):
 
 
 def downsample(points: Sequence[Point], num_buckets: int = _NUM_BUCKETS) -> list[Point]:
-    """First, lowest, highest and last point of each bucket, so that no spike gets lost.
+    """First, lowest, highest and last point of each bucket, so that no spike is lost.
 
-    Points whose value is not finite stand for themselves: they break the line.
+    The first non-finite point of a bucket is kept: it breaks the line.
     """
     if len(points) <= 4 * num_buckets:
         return list(points)
-    kept: list[Point] = []
+    points_kept: list[Point] = []
     for bucket in range(num_buckets):
         start = bucket * len(points) // num_buckets
         end = (bucket + 1) * len(points) // num_buckets
         values = [value for _, value in points[start:end]]
-        # The sum of values is finite where all of them are: a test of each would take longer.
+        # A finite sum implies finite values, and is faster than a test of each.
         if math.isfinite(sum(values)):
             chosen = {0, values.index(min(values)), values.index(max(values)), len(values) - 1}
         else:
@@ -86,8 +86,8 @@ def downsample(points: Sequence[Point], num_buckets: int = _NUM_BUCKETS) -> list
                 lowest = min(finite, key=values.__getitem__)
                 highest = max(finite, key=values.__getitem__)
                 chosen |= {finite[0], lowest, highest, finite[-1]}
-        kept += [points[start + index] for index in sorted(chosen)]
-    return kept
+        points_kept += [points[start + index] for index in sorted(chosen)]
+    return points_kept
 
 
 def line_chart(
@@ -104,8 +104,8 @@ def line_chart(
     marks: Marks = (),
     width: float = svg.WIDTH,
 ) -> str:
-    """Curves over steps; `levels` are named horizontal lines, `marks` vertical ones. "" when there
-    is nothing to draw."""
+    """Curves over steps; `levels` are named horizontal lines, `marks` vertical ones. "" without
+    finite points."""
     buckets = max(int(_NUM_BUCKETS * width / svg.WIDTH), 2)
     thinned = [replace(item, points=downsample(item.points, buckets)) for item in series]
     drawn = [item for item in thinned if any(math.isfinite(y) for _, y in item.points)]
@@ -129,7 +129,7 @@ def line_chart(
         low, high = low if low == 0 and from_zero else low - room, high + room
     frame = Frame(min(xs), max(xs), low, high, log, width, _TOP + rows * _LEGEND_ROW)
     body = [_axes(frame, x_label, y_label)]
-    for value, name in marks:  # a named vertical line, where it lies inside of the plotting area
+    for value, name in marks:  # named vertical lines inside of the plotting area
         if frame.left < value < frame.right:
             x = frame.x(value)
             side, anchor = (-4, "end") if x > frame.width / 2 else (4, "start")
@@ -217,11 +217,11 @@ def _stroke(colour: int, dash: int) -> str:
 
 
 def _legend(names: Sequence[tuple[str, int]], y_label: str, width: float) -> tuple[str, int]:
-    """Keys to the right of the vertical axis' name, or in rows under it where they do not fit
-    there; also the number of these rows."""
+    """Legend to the right of the vertical axis' name, or in rows under it if it does not fit; also
+    the number of these rows."""
     sizes = [svg.text_width(name) + 48 for name, _ in names]
-    beside = width - _LEFT - svg.text_width(y_label) - 16
-    fits = sum(sizes) - 16 <= beside - _RIGHT
+    free = width - _LEFT - svg.text_width(y_label) - 16
+    fits = sum(sizes) - 16 <= free - _RIGHT
     parts: list[str] = []
     x, row = (width - _RIGHT - sum(sizes) + 16, 0) if fits else (0.0, 1)
     for dash, ((name, colour), size) in enumerate(zip(names, sizes, strict=True)):
@@ -241,7 +241,7 @@ def loss_curve(
     unit: str = "nats a token",
     marks: Marks = (),
 ) -> Pictures:
-    """Training and validation loss, and the loss of a model that knows only token frequencies."""
+    """Training and validation loss, and the loss of a unigram model."""
     series = [Series(name="training", points=[(row.step, row.loss) for row in rows])]
     validation = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
     if validation:
@@ -260,7 +260,7 @@ def loss_curve(
 
 
 def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str, marks: Marks = ()) -> Pictures:
-    """The auxiliary loss, and the loss of extra prediction layers where there are some."""
+    """The auxiliary loss, and the loss of extra prediction layers, if any."""
     points = [(row.step, row.aux_loss) for row in rows]
     series = [Series(name="auxiliary", points=points, colour=4)]
     ahead = [(row.step, row.mtp_loss) for row in rows if row.mtp_loss is not None]
@@ -275,8 +275,8 @@ def auxiliary_curve(rows: Sequence[MetricsRow], *, unit: str, marks: Marks = ())
 def one_curve(
     rows: Sequence[MetricsRow], name: str, title: str, *, marks: Marks = (), y_label: str = ""
 ) -> Pictures:
-    """The key `name` of every row over the steps, from zero; a gradient norm on a log scale where
-    it spans more than a factor of 30. `y_label`: by default the title."""
+    """The key `name` of every row over the steps, from zero; a gradient norm that spans more than a
+    factor of 30 has a log scale. `y_label`: by default the title."""
     points = [(row.step, getattr(row, name)) for row in rows]
     finite = [value for _, value in points if math.isfinite(value)]
     log = name == "grad_norm" and bool(finite) and 0 < 30 * min(finite) < max(finite)
@@ -288,7 +288,7 @@ def one_curve(
 
 
 def imbalance_curve(loads: Sequence[LayerLoads], marks: Marks = ()) -> Pictures:
-    """Max over mean of experts and of ranks: worst layer and mean of the layers, over the steps."""
+    """Max over mean of experts and of ranks over the steps: worst layer, and mean of the layers."""
     of_step: defaultdict[int, list[LayerLoads]] = defaultdict(list)
     for load in loads:
         of_step[load.step].append(load)
@@ -324,7 +324,7 @@ def _range_text(what: str, points: Sequence[Point]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """One run: a name for the pointer, the series it belongs to, both values (above 0)."""
+    """One run: a name for the tooltip, its series, both values (above 0)."""
 
     name: str
     series: str
@@ -333,10 +333,10 @@ class Agreement:
 
 
 def agreement_chart(title: str, points: Sequence[Agreement], *, unit: str) -> str:
-    """One dot a run on logarithmic axes, predicted over measured, with the diagonal and a shaded
-    band of ± 10 % around it.
+    """Predicted over measured on logarithmic axes, one dot for each run, with the diagonal and a
+    shaded band of ± 10 % around it.
 
-    Series are coloured by size, the smallest ones share a grey. "" when there is nothing to draw.
+    The largest series have a colour each, the others share a grey. "" without finite points.
     """
     drawn = [
         point

@@ -1,6 +1,6 @@
-"""The document of an answer: chapters of figures, tables and sentences, as one HTML page.
+"""Document of a report: chapters of figures, tables and sentences, as one HTML page.
 
-A page needs nothing else, no network and no script, and is the same bytes for the same document.
+A page is self-contained (no network, no script) and has the same bytes for the same document.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moemesh.config.limits import visible
 from moemesh.report import svg, timeline_picture
 from moemesh.trace.run import Run, state_of
 
-#: Longer tables are cut, so that the page keeps its size whatever the run.
+#: Most rows of a table, which bounds the size of the page.
 MAX_TABLE_ROWS = 64
 #: A label, and the names and values under it.
 Cards = tuple[str, Sequence[tuple[str, str]]]
@@ -25,8 +25,8 @@ Cards = tuple[str, Sequence[tuple[str, str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of texts; the first `num_names` columns are names, the others numbers. A `folded` one
-    is opened by its reader."""
+    """A table of texts; the first `num_names` columns are names, the others numbers. A `folded`
+    table is closed until the reader opens it."""
 
     caption: str
     header: Sequence[str]
@@ -36,7 +36,7 @@ class Table:
 
 
 class Figure(NamedTuple):
-    """A picture, the line of text above it, and the same picture for a phone if there is one."""
+    """A picture, its caption, and a narrow variant for phones, if any."""
 
     caption: str
     svg: Markup
@@ -51,8 +51,8 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Chapter:
-    """A chapter of a document; `missing` says why it is empty. `lists` are headings, "" for none,
-    with their sentences; `code` is a text with its summary, folded where that is not ""."""
+    """A chapter of a document; `missing` is the reason if it is empty. `lists` are headings ("" for
+    none) with their sentences; `code` is (summary, text), folded if the summary is not ""."""
 
     identity: str = ""
     title: str = ""
@@ -66,7 +66,7 @@ class Chapter:
 
 
 class NoticeBox(NamedTuple):
-    """What a reader should see before all chapters: lines, each with a key or "" before it."""
+    """Box in front of all chapters: lines, each with a key, or "" without one."""
 
     identity: str
     title: str
@@ -76,8 +76,8 @@ class NoticeBox(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PageDocument:
-    """A page: its `kind` stands above the title, `lines` and `cards` below; `boxes` without a line
-    are left out. `source` is the verb that writes it."""
+    """A page: `kind` above the title, `lines` and `cards` below it; `boxes` without a line are left
+    out. `source` is the verb that writes the page."""
 
     kind: str
     title: str
@@ -89,7 +89,7 @@ class PageDocument:
 
     def to_html(self) -> str:
         """The page, in both colour schemes."""
-        # Its import takes a tenth of a second, which only a page waits for.
+        # Late: the import takes a tenth of a second.
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
         environment = Environment(
@@ -107,17 +107,17 @@ class PageDocument:
 
 
 def _visible(value: object) -> object:
-    """A value of the page; texts that are no markup without characters that steer a reader."""
+    """A value for the page; texts other than markup have their control characters replaced."""
     return visible(value) if type(value) is str else value
 
 
 def figures(*drawn: tuple[str, str] | tuple[str, str, str]) -> list[Figure]:
-    """Figures that show something, as trusted markup: their makers escape what comes from files."""
+    """The figures that are not empty, as trusted markup: their functions escape texts of files."""
     return [Figure(caption, *map(Markup, pictures)) for caption, *pictures in drawn if pictures[0]]
 
 
 def left_out(number: int, what: str) -> str:
-    """The sentence that a table which was cut needs."""
+    """Sentence on the rows that a cut table leaves out; "" if it is complete."""
     if number <= MAX_TABLE_ROWS:
         return ""
     return f" The table shows the first {MAX_TABLE_ROWS} of {number:,} {what}."
@@ -139,9 +139,9 @@ def plural(number: int, noun: str) -> str:
 
 
 def missing(run: Run, name: str) -> str:
-    """The reason for an empty chapter: the file `name` comes with the end of a run, or is lost."""
+    """Reason for an empty chapter: the file `name` is not written yet, damaged or missing."""
     if (run.folder / name).is_file():
         return f"{name} could not be read."
     if state_of(run) == "running":
-        return f"{name} is written at the end of the run, which is at work."
+        return f"{name} is written at the end of the run, which is still running."
     return f"No {name}."

@@ -1,4 +1,5 @@
-"""One paragraph on a run: what bounds its speed, or why it failed, and what to do next."""
+"""Explanation of a run in one paragraph: the bound of its speed or the cause of its failure, and
+the next command."""
 
 from __future__ import annotations
 
@@ -38,27 +39,26 @@ from moemesh.trace.run import (
 )
 from moemesh.watch.failures import CAUSES, cause_of, culprit_of, is_disk_full
 
-# The health of a run: losses beside each other, steps that were left out, failures it survived.
+# Health of a run: losses, skipped steps, survived failures.
 
 
-#: A loss that rose by less than this share is noise.
+#: Relative rise of a loss below which it is noise.
 _NOTICEABLE = 0.03
-#: A rise is no chance from so many times the noise of a part on.
+#: Multiple of the noise of a part above which a rise is significant.
 _NOISES = 3
-#: Validation this much above training, and by this share of it, is a gap worth a word.
+#: Least gap between validation and training loss that is reported: absolute, and relative.
 _GAP, _GAP_SHARE = 0.1, 0.1
-#: A run is judged by its losses from so many steps on; they are taken in so many parts.
+#: Least number of steps for a verdict on the losses, and number of parts of the run for medians.
 _LEAST_STEPS, _PARTS = 40, 20
-#: Parts of the losses of which the first and the last are compared.
+#: Number of parts of the losses for a comparison of the first with the last.
 _THIRDS = 3
-#: Gradients are uneven where the largest norm is so many times the median.
+#: Ratio of the largest gradient norm to the median above which gradients are uneven.
 _UNEVEN = 10
 _LONGEST = 160
 _MOST_FAILURES = 3
 
 
-#: Kinds of events that a reader of a run should know, the worst first, each with the label of its
-#: line, and how one and several of them are called.
+#: Kinds of events worth a line, the worst first: kind, label of the line, singular, plural.
 _KINDS = (
     ("rollback", "returned", "return to a checkpoint", "returns to a checkpoint"),
     ("skipped", "skipped", "step left out", "steps left out"),
@@ -74,18 +74,18 @@ _MOST_KINDS = 3
 
 
 class Losses(NamedTuple):
-    """`line`: training and validation with what they are judged by; `verdict`: a sentence where
-    they are not as they should be, else ""; `change`: a `--set` argument against it, or "";
-    `goes_on`: whether the change is for the steps ahead, rather than for a run from the start."""
+    """Losses of a run. `line`: training, validation and unigram loss; `verdict`: a sentence on a
+    problem, or ""; `change`: a `--set` argument against it, or ""; `continues`: whether the change
+    applies to further steps of the run, or to a new run from the start."""
 
     line: str = ""
     verdict: str = ""
     change: str = ""
-    goes_on: bool = False
+    continues: bool = False
 
 
 def losses_of(run: Run) -> Losses:
-    """The newest losses of `run`, beside the unigram entropy of its data."""
+    """The newest losses of `run`, compared with the unigram entropy of its data."""
     rows = [row for row in run.metrics if math.isfinite(row.loss)]
     if not rows:
         return Losses()
@@ -110,7 +110,7 @@ def _verdict(
     validated: Sequence[tuple[int, float]],
     unigram: float | None,
 ) -> tuple[str, str, bool]:
-    # Twentieths of a run, or single steps of a shorter one: (first step, last step, median loss).
+    # Parts of the run, or single steps of a short one: (first step, last step, median loss).
     cuts = [index * len(rows) // _PARTS for index in range(_PARTS + 1)]
     parts = [
         (rows[a].step, rows[b - 1].step, statistics.median(row.loss for row in rows[a:b]))
@@ -119,8 +119,8 @@ def _verdict(
     ]
     first, last, lowest = min(parts, key=lambda part: part[2])
     newest, latest = rows[-1].step, parts[-1][2]
-    # Chance moves the median of a part by about the usual difference of neighbouring steps over
-    # the square root of its steps.
+    # Noise of the median of a part: usual difference of neighbouring steps over the square root of
+    # the number of steps.
     steps = [abs(b.loss - a.loss) for a, b in itertools.pairwise(rows)]
     noise = statistics.median(steps) / math.sqrt(max(1, len(rows) / _PARTS)) if steps else 0.0
     rose = latest > lowest + max(_GAP, _NOTICEABLE * lowest, _NOISES * noise)
@@ -129,7 +129,7 @@ def _verdict(
         name, loss = "validation", validated[-1][1]
     is_judged = newest >= _LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
-        # Four times the steps so far, unless as many are ahead already.
+        # Four times the steps so far, unless the run has more configured.
         more_steps = f"train.steps={4 * newest}" if 4 * newest > (run.num_steps or 0) else ""
         higher = higher_rate(run)
         # A rate below the usual one gains more from a higher one than from more steps.
@@ -157,8 +157,9 @@ def _verdict(
         return "", "", False
     if rose:
         return (
-            f"The training loss rose again, from {lowest:.2f} at steps {first:,} to {last:,} to "
-            f"{latest:.2f}: lower train.lr or train.clip, or look at the data read since.",
+            f"The training loss rose after its minimum, from {lowest:.2f} at steps "
+            f"{first:,} to {last:,} to {latest:.2f}: lower train.lr or train.clip, or check the "
+            "data read since.",
             lower_rate(run),
             False,
         )
@@ -179,7 +180,7 @@ def _verdict(
     if gap > max(_GAP, _GAP_SHARE * loss):
         text = (
             f"The validation loss is {gap:.2f} above the training loss: the text that is held "
-            "out differs, or the run learns its samples by heart."
+            "out differs, or the run memorises its samples."
         )
         return text, "", False
     return "", "", False
@@ -195,14 +196,14 @@ def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
     size = max(1, len(losses) // _THIRDS)
     first, last = losses[:size], losses[-size:]
     fall = statistics.fmean(first) - statistics.fmean(last)
-    # Around its own line, a third scatters by chance alone.
+    # Noise of the mean of a third, from differences of neighbouring steps.
     pairs = [abs(b - a) for part in (first, last) for a, b in itertools.pairwise(part)]
     noise = statistics.fmean(pairs) / math.sqrt(size) if pairs else 0.0
     parts = [losses[a : a + max(1, size // _THIRDS)] for a in range(0, len(losses), size)]
     highest = max(statistics.median(part) for part in parts)
     if rose or fall < -max(_GAP, _NOISES * noise) or highest > losses[0] + max(1.0, 9 * noise):
         return "rises"
-    # No chance, and no single jump: the middle lies between both ends.
+    # A steady fall, unlike noise or a single jump, has its middle between both ends.
     middle = statistics.fmean(losses[size : len(losses) - size] or losses)
     is_steady = min(first) > max(last) or statistics.fmean(first) > middle > statistics.fmean(last)
     if len(losses) < _THIRDS or fall <= _NOISES * noise or not is_steady:
@@ -242,9 +243,9 @@ def lower_rate(run: Run) -> str:
 
 
 def troubles_of(run: Run) -> list[tuple[str, str]]:
-    """(label, text) of what happened besides steps, the worst first: failures that the run went on
-    from, steps left out, jumps of the loss, alarms."""
-    found: list[tuple[str, str]] = []
+    """Lines (label, text) on problems, the worst first: survived failures, skipped steps, jumps of
+    the loss, alarms."""
+    lines: list[tuple[str, str]] = []
     if failures := run.earlier_failures:
         texts = list[str]()
         for failure in failures[-_MOST_FAILURES:]:
@@ -252,8 +253,8 @@ def troubles_of(run: Run) -> list[tuple[str, str]]:
             action = f", {failure['action']}" if failure.get("action") else ""
             texts.append(one_line(f"{cause_of(failure).name} ({place}){action}"))
         newest = "" if len(failures) <= _MOST_FAILURES else f", the newest {_MOST_FAILURES}"
-        told = f"{plural(len(failures), 'failure')}{newest}: {'; '.join(texts)} (failures/)"
-        found.append(("survived", told))
+        summary = f"{plural(len(failures), 'failure')}{newest}: {'; '.join(texts)} (failures/)"
+        lines.append(("survived", summary))
     by_kind: defaultdict[str, list[Event]] = defaultdict(list)
     for event in run.events:
         kind = "spike" if event.kind == "alarm" and JUMPED in event.text else event.kind
@@ -263,26 +264,25 @@ def troubles_of(run: Run) -> list[tuple[str, str]]:
         number = f"1 {one}" if len(events) == 1 else f"{len(events):,} {several}"
         last = "" if len(events) == 1 else ", the last"
         text = one_line(events[-1].text.removeprefix("alarm: "))
-        found.append((label, f"{number}{last}: {text}"))
+        lines.append((label, f"{number}{last}: {text}"))
     if run.warnings:
-        found.append(("files", one_line("; ".join(run.warnings))))
-    return found
+        lines.append(("files", one_line("; ".join(run.warnings))))
+    return lines
 
 
 def one_line(text: str, longest: int = _LONGEST) -> str:
-    """The text on one line, without the full stop that follows anyway, cut after `longest`
-    characters."""
+    """The text on one line, without a trailing full stop, cut after `longest` characters."""
     flat = " ".join(text.split()).rstrip(". ")
     return flat if len(flat) <= longest else f"{flat[: longest - 2].rstrip()} …"
 
 
 _MAX_MESSAGE = 400
-#: Labelled lines below the paragraph, and the width of a label.
+#: Most labelled lines below the paragraph, and the width of a label.
 _MOST_LINES, _LABEL = 7, 10
 #: Smaller shares of a step are not listed.
 _SHOWN = 0.005
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
-_KILLED = "without a word (it was killed, or the machine went down)"
+_KILLED = "without a record (it was killed, or the machine went down)"
 _STATES: dict[State, str] = {
     "finished": "finished {step}",
     "running": "is at {step}",
@@ -290,16 +290,16 @@ _STATES: dict[State, str] = {
     "interrupted": f"ended after {{step}} {_KILLED},",
     "failed": "failed after {step},",
 }
-#: Causes that take less than this share of a step are not spoken of beside the first one.
+#: Least share of a step for causes after the first one.
 _MINOR = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """`cause`: a name of the tables of causes, "unknown" where the files say too little. `shares`
-    of a step by cause, `facts`: name -> (number, file). `sentences` of the paragraph, the answer
-    first; `lines`: (label, text) of what stands below; `command`: what to run next, "" where
-    nothing follows."""
+    """Explanation of a run. `cause`: name in the tables of causes, "unknown" if records are
+    missing. `shares` of a step by cause; `facts`: name -> (number, file). `sentences` of the
+    paragraph, the answer first; `lines`: (label, text) below it; `command`: the next command, or
+    ""."""
 
     run: str
     state: State
@@ -314,25 +314,25 @@ class Explanation:
 
     @property
     def text(self) -> str:
-        """The paragraph, the command and the lines, each on a line of its own."""
+        """The paragraph, the command and the lines, each on its own line."""
         return self.wrapped(1 << 20)
 
     def wrapped(self, width: int) -> str:
-        """The same in lines of at most `width` characters; a command is never broken."""
-        found = textwrap.wrap(" ".join(self.sentences), width, **_WHOLE_WORDS)
+        """:attr:`text` wrapped to `width` characters; a command is never broken."""
+        rows = textwrap.wrap(" ".join(self.sentences), width, **_WHOLE_WORDS)
         if self.command:
-            found += [f"next: {self.command}"]
+            rows += [f"next: {self.command}"]
         if self.lines:
-            found.append("")
+            rows.append("")
         for label, text in self.lines:
-            found += textwrap.wrap(
+            rows += textwrap.wrap(
                 text,
                 width,
                 initial_indent=f"{label:<{_LABEL}}",
                 subsequent_indent=" " * _LABEL,
                 **_WHOLE_WORDS,
             )
-        return "\n".join(found)
+        return "\n".join(rows)
 
     def to_json(self) -> dict[str, Any]:
         facts = self.facts.items()
@@ -351,13 +351,13 @@ class Explanation:
 
 
 def explain(run: Run) -> Explanation:
-    """What the folder of `run` says, and the planner beside it where a cluster is known."""
+    """Explains `run` from its records, compared with the planned step if the cluster is known."""
     state = state_of(run)
     evidence = evidence_of(run)
     if run.failure is not None:
         return _failed(run, evidence, run.failure)
-    # Causes with a share of the step, the largest first; none unless compute is known, too: a
-    # small share of the known ones would say nothing about the rest.
+    # Causes with a share of the step, the largest first. Without the share of compute, a small
+    # share of another cause does not explain the step.
     shares = evidence.shares
     bounds = sorted((name for name in BOUNDS if name in shares), key=lambda name: -shares[name])
     if bounds and "compute" not in shares and shares[bounds[0]] < 0.5:
@@ -390,14 +390,14 @@ def explain(run: Run) -> Explanation:
     if losses.verdict:
         sentences.append(losses.verdict)
         changes = (losses.change,) if losses.change else ()
-        command = command or _changed(run, changes, goes_on=losses.goes_on)
+        command = command or _changed(run, changes, continues=losses.continues)
     if collapse := collapse_text(run.loads):
         sentences.append(collapse)
         raised = 10 * float(run.section("model").get("aux_loss_coefficient", 0)) or 0.01
         change = f"model.aux_loss_coefficient={raised:g}"
-        command = command or _changed(run, [change], goes_on=False)
+        command = command or _changed(run, [change], continues=False)
     if bounds and not losses.verdict and state != "interrupted":
-        # What computes is not lost: the largest of the other parts is what a change can remove.
+        # Compute is not lost time: the remedy is for the largest other part.
         remedy = next((name for name in bounds if name != "compute"), bounds[0])
         text, advice, proposed = BOUNDS[remedy](evidence)
         stated = BOUNDS[cause](evidence)[0]
@@ -413,7 +413,7 @@ def explain(run: Run) -> Explanation:
         if state == "running":
             rest = "timeline.json is written at the end of the run"
         sentences += [
-            f"Where the time of a step goes cannot be said: {rest}.",
+            f"The time of a step cannot be explained: {rest}.",
             *_plan(evidence, run.planned),
         ]
     return Explanation(
@@ -430,14 +430,14 @@ def explain(run: Run) -> Explanation:
 
 
 def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], ...]:
-    """What stands below the paragraph: troubles first, then losses, time, speed and memory."""
-    found = troubles_of(run)
+    """Lines below the paragraph: problems first, then losses, time, speed and memory."""
+    lines = troubles_of(run)
     if losses:
-        found.append(("loss", losses))
+        lines.append(("loss", losses))
     shares = [(name, share) for name, share in evidence.shares.items() if share >= _SHOWN]
     if shares:
         shares.sort(key=lambda one: -one[1])
-        found.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
+        lines.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
     if run.current and evidence.seconds is not None:
         speed = statistics.median(row.tokens_per_second for row in run.current)
         median = f"{evidence.seconds:.3g} s a step (median{run.of_steps})"
@@ -447,49 +447,49 @@ def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], 
             parts.append(f"{flop_rate(rate)} a rank")
         if mfu is not None:
             parts.append(f"MFU {mfu:.1%}")
-        found.append(("speed", ", ".join(parts)))
+        lines.append(("speed", ", ".join(parts)))
     if run.memory is not None and run.memory.ranks:
         peak = format_bytes(run.memory.peak)
         figures = [f"{run.memory.peak_words}, of the fullest rank: {peak}"]
         for words, name in ((MEASURED_HELD, "measured"), (PREDICTED_HELD, "predicted")):
             if (size := evidence.fact(f"held bytes {name}")) is not None:
                 figures.append(f"{words}: {format_bytes(size)}")
-        found.append(("memory", "; ".join(figures)))
-    return tuple(found[:_MOST_LINES])
+        lines.append(("memory", "; ".join(figures)))
+    return tuple(lines[:_MOST_LINES])
 
 
 def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:
-    """The predictions beside what was measured, in one sentence."""
-    told: list[str] = []
+    """One sentence on predictions and measurements."""
+    parts: list[str] = []
     if planned is not None and evidence.seconds:
         largest = max(planned.parts, key=lambda name: planned.parts[name], default="")
         difference = planned.seconds / evidence.seconds - 1
-        told.append(
+        parts.append(
             f"{planned.seconds:.4g} s a step on {planned.cluster} (mostly {largest}), "
             f"{evidence.seconds:.4g} s were measured ({difference:+.0%} from the measurement)"
         )
     if (bubble := evidence.fact("simulated bubble")) is not None:
-        told.append(f"a pipeline that is idle in {bubble:.0%} of a step by its schedule alone")
+        parts.append(f"a pipeline that is idle in {bubble:.0%} of a step by its schedule alone")
     expected, sent = evidence.fact("bytes predicted"), evidence.fact("bytes measured")
     if expected is not None and sent is not None:
         before, after = format_bytes(expected), format_bytes(sent)
-        found = "as was sent" if before == after else f"{after} were sent"
-        told.append(f"{before} of traffic a step, {found}")
-    return [f"The plan expects {'; '.join(told)}."] if told else []
+        measured = "as was sent" if before == after else f"{after} were sent"
+        parts.append(f"{before} of traffic a step, {measured}")
+    return [f"The plan expects {'; '.join(parts)}."] if parts else []
 
 
-def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str:
-    """The command that trains with `overrides`; "" where there are none, or they are illegal.
+def _changed(run: Run, overrides: Sequence[str], *, continues: bool = True) -> str:
+    """The command that trains with `overrides`; "" without any, or if they are illegal.
 
-    A run that has finished goes on in its folder, to twice its steps unless `overrides` name them,
-    with the permissions that its folder asks for. One that is still at work, and one that should
-    not go on from its weights, are trained anew in a folder beside it.
+    With `continues` a finished run is resumed in its folder, to twice its steps unless `overrides`
+    has them, with the required permissions. Otherwise, and while the run is still active, a new run
+    is started in a sibling folder.
     """
     file, folder = run.folder / "config.toml", run.folder
     if not overrides or not file.is_file():
         return ""
-    goes_on = goes_on and state_of(run) == "finished" and bool(run.metrics)
-    if goes_on and not any(one.startswith("train.steps=") for one in overrides):
+    continues = continues and state_of(run) == "finished" and bool(run.metrics)
+    if continues and not any(one.startswith("train.steps=") for one in overrides):
         overrides = [*overrides, f"train.steps={2 * run.metrics[-1].step}"]
     try:
         before, after = (
@@ -500,11 +500,11 @@ def _changed(run: Run, overrides: Sequence[str], *, goes_on: bool = True) -> str
     except UserError:
         return ""
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    if goes_on and all(change.kind != "model" for change in changes):
+    if continues and all(change.kind != "model" for change in changes):
         for change in changes:
             arguments += ["--allow-change", change.key] if change.kind == "training" else []
     else:
-        if before.train.checkpoint_folder:  # that of the old run is its own
+        if before.train.checkpoint_folder:  # it belongs to the old run
             arguments = ["--set", "train.checkpoint_folder=", *arguments]
         changed = re.sub("[=/.]", "-", overrides[-1])
         folder = folder.with_name(f"{folder.name}-{changed}")
@@ -522,7 +522,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
         f"{kind}: {message}." if message else f"{kind}.",
     ]
     if action := failure.get("action"):
-        sentences.append(f"What was done: {one_line(str(action), _MAX_MESSAGE)}.")
+        sentences.append(f"Action taken: {one_line(str(action), _MAX_MESSAGE)}.")
     arguments: Sequence[str] = cause.arguments
     if cause.name == "diverged" and (lower := lower_rate(run)):
         arguments = ("--set", lower, "--allow-change", "train.lr")
@@ -533,12 +533,12 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     command = _resume(run, arguments)
     finite, newest = failure.get("finite_step"), newest_checkpoint(run.folder)
     if cause.name == "diverged" and isinstance(finite, int) and newest >= finite:
-        # Nothing was finite with the weights that the next start would go on from.
+        # The weights of the newest checkpoint gave no finite step.
         sentences.append(
-            f"The checkpoint of step {newest:,} holds the weights that gave no finite step: begin "
-            "anew in another folder."
+            f"The checkpoint of step {newest:,} holds the weights that gave no finite step: start "
+            "a new run in another folder."
         )
-        command = _changed(run, [lower_rate(run)], goes_on=False) or command
+        command = _changed(run, [lower_rate(run)], continues=False) or command
     if cause.name == "damaged checkpoint":
         command = shlex.join(["moemesh", "checkpoint", "verify", str(run.folder)])
     if (bundle := failure.get("bundle")) and str(bundle) not in message:
@@ -560,15 +560,15 @@ def _checkpoint(folder: Path) -> str:
     with suppress(OSError, ConfigError):
         config = load_run([folder / "config.toml"], [], environ={}).config
         if place := config.train.checkpoint_folder:
-            return f"The next start goes on from the newest checkpoint in {place}, if there is one."
+            return f"The next start resumes from the newest checkpoint in {place}, if one exists."
     if not step:
-        return "There is no checkpoint: the next start begins again."
-    return f"The next start goes on from the checkpoint of step {step:,}."
+        return "The run has no checkpoint: the next start begins at step 1."
+    return f"The next start resumes from the checkpoint of step {step:,}."
 
 
 def _resume(run: Run, arguments: Sequence[str] = ()) -> str:
-    """The command of the newest start, or one that does the same, with the options `arguments` in
-    place of its own of the same keys."""
+    """The command of the newest start, or an equivalent one, with `arguments` in place of its
+    options for the same keys."""
     words = shlex.split(command_of(run))
     if not words and (run.folder / "config.toml").is_file():
         words = ["moemesh", "train", str(run.folder)]
@@ -577,7 +577,7 @@ def _resume(run: Run, arguments: Sequence[str] = ()) -> str:
     given = iter([*words, *arguments] if words else ())
     for word in given:
         option, equals, value = word.partition("=")
-        if option in ("--set", "--allow-change"):  # of a key given twice the last one counts
+        if option in ("--set", "--allow-change"):  # the last value of a repeated key counts
             value = value if equals else next(given, "")
             options[option, value.partition("=")[0].strip()] = value
         else:

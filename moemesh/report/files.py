@@ -1,4 +1,4 @@
-"""Pictures and traces into files that a user names."""
+"""Atomic writes of pictures and traces to files named by the user."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from moemesh.config.errors import UserError
 
 
 def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False) -> None:
-    """Write each text to its path, a file at once or not at all. Raises UserError, with nothing
-    written, when a path cannot be one of a file, or is one of another kind: a file of the user's
-    own. `replaces`: the user has said that it goes."""
+    """Write each text to its path, each file completely or not at all. Raises UserError before any
+    write if a path cannot be a file, or is an existing file of another kind (the user's own),
+    unless `replaces`."""
     for path, content in contents:
         check_target(path, "" if replaces else kind_of(content))
     for path, content in contents:
@@ -26,8 +26,8 @@ def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False)
 
 
 def replace_file(path: Path, content: str) -> Path:
-    """Write a text whole or not at all, in place of what was there; returns the path. A lone
-    surrogate (legal in JSON, not in UTF-8) does not lose it."""
+    """Replace a file by a text, completely or not at all; returns the path. Lone surrogates (legal
+    in JSON, not in UTF-8) are replaced."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(content.encode("utf-8", errors="replace"))
@@ -38,23 +38,23 @@ def replace_file(path: Path, content: str) -> Path:
 
 
 def kind_of(content: str) -> str:
-    """The begin that all files of a kind share: the first tag, the first key of JSON, a few
-    letters of anything else."""
+    """Prefix that all files of a kind share: the first tag, the first key of JSON, or the first 12
+    characters."""
     if content.startswith("<"):
         return content.partition(" ")[0].partition(">")[0]
     return content.partition(":")[0] if content.startswith("{") else content[:12]
 
 
 def check_target(path: Path, kind: str = "") -> None:
-    """Raise UserError when `path` cannot be that of a file, or is one that does not begin with
-    `kind` (:func:`kind_of`), and so is not from the verb that would replace it."""
+    """Raise UserError if `path` cannot be a file, or is a file that does not begin with `kind`
+    (:func:`kind_of`), and so was not written by this verb."""
     if not path.parent.is_dir():
-        raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+        raise UserError(f"{path} cannot be written: the folder {path.parent} does not exist")
     if path.is_dir():
         raise UserError(f"{path} cannot be written: it is a folder")
     if not kind or not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb") as file:
-        own = file.read(len(kind.encode())) == kind.encode()
-    if not own:
+        is_same_kind = file.read(len(kind.encode())) == kind.encode()
+    if not is_same_kind:
         raise UserError(f"{path} is not replaced: it was not written by this verb; name another")

@@ -1,4 +1,4 @@
-"""Heat maps: loads of experts over layers and steps, loads of GPUs, relevance of experts."""
+"""Heat maps of expert loads over layers and steps, of GPU loads, and of expert relevance."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from moemesh.report import svg
 from moemesh.trace.loads import LayerLoads
 
-#: A colour for values up to a limit, and its name in the legend: (limit, colour, name).
+#: Upper limit of values, their colour, and its name in the legend.
 HeatClass = tuple[float, str, str]
 Matrix = list[list[float]]
 
 
 def _classes(limits: Sequence[float], colours: str, balanced: int) -> tuple[HeatClass, ...]:
-    """Classes up to each of `limits`, and one above; the class `balanced` says so in its name."""
+    """Classes up to each of `limits`, and one above; the name of class `balanced` gets a note."""
     first, last = f"below {limits[0]:g}", f"above {limits[-1]:g}"
     names = [first, *(f"{low:g} to {high:g}" for low, high in pairwise(limits)), last]
     names[balanced] += " (balanced)"
@@ -28,8 +28,8 @@ DEAD = "#b3261e"
 EXPERT_CLASSES = _classes(
     (0.5, 0.8, 1.25, 2.0, 4.0), "#ffffd0 #c7e9b4 #7fcdbb #2c8fbd #225ea8 #0c1d5c", 2
 )
-#: Load of a GPU over its layer's mean. Finer around 1 than for experts: every percent of the most
-#: loaded GPU is a percent of the layer's time.
+#: Load of a GPU over its layer's mean. Classes are finer around 1 than for experts: the load of the
+#: fullest GPU determines the layer's time.
 GPU_CLASSES = _classes(
     (0.5, 0.95, 1.02, 1.1, 1.5, 2.0),
     "#ffffd0 #d5eeb3 #8ed1bd #41a5c2 #2272b2 #233f93 #0c1d5c",
@@ -44,22 +44,23 @@ RELEVANCE_CLASSES: tuple[HeatClass, ...] = (
     (6.0, "#2272b2", "to 6"),
     (float("inf"), "#0c1d5c", "above 6"),
 )
-#: All cells of all panels of one figure of steps: bounds the size of the page.
+#: Most cells, panels, rows and columns of a figure of steps; they bound the size of the page.
 _MAX_CELLS, _MAX_PANELS, _MAX_ROWS, _MAX_COLUMNS = 20_000, 12, 64, 120
-#: More layers or GPUs than this are drawn as the maximum of neighbours: a hot GPU must not vanish.
+#: Most rows and columns of a figure of GPUs; a cell of several shows their maximum, so that a hot
+#: GPU stays visible.
 _MAX_LAYERS, _MAX_GPUS = 96, 256
 _LEFT = 64.0
 
 
 def heat_colour(classes: Sequence[HeatClass], value: float) -> str:
-    """The colour of the first class whose limit `value` does not exceed; of no load, red."""
+    """Colour of the first class whose limit is at least `value`; red for an expert without load."""
     if classes is EXPERT_CLASSES and value <= 0:
         return DEAD
     return next(colour for limit, colour, _ in classes if value <= limit)
 
 
 def over_mean(values: Sequence[float]) -> list[float]:
-    """Each value over the mean of all; 1 where that is 0."""
+    """Each value over the mean of all; 1 if the mean is 0."""
     mean = sum(values) / len(values) if len(values) else 0.0
     return [float(value / mean) if mean else 1.0 for value in values]
 
@@ -82,8 +83,8 @@ def _panel(
     rows: Iterable[tuple[float, str]],
     frames: str = "",
 ) -> str:
-    """A matrix as boxes, `cell` high, runs of one colour in a row being one; names of the first and
-    the last column stand `below`, of `rows` at their heights to the left."""
+    """A matrix as boxes of height `cell`; runs of one colour in a row are one box. `below`: names
+    of the first and last column; `rows`: (height, name) of labels to the left."""
     boxes: defaultdict[str, list[str]] = defaultdict(list)
     for y, row in enumerate(matrix):
         colours, start = [heat_colour(classes, value) for value in row], 0
@@ -113,10 +114,10 @@ def _panel(
 
 def by_layer(loads: Sequence[LayerLoads]) -> dict[int, list[LayerLoads]]:
     """Loads of each layer, ascending by layer and step."""
-    found: defaultdict[int, list[LayerLoads]] = defaultdict(list)
+    loads_of: defaultdict[int, list[LayerLoads]] = defaultdict(list)
     for load in sorted(loads, key=lambda load: (load.layer, load.step)):
-        found[load.layer].append(load)
-    return dict(found)
+        loads_of[load.layer].append(load)
+    return dict(loads_of)
 
 
 def mean_imbalance(loads: Sequence[LayerLoads]) -> float:
@@ -125,16 +126,16 @@ def mean_imbalance(loads: Sequence[LayerLoads]) -> float:
 
 
 def _mean_loads(loads: Sequence[LayerLoads]) -> list[float]:
-    """Mean tokens of each expert over some loads; shorter ones are padded with zeros."""
+    """Mean tokens of each expert over `loads`; shorter ones are padded with zeros."""
     columns = zip_longest(*(load.tokens_per_expert for load in loads), fillvalue=0)
     return [sum(column) / len(loads) for column in columns]
 
 
 def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
-    """One panel a layer: steps to the right, experts downwards, load over the mean as colour.
+    """One panel for each layer: steps to the right, experts downwards, load over mean as colour.
 
-    Neighbouring steps and, past 64, neighbouring experts are averaged into one cell. With more than
-    12 layers the most unbalanced ones are drawn. "" when there are no loads.
+    Neighbouring steps, and neighbouring experts beyond 64, are averaged into one cell. Of more than
+    12 layers the most unbalanced ones are drawn. "" without loads.
     """
     layers = {
         layer: items
@@ -203,13 +204,13 @@ def _layers_figure(
     key, used = _legend(classes)
     body, top, width = [key], used + 26, svg.WIDTH - _LEFT
     for name, layers, matrix, columns in panels:
-        # Frames need room.
+        # Frames need larger cells.
         cell = min(max((320 if framed else 220) / len(matrix), 3.0), 18.0)
         each, inset = width / columns, 1.0
         height = len(matrix) * cell
         rows = [(top + min(10.0, height), f"layer {layers[0]}")]
         rows += [(top + height, str(layers[-1]))] if len(layers) > 1 and height >= 20 else []
-        # Not in the scaled group: strokes would be scaled, too, by drawers that know no other way.
+        # Outside of the scaled group: some renderers scale strokes with it.
         frames = "".join(
             f'<rect x="{svg.coordinate(_LEFT + place * each + inset)}" '
             f'y="{svg.coordinate(top + row * cell + inset)}" '

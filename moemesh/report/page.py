@@ -1,4 +1,4 @@
-"""The pages of a run and of two runs: HTML files that need nothing else, no network, no script."""
+"""Pages of a run, and of the comparison of two runs, as self-contained HTML files."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from moemesh.trace.run import Run, State, median_of, state_of
 
 NAME, COMPARISON = "report.html", "comparison.html"
 
-#: What is longer is cut, so that the page keeps its size whatever the run.
+#: Longest texts, in characters; they bound the size of the page.
 _MAX_TEXT = 64_000
 _MAX_VALUE, _MAX_SHOWN = 300, 200
-#: A run that has not finished a step.
+#: Note on a run without a finished step, by state.
 NO_STEP: dict[State, str] = {
     "finished": "The run finished without a step.",
-    "running": "The run is at work and has finished no step so far.",
+    "running": "The run is still running and has not finished a step yet.",
     "stopped": "The run was stopped before its first step was finished.",
-    "interrupted": "The run ended before its first step was finished, without a word: it was "
-    "killed, or the machine went down; logs/ holds what its ranks wrote.",
+    "interrupted": "The run ended before its first step was finished, without a record: it was "
+    "killed, or the machine went down; logs/ holds the output of its ranks.",
     "failed": "The run failed before its first step was finished.",
 }
 
@@ -49,24 +49,24 @@ NO_STEP: dict[State, str] = {
 def write(run: Run | Path | str, out: Path | None = None) -> Path:
     """Write `report.html` into the folder of `run`, or the page to `out`, and return its path.
 
-    Raises RunError (a ValueError) when the folder holds no run. An older report stays until the new
-    one is complete.
+    Raises RunError (a ValueError) if the folder holds no run. An older report is replaced when the
+    new one is complete.
     """
     run = run if isinstance(run, Run) else Run.load(run)
     return replace_file(out or run.folder / NAME, document(run).to_html())
 
 
 def document(run: Run) -> PageDocument:
-    """Everything that the folder of `run` tells."""
+    """Document of all records in the folder of `run`."""
     state = state_of(run)
-    # When, where and by which command the run was started, as far as its folder tells.
+    # Time, hosts and command of the run's starts, if recorded.
     starts = [str(start.get("started", "")) for start in run.starts]
     starts = starts or [event.time for event in run.events if event.kind == "start"]
     last: Mapping[str, Any] = run.starts[-1] if run.starts else {}
     lines: list[str] = []
     if starts:
-        again = f", again {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
-        lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{again}.")
+        resumed = f", resumed {starts[-1][:16].replace('T', ' ')} UTC" if len(starts) > 1 else ""
+        lines.append(f"Started {_cut(starts[0][:19].replace('T', ' '), 40)} UTC{resumed}.")
     hosts = last.get("hosts")
     if isinstance(hosts, list):
         hosts_named = ", ".join(
@@ -78,14 +78,14 @@ def document(run: Run) -> PageDocument:
         lines.append(f"On {_cut(hosts_named, _MAX_VALUE)}.")
     if command := command_of(run):
         lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
-    # Degrees that are not said are 1; the number of ranks follows where they are numbers.
+    # Missing degrees are 1; the number of ranks is their product.
     plan = run.plan or run.section("plan")
     values = [plan.get(name, 1) for name in DEGREES] if plan else []
     degrees = [(name, _cut(str(n), 20)) for name, n in zip(DEGREES, values, strict=False)]
     ranks = [n for n in values[:4] if isinstance(n, int) and n is not True and 0 < n < 10**9]
     if len(ranks) == 4:
         degrees.insert(0, ("ranks", str(prod(ranks))))
-    # The numbers that one looks for first.
+    # The most important numbers.
     facts: list[tuple[str, str]] = [("State", state)]
     rows, unit = run.metrics, run.loss_unit
     if rows:
@@ -110,8 +110,8 @@ def document(run: Run) -> PageDocument:
         newest = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == newest)
         facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
-    facts_of_it = list((run.failure or {}).items())[:MAX_TABLE_ROWS]  # texts are cut, too
-    failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in facts_of_it]
+    details = list((run.failure or {}).items())[:MAX_TABLE_ROWS]  # texts are cut, too
+    failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in details]
     failure = failure or [("", "")] * (run.failure is not None)
     unread = "Not everything could be read"
     text = _cut(run.config_text, _MAX_TEXT)
@@ -139,7 +139,7 @@ def document(run: Run) -> PageDocument:
 
 
 def command_of(run: Run) -> str:
-    """The command of the newest start; "" where the folder does not tell."""
+    """The command of the newest start; "" if it is not recorded."""
     argv = run.starts[-1].get("argv") if run.starts else None
     return shlex.join(map(str, cast("list[object]", argv))) if isinstance(argv, list) else ""
 
@@ -149,7 +149,7 @@ def _cut(value: str, length: int) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """Seconds for people: 12.3 s, 4 min 5 s, 3 h 12 min."""
+    """Duration as text: 12.3 s, 4 min 5 s, 3 h 12 min."""
     if not seconds >= 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -161,15 +161,15 @@ def _clock(seconds: float) -> str:
 def write_comparison(first: Path | str, second: Path | str, out: Path | None = None) -> Path:
     """Write the comparison of two run folders to `out`, by default `comparison.html` in the first.
 
-    Raises RunError (a ValueError) when a folder holds no run.
+    Raises RunError (a ValueError) if a folder holds no run.
     """
     runs = Run.load(first), Run.load(second)
     return replace_file(out or runs[0].folder / COMPARISON, comparison(*runs).to_html())
 
 
 def comparison(*runs: Run) -> PageDocument:
-    """Everything that differs between two runs."""
-    # Names of the folders, with what lies above them where both have the same name.
+    """Document of the differences between two runs."""
+    # Names of the folders, with their parents if both have the same name.
     folders = [run.folder.resolve() for run in runs]
     names = [folder.name for folder in folders]
     if names[0] == names[1]:
@@ -210,12 +210,13 @@ def comparison(*runs: Run) -> PageDocument:
 def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not all(run.config for run in runs):
         return Chapter(missing="A run has no config.toml, so nothing can be compared.")
-    found = compare(*(run.config_text for run in runs))
+    changes = compare(*(run.config_text for run in runs))
     follows = [following(run.config_text) for run in runs]
-    if not found and follows[0] == follows[1]:
+    if not changes and follows[0] == follows[1]:
         return Chapter(note="Every key has the same value.")
-    rows = [(one.key, [one.old, one.new]) for one in found]
-    equal = (follows[0] ^ follows[1]) - {one.key for one in found}  # and set in one run alone
+    rows = [(change.key, [change.old, change.new]) for change in changes]
+    # Keys with equal values that one run alone sets.
+    equal = (follows[0] ^ follows[1]) - {change.key for change in changes}
     rows += [(key, [run.section("train").get(key[6:]) for run in runs]) for key in sorted(equal)]
     table = Table(
         caption="Keys that differ",
@@ -235,7 +236,7 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     return Chapter(tables=[table], note=left_out(len(rows), "keys"))
 
 
-#: Lines of the table of results: name, which value (:func:`_value`), its key in a row, its form.
+#: Lines of the table of results: name, kind of value (:func:`_value`), key in a row, format.
 _LINES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
     ("Steps", "last", "step", "{:,.0f}".format),
     ("Tokens", "total", "tokens", svg.short),
@@ -253,7 +254,7 @@ _LINES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 
 
 def _value(run: Run, which: str, key: str) -> float | None:
-    """A number of a run; None where it is not known."""
+    """A number of a run; None if it is unknown."""
     if which == "peak":
         return run.memory and (run.memory.peak or None)
     if which == "sent":
@@ -265,7 +266,7 @@ def _value(run: Run, which: str, key: str) -> float | None:
         return values[-1] if values else None
     if which == "total":
         return sum(values)
-    # One step's loss is noise: the mean of the last tenth of the steps, 100 at most.
+    # One step's loss is noisy: take the mean of the last tenth of the steps, at most 100.
     return statistics.fmean(values[-max(1, min(len(values) // 10, 100)) :])
 
 
@@ -293,7 +294,7 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
 
 
 def _change(first: float | None, second: float | None) -> str:
-    """From the first run to the second."""
+    """Relative change from the first run to the second, as text."""
     if first is None or second is None:
         return ""
     if first == second:
@@ -310,7 +311,7 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         for name, run in zip(names, runs, strict=True)
         for place, plan in run.marks
     ]
-    # Seconds in steps up to each of them.
+    # Cumulative seconds in steps.
     clocks = [list(accumulate(row.seconds for row in run.metrics)) for run in runs]
 
     def chart(
@@ -319,8 +320,8 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         series: list[curves.Series] = []
         for number, (name, run, clock) in enumerate(zip(names, runs, clocks, strict=True)):
             pairs = zip(clock, run.metrics, strict=True)
-            found = [(s if over_time else row.step, getattr(row, key)) for s, row in pairs]
-            points = [point for point in found if point[1] is not None]
+            values = [(s if over_time else row.step, getattr(row, key)) for s, row in pairs]
+            points = [point for point in values if point[1] is not None]
             dots = len(points) < 30
             if points:
                 series.append(curves.Series(name=name, points=points, colour=number, dots=dots))
@@ -342,15 +343,15 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
 
 
 def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
-    found = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
-    keys = sorted(found[0].keys() | found[1].keys())
+    totals = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
+    keys = sorted(totals[0].keys() | totals[1].keys())
     if not keys:
         return Chapter(missing="Neither run has a ledger.json.")
     rows = [
         (
             *(svg.clip(name, 40) for name in key),
-            *(format_bytes(sent.get(key, 0.0)) for sent in found),
-            _change(*(sent.get(key, 0.0) for sent in found)),
+            *(format_bytes(sent.get(key, 0.0)) for sent in totals),
+            _change(*(sent.get(key, 0.0) for sent in totals)),
         )
         for key in keys[:MAX_TABLE_ROWS]
     ]
@@ -375,11 +376,11 @@ def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     rows = [
         (
             name.replace("_", " "),
-            *(format_bytes(found[name]) for found in highest),
-            _change(*(float(found[name]) for found in highest)),
+            *(format_bytes(sizes[name]) for sizes in highest),
+            _change(*(float(sizes[name]) for sizes in highest)),
         )
         for name in (*PARTS, "peak")
-        if any(found[name] for found in highest)
+        if any(sizes[name] for sizes in highest)
     ]
     table = Table(
         caption=f"Memory of the rank that holds most of each class ({MEASURED_HELD})",

@@ -1,4 +1,4 @@
-"""Pictures of ranks: where each sits in the meshes of a plan, and who sends how much to whom."""
+"""Pictures of ranks: their places in the meshes of a plan, and the rows between pairs of ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import prod
 from moemesh.config.layout import Layout, shard_range
 from moemesh.report import svg
 
-#: Rows of ranks that are drawn; a larger world is cut, and the picture says so.
+#: Most rows of ranks; a larger world is cut, with a note in the picture.
 MOST_ROWS = 64
-#: Ranks of a row, unless the innermost axis alone has more.
+#: Most ranks of a row, unless the innermost axis has more.
 MOST_COLUMNS = 16
 _ROW, _LABEL, _NODE, _GAP = 20, 84, 66, 20
 _PANEL = (svg.WIDTH - _GAP) / 2
@@ -24,19 +24,19 @@ _VIEWS = (
 
 
 def draw_meshes(layout: Layout, num_experts: int = 0) -> str:
-    """An SVG of both meshes side by side, ranks in their order. On the left ranks of one colour
-    have the same sequences, on the right the same experts, named where `num_experts` is known."""
+    """An SVG of both meshes side by side, ranks in order. On the left ranks of one colour have the
+    same sequences, on the right the same experts, which are listed if `num_experts` is given."""
     nodes = layout.ranks_per_node or layout.world_size
     parts: list[str] = []
     height = max(_panel(parts, layout, *view, nodes) for view in _VIEWS) + 10
     for size, axis in ((layout.dp, "dp"), (layout.ep, "ep")):
         names: list[tuple[str, str]] = []
         for index in range(min(size, len(svg.COLOURS))):
-            own = shard_range(num_experts, size, index) if axis == "ep" else range(0)
-            held = f": experts {own[0]}-{own[-1]}" if own else ""
-            names.append((f"{axis} {index}{held}", _colour(index, axis)))
+            experts = shard_range(num_experts, size, index) if axis == "ep" else range(0)
+            note = f": experts {experts[0]}-{experts[-1]}" if experts else ""
+            names.append((f"{axis} {index}{note}", _colour(index, axis)))
         if size > len(svg.COLOURS):  # colours repeat
-            names.append((f"... {axis} {size - 1}, colours again", "#ffffff"))
+            names.append((f"... {axis} {size - 1}, colours repeat", "#ffffff"))
         drawn, used = svg.legend(names, left=0, top=height)
         parts.append(drawn)
         height += used + 6
@@ -56,9 +56,9 @@ def _colour(index: int, axis: str) -> str:
 def _panel(
     parts: list[str], layout: Layout, view: str, title: str, colour: str, left: float, nodes: int
 ) -> float:
-    """Add one mesh to `parts`; returns where it ends."""
+    """Add one mesh to `parts`; returns its lower edge."""
     degrees = layout.dimensions(view)
-    # The innermost axes make a row: as many as MOST_COLUMNS allows, at least one.
+    # A row consists of the innermost axes: at least one, at most MOST_COLUMNS ranks.
     inner: list[str] = []
     for axis in reversed(degrees):
         columns = prod(degrees[known] for known in (*inner, axis))
@@ -109,15 +109,15 @@ def _panel(
     return y
 
 
-#: Name of the dispatcher, what is exchanged, rows [from][to].
+#: Name of the dispatcher, content of the exchange, number of rows [from][to].
 Pairs = tuple[str, str, Sequence[Sequence[int]]]
-#: Classes of colour between no rows and the most of any pair.
+#: Colours from few rows to the maximum of all pairs.
 _SHADES = tuple(svg.tint(svg.COLOURS[0], share) for share in (0.85, 0.65, 0.45, 0.25, 0.0))
 
 
 def draw_pairs(panels: Sequence[Pairs]) -> str:
-    """An SVG with one matrix for each of `panels`, senders as lines and receivers as columns; what
-    a rank keeps has a frame instead of a colour."""
+    """An SVG with one matrix for each of `panels`, senders as lines and receivers as columns; rows
+    that stay on their rank have a frame instead of a colour."""
     above, before, gap = 40, 44, 40
     most = max((n for *_, rows in panels for line in rows for n in line), default=0)
     ranks = max((len(rows) for *_, rows in panels), default=1)

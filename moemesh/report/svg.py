@@ -1,8 +1,8 @@
 """Shared parts of all pictures: colours, numbers, ticks, and the accessible frame of a figure.
 
 A figure is a self-contained SVG text with a title and a description, the same bytes for the same
-data. Colours keep at least 4.5:1 against white (WCAG 2 AA for text, which asks 3:1 of graphics). A
-page that is shown on a dark ground replaces them by those of `DARK`.
+data. Colours have a contrast of at least 4.5:1 on white (WCAG 2 AA for text; graphics need 3:1). A
+page in the dark scheme replaces them by those of `DARK`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ INK = "#1a1f29"
 MUTED = "#4d5663"
 GRID = "#d5dae1"
 IDLE = "#e9edf2"
-#: Text on a filled area, whose colour is not that of the page.
+#: Text colours on light and on dark filled areas.
 ON_LIGHT, ON_DARK = "#10151d", "#ffffff"
-#: For things without an order; neighbours differ in hue and in lightness. Each on white paper, and
-#: on a dark ground.
+#: Colours without an order, (on white, on dark); neighbours differ in hue and in lightness.
 PALETTE: tuple[tuple[str, str], ...] = (
     ("#1f5fa8", "#6fb0f5"),
     ("#b34700", "#ff9a5c"),
@@ -33,10 +32,10 @@ PALETTE: tuple[tuple[str, str], ...] = (
     ("#4a5568", "#a9b4c6"),
 )
 COLOURS: tuple[str, ...] = tuple(light for light, _ in PALETTE)
-#: The ground of a page for readers who prefer dark ones.
+#: Background of a page in the dark scheme.
 DARK_GROUND = "#12161d"
-#: Colours of figures on that ground, in place of those for white paper: at least 4.5:1 for text
-#: and for what is drawn, and for `ON_DARK` on what replaces an area that carries it.
+#: Replacements of colours in the dark scheme: a contrast of at least 4.5:1 for text and graphics,
+#: and for `ON_DARK` on the replaced colour of its area.
 DARK: dict[str, str] = {
     INK: "#e8ebf0",
     MUTED: "#b3bcc9",
@@ -49,7 +48,7 @@ DARK: dict[str, str] = {
 DASHES: tuple[str, ...] = ("", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2", "1 3", "6 2 1 2 1 2")
 WIDTH = 880
 FONT_SIZE = 12
-#: Characters that XML forbids besides those that a terminal does not get.
+#: Characters that XML forbids, besides control characters.
 _FORBIDDEN = re.compile(r"[\ud800-\udfff\ufffe\uffff]")
 #: Average advance of a character of a sans-serif font, in font sizes; for "does it fit".
 _ADVANCE = 0.58
@@ -61,12 +60,12 @@ def escape(text: object) -> str:
 
 
 def clip(text: str, length: int) -> str:
-    """At most `length` characters, an ellipsis where it was cut."""
+    """At most `length` characters; a cut text ends with an ellipsis."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
-    """About how wide `text` is, in pixels."""
+    """Approximate width of `text` in pixels."""
     return len(text) * size * _ADVANCE
 
 
@@ -130,7 +129,7 @@ def text(
 def rectangle(
     x: float, y: float, width: float, height: float, fill: str, *, title: str = "", more: str = ""
 ) -> str:
-    """A filled rectangle; `title` is what a reader's pointer or screen reader finds on it."""
+    """A filled rectangle; `title` is its text for tooltips and screen readers."""
     size = f'width="{coordinate(width)}" height="{coordinate(height)}"'
     start = f'<rect x="{coordinate(x)}" y="{coordinate(y)}" {size} fill="{fill}"{more}'
     return f"{start}><title>{escape(title)}</title></rect>" if title else f"{start}/>"

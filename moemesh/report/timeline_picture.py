@@ -1,7 +1,7 @@
-"""A timeline as rows of boxes: one row a rank, one colour a kind, idle time shaded.
+"""A timeline as rows of boxes: one row for each rank, one colour for each kind, idle time shaded.
 
-Overlapping records lie in lanes, equal intervals share one box. A trace for Perfetto has the same
-records, to be looked at beside a profiler's of the same step.
+Overlapping records have separate lanes, equal intervals share one box. :func:`to_perfetto` writes
+the same records for a comparison with a profiler's trace of the same step.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from moemesh.report import svg
 from moemesh.trace.pipeline import Steps, activations, backlog, flows, places
 from moemesh.trace.timeline import MICROSECONDS, Timeline, WorkRecord
 
-#: Colours of well-known kinds, apart in hue and in lightness.
+#: Colours of well-known kinds, distinct in hue and in lightness.
 KINDS: dict[str, str] = {"F": "#1d4f91", "B": "#f0a030", "I": "#b84f16", "W": "#a3d495"}
-#: How much white the tint of a second chunk or pipe holds.
+#: Share of white in the tint of a second chunk or pipe.
 _TINT = 0.5
 _WAITING = "#e3b1b1"
-#: Neighbours of different colours that are too narrow to be drawn one by one.
+#: Colour of joined neighbours of different kinds that are too narrow to be drawn singly.
 _MIXED = "#8b95a3"
 _MEMORY = "#6d5a9c"
-#: Colours on a dark ground, as :data:`moemesh.report.svg.DARK`; of the kinds those that carry white
-#: text, and their tints, which stay apart from them.
+#: Colours in the dark scheme, see :data:`moemesh.report.svg.DARK`: of kinds with white text, and of
+#: their tints, which stay distinct from them.
 DARK: dict[str, str] = {
     KINDS["F"]: "#7fb4f0",
     KINDS["I"]: "#ff9f6b",
@@ -33,7 +33,7 @@ DARK: dict[str, str] = {
     _WAITING: "#7d4a4a",
     _MEMORY: "#a797d8",
 }
-#: Names and kinds that mean the same as a pipeline kind, for its colour.
+#: Names of work with the colour of a pipeline kind.
 SAME: dict[str, str] = {"forward": "F", "backward": "B"}
 LONG_NAMES: dict[str, str] = {
     "F": "forward",
@@ -51,10 +51,10 @@ _STRIP = 14.0
 
 @dataclass(frozen=True, kw_only=True)
 class Rectangle:
-    """A record's place in its rank's row: `lane` downwards, and which `part` of `parts` of it.
+    """A record's position in its rank's row: `lane` downwards, and `part` of `parts` of the lane.
 
-    `place` counts the rank's chunks and pipes from 0; every other one is tinted. `sliced` says that
-    its microbatch runs in slices.
+    `place`: index of the rank's chunk or pipe; odd ones are tinted. `sliced`: its microbatch runs
+    in slices.
     """
 
     record: WorkRecord
@@ -83,7 +83,7 @@ class Rectangle:
 
 
 def boxes_of(records: Sequence[WorkRecord]) -> list[Rectangle]:
-    """Lay out one rank's records: overlapping ones in lanes, equal intervals as one block.
+    """Layout of one rank's records: overlapping ones in lanes, equal intervals as one block.
 
     `records` in the timeline's order (start, longest first).
     """
@@ -101,7 +101,7 @@ def boxes_of(records: Sequence[WorkRecord]) -> list[Rectangle]:
             ends.append(end)
         ends[lane] = end
         lane = min(lane, _MAX_LANES - 1)
-        # The forward on top, whatever its stage.
+        # The forward on top, for any stage.
         for part, record in enumerate(sorted(block, key=lambda r: r.kind != "F")):
             place = record.pipe
             if record.stage is not None:
@@ -112,7 +112,7 @@ def boxes_of(records: Sequence[WorkRecord]) -> list[Rectangle]:
 
 
 def key_of(record: WorkRecord) -> str:
-    """The key of a record's colour: its kind, or its name when it has none."""
+    """The key of a record's colour: its kind, or its name without a kind."""
     word = record.kind or record.name
     return SAME.get(word, word)
 
@@ -123,15 +123,14 @@ def timeline_rows(
     title: str = "Timeline per rank",
     identity: str = "timeline",
 ) -> str:
-    """Every rank's records over time; past 32 ranks the first 32. "" when nothing was recorded.
+    """Records of the first 32 ranks over time. "" without records.
 
-    Several timelines (simulated, measured) lie under one another on one time axis, each from its
-    own start. The axis has the unit of the last one. A timeline in ticks beside others in seconds
-    is stretched so that its busiest rank works as long as theirs: what differs then is order and
-    waiting.
+    Several timelines (simulated, measured) are drawn below one another on one time axis, each from
+    its own start. The axis has the unit of the last one. A timeline in ticks is stretched so that
+    its busiest rank has the same busy time as one in seconds: order and waiting can be compared.
 
-    Boxes too narrow to be seen are joined with their neighbours; grey where kinds mix. `memory` of
-    the first timeline (rank -> steps, such as :func:`moemesh.trace.pipeline.activations` gives) is
+    Boxes too narrow to see are joined with their neighbours, in grey for mixed kinds. `memory` of
+    the first timeline (rank -> steps, as returned by :func:`moemesh.trace.pipeline.activations`) is
     drawn as a strip under each row, all on one scale.
     """
     drawn = [timeline for timeline in timelines if timeline.records]
@@ -140,20 +139,19 @@ def timeline_rows(
     panels = [
         _Panel(timeline, memory if index == 0 else None) for index, timeline in enumerate(drawn)
     ]
-    # From the unit of each timeline to that of the last one.
+    # Factors from the unit of each timeline to that of the last one.
     last, factors = drawn[-1], list[float]()
     for timeline in drawn:
         factor = MICROSECONDS[timeline.unit] / MICROSECONDS[last.unit]
         if (timeline.unit == "ticks") != (last.unit == "ticks"):
-            own, wanted = (max(r.busy for r in one.statistics()) for one in (timeline, last))
-            factor = wanted / (own or 1) or 1.0
+            busy, wanted = (max(r.busy for r in one.statistics()) for one in (timeline, last))
+            factor = wanted / (busy or 1) or 1.0
         factors.append(factor)
     longest = max(panel.length * factor for panel, factor in zip(panels, factors, strict=True))
-    # Instants have no length: any scale will do.
+    # Instants have no length: any scale works.
     pixels = (svg.WIDTH - _LEFT - _RIGHT) / (longest or 1)
     boxes = [box for panel in panels for box in panel.boxes]
-    # The pipeline kinds first, then the others by their busy time, so that the eleventh kind of
-    # helper does not take a colour away.
+    # Pipeline kinds first, then the others by busy time: the palette repeats for minor kinds only.
     worked: defaultdict[str, float] = defaultdict(float)
     for box in boxes:
         worked[key_of(box.record)] += box.record.duration
@@ -196,19 +194,19 @@ def timeline_rows(
     entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]
     key, used = svg.legend(entries, left=0, top=4)
     body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
-    told: list[str] = []
+    sentences: list[str] = []
     for panel in panels:
         one, shown = panel.timeline, len(panel.layout)
         which = f"the first {shown} of " if shown < len(one.ranks) else ""
-        told.append(
+        sentences.append(
             f"Operations of {which}{len(one.ranks)} ranks, {one.source}; span "
             f"{_duration(one.span, one)}, {one.bubble_rate:.1%} of it without work."
         )
-    return svg.figure(identity, title, " ".join(told), used + y + 50, body)
+    return svg.figure(identity, title, " ".join(sentences), used + y + 50, body)
 
 
 class _Panel:
-    """One timeline's rows."""
+    """Rows of one timeline."""
 
     def __init__(self, timeline: Timeline, memory: Mapping[int, Steps] | None) -> None:
         self.timeline, self.memory = timeline, memory or {}
@@ -222,7 +220,8 @@ class _Panel:
     def draw(
         self, parts: list[str], y: float, pixels: float, colours: dict[str, str], limit: int
     ) -> float:
-        """Add the rows from `y` downwards, `pixels` to a unit of time; returns where they end."""
+        """Add the rows from `y` downwards, `pixels` for a unit of time; returns their lower
+        edge."""
 
         def at(time: float) -> float:
             return _LEFT + (time - self.origin) * pixels
@@ -239,7 +238,7 @@ class _Panel:
                 for r in (box.record for box in boxes)
                 if r.wait * pixels >= 0.3
             ]
-            # Wider and wider boxes are "too narrow" until few enough remain.
+            # Raise the limit of "too narrow" until few enough boxes remain.
             narrow, drawn = 0.5, list[str]()
             while True:
                 drawn = _row(boxes, at, y, height / lanes, colours, narrow)
@@ -249,7 +248,7 @@ class _Panel:
             parts += [*waits[:limit], *drawn]
             y += height
             if steps := self.memory.get(rank):
-                # The memory of the rank over time as an area, with its peak at the left.
+                # Memory of the rank over time as an area, labelled with its peak.
                 bottom, share = y + 1 + _STRIP, (_STRIP - 1) / (most or 1)
                 path = f"M{svg.coordinate(at(steps[0][0]))} {svg.coordinate(bottom)}"
                 for time, value in steps:
@@ -275,9 +274,9 @@ def _row(
     colours: dict[str, str],
     narrow: float,
 ) -> list[str]:
-    """Boxes wider than `narrow` pixels as they are, a run of narrower ones as one box."""
+    """Boxes wider than `narrow` pixels singly, runs of narrower ones as one box."""
     drawn: list[str] = []
-    # Per lane: colour, left and right edge of the boxes being joined.
+    # Lane -> colour, left and right edge of the boxes being joined.
     runs: dict[int, tuple[str, float, float]] = {}
 
     def finish(lane: int) -> None:
@@ -330,12 +329,12 @@ def _duration(length: float, timeline: Timeline) -> str:
 
 
 def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
-    """A trace for Perfetto and chrome://tracing ("Trace Event Format", Google, 2016): one process a
-    timeline (0, 1, ...), one thread a rank, times in microseconds from its start.
+    """A trace for Perfetto and chrome://tracing ("Trace Event Format", Google, 2016): one process
+    for each timeline (0, 1, ...), one thread for each rank, times in microseconds from the start.
 
     Each record is a complete event, each message between ranks a flow from its producer to its
-    consumer, and counters follow what a rank holds: activations (see
-    :func:`moemesh.trace.pipeline.activations` for `held`) and weight gradients put off.
+    consumer. Counters show what a rank holds: activations (see
+    :func:`moemesh.trace.pipeline.activations` for `held`) and deferred weight gradients.
     """
     events: list[dict[str, Any]] = []
     number = 0
@@ -366,11 +365,11 @@ def to_perfetto(*timelines: Timeline, held: float = 1.0) -> dict[str, Any]:
                     "args": details,
                 }
             )
-        # A message is an arrow from the end of one record to the start of another.
+        # Messages are arrows from the end of one record to the start of another.
         for producer, consumer in ((flow.producer, flow.consumer) for flow in flows(timeline)):
             number += 1
             common = {"name": "message", "cat": "message", "id": number, "pid": process}
-            # A flow belongs to the record that encloses its time, and an interval excludes its end.
+            # A flow belongs to the record that encloses its time; intervals exclude their end.
             left = (producer.end - origin) * scale - producer.duration * scale / 1024
             right = (consumer.start - origin) * scale
             events += [

@@ -1,4 +1,4 @@
-"""A timeline as lines of text: a row per rank, a column per tick; for terminals and tests."""
+"""A timeline as text for terminals and tests: a row per rank, a column per tick."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from fractions import Fraction
 from moemesh.report.timeline_picture import LONG_NAMES, boxes_of
 from moemesh.trace.timeline import Timeline
 
-#: A tick that would need more columns than this is no common measure, only an accident.
+#: Most columns; a common measure that needs more is an accident.
 _MAX_COLUMNS = 4000
-#: Columns when the times have no common measure.
+#: Columns if the times have no common measure.
 _COARSE = 60
 
 
 def draw(timeline: Timeline) -> str:
-    """One line a rank; each operation from the column of its start to that of its end.
+    """One line for each rank; each operation spans the columns from its start to its end.
 
-    A forward of microbatch 3 is ``F3``, its rest ``-``, an idle tick ``.``; a block joins its
+    A forward of microbatch 3 is ``F3``, continued by ``-``, an idle tick ``.``. A block joins its
     operations with ``+``, a slice follows a point, and small letters are the second pipe or an odd
-    chunk. The time of a column is the greatest common measure of all times (the span in 60 columns
-    when there is none). Records without a microbatch are left out.
+    chunk. A column is the greatest common measure of all times (without one, a 60th of the span).
+    Records without a microbatch are left out.
 
     >>> from moemesh.trace.timeline import WorkRecord
     >>> records = [WorkRecord(rank=0, start=0, end=1, name="0F0", kind="F", stage=0, microbatch=0),
@@ -44,14 +44,16 @@ def draw(timeline: Timeline) -> str:
     # Rank -> (first column, column after the last, label) of each operation or block.
     cells: dict[int, list[tuple[int, int, str]]] = {}
     for rank, row in rows.items():
-        found: dict[tuple[int, int], list[str]] = {}
+        labels_of: dict[tuple[int, int], list[str]] = {}
         for box in row:
             start = round((box.record.start - origin) / step)
             end = round((box.record.end - origin) / step)
             kind = box.record.kind.lower() if box.tinted else box.record.kind
-            found.setdefault((start, end), []).append(f"{kind}{box.label}")
-        cells[rank] = [(*columns, "+".join(labels)) for columns, labels in sorted(found.items())]
-    # Wide enough that every label has room and a blank behind it.
+            labels_of.setdefault((start, end), []).append(f"{kind}{box.label}")
+        cells[rank] = [
+            (*columns, "+".join(labels)) for columns, labels in sorted(labels_of.items())
+        ]
+    # Wide enough for every label and a blank after it.
     width = max(
         -(-(len(label) + 1) // max(end - start, 1))
         for row in cells.values()
@@ -63,7 +65,7 @@ def draw(timeline: Timeline) -> str:
         line, column = f"{f'rank {rank}':{head}}: ", 0
         for start, end, label in row:
             line += ".".ljust(width) * (start - column)
-            # Several that fall into one column stand side by side.
+            # Operations that start in the same column are placed side by side.
             room = width * max(end - max(start, column), 1) - 1
             line += label.ljust(room, "-") + " "
             column = max(end, column)
@@ -72,17 +74,18 @@ def draw(timeline: Timeline) -> str:
 
 
 def legend(picture: str) -> str:
-    """One line that says the signs which are in `picture`."""
+    """One line that explains the signs in `picture`."""
     letters = set(re.findall(r"\b([A-Za-z])\d", picture))
-    told = [f"{key} {name}" for key, name in LONG_NAMES.items() if letters & {key, key.lower()}]
+    kinds = [f"{key} {name}" for key, name in LONG_NAMES.items() if letters & {key, key.lower()}]
     signs = [". idle"] if re.search(r" \.( |$)", picture, re.MULTILINE) else []
     signs += ["+ in one block"] if "+" in picture else []
     small = ["small letters: the second pipe or an odd chunk"] if letters & set("fbiw") else []
-    return "; ".join([", ".join([*told, *signs]), *small])
+    return "; ".join([", ".join([*kinds, *signs]), *small])
 
 
 def common_measure(times: set[float]) -> float | None:
-    """The largest time of which all are multiples; None when there is none worth a column."""
+    """The largest common divisor of all times; None if there is none, or it needs too many
+    columns."""
     measure, longest = Fraction(0), max(times, default=0.0)
     for time in sorted(times):
         exact = Fraction(time).limit_denominator(10_000)

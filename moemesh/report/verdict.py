@@ -1,4 +1,4 @@
-"""The verdict on a profile, in at most 20 lines: where the time of a step goes."""
+"""Summary of a profile in at most 20 lines: the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.trace.profile import PLAIN, Event, Profile, RankProfile
 from moemesh.trace.timeline import WorkRecord
 
-#: Prefix of the names of marks that say which collective begins.
+#: Prefix of the names of marks at the start of a collective.
 MARK = "collective: "
-#: A shorter pause of a thread is Python's own.
+#: Shorter pauses of a thread are Python's overhead.
 _PAUSE_MICROSECONDS = 100.0
 _OPERATIONS, _WAITS = 5, 3
 _AUTOGRAD = ("autograd::", "torch::autograd::")
@@ -23,17 +23,17 @@ _AUTOGRAD = ("autograd::", "torch::autograd::")
 
 @dataclass(frozen=True)
 class Pause:
-    """A thread ran no operation for so long; `behind` is the collective that it entered last."""
+    """Interval in which a thread ran no operation; `collective` is the one that it entered last."""
 
     rank: int
     microseconds: float
-    behind: str
+    collective: str
     is_in_pass: bool
 
     @property
     def axis(self) -> str:
         """The axis of the collective."""
-        return self.behind.split(" over ")[-1].split(" ")[0]
+        return self.collective.split(" over ")[-1].split(" ")[0]
 
 
 def verdict(profile: Profile) -> list[str]:
@@ -46,23 +46,26 @@ def verdict(profile: Profile) -> list[str]:
         f"{step / 1e3:,.1f} ms a step with the profiler, which slows operations and long waits"
     ]
     plain = [_span(one.plain) for one in profile.ranks if one.plain]
-    own, whole = [one.phases for one in profile.ranks], step * steps
+    phases_of, total = [rank.phases for rank in profile.ranks], step * steps
     if plain:
-        own, whole = [one.plain for one in profile.ranks if one.plain], statistics.fmean(plain)
-        lines.append(f"without it  {whole / PLAIN / 1e3:,.1f} ms a step, of which the shares are")
-    found: defaultdict[str, float] = defaultdict(float)
-    for phases in own:
+        phases_of, total = (
+            [rank.plain for rank in profile.ranks if rank.plain],
+            statistics.fmean(plain),
+        )
+        lines.append(f"without it  {total / PLAIN / 1e3:,.1f} ms a step, of which the shares are")
+    parts: defaultdict[str, float] = defaultdict(float)
+    for phases in phases_of:
         seen: set[tuple[float, float]] = set()
         for record in phases:
-            found["waiting for stages"] += record.wait * 1e6 / len(own)
+            parts["waiting for stages"] += record.wait * 1e6 / len(phases_of)
             if (record.start, record.end) not in seen:
                 seen.add((record.start, record.end))
                 name = LONG_NAMES.get(record.kind, record.name)
-                found[name] += record.duration * 1e6 / len(own)
-    lines.append("phases      " + _shares(dict(found), whole) + "  (mean rank)")
+                parts[name] += record.duration * 1e6 / len(phases_of)
+    lines.append("phases      " + _shares(dict(parts), total) + "  (mean rank)")
     pauses = [pause for one in profile.ranks for pause in pauses_of(one)]
-    # Divided among axes as the pauses of the profiled steps are; of those alone where nothing else
-    # was measured.
+    # Measured waits are divided among axes like the pauses of the profiled steps; without a
+    # measurement the pauses are shown.
     by_axis: defaultdict[str, float] = defaultdict(float)
     for pause in pauses:
         by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
@@ -72,12 +75,12 @@ def verdict(profile: Profile) -> list[str]:
         lines.append(f"waits       {shares}  (for other ranks, divided by axis as pauses are)")
     else:
         shares = _shares(by_axis, step * steps) or "none above 0.1 ms"
-        how = "with the profiler: pauses behind a collective, by its axis"
+        how = "with the profiler: pauses after a collective, by its axis"
         lines.append(f"waits       {shares}  ({how})")
     lines += _longest_operations(profile, steps)
     for pause in sorted(pauses, key=lambda pause: -pause.microseconds)[:_WAITS]:
         milliseconds = pause.microseconds / 1e3
-        lines.append(f"long wait   {milliseconds:,.1f} ms on rank {pause.rank}, {pause.behind}")
+        lines.append(f"long wait   {milliseconds:,.1f} ms on rank {pause.rank}, {pause.collective}")
     if len(profile.ranks) > 1:
         busy: dict[int, float] = {}
         for one in profile.ranks:
@@ -119,8 +122,8 @@ def _shares(parts: dict[str, float], whole: float) -> str:
 
 
 def pauses_of(one: RankProfile) -> list[Pause]:
-    """Pauses above 0.1 ms between operations of a thread, behind a mark of a collective and inside
-    the phases of a step that compute."""
+    """Pauses above 0.1 ms between operations of a thread, after a mark of a collective and inside
+    the computing phases of a step."""
     computing = [r for r in one.phases if r.kind in KINDS or r.name == "reduce"]
     spans = [(record.start * 1e6, record.end * 1e6, record) for record in computing]
     threads: defaultdict[object, list[Event]] = defaultdict(list)
@@ -128,7 +131,7 @@ def pauses_of(one: RankProfile) -> list[Pause]:
         name, kind = str(event["name"]), event.get("cat")
         if name.startswith(MARK) or kind == "cpu_op":
             threads[event["tid"]].append(event)
-    found: list[Pause] = []
+    pauses: list[Pause] = []
     for events in threads.values():
         marks = [event for event in events if str(event["name"]).startswith(MARK)]
         place = 0
@@ -144,15 +147,15 @@ def pauses_of(one: RankProfile) -> list[Pause]:
                       if start <= begin and end <= stop]  # fmt: skip
             if around:
                 name = str(marks[place - 1]["name"]).removeprefix(MARK)
-                found.append(Pause(one.rank, length, name, any(around)))
-    return found
+                pauses.append(Pause(one.rank, length, name, any(around)))
+    return pauses
 
 
 def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
-    """Operations of a thread in the order of time, each with the microseconds in which no other one
-    runs inside it, and whether it runs inside no other one.
+    """Operations of a thread ordered by time, each with its self time in microseconds, and whether
+    it is an outermost one.
 
-    Steps of autograd are none: what they do beside their operations is Python, or waiting.
+    Steps of autograd are excluded: the time outside of their operations is Python, or waiting.
     """
     operations = [
         event
@@ -161,7 +164,7 @@ def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
         or ("::" in (name := str(event["name"])) and not name.startswith(_AUTOGRAD))
     ]
     operations.sort(key=lambda event: (event["ts"], -event["dur"]))
-    own = [float(event["dur"]) for event in operations]
+    self_times = [float(event["dur"]) for event in operations]
     around: list[int] = []
     is_outer: list[bool] = []
     ends = [event["ts"] + event["dur"] for event in operations]
@@ -170,13 +173,13 @@ def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
             around.pop()
         is_outer.append(not around)
         if around:
-            own[around[-1]] -= event["dur"]
+            self_times[around[-1]] -= event["dur"]
         around.append(number)
-    return list(zip(operations, own, is_outer, strict=True))
+    return list(zip(operations, self_times, is_outer, strict=True))
 
 
 def _longest_operations(profile: Profile, steps: int) -> list[str]:
-    """By the time that is their own: what runs inside another one does not count there."""
+    """Lines on the operations with the largest self time (without nested operations)."""
     totals: defaultdict[str, list[float]] = defaultdict(list)
     for one in profile.ranks:
         threads: defaultdict[object, list[Event]] = defaultdict(list)
@@ -184,9 +187,9 @@ def _longest_operations(profile: Profile, steps: int) -> list[str]:
             if event.get("cat") in ("cpu_op", "kernel"):
                 threads[event["tid"]].append(event)
         for events in threads.values():
-            for event, own, _ in _operations(events):
+            for event, self_time, _ in _operations(events):
                 if not str(event["name"]).startswith("c10d::"):
-                    totals[str(event["name"])].append(own)
+                    totals[str(event["name"])].append(self_time)
     named = sorted(totals, key=lambda name: -sum(totals[name]))[:_OPERATIONS]
     ranks = len(profile.ranks)
     return [

@@ -1,4 +1,4 @@
-"""A run as it goes: the state that its files show, read bit by bit, and a panel of it."""
+"""Live view of a run: incremental reads of its files, and a panel for the terminal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from moemesh.config.limits import parse_json, parse_toml, visible
 from moemesh.trace.duration import duration, flop_rate
 from moemesh.trace.run import Event, MetricsRow, missing_steps, newest_checkpoint
 
-#: Points of a curve that are kept; of more, neighbours are averaged.
+#: Most points of a curve; beyond, neighbours are averaged.
 MOST_POINTS = 512
 _NUM_EVENTS = 6
 _READ_BYTES = 1 << 22
-#: A lease on another host whose counter stands still for so long is that of a dead process.
+#: Seconds without a change of its counter after which a lease on another host counts as dead.
 _BEAT_SECONDS = 60.0
 _BARS = "▁▂▃▄▅▆▇█"
 _ENDS = ("finished", "stopped")
@@ -40,15 +40,15 @@ T = TypeVar("T")
 
 @dataclass
 class Tail:
-    """The lines that are new in a file, each time it is asked; a file that got shorter is read
-    again from the beginning."""
+    """Incremental reader of the lines of a file; a file that became shorter is reread from the
+    beginning."""
 
     path: Path
     _offset: int = 0
 
     def objects(self) -> tuple[bool, list[dict[str, Any]] | None]:
-        """Whether the file was cut back, and the JSON objects of the next lines that are finished,
-        damaged ones left out; None where no further line is there."""
+        """Whether the file was truncated, and the JSON objects of the next complete lines without
+        damaged ones; None without further lines."""
         try:
             with self.path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -61,24 +61,24 @@ class Tail:
             return False, None
         whole = data.rfind(b"\n") + 1
         if not whole and len(data) == _READ_BYTES:
-            whole = len(data)  # no row is so long: damage
+            whole = len(data)  # longer than any row: damage
         if not whole:
             return is_cut, None
         self._offset += whole
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for line in data[:whole].splitlines():
             try:
                 row: Any = parse_json(line)
             except ValueError:
                 continue
             if isinstance(row, dict):
-                found.append(cast("dict[str, Any]", row))
-        return is_cut, found
+                rows.append(cast("dict[str, Any]", row))
+        return is_cut, rows
 
 
 @dataclass
 class Curve:
-    """Values of a run in bounded room: each point is the mean of `width` of them."""
+    """Values of a run in bounded memory: each point is the mean of `width` values."""
 
     points: list[float] = field(default_factory=list[float])
     width: int = 1
@@ -100,7 +100,7 @@ class Curve:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The values as bars, at most `width` of them, the lowest at the bottom.
+    """The values as at most `width` bar characters.
 
     >>> sparkline([3, 2, 1], 8), sparkline([1, 1], 8), sparkline([], 8)
     ('█▄▁', '▁▁', '')
@@ -116,10 +116,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class View:
-    """What there is to see of a run: rows and events are added as they come."""
+    """Displayed state of a run, updated by rows and events."""
 
     def __init__(self, name: str, total: int | None = None) -> None:
-        """`total`: the steps of the run; None: not known."""
+        """`total`: number of steps of the run; None: unknown."""
         self.name, self.total = name, total
         self.row: MetricsRow | None = None
         self.validation: tuple[int, float] | None = None
@@ -128,7 +128,7 @@ class View:
         self._seconds: float | None = None
 
     def add_row(self, row: MetricsRow) -> None:
-        """The next step."""
+        """Add the row of the next step."""
         if self._seconds is None or self.row is None or self.row.step == 1:
             self._seconds = row.seconds  # the first step takes long
         self._seconds += _NEWEST * (row.seconds - self._seconds)
@@ -138,12 +138,12 @@ class View:
             self.validation = row.step, row.validation_loss
 
     def restart(self) -> None:
-        """Rows were cut back: forget those that were added."""
+        """Forget the added rows, after the file was truncated."""
         self.row, self._seconds, self._losses = None, None, Curve()
 
     @property
     def seconds_left(self) -> float | None:
-        """Expected seconds of the steps that remain; validation and saving are not in it."""
+        """Expected seconds of the remaining steps, without validation and saves."""
         if self.total is None or self.row is None or self._seconds is None:
             return None
         return max(self.total - self.row.step, 0) * self._seconds
@@ -153,12 +153,12 @@ class View:
         return "" if self.row is None else "  ".join([self._place(), *self._facts()])
 
     def panel(self, width: int = 80) -> Panel:
-        """All of it, for a terminal of so many columns."""
+        """Renders the view `width` columns wide."""
         parts: list[Any] = [] if self.row else [Text("no step yet")]
         inner = max(width - 4, 20)
         if self.row is not None:
             if self.total:
-                bar = Table.grid()  # a bar by itself ends no line
+                bar = Table.grid()  # a bar alone does not end its line
                 done = min(self.row.step, self.total)
                 bar.add_row(ProgressBar(total=self.total, completed=done, width=inner))
                 parts.append(bar)
@@ -183,7 +183,7 @@ class View:
         return f"step {self.row.step}{of}  loss {self.row.loss:.4f}{more}"
 
     def _facts(self) -> Iterator[str]:
-        """The values of the newest row, each with its name."""
+        """Yields names with values of the newest row."""
         row = self.row
         assert row is not None
         yield f"tokens/s {row.tokens_per_second:,.0f}"
@@ -197,36 +197,36 @@ class View:
 
 
 def facts(row: MetricsRow) -> list[str]:
-    """Rate, memory, waits and epoch of a step, in words; those that the row has."""
-    found: list[str] = []
+    """Texts on rate, memory, waits and epoch of a step, as far as the row has them."""
+    texts: list[str] = []
     if row.tflops_per_rank is not None:
         share = "" if row.mfu is None else f" (MFU {row.mfu:.1%})"
-        found.append(f"{flop_rate(row.tflops_per_rank)} a rank{share}")
+        texts.append(f"{flop_rate(row.tflops_per_rank)} a rank{share}")
     if row.memory_bytes is not None:
-        found.append(f"peak memory {row.memory_bytes / 2**30:.2f} GiB")
+        texts.append(f"peak memory {row.memory_bytes / 2**30:.2f} GiB")
     waits = {"data": row.data_seconds, "ranks": row.communication_seconds}
     if shown := [
         f"{name} {min(seconds / row.seconds, 1):.0%}"
         for name, seconds in waits.items()
         if seconds is not None and row.seconds > 0
     ]:
-        found.append("waits: " + ", ".join(shown))
-    if row.epoch is not None and row.epoch >= 0.005:  # less is no part of an epoch yet
-        found.append(f"epoch {row.epoch:.2f}")
-    return found
+        texts.append("waits: " + ", ".join(shown))
+    if row.epoch is not None and row.epoch >= 0.005:  # less is shown as 0.00
+        texts.append(f"epoch {row.epoch:.2f}")
+    return texts
 
 
 def _parsed(objects: Sequence[dict[str, Any]], parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """Each object as a row; those of another form are left out."""
-    for found in objects:
+    """Parsed objects without malformed ones."""
+    for item in objects:
         try:
-            yield parse(found)
+            yield parse(item)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             continue
 
 
 class Watched:
-    """The folder of a run, looked at again and again; only what is new is read."""
+    """Folder of a run, polled repeatedly; only new lines are read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -243,7 +243,7 @@ class Watched:
         return any((self.folder / name).exists() for name in names)
 
     def look(self) -> list[Event]:
-        """Read on; returns the events that are new."""
+        """Read new rows and events; returns the new events."""
         self._read_total()
         events: list[Event] = []
         while True:
@@ -272,17 +272,17 @@ class Watched:
             self.view.events.append(event)
             if event.kind in (*_ENDS, "start"):
                 self._last_kind = event.kind
-                self._has_read_config = False  # a run that goes on may have another end
+                self._has_read_config = False  # a resumed run may have another number of steps
         self._read_total()
         return events
 
     def end(self) -> tuple[bool, str] | None:
-        """Whether the run has ended well, and how; None while it goes on, as far as its files
-        say."""
+        """Whether the run ended without a failure, and a text; None while it is running, by its
+        files."""
         if self._last_kind in _ENDS:
-            how = "has come to its end" if self._last_kind == "finished" else "has been stopped"
+            how = "has finished" if self._last_kind == "finished" else "has been stopped"
             return True, f"the run {how}"
-        # Whether the process that holds the lease lives; None where that cannot be known.
+        # Whether the process with the lease is alive; None if unknown.
         lives: bool | None = None
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             raw = (self.folder / "lease").read_text(encoding="utf-8", errors="replace")
@@ -305,12 +305,12 @@ class Watched:
         if lives is not False:
             return None
         reason = self._failure()
-        return False, f"the run has failed: {reason}" if reason else "the run is no longer at work"
+        return False, f"the run has failed: {reason}" if reason else "the run has stopped running"
 
     def _failure(self) -> str | None:
         try:
-            found: Any = parse_json((self.folder / "failure.json").read_text(encoding="utf-8"))
-            return " ".join(str(found["message"]).split())
+            failure: Any = parse_json((self.folder / "failure.json").read_text(encoding="utf-8"))
+            return " ".join(str(failure["message"]).split())
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -1,10 +1,10 @@
-"""Times and rates for a person."""
+"""Human-readable times and rates."""
 
 from __future__ import annotations
 
 
 def duration(seconds: float) -> str:
-    """A time for a person: ``8 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
+    """A time as text: ``8 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
 
     >>> duration(7.6), duration(200), duration(12_000), duration(187_000)
     ('8 s', '3 min', '3 h 20 min', '2 d 3 h')
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def flop_rate(tflops: float) -> str:
-    """10^12 operations a second for a person: ``3.2 GFLOP/s``, ``412.0 TFLOP/s``.
+    """A rate, given in 10^12 operations per second, as text: ``3.2 GFLOP/s``, ``412.0 TFLOP/s``.
 
     >>> flop_rate(0.00317), flop_rate(412)
     ('3.2 GFLOP/s', '412.0 TFLOP/s')

@@ -1,18 +1,18 @@
-"""The ledger: bytes sent over each axis, by caller and phase, predicted or measured.
+"""Ledger of the bytes sent over each axis, by caller and phase, predicted or measured.
 
 The planner predicts a `Ledger` and `moemesh.comm.collectives` writes one; both are compared to the
-byte. What the three byte columns mean, always for one rank:
+byte. The three byte columns, always for one rank:
 
 payload_bytes
-    bytes of the full tensor that the operation is about. all_reduce, broadcast, reduce: the tensor;
-    all_gather: the gathered result; reduce_scatter: the full input; all_to_all: this rank's send
-    buffer, its own part included; send_receive: the message.
+    bytes of the operation's full tensor. all_reduce, broadcast, reduce: the tensor; all_gather: the
+    gathered result; reduce_scatter: the full input; all_to_all: this rank's send buffer with its
+    own part; send_receive: the message.
 wire_bytes
     bytes that this rank sends to *other* ranks under the algorithm stated in `moemesh.trace.wire`.
 received_bytes
     bytes that this rank receives from other ranks, counted in the same way.
 
-A collective over an axis of size 1 sends nothing and is not entered.
+A collective over an axis of size 1 sends nothing and is not recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Key = tuple[str, str, str, str]
 
 @dataclass(frozen=True)
 class LedgerTotal:
-    """A sum over ledger entries: number of operations, and bytes as the module docstring says."""
+    """A sum over ledger entries: number of operations, and bytes as defined in the module."""
 
     count: int = 0
     payload_bytes: int = 0
@@ -46,7 +46,7 @@ class LedgerTotal:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class LedgerEntry:
-    """Everything that one caller did with one operation over one axis in one phase."""
+    """Sum over all calls of one operation by one caller over one axis in one phase."""
 
     axis: str
     op: str
@@ -59,7 +59,7 @@ class LedgerEntry:
 
 
 class Ledger:
-    """A book of communication, aggregated by (axis, op, phase, caller)."""
+    """Record of communication, aggregated by (axis, op, phase, caller)."""
 
     def __init__(self) -> None:
         self._totals: dict[_Key, LedgerTotal] = {}
@@ -78,7 +78,7 @@ class Ledger:
         received_bytes: int,
         count: int = 1,
     ) -> None:
-        """Enter `count` operations that together moved the given bytes."""
+        """Add `count` operations that together moved the given bytes."""
         if self._num_pauses:
             return
         if phase == "forward" and self._scopes:
@@ -89,7 +89,7 @@ class Ledger:
 
     @contextmanager
     def scope(self, name: str) -> Generator[None]:
-        """While active, what is recorded as "forward" is entered as `name` ("evaluate", ...).
+        """Context in which the phase "forward" is recorded as `name` ("evaluate", ...).
 
         Scopes nest; the innermost name wins. Other phases keep their names.
         """
@@ -101,7 +101,7 @@ class Ledger:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """While active, nothing is entered."""
+        """Context in which nothing is recorded."""
         self._num_pauses += 1
         try:
             yield
@@ -123,7 +123,7 @@ class Ledger:
         phase: str | None = None,
         caller: str | None = None,
     ) -> LedgerTotal:
-        """The sum over all entries that agree with every filter given."""
+        """The sum over all entries that match every given filter."""
         wanted = (axis, op, phase, caller)
         agree = (
             total
@@ -133,7 +133,7 @@ class Ledger:
         return reduce(LedgerTotal.plus, agree, LedgerTotal())
 
     def merge(self, other: Ledger) -> None:
-        """Add everything in `other` to this ledger, phases as they stand there."""
+        """Add all entries of `other`, with their phases."""
         for key, total in other._totals.items():
             self._totals[key] = self._totals.get(key, LedgerTotal()).plus(total)
 
@@ -146,7 +146,7 @@ class Ledger:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self._totals == other._totals
 
-    __hash__ = None  # type: ignore[assignment]  # it changes with every operation
+    __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __len__(self) -> int:
         return len(self._totals)
@@ -160,7 +160,7 @@ class Ledger:
 
     @classmethod
     def from_rows(cls, rows: list[Mapping[str, Any]] | list[dict[str, Any]]) -> Ledger:
-        """The inverse of :meth:`rows`. Raises ValueError when a row is no ledger entry."""
+        """The inverse of :meth:`rows`. Raises ValueError for a row that is not a ledger entry."""
         ledger = cls()
         for row in rows:
             try:

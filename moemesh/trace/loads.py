@@ -1,9 +1,9 @@
-"""Tokens that each expert and each rank received, layer by layer, step by step.
+"""Tokens received by each expert and each rank, per layer and step.
 
-`loads.jsonl` holds one object a line: one layer in one step, or in several steps that follow one
-another, summed: where a run has too many steps, neighbours are (:class:`LoadBins`), so that what is
-kept covers the whole run at one resolution and no token is lost. A layer without any token is legal
-(an empty batch, a rank with nothing to do); all ratios are then those of a perfect balance.
+`loads.jsonl` holds one object a line: one layer in one step, or the sum over consecutive steps. If
+a run has too many steps, neighbours are summed (:class:`LoadBins`), so that the bins cover the
+whole run at one resolution and no token is lost. A layer without any token is legal (an empty
+batch, an idle rank); all ratios are then those of a perfect balance.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 from moemesh.config.limits import parse_json
 from moemesh.trace.strict_json import read_fields
 
-#: Routing has collapsed where the entropy of a layer's loads was below this for so many steps.
+#: Routing has collapsed if the entropy of a layer's loads is below the first for this many steps.
 COLLAPSE_ENTROPY, COLLAPSE_STEPS = 0.5, 20
-#: "Nearly all" choices of a layer.
+#: Share of "nearly all" choices of a layer.
 _NEARLY_ALL = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoads:
-    """Tokens that one MoE layer routed, over all ranks, once per chosen expert: in step `step`, or
-    in the `steps` steps up to it, summed.
+    """Tokens routed by one MoE layer over all ranks, once per chosen expert, summed over the
+    `steps` steps up to `step`.
 
-    `tokens_per_expert` [logical experts], `tokens_per_rank` [ranks that hold experts],
-    `dropped` assignments that no expert computed. Of several steps `mean_ratios` are the means over
-    the steps of the fullest expert and of the fullest rank over the average, and `highest_ratio`
-    is the highest of the experts in a single step; None where they follow from the tokens. Raises
-    ValueError for a negative number.
+    `tokens_per_expert` [logical experts], `tokens_per_rank` [ranks that hold experts], `dropped`
+    assignments that no expert computed. For several steps `mean_ratios` are the means over the
+    steps of fullest over average (of experts, of ranks), and `highest_ratio` is the highest ratio
+    of the experts in a single step; None if they follow from the tokens. Raises ValueError for a
+    negative number.
     """
 
     step: int
@@ -59,7 +59,7 @@ class LayerLoads:
 
     @property
     def first_step(self) -> int:
-        """The first of the steps that are summed here."""
+        """First of the summed steps."""
         return self.step - self.steps + 1
 
     @cached_property
@@ -70,8 +70,8 @@ class LayerLoads:
 
     @cached_property
     def rank_max_over_mean(self) -> float:
-        """Fullest rank over the average, mean over the steps: how much longer the layer takes than
-        if balanced."""
+        """Fullest rank over the average, mean over the steps: the slowdown of the layer against a
+        balanced one."""
         return self.mean_ratios[1] if self.mean_ratios else max_over_mean(self.tokens_per_rank)
 
     @property
@@ -82,7 +82,7 @@ class LayerLoads:
     def plus(self, later: LayerLoads) -> LayerLoads:
         """The sum with the loads of the same layer in later steps.
 
-        Ranks are summed where there are as many. Raises ValueError for another layer.
+        Ranks are summed if their number is the same. Raises ValueError for another layer.
         """
         if later.layer != self.layer:
             raise ValueError(f"layer {self.layer} and layer {later.layer} have no sum")
@@ -123,12 +123,12 @@ class LayerLoads:
 
     @property
     def dropped_share(self) -> float:
-        """Dropped assignments over all that were wanted; 0 when nothing was."""
+        """Dropped assignments over all assignments; 0 without any."""
         wanted = self.dropped + sum(self.tokens_per_expert)
         return self.dropped / wanted if wanted else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, and behind them what is derived from them, for readers without this class."""
+        """The fields, and values derived from them, for readers without this class."""
         several = {"highest_max_over_mean": self.highest_max_over_mean} if self.steps > 1 else {}
         return {
             "step": self.step,
@@ -150,7 +150,7 @@ class LayerLoads:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> LayerLoads:
-        """Invert :meth:`to_json`; what follows from the tokens is derived again.
+        """Inverse of :meth:`to_json`; derived values are recomputed from the tokens.
 
         Raises KeyError, TypeError or ValueError on other data.
         """
@@ -169,14 +169,14 @@ def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def max_over_mean(loads: Iterable[int]) -> float:
-    """Largest over mean; 1.0 when there is nothing to share out."""
+    """Largest over mean; 1.0 if all are 0."""
     values = list(loads)
     total = sum(values)
     return max(values) * len(values) / total if total else 1.0
 
 
 def collapse_text(loads: Iterable[LayerLoads]) -> str:
-    """A sentence on the routing that has collapsed in the last steps of `loads`; "" for none."""
+    """A sentence on collapsed routing in the last steps of `loads`; "" without any."""
     by_layer: defaultdict[int, list[LayerLoads]] = defaultdict(list)
     for one in loads:
         by_layer[one.layer].append(one)
@@ -202,7 +202,7 @@ def collapse_text(loads: Iterable[LayerLoads]) -> str:
 def read_loads(lines: Iterable[str]) -> Iterator[LayerLoads]:
     """The loads of `loads.jsonl`, line by line; blank lines are left out.
 
-    Raises ValueError naming the first line that is not such an object.
+    Raises ValueError naming the first malformed line.
     """
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -215,10 +215,10 @@ def read_loads(lines: Iterable[str]) -> Iterator[LayerLoads]:
 def neighbours(
     widths: Sequence[int], most: int, borders: AbstractSet[int] = frozenset()
 ) -> list[slice]:
-    """Bins of `widths` steps to sum, so that at most `most` remain, of widths as even as may be:
-    slices that cover all of them, in order.
+    """Slices of neighbouring bins to sum, so that at most `most` bins of nearly even width remain;
+    `widths` are the steps of each bin.
 
-    Behind the bins at the positions `borders` a slice always ends; so many more may remain.
+    A slice always ends after each bin at a position in `borders`; each may add one to `most`.
 
     >>> neighbours([1, 1, 1, 1], 2)
     [slice(0, 2, None), slice(2, 4, None)]
@@ -227,23 +227,23 @@ def neighbours(
     """
     width = math.ceil(sum(widths) / most)
     while True:
-        found: list[slice] = []
+        bins: list[slice] = []
         start = steps = 0
-        for position, own in enumerate(widths):
-            if position > start and (steps + own > width or position - 1 in borders):
-                found.append(slice(start, position))
+        for position, width_of_bin in enumerate(widths):
+            if position > start and (steps + width_of_bin > width or position - 1 in borders):
+                bins.append(slice(start, position))
                 start, steps = position, 0
-            steps += own
+            steps += width_of_bin
         if widths:
-            found.append(slice(start, len(widths)))
-        if len(found) <= most + len(borders):
-            return found
+            bins.append(slice(start, len(widths)))
+        if len(bins) <= most + len(borders):
+            return bins
         width *= 2
 
 
 class LoadBins:
-    """Loads that are read step by step: at most `most` bins a layer are kept, and at least a third
-    of them where there were as many steps; fewer where they would hold more than `most_numbers`."""
+    """Loads read step by step, with at most `most` bins a layer and, given enough steps, at least a
+    third of that; fewer if all bins would hold more than `most_numbers` numbers."""
 
     def __init__(self, most: int = 256, most_numbers: int = 1_600_000) -> None:
         self._most, self._most_numbers = most, most_numbers
@@ -251,30 +251,30 @@ class LoadBins:
         self._numbers = 0
 
     def add(self, loads: LayerLoads) -> None:
-        """The next loads of a layer. A step that was done before (a run that was resumed) counts as
-        done now: bins that hold it or later ones go."""
-        kept = self._layers.setdefault(loads.layer, [])
-        while kept and kept[-1].step >= loads.first_step:
-            self._numbers -= _numbers(kept.pop())
-        kept.append(loads)
+        """Add the next loads of a layer. A repeated step (of a resumed run) replaces the earlier
+        one: bins with it or with later steps are removed."""
+        bins = self._layers.setdefault(loads.layer, [])
+        while bins and bins[-1].step >= loads.first_step:
+            self._numbers -= _numbers(bins.pop())
+        bins.append(loads)
         self._numbers += _numbers(loads)
-        if len(kept) > self._most:
-            self._thin(kept)
+        if len(bins) > self._most:
+            self._thin(bins)
         while self._numbers > self._most_numbers and self._most > 1:
             self._most //= 2
             for others in self._layers.values():
                 if len(others) > self._most:
                     self._thin(others)
 
-    def _thin(self, kept: list[LayerLoads]) -> None:
-        before = sum(map(_numbers, kept))
-        halves = neighbours([one.steps for one in kept], max(self._most // 2, 1))
-        kept[:] = [total(kept[part]) for part in halves]
-        self._numbers += sum(map(_numbers, kept)) - before
+    def _thin(self, bins: list[LayerLoads]) -> None:
+        before = sum(map(_numbers, bins))
+        halves = neighbours([one.steps for one in bins], max(self._most // 2, 1))
+        bins[:] = [total(bins[part]) for part in halves]
+        self._numbers += sum(map(_numbers, bins)) - before
 
     def all(self) -> tuple[LayerLoads, ...]:
         """Every bin, by step and layer."""
-        rows = (loads for kept in self._layers.values() for loads in kept)
+        rows = (loads for bins in self._layers.values() for loads in bins)
         return tuple(sorted(rows, key=lambda loads: (loads.step, loads.layer)))
 
 
@@ -283,5 +283,5 @@ def _numbers(loads: LayerLoads) -> int:
 
 
 def total(loads: Iterable[LayerLoads]) -> LayerLoads:
-    """The sum of one layer's loads in steps that follow one another, one bin at least."""
+    """The sum of one layer's loads in consecutive steps; at least one bin."""
     return reduce(LayerLoads.plus, loads)

@@ -1,7 +1,7 @@
-"""The machine as Linux shows it to a process, with an answer where a system shows less.
+"""Facts of the machine from Linux, with fallbacks for other systems.
 
-Only this module reads ``/proc`` and calls the C library. No function raises because the system
-lacks something; each says what it then answers.
+Only this module reads ``/proc`` and calls the C library. No function raises if the system lacks a
+feature; each documents its fallback.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-#: The cgroups of a machine, and the file that names those of this process.
+#: The cgroups of a machine, and the file with the names of those of this process.
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-#: A folder in memory, where there is one, and what the driver of Nvidia shows of its GPUs.
+#: A folder in memory, if it exists, and the folder of Nvidia's driver.
 SHARED_MEMORY, NVIDIA_DRIVER = Path("/dev/shm"), Path("/proc/driver/nvidia")
 
-#: Environment that limits how long idle OpenMP threads spin, read when torch loads OpenMP. Threads
-#: that spin without a limit make a step up to 40 times slower when another process needs the core;
-#: threads that sleep at once make it a quarter slower on quiet cores. GNU OpenMP takes the number
-#: of spins, other implementations the policy (measured, docs/results/step.md).
+#: Environment that limits the spinning of idle OpenMP threads, read when torch loads OpenMP.
+#: Without a limit a step is up to 40 times slower if another process needs the core; threads that
+#: sleep immediately make it a quarter slower on idle cores. GNU OpenMP uses the number of spins,
+#: other implementations the policy (measured, docs/results/step.md).
 OPENMP_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 
 
@@ -35,8 +35,8 @@ def limit_spinning(environment: MutableMapping[str, str]) -> None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, by its affinity and the CPU quota of its cgroups, at least
-    1; all of the machine's where nothing restricts them."""
+    """Cores that this process may use by its affinity and the CPU quota of its cgroups, at least 1;
+    all of the machine's without a restriction."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -44,13 +44,13 @@ def usable_cores() -> int:
 
 
 def _cpu_quotas() -> Iterator[float]:
-    """The limits of this process's cgroups and of those above them, in cores; versions 1 and 2."""
+    """CPU limits of this process's cgroups and their ancestors, in cores; versions 1 and 2."""
     for line in _text(str(OWN_CGROUPS)).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         root = CGROUPS / ("cpu" if controllers else "")
-        # In a container the path is that of the host: its part that exists counts, and the root.
+        # In a container the path is that of the host: check the root and each existing part.
         below = root / path.lstrip("/")
         for folder in {root, *(one for one in (below, *below.parents) if root in one.parents)}:
             with suppress(ValueError, IndexError):
@@ -64,37 +64,38 @@ def _cpu_quotas() -> Iterator[float]:
 
 
 def processor() -> str:
-    """The model of the processor; its architecture where the system names no model."""
-    found = _fields("/proc/cpuinfo").get("model name", "")
-    return found or platform.processor() or platform.machine()
+    """The model of the processor; without one, its architecture."""
+    model = _fields("/proc/cpuinfo").get("model name", "")
+    return model or platform.processor() or platform.machine()
 
 
 def boot_name() -> str:
-    """A name of this start of this machine, which tells machines apart: hosts may share a name, and
-    containers a machine. The host's name where there is none."""
+    """Identity of this boot of this machine (hosts may share a name, and containers a machine); the
+    host's name without one."""
     return _text("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def process_namespace() -> str:
-    """Equal for processes that see one another; "" where all processes of a machine do."""
+    """Identity of the process namespace, equal for processes that can see each other; "" without
+    namespaces."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def available_bytes() -> int:
-    """Memory that processes of this machine can still take, in bytes; no bound where it is not
-    known."""
-    found = 1 << 62
+    """Memory in bytes that processes of this machine can still allocate; a huge number if
+    unknown."""
+    size = 1 << 62
     with suppress(ValueError, KeyError):
-        found = _kilobytes("/proc/meminfo", "MemAvailable") * 1024
+        size = _kilobytes("/proc/meminfo", "MemAvailable") * 1024
         limit, used = (_text(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-        found = min(found, max(int(limit) - int(used), 0))
-    return found
+        size = min(size, max(int(limit) - int(used), 0))
+    return size
 
 
 def process_state(pid: int) -> tuple[str, float]:
-    """State (a letter) and CPU seconds of a process; ("", 0) where they are not known."""
+    """State (a letter) and CPU seconds of a process; ("", 0) if unknown."""
     with suppress(OSError, IndexError, ValueError):
         fields = _stat(pid)
         ticks = int(fields[11]) + int(fields[12])
@@ -103,8 +104,8 @@ def process_state(pid: int) -> tuple[str, float]:
 
 
 def zombie_exit_code(pid: int) -> int | None:
-    """The exit code of a process that has ended and that its parent has not asked about yet; None
-    where it is not known."""
+    """The exit code of a process that has ended but was not yet reaped by its parent; None if
+    unknown."""
     with suppress(OSError, IndexError, ValueError):
         fields = _stat(pid)
         return os.waitstatus_to_exitcode(int(fields[49])) if fields[0] == b"Z" else None
@@ -112,11 +113,11 @@ def zombie_exit_code(pid: int) -> int | None:
 
 
 def peak_growth() -> Callable[[], int | None]:
-    """A function for later: the most bytes by which the resident memory of this process has grown
-    since now, mapped files included; None where the system does not say."""
+    """Starts to track resident memory; returns a function that returns the peak growth since then
+    in bytes, mapped files included, or None if unknown."""
     status = "/proc/self/status"
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _kilobytes(status, "VmRSS")
     except (OSError, KeyError, ValueError):
         return lambda: None
@@ -124,10 +125,10 @@ def peak_growth() -> Callable[[], int | None]:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks instead of handing them back to the kernel; whether it could.
+    """Make glibc keep freed blocks instead of returning them to the kernel; whether it succeeded.
 
-    Every large tensor would otherwise be faulted in page by page again: an expert MLP takes 1.2
-    times as long. The price is a higher peak.
+    Otherwise the pages of every large tensor are faulted in repeatedly, and an expert MLP takes 1.2
+    times the time. The cost is a higher peak.
     """
     m_trim_threshold, m_mmap_threshold = -1, -3
     is_set = bool(_c("mallopt", m_mmap_threshold, 1 << 30))
@@ -135,25 +136,25 @@ def keep_freed_memory() -> bool:
 
 
 def return_freed_memory() -> bool:
-    """Let glibc hand freed blocks back to the kernel now; whether it can."""
+    """Make glibc return freed blocks to the kernel now; whether it can."""
     return _c("malloc_trim", 0) is not None
 
 
 def die_with_parent() -> bool:
-    """Have the kernel kill this process when the one that started it dies; whether it will."""
+    """Make the kernel kill this process when its parent dies; whether it succeeded."""
     pr_set_pdeathsig = 1
     return _c("prctl", pr_set_pdeathsig, int(signal.SIGKILL)) == 0
 
 
 def drop_from_cache(handle: int) -> None:
-    """Drop what the page cache holds of an open file, unless it is yet to be written; nothing
-    where the system takes no such advice."""
+    """Drop the clean pages of an open file from the page cache; no-op if the system does not
+    support it."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _c(name: str, *arguments: int) -> int | None:
-    """The answer of a function of the C library; None where it has no such function."""
+    """The result of a function of the C library; None if the function is missing."""
     try:
         function: Any = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError, TypeError):
@@ -162,7 +163,7 @@ def _c(name: str, *arguments: int) -> int | None:
 
 
 def _text(path: str) -> str:
-    """A file of the system; "" where it cannot be read."""
+    """Content of a system file; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -170,7 +171,7 @@ def _text(path: str) -> str:
 
 
 def _fields(path: str) -> dict[str, str]:
-    """The first value of every ``key: value`` of a file of the system."""
+    """The first value of every ``key: value`` of a system file."""
     split = (line.partition(":") for line in reversed(_text(path).splitlines()))
     return {key.strip(): value.strip() for key, _, value in split}
 
@@ -180,7 +181,7 @@ def _kilobytes(path: str, key: str) -> int:
 
 
 def _stat(pid: int) -> list[bytes]:
-    """Fields of a process behind its name, its state first."""
+    """Fields of a process after its name, the state first."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
 
 

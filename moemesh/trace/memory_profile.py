@@ -1,8 +1,8 @@
-"""Contents of memory, rank by rank, predicted or measured.
+"""Contents of memory per rank, predicted or measured.
 
-Everything in bytes. The parts are what the training state is made of; `peak` is the highest
-measured (or predicted) use at any one moment, so it may be less than the sum of the parts, each of
-which is counted at its own largest, or more, by what no part explains.
+All numbers are bytes. The parts are those of the training state, each at its own maximum; `peak` is
+the highest use at any one moment. So it may be less than the sum of the parts, or more, because of
+memory outside of all parts.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 
 from moemesh.trace.strict_json import read_fields
 
-#: What activations are made of: the residual stream at the ends of the model and before layers that
-#: are computed again, the parts of layers, head and loss, logits of the chunks that the loss works
-#: on, and what only deferred weight gradients keep.
+#: Kinds of activations: the residual stream at the ends of the model and before recomputed layers,
+#: the parts of layers, head and loss, logits of the current chunks of the loss, and tensors kept
+#: only for deferred weight gradients.
 ACTIVATION_KINDS: tuple[str, ...] = (
     *("stream", "norms", "attention", "mlp", "router", "dispatch", "experts", "head"),
     *("logits", "deferred", "other"),
 )
 LOGITS, DEFERRED, OTHER = ACTIVATION_KINDS[-3:]
 
-#: Figures of memory, in the words of every verb and page. What is *held* is counted part by part:
-#: weights, gradients, optimizer, activations, buffers. The peak of a *device* is what is held and
-#: what an allocator and libraries add to it. The measured peak is that of torch's *allocator* on a
-#: GPU, and on a CPU of the whole *process*, torch itself included, so it exceeds what is held.
+#: Names of figures of memory, for every verb and page. *Held* memory is the sum of its parts:
+#: weights, gradients, optimizer, activations, buffers. The peak of a *device* adds the overhead of
+#: allocator and libraries. The measured peak is that of torch's *allocator* on a GPU, and of the
+#: whole *process* on a CPU, torch itself included, so it exceeds the held memory.
 PREDICTED_HELD, MEASURED_HELD = "held, predicted", "held, measured"
 PREDICTED_PEAK = "device peak, predicted"
 MEASURED_PEAKS = {
@@ -34,8 +34,8 @@ MEASURED_PEAKS = {
     "": "peak, measured",
 }
 
-#: On a CPU a function of at least so many numbers runs in one compiled pass, which keeps its input
-#: and nothing else (:mod:`moemesh.ops.fusion`); below, torch's operations keep copies.
+#: Smallest number of elements for which a function runs in one compiled pass on a CPU and keeps
+#: only its input (:mod:`moemesh.ops.fusion`); below, torch's operations keep copies.
 ONE_PASS_NUMBERS = 1 << 16
 
 #: Vocabulary rows of one chunk of our loss (:mod:`moemesh.ops.cross_entropy`).
@@ -46,15 +46,15 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfile:
-    """Bytes of one rank.
+    """Memory of one rank in bytes.
 
     `dense_weights` are held by every expert-parallel rank, `expert_weights` are its own experts;
-    `gathered_weights` are whole units of weights that are kept as shards, while they are used;
-    `weight_versions` are older weights that asynchronous schedules keep; `optimizer` includes main
-    (fp32) copies of the weights; `buffers` are communication and other work space; `snapshots` are
-    copies from which an update can be taken back. `activation_kinds` (:data:`ACTIVATION_KINDS`)
-    are the parts of the activations. `peak_of` says whose the measured peak is: "allocator",
-    "process", or "" of older files. Raises ValueError for a negative number.
+    `gathered_weights` are full units of sharded weights during their use; `weight_versions` are
+    older weights of asynchronous schedules; `optimizer` includes main (fp32) copies of the weights;
+    `buffers` are communication and other work space; `snapshots` are copies for a rollback of an
+    update. `activation_kinds` (:data:`ACTIVATION_KINDS`) are the parts of the activations.
+    `peak_of` is the source of the measured peak: "allocator", "process", or "" in older files.
+    Raises ValueError for a negative number.
     """
 
     rank: int
@@ -92,17 +92,17 @@ class MemoryProfile:
 
     def to_json(self) -> dict[str, Any]:
         numbers = {name: int(getattr(self, name)) for name in ("rank", *PARTS, "peak")}
-        found = {**numbers, "activation_kinds": dict(self.activation_kinds)}
-        return {**found, "peak_of": self.peak_of} if self.peak_of else found
+        row = {**numbers, "activation_kinds": dict(self.activation_kinds)}
+        return {**row, "peak_of": self.peak_of} if self.peak_of else row
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MemoryProfile:
-        """Invert :meth:`to_json`; a part that is not named is 0, unknown keys are left out."""
+        """Inverse of :meth:`to_json`; missing parts are 0, unknown keys are ignored."""
         kinds = {kind: int(size) for kind, size in data.get("activation_kinds", {}).items()}
         return read_fields(cls, {**data, "activation_kinds": kinds})
 
 
-#: The parts in the order in which they are drawn and printed.
+#: Parts in the order of pictures and tables.
 PARTS: tuple[str, ...] = tuple(
     one.name
     for one in fields(MemoryProfile)
@@ -112,8 +112,8 @@ PARTS: tuple[str, ...] = tuple(
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryProfiles:
-    """The profiles of all ranks, ordered by rank, and what was `predicted` for them. Raises
-    ValueError when a rank comes twice."""
+    """Measured profiles of all `ranks` and `predicted` ones, ordered by rank. Raises ValueError for
+    a repeated rank."""
 
     ranks: tuple[MemoryProfile, ...]
     predicted: tuple[MemoryProfile, ...] = ()
@@ -129,14 +129,14 @@ class MemoryProfiles:
 
     @property
     def peak(self) -> int:
-        """The highest peak of any rank, 0 when there is none."""
+        """The highest peak of all ranks, 0 without ranks."""
         return max((profile.peak for profile in self.ranks), default=0)
 
     @property
     def peak_words(self) -> str:
         """Name of the measured peak, one of :data:`MEASURED_PEAKS`."""
-        whose = {profile.peak_of for profile in self.ranks}
-        return MEASURED_PEAKS.get(whose.pop() if len(whose) == 1 else "", MEASURED_PEAKS[""])
+        sources = {profile.peak_of for profile in self.ranks}
+        return MEASURED_PEAKS.get(sources.pop() if len(sources) == 1 else "", MEASURED_PEAKS[""])
 
     @property
     def total(self) -> int:
@@ -144,14 +144,14 @@ class MemoryProfiles:
         return sum(profile.total for profile in self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        found = {"ranks": [profile.to_json() for profile in self.ranks]}
+        content = {"ranks": [profile.to_json() for profile in self.ranks]}
         if self.predicted:
-            found["predicted"] = [profile.to_json() for profile in self.predicted]
-        return found
+            content["predicted"] = [profile.to_json() for profile in self.predicted]
+        return content
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MemoryProfiles:
-        """Invert :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
+        """Inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
         ranks, predicted = (
             tuple(MemoryProfile.from_json(profile) for profile in profiles)
             for profiles in (data["ranks"], data.get("predicted", ()))
@@ -160,8 +160,8 @@ class MemoryProfiles:
 
 
 def logits_per_token(rows: Any, least: Callable[[Any, int], Any] = min) -> Any:
-    """The most logits and gradients of logits that our loss holds for a token at one time, with
-    `rows` rows of the vocabulary on a rank (`least` is the minimum of columns of them).
+    """Maximum number of logits and gradients of logits that our loss holds for a token at one time,
+    with `rows` rows of the vocabulary on a rank. `least`: minimum function for the type of `rows`.
 
     While a chunk's logits are computed, those of the chunk before and their gradient still exist.
 
@@ -172,7 +172,7 @@ def logits_per_token(rows: Any, least: Callable[[Any, int], Any] = min) -> Any:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes for people, in powers of 1024.
+    """A size in bytes as text, with units of powers of 1024.
 
     >>> format_bytes(512), format_bytes(1536), format_bytes(80 * 2**30)
     ('512 B', '1.5 KiB', '80.0 GiB')

@@ -1,7 +1,7 @@
 """Pipeline figures from a timeline: messages, activations held, deferred weight gradients.
 
-Everything follows from the records alone, so that simulated, virtual and measured timelines are
-read alike.
+All figures are computed from the records only, so simulated, virtual and measured timelines are
+treated alike.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from moemesh.trace.timeline import Timeline, WorkRecord
 
-#: (time, value): the value holds from that time on.
+#: Step function: (time, value from that time on).
 Steps = Sequence[tuple[float, float]]
 
 
 class PipelineMessage(NamedTuple):
-    """A message: made by one record, taken by one of another rank."""
+    """A message from the record that produces it to the record that consumes it."""
 
     producer: WorkRecord
     consumer: WorkRecord
@@ -27,69 +27,69 @@ class PipelineMessage(NamedTuple):
 def flows(timeline: Timeline) -> tuple[PipelineMessage, ...]:
     """The messages between ranks, ordered by their producers.
 
-    The forward of a stage feeds that of the next one, a backward (``B`` or ``I``) that of the stage
-    before. Where several ranks run one operation (data or tensor parallel peers), the first feeds
-    the first and so on; operations that are missing on one side are left out.
+    The forward of a stage feeds that of the next one, a backward (``B`` or ``I``) that of the
+    previous stage. If several ranks run one operation (data or tensor parallel peers), they are
+    paired in order; operations that are missing on one side are left out.
     """
-    # By direction, stage, and what names the microbatch.
-    found: defaultdict[tuple[bool, int, object], list[WorkRecord]] = defaultdict(list)
+    # Key: direction, stage, and identity of the microbatch.
+    by_operation: defaultdict[tuple[bool, int, object], list[WorkRecord]] = defaultdict(list)
     for record in timeline.records:
         if record.stage is not None and record.kind in ("F", "B", "I"):
             piece = (record.step, record.microbatch, record.pipe, record.slice)
-            found[record.kind == "F", record.stage, piece].append(record)
+            by_operation[record.kind == "F", record.stage, piece].append(record)
     pairs: list[PipelineMessage] = []
-    for (forward, stage, piece), producers in found.items():
-        consumers = found.get((forward, stage + (1 if forward else -1), piece), [])
+    for (forward, stage, piece), producers in by_operation.items():
+        consumers = by_operation.get((forward, stage + (1 if forward else -1), piece), [])
         if len(consumers) == len(producers):
             pairs += map(PipelineMessage, producers, consumers)
     return tuple(flow for flow in pairs if flow.producer.rank != flow.consumer.rank)
 
 
 def places(records: Iterable[WorkRecord]) -> dict[tuple[int, int], int]:
-    """(pipe, stage) of one rank's records -> which of the rank's places it is, from 0.
+    """(pipe, stage) of one rank's records -> index of the rank's chunk, from 0.
 
-    Chunks of a pipe count up with their stages, a second pipe comes after the first.
+    Chunks of a pipe are ordered by stage; the second pipe follows the first.
     """
-    found = {(record.pipe, record.stage) for record in records if record.stage is not None}
-    return {place: index for index, place in enumerate(sorted(found))}
+    stages = {(record.pipe, record.stage) for record in records if record.stage is not None}
+    return {place: index for index, place in enumerate(sorted(stages))}
 
 
 def blocks(records: Sequence[WorkRecord]) -> list[list[WorkRecord]]:
-    """Records of one rank with equal start and end together, in the timeline's order."""
+    """Records of one rank, grouped by equal start and end, in the timeline's order."""
     return [list(group) for _, group in groupby(records, key=lambda r: (r.start, r.end))]
 
 
 def activations(timeline: Timeline, *, held: float = 1.0) -> dict[int, Steps]:
-    """Activations that each rank holds over time, in microbatches on its whole share of layers.
+    """Activations held by each rank over time, in microbatches of its whole share of layers.
 
-    A forward adds one at its start, a full backward gives it back at its end; ``I`` leaves the
-    share `held`, which is given back by ``W``. A chunk counts 1/chunks, a slice 1/slices. Ranks
-    without pipeline records are left out.
+    A forward adds one at its start, a full backward releases it at its end; ``I`` leaves the share
+    `held`, which ``W`` releases. A chunk counts 1/chunks, a slice 1/slices. Ranks without pipeline
+    records are left out.
     """
     changes = {"F": (1.0, 0.0), "B": (0.0, -1.0), "I": (0.0, held - 1.0), "W": (0.0, -held)}
     return _summed(timeline, changes, whole=True)
 
 
 def backlog(timeline: Timeline) -> dict[int, Steps]:
-    """Weight gradients that each rank has put off, over time; ranks that split none are left out.
+    """Deferred weight gradients of each rank over time; ranks without split backwards are left out.
 
     Raised by one at the end of each ``I``, lowered at the end of each ``W``.
     """
     changes = {"I": (0.0, 1.0), "W": (0.0, -1.0)}
-    found = _summed(timeline, changes, whole=False)
-    return {rank: steps for rank, steps in found.items() if any(value for _, value in steps)}
+    counts = _summed(timeline, changes, whole=False)
+    return {rank: steps for rank, steps in counts.items() if any(value for _, value in steps)}
 
 
 def _summed(
     timeline: Timeline, changes: Mapping[str, tuple[float, float]], *, whole: bool
 ) -> dict[int, Steps]:
-    """Per rank the sum of the changes (at a record's start, at its end), over time."""
-    found: dict[int, Steps] = {}
+    """Per rank the running sum of the changes (at a record's start, at its end)."""
+    sums: dict[int, Steps] = {}
     for rank, records in timeline.by_rank().items():
         ops = [r for r in records if r.kind in changes and r.stage is not None]
         if not ops:
             continue
-        # A rank runs one entry after the other; one without length comes before what it lets start.
+        # A rank runs its entries in sequence; one of length 0 precedes the next at the same time.
         ops.sort(key=lambda record: (record.start, record.end))
         stages: defaultdict[int, set[int | None]] = defaultdict(set)
         for record in ops:
@@ -102,7 +102,7 @@ def _summed(
                 change = sum(changes[record.kind][side] for record in block)
                 if change:
                     total += change
-                    # Sums of thirds and the like come back to nothing.
+                    # Round, so that sums of fractions such as thirds return to 0.
                     steps.append((time, round(total / parts, 12)))
-        found[rank] = steps
-    return found
+        sums[rank] = steps
+    return sums

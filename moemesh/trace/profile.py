@@ -1,7 +1,7 @@
-"""Traces of torch's profiler of several ranks as one trace, on one clock.
+"""Merged traces of torch's profiler on several ranks, on one clock.
 
-Format: "Trace Event Format", Google, 2016. Every rank is a process of the merged trace; beside its
-threads stands a row with the phases of its steps.
+Format: "Trace Event Format", Google, 2016. Every rank is a process of the merged trace, with an
+additional row for the phases of its steps.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, NamedTuple, cast
 from moemesh.config.limits import parse_json
 from moemesh.trace.timeline import WorkRecord
 
-# Clocks of several machines, aligned by exchanges that no rank leaves before all have begun.
+# Alignment of the clocks of several machines by barriers.
 
 
-#: Clock readings of one rank around each exchange: (before it, after it), in seconds.
+#: Clock readings of one rank around each barrier: (before, after), in seconds.
 Readings = Sequence[tuple[float, float]]
 
 
 class Offset(NamedTuple):
-    """A clock is `seconds` ahead of another one, give or take `uncertainty`."""
+    """Offset of a clock: `seconds` ahead of another one, ± `uncertainty`."""
 
     seconds: float
     uncertainty: float
@@ -31,31 +31,32 @@ class Offset(NamedTuple):
 def offset_of(reference: Readings, other: Readings) -> Offset:
     """Time by which the clock of `other` is ahead of that of `reference`.
 
-    Nobody leaves an exchange before everybody has begun it, so every exchange bounds the offset:
-    other's begin lies before reference's end, and reference's begin before other's end. The answer
-    is the middle of what all bounds leave. Raises ValueError without an exchange.
+    No rank leaves a barrier before all have entered it, so every barrier bounds the offset: other's
+    begin is before reference's end, and reference's begin before other's end. Returns the middle of
+    the remaining interval. Raises ValueError without a barrier.
     """
     if not reference or len(reference) != len(other):
-        raise ValueError(f"{len(reference)} and {len(other)} exchanges: one at least, and as many")
+        counts = f"{len(reference)} and {len(other)}"
+        raise ValueError(f"{counts} barriers: both ranks need the same number, at least 1")
     low = max(begin - end for (_, end), (begin, _) in zip(reference, other, strict=True))
     high = min(end - begin for (begin, _), (_, end) in zip(reference, other, strict=True))
     return Offset((low + high) / 2, max((high - low) / 2, 0.0))
 
 
 Event = dict[str, Any]
-#: Of a run: where ranks write their traces; and the steps before them: those that fill caches, and
-#: those that are measured without the profiler, which slows what it sees.
+#: Folder of a run for the traces of its ranks; and the number of steps before the trace that fill
+#: caches, and that are measured without the profiler, because it slows operations.
 FOLDER, WARM_UP, PLAIN = "profile", 1, 3
-#: The thread of the phases in the merged trace: none of the process has this number.
+#: Thread number of the phases in the merged trace, which no thread of a process has.
 PHASES_THREAD = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """One rank: complete events (`ts` and `dur` in microseconds on the common clock), phases of its
-    steps (seconds on the common clock), and how its clock was aligned (None: the common one). Of
-    the steps without the profiler `plain`, their phases (seconds on the rank's own clock), and
-    `waited`, the share of them in which the rank waited for others (None: not known)."""
+    """Profile of one rank: complete `events` (`ts` and `dur` in microseconds on the common clock),
+    `phases` of its steps (seconds on the common clock), and the `offset` of its clock (None: it is
+    the common one). For the steps without the profiler: their phases `plain` (seconds on the rank's
+    own clock), and `waited`, the share of waiting for other ranks (None: unknown)."""
 
     rank: int
     host: str
@@ -68,13 +69,13 @@ class RankProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Profiles of all ranks, ordered. `num_steps` were profiled."""
+    """Profiles of all ranks, ordered, over `num_steps` profiled steps."""
 
     ranks: Sequence[RankProfile]
     num_steps: int
 
     def to_json(self) -> dict[str, Any]:
-        """The merged trace, which Perfetto and chrome://tracing open; it starts at 0."""
+        """The merged trace for Perfetto and chrome://tracing; it starts at time 0."""
         start = min((e["ts"] for one in self.ranks for e in one.events), default=0.0)
         events: list[Event] = []
         for one in self.ranks:
@@ -103,9 +104,9 @@ class Profile:
 
 
 def read_profile(folder: Path) -> Profile:
-    """The profile that the ranks of a run wrote into `folder`.
+    """The profile in `folder`, written by the ranks of a run.
 
-    Raises ValueError when a file is missing or of another form.
+    Raises ValueError for a missing or malformed file.
     """
     notes = [_object(path) for path in sorted(folder.glob("rank-*.notes.json"))]
     if not notes:
@@ -121,7 +122,7 @@ def read_profile(folder: Path) -> Profile:
         shift = int(trace.get("baseTimeNanoseconds", 0)) / 1e3 - ahead * 1e6
         events: list[Event] = []
         for event in cast("list[Event]", trace["traceEvents"]):
-            # A span of the profiler itself has a word in place of a process.
+            # Spans of the profiler itself have a text as their process.
             if event.get("ph") == "X" and isinstance(event.get("pid"), int):
                 events.append({**event, "ts": float(event["ts"]) + shift})
         later = float(note["epoch_minus_monotonic"]) - ahead
@@ -143,7 +144,7 @@ def read_profile(folder: Path) -> Profile:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    found: Any = parse_json(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    content: Any = parse_json(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", content)

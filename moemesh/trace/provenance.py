@@ -1,4 +1,4 @@
-"""``provenance.json`` read back: the starts of a run, and how two of them differ."""
+"""Reader of ``provenance.json``: the starts of a run, and their differences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, cast
 from moemesh.config.limits import parse_json
 
 FILE = "provenance.json"
-#: The form of the file, its key "schema".
+#: Version of the file's format, its key "schema".
 SCHEMA = 1
 
-#: What two starts are compared in, and how a person calls it.
+#: Compared sections of two starts -> their display names.
 _PLACES = {
     "python": "Python",
     "packages": "package",
@@ -26,7 +26,7 @@ _PLACES = {
     "weights": "weights",
     "threads": "threads of a rank",
 }
-#: Entries that say where something was, and change no result.
+#: Entries that record locations and do not affect results.
 _PLACE_ONLY = frozenset(
     [
         "library.folder",
@@ -41,8 +41,7 @@ _PLACE_PREFIXES = ("environment.SLURM_", "environment.TORCHELASTIC_", "environme
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's starts, the first one first; none where there is no such file, or it
-    cannot be read."""
+    """The records of a run's starts, oldest first; empty if the file is missing or damaged."""
     try:
         content: Any = parse_json((folder / FILE).read_text(encoding="utf-8"))
         return [cast("dict[str, Any]", dict(start)) for start in content["starts"]]
@@ -51,8 +50,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 class ProvenancePart(NamedTuple):
-    """Steps `first` to `last` of a run, and what they have run under: the record of a start, or a
-    plan."""
+    """Steps `first` to `last` of a run with the `record` of their start, or their plan."""
 
     record: Mapping[str, Any]
     first: int
@@ -60,15 +58,15 @@ class ProvenancePart(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Such as "steps 21 to 30"."""
+        """Range as text, such as "steps 21 to 30"."""
         ended = f"to {self.last:,}" if self.last >= self.first else "on, none of which has ended"
         return f"steps {self.first:,} {ended}"
 
 
 def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
-    """The start that has taken each of the steps 1 to `last`: the newest one that has taken it.
+    """Steps 1 to `last` divided by start; a repeated step belongs to its newest start.
 
-    Raises KeyError, TypeError or ValueError for a record that does not tell its first step.
+    Raises KeyError, TypeError or ValueError for a record without a valid first step.
     """
     parts: list[ProvenancePart] = []
     for start in starts:
@@ -79,7 +77,7 @@ def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenanceP
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Differences of two starts that may change a result: a line each, the first value first."""
+    """Differences of two starts that may affect results: one line each, the older value first."""
     lines: list[str] = []
     for place, name in _PLACES.items():
         for key, old, new in _differing(before.get(place), after.get(place)):

@@ -1,8 +1,7 @@
-"""A run folder read back: everything a run has written, whether or not it came to its end.
+"""Reader of a run folder: all records of a run, finished or not.
 
-Files that are missing are missing; a line or a file that cannot be read (a run killed while
-writing) is left out and named in `Run.warnings`. Only a folder without any file of a run is an
-error.
+Missing files are tolerated; an unreadable line or file (a run killed during a write) is left out
+and named in `Run.warnings`. Only a folder without any file of a run is an error.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from moemesh.trace.timeline import Timeline
 
 T = TypeVar("T")
 
-#: What makes a folder a run, one of them at least.
+#: Files of a run; a run folder has at least one of them.
 FILES: tuple[str, ...] = (
     *("config.toml", "plan.json", "metrics.jsonl", "ledger.json", "ledger_predicted.json"),
     *("timeline.json", "timeline_simulated.json", "memory.json", "loads.jsonl", "events.jsonl"),
     *("failure.json", "summary.json"),
 )
-#: What data of another form raises on its way into a trace type.
+#: Exceptions of malformed data during the conversion to a trace type.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-#: The form of the rows of `metrics.jsonl`, their key "schema": 0, without the key, before there was
-#: one. A new key does not change it; another meaning of a key does.
+#: Version of the rows of `metrics.jsonl`, their key "schema" (0 without the key). A new key keeps
+#: the version; a changed meaning of a key raises it.
 SCHEMA = 1
 
-#: Fields that a row of metrics must have.
+#: Required fields of a row of metrics.
 _NEEDED = ("step", "tokens", "loss", "grad_norm", "aux_loss", "tokens_per_second", "lr", "seconds")
-#: Lines of a JSONL file that are read together.
+#: Lines of a JSONL file that are parsed together.
 _BLOCK = 256
-#: Earlier failures that are read, at most.
+#: Most earlier failures that are read.
 _MOST_FAILURES = 50
 
 
@@ -58,7 +57,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """The planner's price of a step on a cluster: seconds by part, and their sum."""
+    """Planned time of a step on a cluster: seconds by part, and their sum."""
 
     cluster: str
     seconds: float
@@ -69,15 +68,14 @@ class PlannedStep:
 class MetricsRow:
     """One line of `metrics.jsonl`: one training step.
 
-    `loss` and `aux_loss` in nats per token, `mtp_loss` the mean over extra prediction layers of
-    theirs (None: there are none), `tokens` of this step over all ranks, `seconds` of this
-    step. Of rank 0 (None: an older run): `data_seconds` that it waited for its batch,
-    `communication_seconds` that it waited for other ranks, `memory_bytes` at most so far, and
-    `tflops_per_rank`, 10^12 model FLOPs a second of the mean rank, `mfu` their share of the peak
-    of its device (None: not known). `epoch`: how often the training samples have been read by the
-    end of the step. Of the experts (None: there are none) `load_max_over_mean`, the fullest over
-    the mean in the least balanced layer, and `dropped_share` of choices that found no room. A
-    number that is not finite is written as null and read as NaN, so that each line is
+    `loss` and `aux_loss` are in nats per token, `mtp_loss` is the mean over extra prediction layers
+    (None without them), `tokens` are those of this step over all ranks, `seconds` its time. On
+    rank 0 (None in older runs): `data_seconds` of waiting for the batch, `communication_seconds` of
+    waiting for other ranks, `memory_bytes`, the peak so far. `tflops_per_rank`: 10^12 model FLOPs
+    per second of the mean rank; `mfu`: their share of the device's peak (None: unknown). `epoch`:
+    passes over the training samples by the end of the step. `load_max_over_mean`: fullest expert
+    over the mean in the least balanced layer, and `dropped_share` of the choices (None without
+    experts). Numbers that are not finite are written as null and read as NaN, so that each line is
     strict JSON.
     """
 
@@ -114,18 +112,17 @@ class MetricsRow:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> MetricsRow:
-        """The inverse of :meth:`to_json`; unknown keys are left out.
+        """The inverse of :meth:`to_json`; unknown keys are ignored.
 
-        Raises KeyError, TypeError or ValueError when a key is missing or of another type, or when
-        the row has the form of a later version.
+        Raises KeyError, TypeError or ValueError for a missing key or another type, or for a row of
+        a later version.
         """
         if (schema := int(data.get("schema", 0))) > SCHEMA:
             raise ValueError(f"the row has schema {schema}, this version reads up to {SCHEMA}")
         for name in _NEEDED:
             if name not in data:
                 raise KeyError(name)
-        # Not by __init__, and no call for what is a float already: of a long run that is half the
-        # time of reading it.
+        # Bypass __init__, and do not convert floats: it halves the time to read a long run.
         row = object.__new__(cls)
         for name, store in _STORES.items():
             value = data.get(name)
@@ -137,25 +134,25 @@ class MetricsRow:
         return row
 
 
-#: Sets each field of a row that is being made.
+#: Setter of each field of a row.
 _STORES = {item.name: getattr(MetricsRow, item.name).__set__ for item in fields(MetricsRow)}
 _COUNTS = ("step", "tokens")
 
 
 def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
-    """Median of a field over the rows that have it; None where none has."""
+    """Median of a field over the rows that have it; None without any."""
     values = [value for row in rows if (value := getattr(row, name)) is not None]
     return statistics.median(values) if values else None
 
 
-#: In the text of an event: a loss jumped.
+#: Part of the text of an event about a jump of the loss.
 JUMPED = "deviations above the last ones"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line of `events.jsonl`: `time` (UTC, ISO 8601), `step` (the last that was finished, None
-    before the first), `kind` (a word such as "alarm") and what was said besides steps."""
+    """One line of `events.jsonl`: `time` (UTC, ISO 8601), `step` (the last finished one, None
+    before the first), `kind` (a word such as "alarm") and `text`."""
 
     time: str
     step: int | None
@@ -164,18 +161,18 @@ class Event:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Event:
-        """One line; unknown keys are left out. Raises KeyError, TypeError or ValueError."""
+        """Parses one line; unknown keys are ignored. Raises KeyError, TypeError or ValueError."""
         return read_fields(cls, {"time": "", "step": None, **data})
 
 
 def ledgers_to_json(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> dict[str, Any]:
-    """The content of `ledger.json`: the ledger of every rank, over `steps` steps together."""
+    """The content of `ledger.json`: the ledger of every rank, summed over `steps` steps."""
     ranks = [{"rank": rank, "entries": ledgers[rank].rows()} for rank in sorted(ledgers)]
     return {"steps": steps, "ranks": ranks}
 
 
 def ledgers_from_json(data: Mapping[str, Any]) -> tuple[dict[int, Ledger], int]:
-    """Ledgers by rank, and the number of steps they cover (1 when it is not said).
+    """Ledgers by rank, and the number of steps they cover (by default 1).
 
     Raises KeyError, TypeError or ValueError on other data.
     """
@@ -193,7 +190,7 @@ def ledgers_from_json(data: Mapping[str, Any]) -> tuple[dict[int, Ledger], int]:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Run(Shown):
-    """The contents of a run folder. Parts whose file is missing are empty or None."""
+    """Contents of a run folder. Parts without a file are empty or None."""
 
     folder: Path
     config_text: str = ""
@@ -208,47 +205,47 @@ class Run(Shown):
     memory: MemoryProfiles | None = None
     loads: tuple[LayerLoads, ...] = ()
     events: tuple[Event, ...] = ()
-    #: Records of the starts of the run, the first one first (`provenance.json`).
+    #: Records of the starts of the run, oldest first (`provenance.json`).
     starts: tuple[Mapping[str, Any], ...] = ()
     failure: dict[str, Any] | None = None
-    #: Failures that the run went on from, the oldest first (`failures/<epoch>/failure.json`).
+    #: Failures that the run recovered from, oldest first (`failures/<epoch>/failure.json`).
     earlier_failures: tuple[Mapping[str, Any], ...] = ()
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
     warnings: tuple[str, ...] = ()
-    #: The last step that any file of the run records.
+    #: Last step recorded in any file of the run.
     last_step: int = 0
-    #: In no file: of who reads the run and knows a cluster.
+    #: Not stored; set by a reader that knows the cluster.
     planned: PlannedStep | None = None
 
     def facts(self) -> Mapping[str, object]:
-        found: dict[str, object] = {"folder": str(self.folder), "num_steps": self.num_steps}
+        facts: dict[str, object] = {"folder": str(self.folder), "num_steps": self.num_steps}
         for name in ("step", "loss", "validation_loss", "tokens_per_second"):
             values = [value for row in self.metrics if (value := getattr(row, name)) is not None]
-            found |= {f"last_{name}": values[-1]} if values else {}
-        return found | ({"failure": self.failure} if self.failure else {})
+            facts |= {f"last_{name}": values[-1]} if values else {}
+        return facts | ({"failure": self.failure} if self.failure else {})
 
     @property
     def num_steps(self) -> int | None:
-        """The steps that the configuration asks for; None where it does not say."""
-        found = self.section("train").get("steps")
-        return found if isinstance(found, int) else None
+        """Configured number of steps; None if it is unset."""
+        steps = self.section("train").get("steps")
+        return steps if isinstance(steps, int) else None
 
     @property
     def loss_unit(self) -> str:
-        """The unit of losses, as the console names it."""
+        """The unit of losses, as on the console."""
         return loss_unit(self.section("data").get("tokenizer", "bytes"))
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the configuration, empty where there is none."""
+        """A section of the configuration; empty if it is missing."""
         part = self.config.get(name)
         return cast(dict[str, Any], part) if isinstance(part, dict) else {}
 
     @cached_property
     def plans(self) -> tuple[ProvenancePart, ...]:
-        """The plans that the run has had, the current one last: each the section of the
-        configuration, with the steps that were taken under it one after the other, on the same
-        devices and with batches of one size, by the records of the starts."""
-        found: list[tuple[ProvenancePart, object]] = []
+        """Plans of the run by the records of its starts, the current one last: each the section of
+        the configuration with the consecutive steps under it, on the same devices and with batches
+        of one size."""
+        parts: list[tuple[ProvenancePart, object]] = []
         last = self.metrics[-1].step if self.metrics else 0
         try:
             for start in parts_of(self.starts, last):
@@ -256,45 +253,44 @@ class Run(Shown):
                 steps, data = start._replace(record=config["plan"]), config["data"]
                 sizes = data.get("seq_len"), data.get("global_batch"), config["train"].get("dtype")
                 kind = steps.record, sizes, start.record.get("devices")
-                if found and found[-1][1] == kind:
-                    steps = steps._replace(first=found.pop()[0].first)
-                found.append((steps, kind))
+                if parts and parts[-1][1] == kind:
+                    steps = steps._replace(first=parts.pop()[0].first)
+                parts.append((steps, kind))
         except _MALFORMED:
-            found = []
-        return tuple(steps for steps, _ in found) or (
+            parts = []
+        return tuple(steps for steps, _ in parts) or (
             ProvenancePart(self.section("plan"), 1, last),
         )
 
     @cached_property
     def current(self) -> tuple[MetricsRow, ...]:
-        """The rows of the steps under the current plan, which alone tell its speed; the first step
-        of a run, which builds caches, is not among them unless it is the only one."""
+        """Rows of the steps under the current plan, without the first one, which builds caches,
+        unless it is the only one."""
         rows = tuple(row for row in self.metrics if row.step >= self.plans[-1].first)
         return rows[1:] or rows
 
     @property
     def marks(self) -> list[tuple[float, str]]:
-        """Places between the steps of two plans, each with the name of the later."""
+        """Positions between the steps of two plans, each with the name of the later plan."""
         later = enumerate(self.plans[1:], start=2)
         return [(steps.first - 0.5, f"plan {number}") for number, steps in later]
 
     @property
     def of_steps(self) -> str:
-        """ ", steps 21 to 30" of the current plan where the run has had others; else ""."""
+        """ ", steps 21 to 30" of the current plan; "" if the run has had no other."""
         return f", {self.plans[-1].words}" if len(self.plans) > 1 else ""
 
     @classmethod
     def load(cls, folder: Path | str) -> Run:
-        """Read `folder`. A step that was done twice (after a resume) counts as done the last time;
-        of a long run the loads of neighbouring steps are summed (:class:`LoadBins`), so that the
-        memory for them is bounded.
+        """Read `folder`. Of a repeated step (after a resume) the last row counts. In a long run the
+        loads of neighbouring steps are summed (:class:`LoadBins`), which bounds their memory.
 
-        Raises RunError when there is no such folder, or no file of a run in it.
+        Raises RunError if the folder does not exist, or has no file of a run.
         """
         folder = Path(folder)
         if not folder.is_dir():
             near = "" if folder.exists() else f" ({nearest_path(folder)})"
-            raise RunError(f"{folder} is no folder{near}")
+            raise RunError(f"{folder} is not a folder{near}")
         if not any((folder / name).is_file() for name in FILES):
             raise RunError(f"{folder} holds no run: none of {', '.join(FILES)} is in it")
         reader = _Reader(folder)
@@ -310,13 +306,13 @@ class Run(Shown):
             last_step = max(last_step, steps)
         if text := missing_steps("metrics.jsonl", dict.fromkeys(newest, 1), last_step):
             reader.warnings.append(text)
-        # A version that wrote the loads of every n-th step alone has more gaps than bins.
+        # Versions that recorded the loads of every n-th step only have more gaps than bins.
         gaps = gaps_of(bins, last_step) if bins else []
         if 2 * len(gaps) < len(bins) and (text := missing_steps("loads.jsonl", bins, last_step)):
             reader.warnings.append(text)
         ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
         predicted, _ = reader.json("ledger_predicted.json", ledgers_from_json) or ({}, 1)
-        # Replay bundles stand in the same folder under other names.
+        # Replay bundles are in the same folder under other names.
         numbers = [path.name for path in folder.glob("failures/*") if path.name.isdecimal()]
         failures = [
             reader.json(f"failures/{number}/failure.json", _object)
@@ -347,13 +343,14 @@ class Run(Shown):
 
 
 def newest_checkpoint(folder: Path) -> int:
-    """The step of the newest checkpoint in the folder of a run; 0 where there is none."""
+    """Step of the newest checkpoint in the folder of a run; 0 without one."""
     names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))
     return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def gaps_of(rows: Mapping[int, int], last: int, before: int = 0) -> list[range]:
-    """Steps after `before` to `last` without a row; `rows`: the last step of a row -> its steps."""
+    """Ranges of steps without a row, after `before` up to `last`. `rows`: last step of a row -> its
+    number of steps."""
     gaps: list[range] = []
     following = before + 1
     for step in [*sorted(rows), None]:
@@ -365,7 +362,7 @@ def gaps_of(rows: Mapping[int, int], last: int, before: int = 0) -> list[range]:
 
 
 def missing_steps(name: str, rows: Mapping[int, int], last: int, before: int = 0) -> str:
-    """A sentence on the steps without a row (:func:`gaps_of`); "" where all have one."""
+    """A sentence on the steps without a row (:func:`gaps_of`); "" if there are none."""
     gaps = gaps_of(rows, last, before)
     shown = [f"{gap[0]:,}" if len(gap) == 1 else f"{gap[0]:,} to {gap[-1]:,}" for gap in gaps]
     more = ", ..." if len(gaps) > 3 else ""
@@ -375,28 +372,28 @@ def missing_steps(name: str, rows: Mapping[int, int], last: int, before: int = 0
 
 
 def read_metrics(folder: Path | str) -> Iterator[MetricsRow]:
-    """The rows of a run's `metrics.jsonl`, one after the other, damaged ones left out; none where
-    there is no such file."""
+    """Yields the rows of a run's `metrics.jsonl` without damaged ones; none if the file is
+    missing."""
     return _Reader(Path(folder)).rows("metrics.jsonl", MetricsRow.from_json)
 
 
 class _Reader:
-    """Reads files of one folder and notes what could not be read."""
+    """Reader of the files of one folder; collects warnings on unreadable ones."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.warnings: list[str] = []
 
     def text(self, name: str) -> str:
-        """The file's text, "" when it is missing."""
+        """The file's text, "" if it is missing."""
         path = self.folder / name
         if not path.is_file():
             return ""
-        # A byte that is no UTF-8 must not hide the rest of the file.
+        # A byte that is not UTF-8 must not hide the rest of the file.
         return path.read_text(encoding="utf-8", errors="replace")
 
     def parse(self, name: str, text: str, parse: Callable[[str], T]) -> T | None:
-        """`text` parsed, None when it is empty or malformed."""
+        """`text` parsed, None if it is empty or malformed."""
         if not text:
             return None
         try:
@@ -406,19 +403,18 @@ class _Reader:
             return None
 
     def json(self, name: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
-        """The file's JSON object as a trace type, None when missing or malformed."""
+        """The file's JSON object as a trace type, None if it is missing or malformed."""
         return self.parse(name, self.text(name), lambda text: parse(_object(parse_json(text))))
 
     def rows(self, name: str, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-        """The objects of a JSONL file, one after the other; malformed lines are left out and
-        counted."""
+        """Yields the objects of a JSONL file; malformed lines are left out and counted."""
         path = self.folder / name
         if not path.is_file():
             return
         bad: list[str] = []
         first = 1
         with path.open(encoding="utf-8", errors="replace") as file:
-            # Blocks of lines are read together, which is quicker; one with damage line by line.
+            # Blocks of lines are parsed together, which is faster; a damaged one line by line.
             while block := list(itertools.islice(file, _BLOCK)):
                 try:
                     rows = [parse(value) for value in parse_json(f"[{','.join(block)}]")]
@@ -452,9 +448,10 @@ def _reason(error: BaseException) -> str:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a process holds the lock of `file`; not of one that cannot be opened.
+    """Whether a process holds the lock of `file`; False if it cannot be opened.
 
-    It is asked for by a shared lock, for a moment, which others that ask do not take for an owner.
+    The check briefly takes a shared lock, so that concurrent checks do not see each other as
+    owners.
     """
     try:
         handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -469,13 +466,13 @@ def is_locked(file: Path) -> bool:
     return False
 
 
-#: interrupted: it ended without a word (killed, or the machine went down).
+#: State of a run. interrupted: it ended without a record (killed, or the machine went down).
 State = Literal["finished", "running", "stopped", "failed", "interrupted"]
 LEASE = "lease"
 
 
 def state_of(run: Run) -> State:
-    """State by failure.json, summary.json, the newest step, and the lock of a run at work."""
+    """State by failure.json, summary.json, the newest step, and the lock of a running process."""
     if run.failure is not None:
         return "failed"
     last = run.metrics[-1].step if run.metrics else None

@@ -1,4 +1,4 @@
-"""Strict JSON, as verbs print it and runs write it: numbers that are not finite are null."""
+"""Strict JSON for the output of verbs and the files of runs: infinities and NaN become null."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-#: Functions that read the fields of these types.
+#: Converters of the fields of these types.
 _READ: Mapping[str, Any] = {"int": int, "float": float, "str": str}
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """`value` as a JSON text; NaN and infinities, which JSON does not know, are null."""
+    """`value` as a JSON text; NaN and infinities, which JSON lacks, are null."""
     return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """`value`, of mappings and lists, with None in place of numbers that are not finite."""
+    """`value`, also nested in mappings and lists, with None for infinities and NaN."""
     if isinstance(value, dict):
         return {key: finite(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, list | tuple):
@@ -30,23 +30,23 @@ def finite(value: Any) -> Any:
 
 def read_fields(kind: type[T], data: Mapping[str, Any]) -> T:
     """A data class from a mapping: numbers and texts are converted by its annotations, unknown keys
-    left out. Raises KeyError, TypeError or ValueError on other data."""
-    found: dict[str, Any] = {}
+    are ignored. Raises KeyError, TypeError or ValueError on other data."""
+    values: dict[str, Any] = {}
     for name, read, is_optional, is_needed in _fields(kind):
         if name in data:
             value = data[name]
-            found[name] = value if read is None or (is_optional and value is None) else read(value)
+            values[name] = value if read is None or (is_optional and value is None) else read(value)
         elif is_needed:
             raise KeyError(name)
-    return kind(**found)
+    return kind(**values)
 
 
 @cache
 def _fields(kind: Any) -> list[tuple[str, Any, bool, bool]]:
-    """(name, function that reads it, whether it may be None, whether it has no default)."""
-    found: list[tuple[str, Any, bool, bool]] = []
+    """Fields as (name, converter, whether it may be None, whether it has no default)."""
+    result: list[tuple[str, Any, bool, bool]] = []
     for one in fields(kind):
         name, *optional = str(one.type).split(" | ")
         is_needed = one.default is MISSING and one.default_factory is MISSING
-        found.append((one.name, _READ.get(name), bool(optional), is_needed))
-    return found
+        result.append((one.name, _READ.get(name), bool(optional), is_needed))
+    return result

@@ -1,9 +1,8 @@
 """Timelines: one type for simulated, virtual and measured time.
 
-A :class:`Timeline` is made by a pipeline simulator, by a virtual clock or by the running ranks, so
-that one can be laid over another. A record starts when its inputs have arrived; the time spent
-waiting for them stands in `wait`, before `start`, so that *busy* means the same whatever the
-source.
+A pipeline simulator, a virtual clock and running ranks all produce a :class:`Timeline`, so that
+they can be compared. A record starts when its inputs have arrived; the time of waiting for them,
+before `start`, is `wait`, so that *busy* means the same for all sources.
 
 An overlapped block (the forward of one microbatch with the backward of another) is several records
 of one rank with the same start and end; nested spans are records inside each other. Statistics take
@@ -25,7 +24,7 @@ from moemesh.trace.strict_json import read_fields
 Source = Literal["simulated", "virtual", "measured"]
 Unit = Literal["seconds", "milliseconds", "microseconds", "ticks"]
 
-#: One unit in microseconds. A tick has no length; one microsecond makes it easy to read.
+#: One unit in microseconds. A tick has no length; it is displayed as one microsecond.
 MICROSECONDS: dict[Unit, float] = {
     "seconds": 1e6,
     "milliseconds": 1e3,
@@ -36,12 +35,12 @@ MICROSECONDS: dict[Unit, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WorkRecord:
-    """One piece of work of one rank, from `start` to `end` in the timeline's unit.
+    """A piece of work of one rank, from `start` to `end` in the timeline's unit.
 
-    `name` is what is shown ("forward", "0F3"). `kind` groups and colours: the pipeline kinds "F",
-    "B", "I" (input gradient), "W" (weight gradient), or any word such as "communication". `stage`,
-    `microbatch`, `pipe` and `slice` say which pipeline operation it is, `step` which step. Raises
-    ValueError when it ends before it starts, waits a negative time, or is not finite.
+    `name` is displayed ("forward", "0F3"). `kind` determines group and colour: the pipeline kinds
+    "F", "B", "I" (input gradient), "W" (weight gradient), or any word such as "communication".
+    `stage`, `microbatch`, `pipe` and `slice` identify a pipeline operation, `step` its step. Raises
+    ValueError if it ends before it starts, waits a negative time, or is not finite.
     """
 
     rank: int
@@ -79,7 +78,7 @@ class WorkRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WorkRecord:
-        """The inverse of :meth:`to_json`; unknown keys are left out."""
+        """The inverse of :meth:`to_json`; unknown keys are ignored."""
         return read_fields(cls, data)
 
 
@@ -99,9 +98,9 @@ class RankStatistics(NamedTuple):
 class Timeline(Shown):
     """Records of some ranks, in one unit, from one source.
 
-    `digest` names the schedule that was carried out, "" when there is none. Records are kept
-    ordered by rank, start, then longest first, so that equal contents are equal values. Raises
-    ValueError for an unknown source or unit, repeated ranks, or a record of another rank.
+    `digest` identifies the executed schedule, "" without one. Records are ordered by rank, start,
+    then longest first, so that equal contents are equal values. Raises ValueError for an unknown
+    source or unit, repeated ranks, or a record of another rank.
     """
 
     ranks: tuple[int, ...]
@@ -124,22 +123,22 @@ class Timeline(Shown):
 
     @property
     def start(self) -> float:
-        """Earliest start of any record, 0.0 when there is none."""
+        """Earliest start of all records, 0.0 without records."""
         return min((record.start for record in self.records), default=0.0)
 
     @property
     def end(self) -> float:
-        """Latest end of any record, 0.0 when there is none."""
+        """Latest end of all records, 0.0 without records."""
         return max((record.end for record in self.records), default=0.0)
 
     @property
     def span(self) -> float:
-        """Largest over the ranks of its last end minus its first start."""
+        """Maximum over the ranks of last end minus first start."""
         return max((rank.span for rank in self.statistics()), default=0.0)
 
     @property
     def bubble_rate(self) -> float:
-        """Share of ``ranks * span`` in which no work was done; 0.0 for an empty timeline."""
+        """Share of ``ranks * span`` without work; 0.0 for an empty timeline."""
         capacity = len(self.ranks) * self.span
         if not capacity:
             return 0.0
@@ -147,7 +146,7 @@ class Timeline(Shown):
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """Span, busy, idle and waiting time of every rank, ascending."""
-        found: list[RankStatistics] = []
+        statistics: list[RankStatistics] = []
         for rank, records in self.by_rank().items():
             start = min((record.start for record in records), default=0.0)
             end = max((record.end for record in records), default=0.0)
@@ -160,18 +159,18 @@ class Timeline(Shown):
             wait = sum(record.wait for record in records)
             # Rounding may leave idle at -1e-17.
             idle = max(end - start - busy, 0.0)
-            found.append(RankStatistics(rank, start, end, end - start, busy, idle, wait))
-        return tuple(found)
+            statistics.append(RankStatistics(rank, start, end, end - start, busy, idle, wait))
+        return tuple(statistics)
 
     def by_rank(self) -> dict[int, list[WorkRecord]]:
-        """Records of every rank in their order, an empty list for a rank without any."""
-        found: dict[int, list[WorkRecord]] = {rank: [] for rank in self.ranks}
+        """Ordered records of every rank, an empty list for a rank without any."""
+        by_rank: dict[int, list[WorkRecord]] = {rank: [] for rank in self.ranks}
         for record in self.records:
-            found[record.rank].append(record)
-        return found
+            by_rank[record.rank].append(record)
+        return by_rank
 
     def last_step(self) -> Timeline:
-        """Only the records of the highest `step`; everything when no record names one."""
+        """The records of the highest `step`; all records if none has a step."""
         last = max((r.step for r in self.records if r.step is not None), default=None)
         if last is None:
             return self
@@ -179,7 +178,8 @@ class Timeline(Shown):
 
     @classmethod
     def merge(cls, timelines: Iterable[Timeline]) -> Timeline:
-        """One timeline of disjoint ranks. Raises ValueError when ranks or source, unit clash."""
+        """One timeline of disjoint ranks. Raises ValueError for repeated ranks, or another source,
+        unit or digest."""
         parts = list(timelines)
         if not parts:
             raise ValueError("no timeline to merge")
@@ -199,7 +199,7 @@ class Timeline(Shown):
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Timeline:
-        """Invert :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
+        """Inverse of :meth:`to_json`. Raises KeyError, TypeError or ValueError on other data."""
         return cls(
             ranks=tuple(int(rank) for rank in data["ranks"]),
             records=tuple(WorkRecord.from_json(record) for record in data["records"]),
@@ -218,14 +218,14 @@ def _order(record: WorkRecord) -> tuple[Any, ...]:
 
 
 class TimelineRecorder:
-    """Records what one rank does::
+    """Recorder of the work of one rank::
 
         with recorder.span("optimizer"):
             step()
 
-    `clock` returns seconds and must not run backwards; the default is the machine's monotonic
-    clock, which all processes of one machine share, so that their timelines merge without
-    alignment. A record that is left by an exception is kept.
+    `clock` returns seconds and must be monotonic; the default is the machine's monotonic clock,
+    which all processes of one machine share, so their timelines merge without alignment. A span
+    that is left by an exception is recorded as well.
     """
 
     def __init__(
@@ -253,17 +253,17 @@ class TimelineRecorder:
             self.add(name=name, start=start, end=self.clock())
 
     def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
-        """Write down work that was timed elsewhere (CUDA events, say)."""
+        """Record work that was timed elsewhere, for example by CUDA events."""
         place: dict[str, Any] = {"rank": self.rank, "step": self.step}
         self._records.append(WorkRecord(**place, name=name, start=start, end=end, **details))
 
     def seconds(self, name: str, step: int) -> float:
         """Time spent in the records of this name in step `step`."""
-        found = (r for r in self._records if r.name == name and r.step == step)
-        return sum(record.end - record.start for record in found)
+        records = (r for r in self._records if r.name == name and r.step == step)
+        return sum(record.end - record.start for record in records)
 
     def replace_since(self, start: float, name: str, kind: str = "") -> None:
-        """Replace the records from `start` on, work in vain, by a single one until now."""
+        """Replace the records from `start` on, of discarded work, by a single one until now."""
         self._records = [record for record in self._records if record.start < start]
         self.add(name=name, start=start, end=self.clock(), kind=kind)
 

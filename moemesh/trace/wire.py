@@ -11,8 +11,7 @@ all_to_all          direct, by splits
 broadcast           minimum spanning tree (recursive halving of the ranks)
 send_receive        one message
 
-`tests/comm/algorithms.py` carries the ring and the tree out message by message; tests hold the two
-together.
+`tests/comm/algorithms.py` simulates the ring and the tree message by message; tests compare both.
 """
 
 from __future__ import annotations
@@ -39,28 +38,28 @@ def all_reduce(num_elements: int, element_size: int, size: int, index: int) -> W
     every chunk but its own. With equal chunks that is 2(n-1)/n of the tensor each way.
     """
     chunks = shard_sizes(num_elements, size)
-    left, own, right = chunks[index - 1], chunks[index], chunks[(index + 1) % size]
+    left, chunk, right = chunks[index - 1], chunks[index], chunks[(index + 1) % size]
     return WireBytes(
         num_elements * element_size,
-        (2 * num_elements - own - right) * element_size,
-        (2 * num_elements - own - left) * element_size,
+        (2 * num_elements - chunk - right) * element_size,
+        (2 * num_elements - chunk - left) * element_size,
     )
 
 
 def all_gather(block_bytes: Sequence[int], index: int) -> WireBytes:
-    """All-gather of blocks of `block_bytes[i]` bytes, one a rank."""
-    own, total = block_bytes[index], sum(block_bytes)
-    return WireBytes(total, own * (len(block_bytes) - 1), total - own)
+    """All-gather of blocks of `block_bytes[i]` bytes, one for each rank."""
+    block, total = block_bytes[index], sum(block_bytes)
+    return WireBytes(total, block * (len(block_bytes) - 1), total - block)
 
 
 def reduce_scatter(block_bytes: Sequence[int], index: int) -> WireBytes:
     """Reduce-scatter in which rank i keeps the sum of block i, of `block_bytes[i]` bytes."""
-    own, total = block_bytes[index], sum(block_bytes)
-    return WireBytes(total, total - own, own * (len(block_bytes) - 1))
+    block, total = block_bytes[index], sum(block_bytes)
+    return WireBytes(total, total - block, block * (len(block_bytes) - 1))
 
 
 def all_to_all(input_bytes: Sequence[int], output_bytes: Sequence[int], index: int) -> WireBytes:
-    """All-to-all: `input_bytes[i]` go to rank i, `output_bytes[i]` come from rank i."""
+    """All-to-all: `input_bytes[i]` are sent to rank i, `output_bytes[i]` received from rank i."""
     sent, received = sum(input_bytes), sum(output_bytes)
     return WireBytes(sent, sent - input_bytes[index], received - output_bytes[index])
 
@@ -68,8 +67,7 @@ def all_to_all(input_bytes: Sequence[int], output_bytes: Sequence[int], index: i
 def tree_messages(size: int, root: int) -> Iterator[tuple[int, int]]:
     """(sender, receiver) of a minimum-spanning-tree broadcast from `root`, parents first.
 
-    The ranks are halved; the root sends to the far end of the half it is not in, and both halves go
-    on.
+    The ranks are halved; the root sends to the far end of the other half; both halves recurse.
     """
     spans = [(0, size - 1, root)]
     while spans:
@@ -91,8 +89,8 @@ def broadcast(num_bytes: int, size: int, index: int, source_index: int) -> WireB
 
 
 class ServerTraffic(NamedTuple):
-    """Bytes of one update by parameter servers, for the rank with the most of them, a server: what
-    it sends and receives while gradients are pushed to it, and while weights are pulled from it."""
+    """Bytes of one update on the busiest rank, a parameter server: sent and received while
+    gradients are pushed to it, and while weights are pulled from it."""
 
     push_sent: float
     push_received: float
@@ -108,11 +106,11 @@ class ServerTraffic(NamedTuple):
 def parameter_server(
     gradient_bytes: float, weight_bytes: float, ranks: float, servers: float
 ) -> ServerTraffic:
-    """`servers` of `ranks` ranks own equal parts of the weights and work like all the others. Every
-    rank pushes its gradients to them and, when all have arrived and the optimizer has stepped,
-    pulls the new weights. A server's link carries (ranks - 1) / servers times gradients and
-    weights, where a ring all-reduce moves less than twice the gradients over each link."""
-    share, others = 1 / servers, ranks - 1  # others >= servers - 1: what serves is the busier half
+    """Traffic of one update with `servers` of `ranks` ranks as parameter servers, which own equal
+    parts of the weights and also train. Every rank pushes its gradients and, after the optimizer
+    step, pulls the new weights. A server's link carries (ranks - 1) / servers times gradients and
+    weights; a ring all-reduce moves less than twice the gradients over each link."""
+    share, others = 1 / servers, ranks - 1  # others >= servers - 1: serving is the busier direction
     return ServerTraffic(
         push_sent=gradient_bytes * (1 - share),
         push_received=gradient_bytes * share * others,

@@ -13,7 +13,7 @@ import xxhash
 
 from moemesh.checkpoint import digests, writing
 from moemesh.checkpoint.digests import BLAKE2B, MissingPackageError
-from moemesh.checkpoint.files import beside
+from moemesh.checkpoint.files import map_in_thread
 from moemesh.checkpoint.store import CheckpointError, latest, open_checkpoint
 from moemesh.checkpoint.stored import examine
 from tests.checkpoint.simulate import (
@@ -83,14 +83,14 @@ def test_ranks_of_two_minds_save_nothing(tmp_path: Path) -> None:
         writing.commit(tmp, tmp_path / "step-1", 1, reports, {})
 
 
-# Work on chunks beside their writing: in order, at the same time, ended by errors.
+# Work on chunks in a thread during their writing: in order, at the same time, ended by errors.
 
 
 @pytest.mark.parametrize("sizes", [[], [1], [1 << 20], [1 << 20, 3, 1 << 20, 1 << 20, 5, 7]])
 def test_results_are_those_of_the_chunks_in_order(sizes: list[int]) -> None:
     chunks = [bytes([n]) * size for n, size in enumerate(sizes)]
-    assert [*beside(lambda chunk: (chunk[0], len(chunk)), chunks)] == [*enumerate(sizes)]
-    assert "beside" not in {thread.name for thread in threading.enumerate()}
+    assert [*map_in_thread(lambda chunk: (chunk[0], len(chunk)), chunks)] == [*enumerate(sizes)]
+    assert "map_in_thread" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_the_next_chunk_is_made_while_one_is_worked_on() -> None:
@@ -101,7 +101,7 @@ def test_the_next_chunk_is_made_while_one_is_worked_on() -> None:
         made.set()
         yield chunk
 
-    assert [*beside(lambda _: made.wait(20), chunks())] == [True, True]
+    assert [*map_in_thread(lambda _: made.wait(20), chunks())] == [True, True]
 
 
 def test_errors_end_it() -> None:
@@ -113,7 +113,7 @@ def test_errors_end_it() -> None:
         raise OSError("of the disk")
 
     with pytest.raises(ValueError, match="of the work"):
-        [*beside(work, [bytes(1 << 20)] * 3)]
+        [*map_in_thread(work, [bytes(1 << 20)] * 3)]
     with pytest.raises(OSError, match="of the disk"):
-        [*beside(len, broken())]
-    assert "beside" not in {thread.name for thread in threading.enumerate()}
+        [*map_in_thread(len, broken())]
+    assert "map_in_thread" not in {thread.name for thread in threading.enumerate()}

@@ -162,7 +162,7 @@ def test_manifest_missing_damaged_or_of_another_step(saved: Path) -> None:
     file.write_bytes(original.replace(b"hello", b"hallo"))
     refused(saved, "manifest.json: its digest is", "sizes")
     file.write_bytes(original + b"\n")
-    refused(saved, "manifest.json: it was written anew with the same content", "sizes")
+    refused(saved, "manifest.json: it was rewritten with the same content", "sizes")
     text = json.loads(original) | {"digest": "\ud800"}  # which no console could print
     file.write_text(json.dumps(text))
     refused(saved, r"manifest.json: its digest is .*, expected '\\ud800'", "sizes")

@@ -327,7 +327,7 @@ def test_sixty_ways_out_of_a_folder(tmp_path: Path, name: str) -> None:
         open_checkpoint(tmp_path / "ours", 2)
     index = {"weight_map": {"a": name, "b": "m-1.safetensors"}}
     (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="no plain file name"):
+    with pytest.raises(CheckpointError, match="not a plain file name"):
         FolderContents(tmp_path / "theirs")
     sidecar = beside(tmp_path / "data" / "a", META)
     said = json.loads(sidecar.read_text())

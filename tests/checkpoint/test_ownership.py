@@ -78,18 +78,18 @@ def test_a_second_run_is_refused_while_the_first_lives(
     with pytest.raises(
         RunFolderError, match=r"in use by .*pid .* since 20.*checkpoint_folder.*--take"
     ):
-        held(folder, "b", say=lines.append)
-    assert first.lost() is None and "a sign of its life" in lines[0]
+        held(folder, "b", log=lines.append)
+    assert first.lost() is None and "for its heartbeat" in lines[0]
     first.release()
     lines.clear()
-    second = held(folder, "b", say=lines.append)
+    second = held(folder, "b", log=lines.append)
     assert not lines and first.lost() and second.lost() is None
     assert list_names(folder) == ["owner-2.json"]
 
 
 def test_a_run_that_died_keeps_nobody_away(folder: Place, held: Callable[..., Claim]) -> None:
     stop_beating(held(folder, "a"))
-    again = held(folder, "a", say=lambda text: pytest.fail(text))  # the same run: at once
+    again = held(folder, "a", log=lambda text: pytest.fail(text))  # the same run: at once
     stop_beating(again)
     since = time.monotonic()
     other = held(folder, "b")

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import moemesh
 from moemesh.checkpoint import files, remote, saver
-from moemesh.checkpoint.files import CheckpointError, put_aside
+from moemesh.checkpoint.files import CheckpointError, quarantine
 from moemesh.checkpoint.remote import RemoteError, RemotePath, place_of
 from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import SaveOutcome
@@ -185,7 +185,7 @@ def test_damage_is_named_and_put_aside(folder: RemotePath) -> None:
     skipped: list[int] = []
     found = latest(folder, lambda step, _: skipped.append(step))
     assert found is not None and (found.step, skipped) == (1, [2])
-    put_aside(folder / "step-2")
+    quarantine(folder / "step-2")
     assert candidates(folder) == [1]
     assert any(name.startswith("broken-step-2-") for name in folder.names())
     assert save(folder, 2).problem is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moemesh.checkpoint.files import put_aside
+from moemesh.checkpoint.files import quarantine
 from moemesh.checkpoint.manifest import DTYPES
 from moemesh.checkpoint.retention import plan_pruning, prune
 from moemesh.checkpoint.store import latest, open_checkpoint
@@ -167,7 +167,7 @@ def test_a_pruning_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
 def test_what_was_put_aside_goes_when_its_step_or_a_later_one_counts(tmp_path: Path) -> None:
     for step in (1, 2):
         save_one(tmp_path, step, [whole("w", torch.ones(3))])
-    put_aside(tmp_path / "step-2")
+    quarantine(tmp_path / "step-2")
     prune(tmp_path, 2)
     (aside,) = tmp_path.glob("broken-step-2-*")
     save_one(tmp_path, 2, [whole("w", torch.full((3,), float("inf")))])
@@ -176,7 +176,7 @@ def test_what_was_put_aside_goes_when_its_step_or_a_later_one_counts(tmp_path: P
     save_one(tmp_path, 3, [whole("w", torch.ones(3))])
     prune(tmp_path, 2)
     assert not aside.exists() and candidates(tmp_path)[0] == 3
-    put_aside(tmp_path / "step-3")
+    quarantine(tmp_path / "step-3")
     (aside,) = tmp_path.glob("broken-step-3-*")
     save_one(tmp_path, 3, [whole("w", torch.ones(3))])
     prune(tmp_path, 2)

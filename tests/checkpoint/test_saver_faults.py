@@ -50,7 +50,7 @@ def test_a_full_disk_is_tried_again(
         results = save_among(3, tmp_path)
     outcome, news = results[0]
     assert [result[0] for result in results] == [outcome] * 3
-    assert all(text.endswith("trying again in 0.01 s") for text in news)
+    assert all(text.endswith("retrying in 0.01 s") for text in news)
     needed = 60 if bad_rank else 120  # bytes; rank 0 holds two of the four slices
     if times < 3:
         assert outcome.problem is None and len(news) == times

@@ -110,7 +110,7 @@ def test_load_into_checks_all_before_it_copies(tmp_path: Path) -> None:
     for bad, message in [
         (whole("c", torch.zeros(1)), "no tensor named c"),
         (whole("b", torch.zeros(5)), r"b has shape \[4\], the model has \[5\]"),
-        (whole("b", torch.zeros(4, dtype=torch.bfloat16)), "b is float32, asked for as bfloat16"),
+        (whole("b", torch.zeros(4, dtype=torch.bfloat16)), "b is float32, requested as bfloat16"),
         (
             Shard(name="b", shape=(4,), offset=(3,), tensor=torch.zeros(2)),
             r"no part of shape \[2\]",
@@ -185,11 +185,11 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
         [Shard(name="a", shape=(4,), offset=(2,), tensor=torch.zeros(2, dtype=torch.float64))],
     ]
     for result in save_as_ranks(tmp_path, 1, per_rank):
-        assert "rank 1 says float64 [4], another float32 [4]" in str(result)
+        assert "rank 1 has float64 [4], another float32 [4]" in str(result)
     # also where the rank that disagrees holds no element
     empty = Shard(name="a", shape=(5,), offset=(4,), tensor=torch.zeros(0))
     for result in save_as_ranks(tmp_path, 1, [[whole("a", torch.zeros(4))], [empty]]):
-        assert "rank 1 says float32 [5]" in str(result)
+        assert "rank 1 has float32 [5]" in str(result)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -114,7 +114,7 @@ def test_a_user_without_rights_or_a_home_trains_on_one_core() -> None:
     [
         (
             RuntimeError("Could not determine home directory."),
-            "a path begins with ~, and nobody has that home directory: write it in full",
+            "a path begins with ~ and the name of an unknown user: write it in full",
         ),
         (PermissionError(13, "Permission denied", "closed/run"), "closed/run: Permission denied"),
         (

@@ -85,7 +85,7 @@ def test_previous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moved = place(BalanceSettings(loads=reversed_loads, previous=old, **SIZES)).to_json()
     assert sum(moved["moved"]) > 0
     assert [sum(map(len, rounds)) for rounds in moved["transfers"]] == moved["moved"]
-    with pytest.raises(BalanceError, match=r"has 16 slots a layer, and --replicas says 24"):
+    with pytest.raises(BalanceError, match=r"has 16 slots a layer, and --replicas is 24"):
         place(BalanceSettings(loads=path, previous=old, **(SIZES | {"replicas": 24})))
     assert "warning" not in capsys.readouterr().err
     place(BalanceSettings(loads=path, previous=old, **(SIZES | {"gpus": 4})))
@@ -104,7 +104,7 @@ def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert lines[4].split()[:3] == ["0", "1.851", "1.169"]
     assert sum(line.startswith("layer ") and "|" in line for line in lines) == 2
     ElementTree.fromstring(svg.read_text())
-    with pytest.raises(UserError, match="cannot be written: there is no folder"):
+    with pytest.raises(UserError, match="cannot be written: the folder"):
         command(path, capsys, **SIZES, svg=tmp_path / "no" / "a.svg")
 
 

@@ -203,10 +203,10 @@ def test_prune_of_a_folder_that_a_run_owns_is_refused(
     owner._thread.join()
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.05)
     code, out, err = call("prune", place, "--keep", 1)
-    assert code == 0 and "step 1: deleted" in out and "sign of its life" in err
+    assert code == 0 and "step 1: deleted" in out and "for its heartbeat" in err
     # One that was only asleep commits nothing more; the next run waits for nobody.
     assert owner.lost() is not None
-    Claim.take(place_of(place), "the next", say=pytest.fail).release()
+    Claim.take(place_of(place), "the next", log=pytest.fail).release()
 
 
 def test_a_run_that_starts_while_a_folder_is_pruned_ends_the_pruning(
@@ -242,7 +242,7 @@ def test_wrong_places(made: Path, call: Any, tmp_path: Path) -> None:
     for arguments, message in (
         (("ls", tmp_path / "nowhere"), "nowhere: no folder"),
         (("ls", tmp_path), "holds no checkpoint"),
-        (("verify", made / "step-8"), "no such checkpoint; there are the steps 1, 2, 3"),
+        (("verify", made / "step-8"), "this checkpoint does not exist; it has the steps 1, 2, 3"),
         (("prune", made / "step-1"), "is one checkpoint; give the run"),
         (("prune", made, "--keep", 0), "--keep must be at least 1, not 0"),
     ):

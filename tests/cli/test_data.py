@@ -57,7 +57,7 @@ def test_samples_are_shown_with_documents_and_loss(folder: Path, invoke: Invoke)
     arguments = ["data", "show", *settings(folder, "data.documents=mask"), "--samples", "5"]
     code, out, _ = invoke(*arguments)
     assert code == 0
-    assert "positions begin anew; targets that carry loss are in {+ +}" in out
+    assert "positions restart; targets that carry loss are in {+ +}" in out
     assert "=== step 1, sequence 4 of 4: sample " in out
     assert "=== step 2, sequence 1 of 4: sample " in out
     assert "<|im_start|>user" in out and "{+Grüße \\u001b[31m" in out and "\x1b" not in out

@@ -84,4 +84,4 @@ def test_the_verb_writes_the_page(tmp_path: Path, invoke: Invoke) -> None:
     assert code == 0 and json.loads(out)["plans"][0]["speed"]["mfu"] > 0
     Document((tmp_path / "plan.html").read_text(encoding="utf-8"))
     code, _, err = invoke(*words.split(), "--html", str(tmp_path / "nowhere" / "plan.html"))
-    assert code == 2 and "no folder" in err
+    assert code == 2 and "does not exist" in err

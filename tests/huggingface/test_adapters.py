@@ -311,5 +311,5 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     refused("is of the type IA3, not LORA")
     path.write_text(json.dumps(given))
     small = ours.config_of(folder).model_copy(update={"num_layers": 2}).with_lora(LORA)
-    with pytest.raises(CheckpointError, match=r"layers\.2.* is no adapter of this model"):
+    with pytest.raises(CheckpointError, match=r"layers\.2.* does not belong to this model"):
         AdapterFolder(tmp_path / "peft", small, "mixtral")

@@ -60,7 +60,7 @@ def test_transformers_loads_what_we_write(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model.layers.3.input_layernorm.weight": (48,)}, "is behind the 3 layers"),
+        ({"model.layers.3.input_layernorm.weight": (48,)}, "is after the 3 layers"),
         ({f"model.layers.{i}.mlp.x": (1,) for i in range(3, 11)}, r"3.mlp.x .*\(and 7 more\)"),
         ({"model.layers.0.self_attn.other.weight": (1,)}, "other.weight belongs to no part"),
         ({"model.norm.weight": (47,)}, r"norm.weight has shape \[47\]"),

@@ -150,7 +150,7 @@ def test_layers_behind_the_last_are_prediction_layers_or_named(
         FolderContents.check(contents, expected, known, CONFIG.num_layers)
     assert refused_name in str(caught.value)
     if len(names[0]) < 100:
-        assert "is behind the 2 layers of config.json and of no pred" in str(caught.value)
+        assert "is after the 2 layers of config.json and not of a pred" in str(caught.value)
 
 
 def test_an_unknown_tensor_of_a_layer_that_is_trained_ahead_is_named() -> None:

@@ -168,7 +168,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
     assert "a.weight_scale_inv is missing" in refused({"a.weight": weight}, fp8)
     bad = refused({"a.weight": weight, "a.weight_scale_inv": torch.ones(1, 2)}, fp8)
     assert "a.weight_scale_inv is [1, 2] of float32; a.weight needs [2, 2]" in bad
-    assert "no matrix" in refused({"a.weight": weight[0]}, fp8)
+    assert "not a matrix" in refused({"a.weight": weight[0]}, fp8)
     save_file({"a.weight": weight, **scale}, tmp_path / "model.safetensors")
     assert WeightFolder(tmp_path, fp8).tensors["a.weight"].shape == (40, 30)
     with pytest.raises(CheckpointError, match="float8_e4m3fn and config"):
@@ -181,7 +181,7 @@ def test_scales_that_do_not_fit(tmp_path: Path) -> None:
     )
     assert "of bytes" in refused({"b_blocks": blocks[..., :8].contiguous()}, mxfp4)
     whole = {"b": torch.zeros(2, 96, 6), "b_blocks": blocks, "b_scales": blocks[..., 0].clone()}
-    assert "b is there twice: as it is, and as b_blocks" in refused(whole, mxfp4)
+    assert "b exists twice: under its name, and as b_blocks" in refused(whole, mxfp4)
 
 
 # Folders with weights in fp8 blocks or MXFP4, made from folders with plain ones.

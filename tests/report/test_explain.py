@@ -250,7 +250,7 @@ def test_the_command_of_the_run_comes_back(tmp_path):
     (folder / "checkpoints" / "step-8").mkdir()
     found = failed(folder, kind="Killed", message="signal 9")
     assert found.command == "moemesh train 'a b.toml' --out r"
-    assert "goes on from the checkpoint of step 16" in found.text
+    assert "resumes from the checkpoint of step 16" in found.text
     # Advice of the report itself is stronger than that of the table.
     text = failed(folder, kind="Killed", message="m", advice="Buy memory.", bundle="b/7").text
     assert "Buy memory." in text and "dmesg" not in text and "replayed from b/7" in text

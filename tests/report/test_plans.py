@@ -98,7 +98,7 @@ def test_the_page_names_plans_and_marks_where_they_change(tmp_path: Path) -> Non
 def test_the_page_tells_starts_apart_from_what_was_said_at_them(tmp_path: Path) -> None:
     run = two_plans(tmp_path / "run")
     assert (
-        "Started 2026-11-22 11:36:02 UTC, again 2026-11-22 12:00 UTC."
+        "Started 2026-11-22 11:36:02 UTC, resumed 2026-11-22 12:00 UTC."
         in page.document(run).to_html()
     )
     start = next(event for event in run.events if event.kind == "start")

@@ -126,7 +126,7 @@ def test_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     gone = subprocess.Popen(["true"])
     gone.wait()
     lease(folder, gone.pid)
-    assert watched.end() == (False, "the run is no longer at work")
+    assert watched.end() == (False, "the run has stopped running")
     (folder / "failure.json").write_text(json.dumps({"rank": 1, "message": "out of\nmemory"}))
     assert watched.end() == (False, "the run has failed: out of memory")
     lease(folder, gone.pid, host="elsewhere")
@@ -137,11 +137,11 @@ def test_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (folder / "lease").write_text(json.dumps({**body, "held": True, "counter": 7}))
     assert watched.end() is None
     monkeypatch.setattr(module, "_BEAT_SECONDS", -1.0)  # it has stood still for too long
-    assert watched.end() == (False, "the run is no longer at work")
+    assert watched.end() == (False, "the run has stopped running")
     monkeypatch.undo()
     (folder / "lease").write_text(json.dumps({**body, "held": False}))
-    assert watched.end() == (False, "the run is no longer at work")
-    for kind, how in (("finished", "has come to its end"), ("stopped", "has been stopped")):
+    assert watched.end() == (False, "the run has stopped running")
+    for kind, how in (("finished", "has finished"), ("stopped", "has been stopped")):
         append(folder / "events.jsonl", event(kind))
         watched.look()
         assert watched.end() == (True, f"the run {how}")
@@ -165,7 +165,7 @@ def test_lines_in_a_pipe_until_the_end(tmp_path: Path) -> None:
         append(folder / "events.jsonl", event("finished", "validation loss 2"))
         lines = process.stdout.read().splitlines()
     assert process.returncode == 0 and len(lines) == 3
-    assert lines[1].startswith("step 4/10") and lines[2] == "the run has come to its end"
+    assert lines[1].startswith("step 4/10") and lines[2] == "the run has finished"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
         ("absent", 0.2, "holds no run"),
         ("file", 60.0, "is a file"),
         ("no/such", 0.2, "holds no run"),
-        ("no/such/run", 60.0, "there is no folder"),
+        ("no/such/run", 60.0, "must exist before"),
     ):
         with pytest.raises(UserError, match=reason):
             watch(tmp_path / name, every=None, wait=wait)

@@ -21,7 +21,7 @@ import torch
 
 from moemesh.checkpoint import ownership
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.retention import Standing, remember
+from moemesh.checkpoint.retention import VerifiedState, remember
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
@@ -108,7 +108,7 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_again(
     run.row_log("loads.jsonl").append([{"step": 4}])
     assert RunFolder.inspect(run.path).has_run  # it was killed before it saved
     save_one(run.checkpoints, 3, [whole("w", torch.zeros(2))])
-    remember(run.checkpoints, [Standing(3, "digest", True, True)])
+    remember(run.checkpoints, [VerifiedState(3, "digest", True, True)])
     elsewhere = str(tmp_path / "elsewhere")
     with pytest.raises(RunFolderError, match=r"elsewhere holds none.* it kept them in .*/run/che"):
         RunFolder.open(run.path, checkpoint_folder=elsewhere)

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: which of its tensors holds which of our factors, without torch.
+"""Adapters in PEFT's format: the mapping of its tensors to our factors, without torch.
 
 Legend: E experts, R rank, I inputs, O outputs.
 
@@ -6,9 +6,9 @@ A projection has ``<module>.lora_A.weight`` [R, I] and ``lora_B.weight`` [O, R].
 all experts of a layer are one parameter, and gate with up is one, too. PEFT adapts such a parameter
 (``target_parameters``) with A [E R, I], the experts one after the other, and B [O, R E], the
 experts of a rank side by side; the adapter of ``gate_up_proj`` lies under ``base_layer`` where
-``down_proj`` has one. Separate adapters of gate and up are then one of rank 2 R whose B is block
-diagonal, with twice the alpha. Where no module but stacks are adapted, all are "wide": of rank 2 R,
-the others with zeros behind their own, for PEFT warns of a ``rank_pattern`` that fits no module.
+``down_proj`` has one. Separate adapters of gate and up become one of rank 2 R whose B is block
+diagonal, with twice the alpha. If only stacks are adapted, all adapters have rank 2 R, padded with
+zeros, because PEFT warns of a ``rank_pattern`` that matches no module.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FUSED = "gate_up_proj"
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
-#: Fields of PEFT's LoraConfig that are read here, that the names of the stored tensors tell, and
+#: Fields of PEFT's LoraConfig that are read here, that follow from the names of tensors, and
 #: that have no effect on what stored adapters compute. Any other must be empty.
 KNOWN_FIELDS = frozenset(
     {
@@ -59,9 +59,9 @@ _NO_BIAS = ("bias", "none")
 
 
 class Adaptation(NamedTuple):
-    """One adapter of PEFT's, of the parts `parts` of our `weight` in the family `kind`, each of
-    which has an adapter of its own here, of rank `rank`. `module`: PEFT's name of what it adapts,
-    without the names of tensors; `wraps`: another adapter is around it."""
+    """One adapter of PEFT for the `parts` of our `weight` in the family `kind`; in our model each
+    part has its own adapter of rank `rank`. `module`: PEFT's name of the adapted module, without
+    names of tensors; `wraps`: another adapter wraps it."""
 
     weight: ParameterTensor
     parts: tuple[TargetPart, ...]
@@ -72,33 +72,33 @@ class Adaptation(NamedTuple):
 
     @property
     def target(self) -> str:
-        """Its name in ``adapter_config.json``, in every layer."""
+        """Name in ``adapter_config.json``, the same for all layers."""
         block, leaf = self.module.split(".")[-2:]
         return f"{block}.{leaf}" if self.is_stack else leaf
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is that of all experts of a layer."""
+        """Whether it adapts all experts of a layer."""
         return self.weight.is_expert
 
     @property
     def total_rank(self) -> int:
-        """The rank of PEFT's adapter."""
+        """Rank of PEFT's adapter."""
         return self.rank * len(self.parts)
 
     def name(self, factor: str) -> str:
-        """The name of PEFT's tensor; `factor` is A or B."""
+        """Name of PEFT's tensor; `factor` is A or B."""
         module = self.module
         if self.is_stack:
             module = module.rpartition(".")[0] + (".base_layer" if self.wraps else "")
         return f"base_model.model.{module}.lora_{factor}.weight"
 
     def factor(self, part: TargetPart, factor: str) -> str:
-        """The name of our factor of a part."""
+        """Name of our factor of a part."""
         return f"{self.weight.name.rpartition('.')[0]}.{factor_name(part.target, factor)}"
 
     def shape(self, factor: str, rank: int) -> tuple[int, ...]:
-        """The shape of PEFT's tensor, at a rank of PEFT's."""
+        """Shape of PEFT's tensor at PEFT's `rank`."""
         experts = self.weight.shape[0] if self.is_stack else 1
         if factor == "A":
             return (rank * experts, self.weight.shape[-1])
@@ -108,7 +108,7 @@ class Adaptation(NamedTuple):
         """PEFT's tensor from our factors of all parts."""
         rank = self.total_rank
         if factor == "A":
-            import torch  # here alone: folders are checked before torch is imported
+            import torch  # late: folders are checked before torch is imported
 
             joined = torch.cat(list(factors), dim=1) if self.is_stack else factors[0]
             return joined.reshape(self.shape("A", rank))
@@ -116,8 +116,8 @@ class Adaptation(NamedTuple):
         if not self.is_stack:
             return piece.store(factors[0])
         joined = factors[0].new_zeros((*self.weight.shape[:-1], rank))
-        for index, (part, own) in enumerate(zip(self.parts, factors, strict=True)):
-            _rows(joined, part)[..., index * self.rank : (index + 1) * self.rank] = own
+        for index, (part, weight_B) in enumerate(zip(self.parts, factors, strict=True)):
+            _rows(joined, part)[..., index * self.rank : (index + 1) * self.rank] = weight_B
         stored = piece.store(joined)
         by_expert = stored.transpose(1, 2) if _is_transposed(piece) else stored
         return by_expert.permute(1, 2, 0).reshape(self.shape("B", rank))
@@ -144,26 +144,26 @@ class Adaptation(NamedTuple):
         piece = self._piece(rank)
         by_expert = stored.contiguous()
         joined = piece.read(piece.box, lambda name, ranges: by_expert)
-        found: list[Tensor] = []
+        factors: list[Tensor] = []
         for part, start in zip(self.parts, places, strict=True):
-            own = _rows(joined, part) if self.is_stack else joined
-            outside = [own[..., :start], own[..., start + self.rank :]]
+            rows = _rows(joined, part) if self.is_stack else joined
+            outside = [rows[..., :start], rows[..., start + self.rank :]]
             if any(bool(other.any()) for other in outside):
                 raise CheckpointError(f"{self.name('B')}: has other rows of A than its own")
-            found.append(own[..., start : start + self.rank])
-        return found
+            factors.append(rows[..., start : start + self.rank])
+        return factors
 
     def _piece(self, rank: int) -> TensorPiece:
-        """The place of a factor B of that rank, as if it were the weight."""
-        found = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
+        """Piece of a factor B of that rank, laid out like the weight."""
+        places = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
         if self.is_stack:
-            return found[0]
+            return places[0]
         every = parts_of(self.weight.name.rpartition(".")[2], self.weight.shape)
-        return found[every.index(self.parts[0])]
+        return places[every.index(self.parts[0])]
 
 
 def _rows(joined: Tensor, part: TargetPart) -> Tensor:
-    """The rows of a part, of a stack of experts."""
+    """The rows of a part in a stack of experts."""
     return joined if part.dim is None else joined.narrow(part.dim + 1, part.start, part.size)
 
 
@@ -173,33 +173,33 @@ def _is_transposed(piece: TensorPiece) -> bool:
 
 
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
-    """PEFT's adapters of `model`, a model of the family `kind`. Extra prediction layers are left
-    out: transformers has none."""
+    """PEFT's adapters of `model`, of the family `kind`, without extra prediction layers, which
+    transformers does not have."""
     lora = model.lora
     for weight in tensors(model, Plan()):
         owner, index, *rest = weight.name.split(".")
         parts = parts_of(rest[-1], weight.shape) if rest else ()
         if owner != "layers" or int(index) >= model.num_layers:
             continue
-        own = tuple(part for part in parts if lora.adapts(part.target))
-        every = pieces(weight.name, weight.shape, kind, fused=True) if own else []
-        if weight.is_expert and own:
+        adapted = tuple(part for part in parts if lora.adapts(part.target))
+        every = pieces(weight.name, weight.shape, kind, fused=True) if adapted else []
+        if weight.is_expert and adapted:
             wraps = rest[-1] == "gate_up" and lora.adapts("down_proj")
-            yield Adaptation(weight, own, kind, lora.rank, every[0].source, wraps)
+            yield Adaptation(weight, adapted, kind, lora.rank, every[0].source, wraps)
             continue
-        for part in own:
+        for part in adapted:
             module = every[parts.index(part)].source.removesuffix(".weight")
             yield Adaptation(weight, (part,), kind, lora.rank, module)
 
 
 def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """``adapter_config.json``; `base` is the folder or name of the weights beside the adapters."""
+    """``adapter_config.json``; `base` is the folder or name of the base model."""
     lora, every = model.lora, list(adaptations(model, kind))
     stacks = {one.target for one in every if one.is_stack}
     modules, parameters = set[str](), set(stacks)
     for one in (one for one in every if not one.is_stack):
-        # Beside stacks PEFT takes the name of any other MLP for that of the experts, unless it is
-        # given as a parameter.
+        # With stacks PEFT matches any other MLP as if it were the experts', unless it is given as a
+        # parameter.
         if stacks and ".feed_forward." in one.weight.name:
             parameters.add(".".join(one.module.split(".")[-2:]) + ".weight")
         else:
@@ -211,8 +211,8 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
     if is_doubled and not modules:
         rank, alpha = double
     elif is_doubled:
-        # The first that matches counts. The second names a module, too: PEFT warns of a pattern
-        # that fits parameters alone.
+        # The first match counts. The second pattern names a module as well, because PEFT warns of
+        # a pattern that matches parameters only.
         module = min(modules)
         patterns = {module: (rank, alpha), rf".*\.{_FUSED}|{module}": double}
     return {
@@ -258,7 +258,7 @@ def check_adapter_folder(
         raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
     patterns = {key: given.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
     expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
-    if given.get("r") == written["r"]:  # as this package would have written it
+    if given.get("r") == written["r"]:  # the form that this package writes
         expected = {key: written[key] for key in expected}
     for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
         is_free = key != "use_rslora" and any(patterns.values())

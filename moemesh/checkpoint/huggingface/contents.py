@@ -1,10 +1,10 @@
-"""The tensors of a folder of transformers by its index and headers, without torch.
+"""Tensors of a transformers folder, listed from its index and headers, without torch.
 
     config.json                       sizes and kinds of layers
     model.safetensors                 all tensors, or
     model.safetensors.index.json      tensor -> file, and the files it names
 
-Quantized tensors are recognised by their names and shapes, in two formats:
+Quantized tensors are recognised by their names and shapes; two formats are supported:
 
     fp8     NAME.weight [R, C] of e4m3, and NAME.weight_scale_inv [ceil(R / r), ceil(C / c)]: the
             number is weight * scale of its block of r x c (DeepSeek-V3, section 3.3 of its report)
@@ -12,8 +12,8 @@ Quantized tensors are recognised by their names and shapes, in two formats:
             e2m1 numbers a byte, the low half first, times 2 ** (scale - 127) (OCP Microscaling
             Formats 1.0; the layout is that of gpt-oss)
 
-The index comes from outside: a file that it names must be a plain name of this folder, every header
-is bounded and checked against the file, and index and headers must agree, before a number is used.
+The index is untrusted: it may only name plain files of this folder, every header is bounded and
+checked against its file, and index and headers must agree, before a number is used.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from moemesh.config.huggingface.folder import INDEX, SINGLE, lacks_weights, once
 from moemesh.config.huggingface.model import Quantization
 from moemesh.config.limits import one_line, parse_json
 
-#: Upper bound of an index that will be parsed, in bytes.
+#: Largest index that is parsed, in bytes.
 INDEX_LIMIT = 64 << 20
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors")
 #: The base model in the names of a model with a head, ``base_model_prefix`` of transformers.
 _PREFIX = "model."
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
-#: Numbers that a weight can be stored as.
+#: Dtypes of weights that are not quantized.
 WEIGHT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 #: safetensors' names of dtypes -> torch's.
 _NAMES = {name: key for key, name in DTYPES.items()}
-#: So many lines of what is wrong are told.
+#: Most lines of an error message.
 _MOST_LINES = 5
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-#: Numbers that share an exponent, and the bytes that hold them.
+#: Numbers that share an exponent, and their size in bytes.
 GROUP, GROUP_BYTES = 32, 16
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a folder: the file that holds it, torch's name of its dtype, its shape and its
+    """A tensor of a folder: its file, torch's name of its dtype, its shape and the offset of its
     first byte."""
 
     file: str
@@ -59,9 +59,9 @@ class StoredTensor(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A tensor that stored ones of fewer bits stand for: in fp8 a matrix, or a stack of them, with
-    a scale for each `block` of its last two dims; in mxfp4 (`block` None) a stack of matrices
-    [E, C, R] whose columns lie in groups of 32."""
+    """A quantized tensor: in fp8 a matrix, or a stack of matrices, with a scale for each `block` of
+    its last two dims; in mxfp4 (`block` None) a stack of matrices [E, C, R] with columns in groups
+    of 32."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,18 +69,18 @@ class Packed(NamedTuple):
 
     @property
     def sources(self) -> tuple[str, str]:
-        """The stored numbers, and their scales."""
+        """Names of the stored numbers and of their scales."""
         if self.block is not None:
             return self.name, self.name + SCALE
         return self.name + BLOCKS, self.name + SCALES
 
 
 class FolderContents:
-    """The tensors of a folder. Raises CheckpointError naming file and tensor for anything that is
-    missing, damaged, or would lead out of the folder.
+    """The tensors of a folder. Raises CheckpointError naming file and tensor if anything is
+    missing, damaged, or outside of the folder.
 
-    `stored` as they lie there; `packed` those that stored ones of fewer bits stand for, of a folder
-    with `quantization`; `tensors` those that can be read, the packed ones as float32.
+    `stored`: tensors in the files; `packed`: quantized tensors of a folder with `quantization`;
+    `tensors`: all tensors that can be read, the packed ones as float32.
     """
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
@@ -88,7 +88,7 @@ class FolderContents:
         self.path = path
         self.stored: dict[str, StoredTensor] = {}
         index: dict[str, Any] | None = None  # tensor -> file
-        if not (path / SINGLE).exists():  # as transformers chooses, where both are there
+        if not (path / SINGLE).exists():  # transformers prefers the single file
             if not (path / INDEX).exists():
                 raise CheckpointError(lacks_weights(path))
             index = read_json(plain_file(path, INDEX), INDEX_LIMIT).get("weight_map")
@@ -100,25 +100,25 @@ class FolderContents:
                     raise CheckpointError(f"{path / INDEX}: control characters in a name: {shown}")
                 if not isinstance(file, str) or not _FILE.fullmatch(file):
                     raise CheckpointError(
-                        f"{path / INDEX}: places {name} in {file!r}, which is no plain file name "
-                        "of the folder"
+                        f"{path / INDEX}: places {name} in {file!r}, which is not a plain file "
+                        "name of the folder"
                     )
         for file in [SINGLE] if index is None else sorted(set(index.values())):
-            there = plain_file(path, file)
-            for name, entry in read_header(there).items():
+            file_path = plain_file(path, file)
+            for name, entry in read_header(file_path).items():
                 if entry.dtype not in _NAMES:
                     raise CheckpointError(
-                        f"{there}: {name} has the dtype {entry.dtype}, not known here"
+                        f"{file_path}: {name} has the dtype {entry.dtype}, not known here"
                     )
                 dtype = _NAMES[entry.dtype]
                 if prod(entry.shape) * ITEM_BYTES[dtype] != entry.num_bytes:
                     raise CheckpointError(
-                        f"{there}: {name} {list(entry.shape)} of {entry.dtype} has "
+                        f"{file_path}: {name} {list(entry.shape)} of {entry.dtype} has "
                         f"{entry.num_bytes} bytes"
                     )
                 if index is not None and index.get(name) != file:
                     raise CheckpointError(
-                        f"{there}: holds {name}, which {INDEX} places in "
+                        f"{file_path}: holds {name}, which {INDEX} places in "
                         f"{index.get(name, 'no file')}"
                     )
                 self.stored[name] = StoredTensor(file, dtype, entry.shape, entry.start)
@@ -160,14 +160,14 @@ class FolderContents:
         self.packed = {one.name: one for one in packed}
 
     def _find_packed(self, quantization: Quantization) -> dict[str, Packed]:
-        """The tensors of the folder in this format, by name."""
-        found: dict[str, Packed] = {}
+        """The quantized tensors of the folder by name."""
+        tensors: dict[str, Packed] = {}
         problems: list[str] = []
         is_fp8 = quantization.method == "fp8"
         for stored, (_, dtype, shape, _) in self.stored.items():
             if is_fp8 and dtype == "float8_e4m3fn" and not stored.endswith(SCALE):
                 if len(shape) < 2:
-                    problems.append(f"{stored} {list(shape)} is in fp8 and no matrix")
+                    problems.append(f"{stored} {list(shape)} is in fp8 and not a matrix")
                     continue
                 packed = Packed(stored, shape, quantization.block)
                 blocks = zip(shape[-2:], quantization.block, strict=True)
@@ -183,11 +183,11 @@ class FolderContents:
                 name, (stack, rows, groups, _) = stored.removesuffix(BLOCKS), shape
                 packed = Packed(name, (stack, groups * GROUP, rows), None)
                 if name in self.stored:
-                    problems.append(f"{name} is there twice: as it is, and as {stored}")
+                    problems.append(f"{name} exists twice: under its name, and as {stored}")
                 needed, legal = shape[:-1], ("uint8",)
             else:
                 continue
-            found[packed.name] = packed
+            tensors[packed.name] = packed
             scales = packed.sources[1]
             entry = self.stored.get(scales)
             if entry is None:
@@ -198,26 +198,26 @@ class FolderContents:
         if problems:
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise CheckpointError(f"{self.path}: {problems[0]}{more}")
-        return found
+        return tensors
 
     def check(
         self, expected: dict[str, tuple[int, ...]], known: Collection[str], num_layers: int
     ) -> None:
-        """Raises CheckpointError unless the folder holds the tensors `expected` of a model of
-        `num_layers` with these shapes, and no others but those that are `known`."""
+        """Raises CheckpointError unless the folder holds the tensors `expected` of a model with
+        `num_layers` layers in these shapes; tensors in `known` may exist as well."""
         missing = [name for name in expected if name not in self.tensors]
         extra = [name for name in self.tensors if name not in expected and name not in known]
-        behind = [name for name in sorted(extra, key=layer_of) if layer_of(name) >= num_layers]
-        why = f"is behind the {num_layers} layers of config.json and of no prediction layer (MTP)"
-        extra = [name for name in extra if name not in behind]
+        surplus = [name for name in sorted(extra, key=layer_of) if layer_of(name) >= num_layers]
+        why = f"is after the {num_layers} layers of config.json and not of a prediction layer (MTP)"
+        extra = [name for name in extra if name not in surplus]
         lines = _listed("is missing", missing) + _listed("belongs to no part of the model", extra)
-        lines += _listed(why, behind)
+        lines += _listed(why, surplus)
         for name, shape in expected.items():
             if (tensor := self.tensors.get(name)) is None:
                 continue
             if tensor.shape != shape:
-                found = list(tensor.shape)
-                lines.append(f"{name} has shape {found}, config.json makes it {list(shape)}")
+                actual = list(tensor.shape)
+                lines.append(f"{name} has shape {actual}, config.json makes it {list(shape)}")
             elif tensor.dtype not in WEIGHT_DTYPES:
                 why = "and config.json names no such format" if "float8" in tensor.dtype else ""
                 lines.append(f"{name} is stored as {tensor.dtype} {why}".rstrip())
@@ -225,8 +225,8 @@ class FolderContents:
 
 
 def refuse_problems(path: Path, lines: Sequence[str]) -> None:
-    """Raises CheckpointError with the first sentences of `lines`, if there are any: how the weights
-    of a folder differ from its ``config.json``."""
+    """Raises CheckpointError with the first of `lines`, if any: differences between the weights of
+    a folder and its ``config.json``."""
     if lines:
         more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
         raise CheckpointError(
@@ -237,14 +237,14 @@ def refuse_problems(path: Path, lines: Sequence[str]) -> None:
 
 
 def layer_of(name: str) -> int:
-    """The layer that the name of a tensor says; -1 of none."""
+    """Layer index in the name of a tensor; -1 without one."""
     match = _LAYER.match(name)
     return -1 if match is None else int(match[1])
 
 
 def plain_file(folder: Path, name: str) -> Path:
     """The file `name` of a folder. In the hub's cache, whose folders ``snapshots/REVISION`` hold
-    links to ``blobs``, the file there; any other link is left as it is, and not followed."""
+    links to ``blobs``, the link is resolved; any other link is returned unresolved."""
     path = folder / name
     if not path.is_symlink():
         return path
@@ -261,12 +261,12 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     if len(raw) > limit:
         raise CheckpointError(f"{path}: larger than the limit of {limit} bytes")
     try:
-        found = parse_json(raw, object_pairs_hook=once)
+        content = parse_json(raw, object_pairs_hook=once)
     except ValueError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path}: not a JSON object")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", content)
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:

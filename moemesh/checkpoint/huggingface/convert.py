@@ -1,4 +1,4 @@
-"""Checkpoints into folders of transformers and back, one tensor in memory at a time."""
+"""Conversion of checkpoints to transformers folders and back, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.sharding.parameters import tensors as tensors_of
 
-#: A stack of experts; a checkpoint has each expert by itself.
+#: Name of a stack of experts; a checkpoint stores each expert separately.
 _STACK = re.compile(r"(.*\.experts)\.(\w+)")
 
 
 def checkpoint_weights(checkpoint: Checkpoint) -> Read:
-    """The weights of a checkpoint by logical names, stacks of experts put together."""
+    """The weights of a checkpoint by logical names; experts can be read as stacks."""
     names = checkpoint.manifest.tensors.keys()
 
     def read(name: str, box: Sequence[range]) -> Tensor:
@@ -72,16 +72,16 @@ def write_huggingface(
 ) -> None:
     """Write `weights` as a folder of the family `kind` with this `config`.
 
-    All weights in `dtype`, but the routers' selection biases, which are fp32 everywhere. Prediction
-    layers that the folder `origin` has and the model has not are copied from there. With `delta`
-    its tensors take the places of those of `weights`: see :func:`put_delta`.
+    All weights are in `dtype`, except for the routers' selection biases, which are always fp32.
+    Prediction layers of the folder `origin` that the model lacks are copied. Tensors of `delta`
+    replace those of `weights`: see :func:`put_delta`.
     """
     tensors = stored_tensors(weights, logical_tensors(model, kind, fused=fused), dtype)
     put_delta(tensors, delta)
     if origin is not None:
         num_ahead = first(config, "num_mtp_layers", 0)
         names = ahead_tensors(origin.tensors, model, kind, num_ahead) - tensors.keys()
-        # Layers that are trained share the model's tables: copies beside them follow.
+        # Trained prediction layers share the model's tables: their copies are replaced too.
         trained = {name.rpartition(".eh_proj.")[0] for name in tensors if ".eh_proj." in name}
         head = HEAD if HEAD in tensors else EMBEDDING
         shared = dict(zip(AHEAD_COPIES, (EMBEDDING, head), strict=True))
@@ -90,18 +90,18 @@ def write_huggingface(
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
-            kept = dtype if origin.packed else torch_dtype(stored.dtype)
-            tensors[name] = whole_tensor(origin.read, name, stored.shape, kept)
+            stored_dtype = dtype if origin.packed else torch_dtype(stored.dtype)
+            tensors[name] = whole_tensor(origin.read, name, stored.shape, stored_dtype)
     write_folder(out, tensors, config, on_file=on_file)
 
 
 def put_delta(tensors: dict[str, DeferredTensor], delta: Delta | None) -> None:
-    """Put the tensors of `delta` into the places of those of a folder. Raises CheckpointError for
-    one that the folder does not have, or has in another shape."""
+    """Replace tensors of a folder by those of `delta`. Raises CheckpointError for one that the
+    folder lacks, or has in another shape."""
     for name, tensor in delta.tensors.items() if delta is not None else ():
-        there = tensors.get(name)
-        if there is None or there.shape != tensor.shape:
-            has = "no such tensor" if there is None else f"{list(there.shape)}"
+        replaced = tensors.get(name)
+        if replaced is None or replaced.shape != tensor.shape:
+            has = "no such tensor" if replaced is None else f"{list(replaced.shape)}"
             assert delta is not None
             raise CheckpointError(
                 f"{delta.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
@@ -112,38 +112,40 @@ def put_delta(tensors: dict[str, DeferredTensor], delta: Delta | None) -> None:
 def stored_tensors(
     weights: Read, logical: Mapping[str, LogicalTensor], dtype: torch.dtype
 ) -> dict[str, DeferredTensor]:
-    """The tensors of a folder that the `logical` ones of `weights` make."""
+    """The stored tensors of a folder, computed from the `logical` tensors of `weights`."""
 
-    def make(name: str, tensor: LogicalTensor, piece: TensorPiece, kept: torch.dtype) -> Tensor:
+    def make(
+        name: str, tensor: LogicalTensor, piece: TensorPiece, stored_dtype: torch.dtype
+    ) -> Tensor:
         if tensor.view == tensor.shape:
-            return piece.store(weights(name, piece.box).to(kept))
-        table = whole_tensor(weights, name, tensor.shape, kept).make().reshape(tensor.view)
+            return piece.store(weights(name, piece.box).to(stored_dtype))
+        table = whole_tensor(weights, name, tensor.shape, stored_dtype).make().reshape(tensor.view)
         return piece.store(table[slices(piece.box)])
 
     tensors: dict[str, DeferredTensor] = {}
     for name, tensor in logical.items():
-        kept = _kept(name, dtype)
+        stored_dtype = _stored_dtype(name, dtype)
         for piece in tensor.pieces:
-            made = partial(make, name, tensor, piece, kept)
-            tensors[piece.source] = DeferredTensor(kept, piece.stored, made)
+            made = partial(make, name, tensor, piece, stored_dtype)
+            tensors[piece.source] = DeferredTensor(stored_dtype, piece.stored, made)
     return tensors
 
 
 def write_checkpoint(
     weights: Read, model: ModelConfig, folder: Path, state: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Write the `weights` of `model`, experts also one by one, as ``folder/step-0``, in `dtype`;
-    buffers are fp32, or the integers that they are. `state` is that of a run before its first
-    step."""
+    """Write the `weights` of `model`, each expert separately, as ``folder/step-0`` in `dtype`;
+    floating-point buffers are fp32, integer buffers keep their dtype. `state` is that of a run
+    before its first step."""
     shards: list[Shard] = []
     architecture, stacks = model.architecture, frozenset[str]()
     if architecture is not None:
         stacks = frozenset(one.name for one in architecture.parameters if one.is_expert)
     for stack, shape in logical_shapes(model).items():
-        kept, names = _kept(stack, dtype), [stack]
+        stored_dtype, names = _stored_dtype(stack, dtype), [stack]
         if architecture is not None and stack in architecture.buffers:
-            kept = weights(stack, [range(0) for _ in shape]).dtype
-            kept = torch.float32 if kept.is_floating_point else kept
+            stored_dtype = weights(stack, [range(0) for _ in shape]).dtype
+            stored_dtype = torch.float32 if stored_dtype.is_floating_point else stored_dtype
         is_stack = architecture is None or stack in stacks
         if is_stack and (match := _STACK.fullmatch(stack)) is not None:
             names = [f"{match[1]}.{expert}.{match[2]}" for expert in range(shape[0])]
@@ -153,15 +155,15 @@ def write_checkpoint(
                 name=f"model.{name}",
                 shape=shape,
                 offset=(0,) * len(shape),
-                tensor=torch.empty(shape, dtype=kept, device="meta"),
-                make=whole_tensor(weights, name, shape, kept).make,
+                tensor=torch.empty(shape, dtype=stored_dtype, device="meta"),
+                make=whole_tensor(weights, name, shape, stored_dtype).make,
             )
             for name in names
         ]
     store.save(folder, 0, shards, state)
 
 
-def _kept(name: str, dtype: torch.dtype) -> torch.dtype:
+def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if name.endswith("selection_bias") else dtype
 
 
@@ -174,22 +176,22 @@ def whole_tensor(
 
 
 def newest(folder: Place) -> Checkpoint:
-    """The newest checkpoint of a run's folder that verifies. Raises CheckpointError without one."""
+    """The newest checkpoint in `folder` that verifies. Raises CheckpointError without one."""
     reasons: list[str] = []
-    found = store.latest(folder, lambda step, why: reasons.append(f"step {step}: {why}"))
-    if found is None:
+    checkpoint = store.latest(folder, lambda step, why: reasons.append(f"step {step}: {why}"))
+    if checkpoint is None:
         raise CheckpointError("\n  ".join([f"{folder}: holds no readable checkpoint", *reasons]))
-    return found
+    return checkpoint
 
 
 # A folder of weights in the layout of transformers, written file by file.
 #
-# One tensor is in memory at a time. Every file appears by a rename when it is whole, the index and
-# config.json come last: an interrupted conversion goes on with the first file that is missing.
+# One tensor is in memory at a time. Every file is renamed into place when it is complete; the index
+# and config.json come last. An interrupted conversion resumes with the first missing file.
 
-#: Upper bound of one file of weights in bytes; a larger tensor has a file of its own.
+#: Largest file of weights in bytes; a larger tensor has a file of its own.
 FILE_BYTES = 4 << 30
-#: Files beside the weights that are carried along, up to this size in bytes.
+#: Largest other file in bytes that is copied with the weights.
 CARRIED_BYTES = 64 << 20
 _METADATA = {"format": "pt"}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -204,10 +206,11 @@ def write_folder(
     file_bytes: int = FILE_BYTES,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write `tensors` and ``config.json`` to the folder `out`, which may hold a part of the same.
+    """Write `tensors` and ``config.json`` to the folder `out`; existing files of the same
+    conversion are kept.
 
-    `files`: the file of each tensor; None: files of at most `file_bytes`. `on_file` is called for
-    each finished file. Raises CheckpointError for a file of another conversion.
+    `files`: file of each tensor; None: files of at most `file_bytes`. `on_file` is called for each
+    finished file. Raises CheckpointError for a file of another conversion.
     """
     out.mkdir(parents=True, exist_ok=True)
     groups: dict[str, list[str]] = {}
@@ -226,7 +229,7 @@ def write_folder(
         numbered = (f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts)))
         groups = dict(zip(numbered if len(parts) > 1 else [SINGLE], parts, strict=True))
     is_single = [*groups] == [SINGLE]
-    # Loaders take the single file where both are there: one of them would be of another model.
+    # Loaders prefer the single file if both exist: one of them would be of another model.
     if (other := out / (INDEX if is_single else SINGLE)).exists():
         raise CheckpointError(f"{other}: is a file of another model: choose an empty folder")
     for done, (file, names) in enumerate(sorted(groups.items())):
@@ -252,9 +255,9 @@ def write_folder(
 def carry_along(
     source: Path, out: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """Copy tokenizer, generation settings and whatever else lies beside the weights of `source`,
-    but config.json, if its name is `wanted`; returns the names. Large files stay, and links that
-    lead out of it."""
+    """Copy tokenizer, generation settings and other files next to the weights of `source` whose
+    name is `wanted`, except config.json, large files and links out of the folder. Returns the
+    copied names."""
     out.mkdir(parents=True, exist_ok=True)
     copied: list[str] = []
     for name in sorted(path.name for path in source.iterdir()):
@@ -278,7 +281,7 @@ def _check_same(path: Path, part: Mapping[str, DeferredTensor]) -> None:
     header = read_header(path).items()
     if {name: (entry.dtype, entry.shape) for name, entry in header} != expected:
         raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
-    # Names and shapes are also those of another run, and of another step of the same one.
+    # Other runs and other steps have the same names and shapes: compare the numbers.
     with reading(path) as file:
         for expected in safetensors_bytes(part, _METADATA):
             place = 0
@@ -294,15 +297,15 @@ def _check_same(path: Path, part: Mapping[str, DeferredTensor]) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write `value`, by a rename when it is whole."""
+    """Write `value` to a temporary file, then rename it."""
     replace_by(path, [(json.dumps(value, indent=2) + "\n").encode()])
 
 
 def write_adapters(
     weights: Read, model: ModelConfig, kind: str, out: Path, *, dtype: torch.dtype, base: str | None
 ) -> None:
-    """Write the adapters among `weights` as a folder that PEFT loads beside a model of transformers
-    5 of the family `kind`."""
+    """Write the adapters in `weights` as a folder that PEFT loads into a model of the family `kind`
+    of transformers 5."""
     shapes = {tensor.name: tensor.shape for tensor in tensors_of(model, Plan())}
     config = peft_config(model, kind, base)
     every = list(adaptations(model, kind))
@@ -311,11 +314,11 @@ def write_adapters(
 
     def make(one: Adaptation, factor: str) -> Tensor:
         names = [one.factor(part, factor) for part in one.parts]
-        own = [weights(name, [range(size) for size in shapes[name]]) for name in names]
+        factors = [weights(name, [range(size) for size in shapes[name]]) for name in names]
         more = one.rank - model.lora.rank
         pad = (0, 0, 0, more) if factor == "A" else (0, more)
-        own = [torch.nn.functional.pad(factor_of, pad) for factor_of in own]
-        return one.store(factor, own).to(dtype).contiguous()
+        factors = [torch.nn.functional.pad(weight, pad) for weight in factors]
+        return one.store(factor, factors).to(dtype).contiguous()
 
     made = {
         one.name(factor): DeferredTensor(
@@ -329,16 +332,16 @@ def write_adapters(
     write_json(out / ADAPTER_CONFIG, config)
 
 
-# The tensors of a run that trained, as a folder of their own, and a base folder with them.
+# Delta folders: the trained tensors of a run without its base model.
 #
-#     model.safetensors    stored tensors of which any number trained, under transformers' names
-#     delta.json           the base that they belong to, and how they were written
+#     model.safetensors    stored tensors with any trained number, under transformers' names
+#     delta.json           the base model, the family and the dtype
 #
-# The base is known by a fingerprint: names, shapes and dtypes of all its tensors, and some numbers
-# of each. Put onto the base, the tensors give what an export of the whole run gives, bit by bit.
+# The base is identified by a fingerprint: names, shapes and dtypes of all its tensors, and some
+# numbers of each. Base and delta together equal an export of the whole run, bit by bit.
 
 DESCRIPTION = "delta.json"
-#: Numbers of each tensor of a base that its fingerprint reads.
+#: Numbers of each tensor that enter the fingerprint of a base.
 _SAMPLE = 64
 _LIMIT = 1 << 20
 
@@ -355,9 +358,9 @@ class Description(NamedTuple):
 def trained_sources(
     logical: Mapping[str, LogicalTensor], trains: Callable[[str], bool]
 ) -> frozenset[str]:
-    """The stored tensors in which any number trained; `trains` of a name in checkpoints, where
-    every expert stands by itself."""
-    found: set[str] = set()
+    """Names of stored tensors with any trained number. `trains` takes a name in checkpoints, where
+    every expert is separate."""
+    sources: set[str] = set()
     for name, tensor in logical.items():
         module, _, leaf = name.rpartition(".")
         for piece in tensor.pieces:
@@ -365,14 +368,15 @@ def trained_sources(
                 names = [name]
             else:
                 first = piece.offset[0]
-                names = [f"{module}.{one}.{leaf}" for one in range(first, first + piece.shape[0])]
+                experts = range(first, first + piece.shape[0])
+                names = [f"{module}.{expert}.{leaf}" for expert in experts]
             if any(map(trains, names)):
-                found.add(piece.source)
-    return frozenset(found)
+                sources.add(piece.source)
+    return frozenset(sources)
 
 
 def fingerprint(folder: WeightFolder) -> str:
-    """Fingerprint of a folder's tensors: equal for the same model in the same files' dtypes."""
+    """Fingerprint of a folder's tensors: equal for the same model in the same dtypes."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(folder.tensors):
         stored = folder.tensors[name]
@@ -386,23 +390,23 @@ def fingerprint(folder: WeightFolder) -> str:
 
 
 def write_delta(out: Path, tensors: Mapping[str, DeferredTensor], description: Description) -> None:
-    """Write `tensors` and what they belong to into the folder `out`, each file by a rename."""
+    """Write `tensors` and their `description` to the folder `out`, each file by a rename."""
     out.mkdir(parents=True, exist_ok=True)
     replace_by(out / SINGLE, safetensors_bytes(tensors, {"format": "pt"}))
     write_json(out / DESCRIPTION, {"format": 1, **description._asdict()})
 
 
 class Delta:
-    """An opened folder of :func:`write_delta`. Raises CheckpointError for any other."""
+    """An opened folder of :func:`write_delta`. Raises CheckpointError for any other folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         file = plain_file(path, DESCRIPTION)
-        found = read_json(file, _LIMIT)
-        if found.pop("format", None) != 1:
+        content = read_json(file, _LIMIT)
+        if content.pop("format", None) != 1:
             raise CheckpointError(f"{file}: is of a later version")
         try:
-            self.description = Description(**{key: str(value) for key, value in found.items()})
+            self.description = Description(**{key: str(value) for key, value in content.items()})
         except TypeError as error:
             raise CheckpointError(f"{file}: does not describe a delta ({error})") from error
         folder = WeightFolder(path)

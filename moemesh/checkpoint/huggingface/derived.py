@@ -1,7 +1,7 @@
-"""Weights that follow from stored ones: with adapters merged in, of an equal model that is written
-down otherwise, and of a mixture of experts made of a dense model.
+"""Weights derived from stored ones: with merged adapters, of an equivalent model in another form,
+and of a mixture of experts upcycled from a dense model.
 
-Each is a function from one `Read` to another, of any part of any weight.
+Each function maps a `Read` to a `Read`, which reads any part of any weight.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from moemesh.sharding.parameters import tensors
 
 
 def merged(weights: Read, model: ModelConfig) -> Read:
-    """The weights of a model without adapters that computes what `model` does with its own: W +
-    scaling B A, in fp32 at least."""
+    """Weights of `model` with its adapters merged: W + scaling B A, computed in fp32 or wider."""
     lora, known = model.lora, {tensor.name: tensor for tensor in tensors(model, Plan())}
 
     def read(name: str, box: Sequence[range]) -> Tensor:
-        found, tensor = weights(name, box), known.get(name)
+        weight, tensor = weights(name, box), known.get(name)
         if tensor is None:
-            return found
+            return weight
         block, rank = tensor.name.rpartition(".")[0], range(lora.rank)
         experts = list(box[:1]) if tensor.is_expert else []
-        wide = torch.promote_types(found.dtype, torch.float32)
+        wide = torch.promote_types(weight.dtype, torch.float32)
         for part in parts_of(name.rpartition(".")[2], tensor.shape):
             *rows, columns = box
             into = [slice(None)] * len(rows)
@@ -49,49 +48,49 @@ def merged(weights: Read, model: ModelConfig) -> Read:
                 into[dim] = slice(first - rows[dim].start, last - rows[dim].start)
                 rows[dim] = range(first - part.start, last - part.start)
             a, b = (
-                weights(f"{block}.{factor_name(part.target, factor)}", own).to(wide)
-                for factor, own in (("A", [*experts, rank, columns]), ("B", [*rows, rank]))
+                weights(f"{block}.{factor_name(part.target, factor)}", ranges).to(wide)
+                for factor, ranges in (("A", [*experts, rank, columns]), ("B", [*rows, rank]))
             )
             delta = b.flatten(len(experts), -2) @ a
-            found = found.to(wide, copy=True)
-            found[tuple(into)] += lora.scaling * delta.view(*b.shape[:-1], -1)
-        return found
+            weight = weight.to(wide, copy=True)
+            weight[tuple(into)] += lora.scaling * delta.view(*b.shape[:-1], -1)
+        return weight
 
     return read
 
 
 def equivalent(weights: Read, model: ModelConfig, other: ModelConfig) -> Read:
     """The weights of `model` for `other`, one of its :func:`~moemesh.config.huggingface.export.
-    equivalents`: models that differ only in which channels RoPE rotates as a pair, and whether the
-    router has a selection bias, which is zero here."""
+    equivalents`: models that differ only in the pairs of channels that RoPE rotates, and in a
+    selection bias of the router, which is zero."""
     adds_bias = other.router_selection_bias and not model.router_selection_bias
     turns = other.rope_interleave != model.rope_interleave
     order, rotary = torch.arange(model.head_dim), model.rotary_dim
-    # Pairs (i, i + F) stand at (2i, 2i + 1) in the other form.
+    # Pairs (i, i + F) are at (2i, 2i + 1) in the other form.
     pairs = order[:rotary].view(2, -1) if other.rope_interleave else order[:rotary].view(-1, 2)
     order[:rotary] = pairs.T.reshape(-1)
     kv_heads, value = model.num_kv_heads, model.num_heads // model.num_kv_heads + 1
 
-    def turned(found: Tensor, heads: range) -> Tensor:
+    def reordered(qkv: Tensor, heads: range) -> Tensor:
         """Queries and keys [groups, heads, channels, inputs] with their channels in the other
-        order; the last head of a group is its value."""
+        order; the last head of a group is its value and unchanged."""
         is_rotated = torch.tensor([head != value for head in heads])
-        return torch.where(is_rotated[None, :, None, None], found[:, :, order], found)
+        return torch.where(is_rotated[None, :, None, None], qkv[:, :, order], qkv)
 
     def read(name: str, box: Sequence[range]) -> Tensor:
         leaf = name.rpartition(".")[2]
         if adds_bias and name.endswith("router.selection_bias"):
             return torch.zeros([len(part) for part in box])
         if turns and leaf == "qkv":
-            # Channels of a head are the third dimension: they are read whole.
+            # The third dim, the channels of a head, is read in full.
             groups, heads, channels, inputs = box
-            found = weights(name, [groups, heads, range(model.head_dim), inputs])
-            return turned(found, heads)[:, :, channels.start : channels.stop]
+            qkv = weights(name, [groups, heads, range(model.head_dim), inputs])
+            return reordered(qkv, heads)[:, :, channels.start : channels.stop]
         if turns and leaf == "qkv_bias":
             (part,), size = box, (model.num_heads + 2 * kv_heads) * model.head_dim
-            found = weights(name, [range(size)]).view(kv_heads, -1, model.head_dim, 1)
-            found = turned(found, range(found.shape[1])).reshape(-1)
-            return found[part.start : part.stop]
+            bias = weights(name, [range(size)]).view(kv_heads, -1, model.head_dim, 1)
+            bias = reordered(bias, range(bias.shape[1])).reshape(-1)
+            return bias[part.start : part.stop]
         return weights(name, box)
 
     return read
@@ -100,17 +99,17 @@ def equivalent(weights: Read, model: ModelConfig, other: ModelConfig) -> Read:
 def upcycled(
     dense: Read, model: ModelConfig, *, noise: float = 0.0, drop: float = 0.0, seed: int = 0
 ) -> Read:
-    """The weights of `model`, a mixture of experts that is like a dense model but for its MLPs.
+    """Weights of `model`, a mixture of experts that differs from a dense model only in its MLPs.
 
     Legend: E experts, F width of the dense MLP and of every expert, H hidden.
 
     Sparse upcycling (Komatsuzaki et al., 2022, arXiv:2212.05055): every expert is a copy of the
-    dense MLP, the router is new and small. With weights of the chosen experts that sum to one the
-    mixture computes what the dense model does. Two ways to make the experts differ: `noise`, the
-    standard deviation of normal noise on every weight in that of the dense weight, and
-    drop-upcycling (Nakamura et al., 2025, arXiv:2502.19261), which draws the share `drop` of each
-    expert's F channels anew, with mean and standard deviation of the dense weights. All draws
-    follow from `seed`.
+    dense MLP, and the router is initialised with small weights. If the weights of the chosen
+    experts sum to one, the mixture computes the same as the dense model. Two options make the
+    experts differ: `noise`, the standard deviation of normal noise on every weight, in units of
+    the dense weight's standard deviation; and drop-upcycling (Nakamura et al., 2025,
+    arXiv:2502.19261), which reinitialises the fraction `drop` of each expert's F channels with
+    mean and standard deviation of the dense weights. All draws follow from `seed`.
     """
     shapes, statistics = logical_shapes(model), dict[str, tuple[float, float]]()
 
@@ -132,10 +131,10 @@ def upcycled(
             numbers = dense(source, [range(size) for size in shape]).double()
             statistics[source] = float(numbers.mean()), float(numbers.std())
         mean, deviation = statistics[source]
-        found: list[Tensor] = []
+        stack: list[Tensor] = []
         for expert in experts:
             drawn = normal_slice(seed, f"{name}.{expert}", shape, box).to(wide)
-            own = copied.to(wide) + noise * deviation * drawn
+            weight = copied.to(wide) + noise * deviation * drawn
             if drop:
                 # The same channels of gate, up and down: rows of [2, F, H], columns of [H, F].
                 dim = -2 if len(shape) == 3 else -1
@@ -144,10 +143,10 @@ def upcycled(
                 order = np.random.Generator(np.random.Philox(key=key)).permutation(shape[dim])
                 chosen = order < round(drop * shape[dim])
                 fresh = torch.from_numpy(chosen[box[dim].start : box[dim].stop])
-                own = torch.where(
-                    fresh[:, None] if dim == -2 else fresh, mean + deviation * drawn, own
+                weight = torch.where(
+                    fresh[:, None] if dim == -2 else fresh, mean + deviation * drawn, weight
                 )
-            found.append(own)
-        return torch.stack(found)
+            stack.append(weight)
+        return torch.stack(stack)
 
     return read

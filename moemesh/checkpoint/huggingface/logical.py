@@ -1,12 +1,12 @@
-"""Stored tensors of a folder that hold a tensor of our checkpoints, without torch.
+"""Mapping of the tensors of our checkpoints to stored tensors of a folder, without torch.
 
-Names and shapes alone say it, so that a folder is checked before anything is read or started. Where
-the parts of a model are in the files of a family of transformers is in ``names.toml``:
+It needs names and shapes only, so a folder is checked before any number is read. ``names.toml`` has
+the names of each family of transformers:
 
     pieces("layers.2.attention.qkv", (M, G + 2, D, H), ...)  ->  its q_proj, k_proj and v_proj
 
-Names are those that every version of transformers reads and writes by default, or those of the
-second layout, "fused".
+The default names are read and written by every version of transformers; the second layout has the
+names with "fused" experts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _ENDS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "hea
 
 
 class BlockNames(NamedTuple):
-    """A family's row of ``names.toml``; `stack`: rows of our leaf -> theirs where all experts of a
-    layer are one tensor, None where each is by itself."""
+    """A family's row of ``names.toml``. `stack`: our leaf -> their row if all experts of a layer
+    are one tensor; None if each expert has its own."""
 
     block: str
     router: str
@@ -68,9 +68,8 @@ def names_of(kind: str, *, fused: bool) -> BlockNames:
 
 
 def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[TensorPiece]:
-    """Places of the parameter or buffer `name`, of the dims `shape` (of a vector those of the table
-    that it stands for), in a folder of the family `kind`. Raises KeyError for a name that no family
-    has."""
+    """Pieces of the parameter or buffer `name` in a folder of the family `kind`. `shape`: its dims,
+    or those of the table that a vector flattens. Raises KeyError for a name that no family has."""
     if name in _ENDS:
         return [whole(_ENDS[name], shape)]
     owner, _, below = name.partition(".")
@@ -85,7 +84,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
     block = f"{layer}.{names.block}"
     match part.split("."):
         case ["attention", "qkv" | "qkv_bias" as leaf]:
-            # Of [M, G + 2, D, ...]: the query heads of a key/value head, its key and its value.
+            # [M, G + 2, D, ...]: the query heads of a key/value head, its key and its value.
             (heads, packed, size, *rest), ones = shape, (0,) * (len(shape) - 2)
             leaf, order = "bias" if leaf.endswith("bias") else "weight", tuple(range(len(shape)))
             return [
@@ -130,7 +129,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
 
 
 def _piece(block: str, row: str | list[str], shape: Shape) -> TensorPiece:
-    """The tensor of a row, a name or a name and a pattern."""
+    """Piece of a table row, which is a name, or a name with a pattern of dims."""
     if isinstance(row, str):
         return whole(f"{block}.{row}", shape)
     name, pattern = row
@@ -148,7 +147,7 @@ def _piece(block: str, row: str | list[str], shape: Shape) -> TensorPiece:
 
 
 def _mlp(leaf: str, block: str, shape: Shape, names: BlockNames) -> list[TensorPiece]:
-    """Pieces of [2, F, H], gate and up; or of down [H, F]."""
+    """Pieces of gate and up [2, F, H], or of down [H, F]."""
     if leaf == "down":
         return [whole(f"{block}.{names.down}.weight", shape)]
     _, width, hidden = shape
@@ -161,9 +160,9 @@ def _mlp(leaf: str, block: str, shape: Shape, names: BlockNames) -> list[TensorP
 
 
 _FUSED = re.compile(r"\.experts\.gate_up_proj$")
-#: Tables that old versions of transformers wrote, which follow from config.json.
+#: Tables of old versions of transformers, derived from config.json.
 _WITHOUT_USE = ".rotary_emb.inv_freq"
-#: Of prediction layers (MTP): names that have no layer's number, modules that no other layer has,
+#: Tensors of prediction layers (MTP): names without a layer's number, modules that only they have,
 #: and copies of the model's tables.
 _AHEAD = re.compile(r"(model\.)?mtp[._]")
 _ONLY_AHEAD = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm)\.")
@@ -171,8 +170,8 @@ AHEAD_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 
 
 class LogicalTensor(NamedTuple):
-    """A parameter or buffer of the whole model: its shape, and the pieces that hold it, which speak
-    of its dims or, of a vector, of those of the table `view` that it stands for."""
+    """A parameter or buffer of the whole model: its shape, and the pieces that hold it, in its dims
+    or, for a vector, in those of the table `view` that it flattens."""
 
     shape: tuple[int, ...]
     view: tuple[int, ...]
@@ -191,8 +190,8 @@ class LogicalTensor(NamedTuple):
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter and buffer of a model by its name without "model.", but for adapters, which
-    have folders of their own."""
+    """Shapes of all parameters and buffers by name without "model."; adapters, which have their own
+    folders, are left out."""
     whole_model = tensors(config.with_lora(NO_ADAPTERS), Plan())
     shapes = {tensor.name: tensor.shape for tensor in whole_model}
     if config.architecture is not None:
@@ -207,54 +206,54 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def logical_tensors(
     config: ModelConfig, kind: str, *, fused: bool = False
 ) -> dict[str, LogicalTensor]:
-    """The :func:`logical_shapes` of a model in folders of the family `kind`, with `fused` experts
-    or without."""
-    found: dict[str, LogicalTensor] = {}
+    """The tensors of :func:`logical_shapes` in folders of the family `kind`, with `fused` experts
+    or separate ones."""
+    logical: dict[str, LogicalTensor] = {}
     for name, shape in logical_shapes(config).items():
         view = shape
-        if name.endswith(".attention.qkv_bias"):  # a vector that stands for a table
+        if name.endswith(".attention.qkv_bias"):  # a vector that flattens a table
             heads = config.num_kv_heads
             view = (heads, config.num_heads // heads + 2, config.head_dim)
         try:
-            found[name] = LogicalTensor(shape, view, pieces(name, view, kind, fused=fused))
+            logical[name] = LogicalTensor(shape, view, pieces(name, view, kind, fused=fused))
         except KeyError:
             raise CheckpointError(
                 f"{name} is a part of the model that folders of the family {kind} have no name for"
             ) from None
-    return found
+    return logical
 
 
 def checked_tensors(
     contents: FolderContents, config: ModelConfig, given: Mapping[str, Any]
 ) -> dict[str, LogicalTensor]:
-    """The tensors of a folder that is there, in the layout that it has; `given`: its config.json,
-    which names the family and the prediction layers. Raises CheckpointError unless it holds the
-    tensors of the model, and others only that are known to be of no use to it."""
+    """The logical tensors of an existing folder, in its layout. `given`: its config.json, which
+    determines the family and the prediction layers. Raises CheckpointError unless the folder holds
+    the tensors of the model; other tensors must be known to be unused."""
     fused, kind = any(map(_FUSED.search, contents.tensors)), family_of(given)
-    found = logical_tensors(config, kind, fused=fused)
-    contents.take_names({piece.source for one in found.values() for piece in one.pieces})
+    logical = logical_tensors(config, kind, fused=fused)
+    contents.take_names({piece.source for tensor in logical.values() for piece in tensor.pieces})
     known = ahead_tensors(contents.tensors, config, kind, first(given, "num_mtp_layers", 0))
     known |= {name for name in contents.tensors if name.endswith(_WITHOUT_USE)}
     if config.tied_embeddings:
-        known.add(HEAD)  # where it is the embedding once more
+        known.add(HEAD)  # a copy of the embedding
         if HEAD in contents.tensors and EMBEDDING not in contents.tensors:
-            table = found["embedding.weight"]
-            found["embedding.weight"] = table._replace(pieces=[whole(HEAD, table.shape)])
-    expected = {piece.source: piece.stored for one in found.values() for piece in one.pieces}
+            table = logical["embedding.weight"]
+            logical["embedding.weight"] = table._replace(pieces=[whole(HEAD, table.shape)])
+    expected = {piece.source: piece.stored for one in logical.values() for piece in one.pieces}
     contents.check(expected, known, config.num_layers + config.num_mtp_layers)
-    return found
+    return logical
 
 
 def ahead_tensors(names: Iterable[str], config: ModelConfig, kind: str, num_ahead: int) -> set[str]:
-    """The tensors among `names` that are of prediction layers (MTP), which loaders of transformers
-    skip, but for those that `config` trains: of layers behind the last those with modules that no
-    other layer has; in families that are not known to have these, the first `num_ahead`."""
-    found = {name for name in names if _AHEAD.match(name)}
-    behind = {name: layer for name in names if (layer := layer_of(name)) >= config.num_layers}
-    layers = {behind[name] for name in behind if _ONLY_AHEAD.match(name)}
+    """Tensors among `names` of prediction layers (MTP) that `config` does not train; loaders of
+    transformers skip these. Prediction layers follow the last layer and have modules that no other
+    layer has; in families without known such modules, they are the first `num_ahead`."""
+    ahead = {name for name in names if _AHEAD.match(name)}
+    later = {name: layer for name in names if (layer := layer_of(name)) >= config.num_layers}
+    layers = {later[name] for name in later if _ONLY_AHEAD.match(name)}
     if not layers and not trained_families()["family"][kind].get("predicts_ahead"):
         layers = set(range(config.num_layers, config.num_layers + num_ahead))
-    for name, layer in behind.items():
+    for name, layer in later.items():
         if layer in layers and (layer not in config.mtp_layers or name.endswith(AHEAD_COPIES)):
-            found.add(name)
-    return found
+            ahead.add(name)
+    return ahead

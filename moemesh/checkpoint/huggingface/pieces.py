@@ -1,9 +1,9 @@
-"""Pieces of a logical tensor in the tensors of a folder, and how they are transposed.
+"""Pieces of a logical tensor in the tensors of a folder, with their reshapes and transposes.
 
-A logical tensor (``layers.3.attention.qkv``, say) may be cut into several stored tensors
+A logical tensor (for example ``layers.3.attention.qkv``) may be cut into several stored tensors
 (``q_proj``, ``k_proj``, ``v_proj``), each reshaped and transposed. Every such part is a
-:class:`TensorPiece`; from it follow the slice of the stored tensor that a rank must read for its
-shard, and the stored tensor that an export must write.
+:class:`TensorPiece`, which gives the slice of the stored tensor that a rank reads for its shard,
+and the stored tensor that an export writes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: (name of a tensor, a range of each of its dims) -> these numbers. Of stored tensors by the names
-#: of a folder, or of weights by their logical names, any part of any of them.
+#: Reader of any part of any tensor: (name, a range for each dim) -> numbers. Names are those of a
+#: folder for stored tensors, logical names for weights.
 Read = Callable[[str, Sequence[range]], "Tensor"]
 
 
@@ -29,7 +29,7 @@ class StoredSource(Protocol):
 
 
 class TensorPiece(NamedTuple):
-    """The part of a logical tensor that begins at `offset` and that the tensor `source` holds.
+    """Part of a logical tensor at `offset`, held by the stored tensor `source`.
 
     The stored tensor of shape `stored` is reshaped to `view` (which only splits its dims, or adds
     dims of size 1); dim i of the part is dim ``order[i]`` of the view.
@@ -48,15 +48,15 @@ class TensorPiece(NamedTuple):
 
     @property
     def box(self) -> list[range]:
-        """The part, in the dims of the logical tensor."""
+        """Ranges of the part in the dims of the logical tensor."""
         ends = zip(self.offset, self.shape, strict=True)
         return [range(start, start + size) for start, size in ends]
 
     def overlap(self, box: Sequence[range]) -> list[range] | None:
-        """The part of `box` that this piece fills, in the dims of the logical tensor; or None."""
+        """Part of `box` that this piece holds, in the dims of the logical tensor; None if empty."""
         common = [
-            range(max(wanted.start, own.start), min(wanted.stop, own.stop))
-            for wanted, own in zip(box, self.box, strict=True)
+            range(max(wanted.start, held.start), min(wanted.stop, held.stop))
+            for wanted, held in zip(box, self.box, strict=True)
         ]
         return common if all(common) else None
 
@@ -66,32 +66,32 @@ class TensorPiece(NamedTuple):
         return read(self.source, ranges).reshape(sizes)[tuple(inner)].permute(self.order)
 
     def read_into(self, box: Sequence[range], out: Tensor, source: StoredSource) -> None:
-        """As :meth:`read`, into `out`: without a copy on the way where its memory has the order of
-        the stored tensor."""
+        """Same as :meth:`read`, into `out`; without an intermediate copy if its memory has the
+        order of the stored tensor."""
         ranges, sizes, inner = self._stored(box)
-        there = out.permute(self._back)
-        if list(there.shape) == sizes:
+        target = out.permute(self._inverse_order)
+        if list(target.shape) == sizes:
             try:
-                merged = there.view([len(part) for part in ranges])
+                merged = target.view([len(part) for part in ranges])
             except RuntimeError:  # Its strides do not let dims be merged.
                 pass
             else:
                 source.read_into(self.source, ranges, merged)
                 return
-        there.copy_(source.read(self.source, ranges).reshape(sizes)[tuple(inner)])
+        target.copy_(source.read(self.source, ranges).reshape(sizes)[tuple(inner)])
 
     @property
-    def _back(self) -> list[int]:
-        """From the dims of the logical tensor to those of the view."""
+    def _inverse_order(self) -> list[int]:
+        """Permutation from the dims of the logical tensor to those of the view."""
         return [self.order.index(dim) for dim in range(len(self.order))]
 
     def _stored(self, box: Sequence[range]) -> tuple[list[range], list[int], list[slice]]:
-        """The ranges of the stored tensor that hold `box`, their shape in the dims of the view, and
-        the part of that which `box` is."""
+        """Ranges of the stored tensor that hold `box`, their shape in the dims of the view, and the
+        index of `box` in that shape."""
         wanted = [range(0)] * len(self.view)
         for dim, part, start in zip(self.order, box, self.offset, strict=True):
             wanted[dim] = range(part.start - start, part.stop - start)
-        # For each stored dim the view dims that it is split into; those of size 1 go anywhere.
+        # View dims that each stored dim is split into; those of size 1 may go anywhere.
         groups: list[list[int]] = []
         dims = iter(range(len(self.view)))
         for size in self.stored:
@@ -100,13 +100,13 @@ class TensorPiece(NamedTuple):
                 group.append(next(dims))
             groups.append(group)
         groups[-1] += dims
-        assert prod(self.stored) == prod(self.view), f"{self.view} is no view of {self.stored}"
+        assert prod(self.stored) == prod(self.view), f"{self.view} must be a view of {self.stored}"
         ranges: list[range] = []
         sizes: list[int] = []
         inner: list[slice] = []
         for group in groups:
-            # The shortest range of the stored dim that holds what is wanted, its shape, and what to
-            # take of that shape: behind the first dim with several, all of the view.
+            # The shortest range of the stored dim that holds the wanted part, its shape, and the
+            # index in that shape. View dims after the first with several indices are read in full.
             start, left = 0, prod(self.view[dim] for dim in group)
             stop: int | None = None
             for dim in group:
@@ -126,11 +126,11 @@ class TensorPiece(NamedTuple):
 
     def store(self, logical: Tensor) -> Tensor:
         """The stored tensor of the part `logical` (of the shape of the piece)."""
-        return logical.permute(self._back).reshape(self.stored).contiguous()
+        return logical.permute(self._inverse_order).reshape(self.stored).contiguous()
 
 
 def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None) -> TensorPiece:
-    """A stored tensor that is a part of the logical tensor as it stands."""
+    """Piece for a stored tensor that is part of the logical tensor without a transpose."""
     size = tuple(shape)
     start = (0,) * len(size) if offset is None else tuple(offset)
     return TensorPiece(source, size, size, tuple(range(len(size))), start)
@@ -144,18 +144,18 @@ def slices(part: Sequence[range], box: Sequence[range] | None = None) -> tuple[s
 
 def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) -> Tensor:
     """The numbers of `box` of a logical tensor that `pieces` cover."""
-    # Here alone: names and shapes of a folder are checked before torch is imported.
+    # Late: names and shapes of a folder are checked before torch is imported.
     import torch
 
     parts = [(common, piece) for piece in pieces if (common := piece.overlap(box)) is not None]
     if len(parts) == 1 and parts[0][0] == list(box):
         return parts[0][1].read(parts[0][0], read)
-    found: Tensor | None = None
+    result: Tensor | None = None
     for common, piece in parts:
         part = piece.read(common, read)
-        if found is None:
+        if result is None:
             shape = [len(wanted) for wanted in box]
-            found = torch.empty(shape, dtype=part.dtype, device=part.device)
-        found = found.to(torch.promote_types(found.dtype, part.dtype))  # pieces may differ
-        found[slices(common, box)] = part
-    return torch.empty([len(wanted) for wanted in box]) if found is None else found
+            result = torch.empty(shape, dtype=part.dtype, device=part.device)
+        result = result.to(torch.promote_types(result.dtype, part.dtype))  # pieces may differ
+        result[slices(common, box)] = part
+    return torch.empty([len(wanted) for wanted in box]) if result is None else result

@@ -1,7 +1,7 @@
-"""A folder of weights in the layout of transformers, opened with care and read by slices, and its
-weights under the logical names of our checkpoints.
+"""Reader of weight folders in the layout of transformers, by slices, and of their weights under the
+logical names of our checkpoints.
 
-A rank reads the slices of its shards and nothing else; no rank ever holds the model.
+A rank reads only the slices of its shards; no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from moemesh.config.huggingface.model import Quantization, quantization_of
 from moemesh.config.lora import ADAPTER_WEIGHTS, is_adapter
 from moemesh.config.model import ModelConfig
 
-#: Numbers that change their dtype, place or device on the way pass through so many bytes, which
-#: stay in the cache of a core.
+#: Size in bytes of the buffer for numbers that change dtype, strides or device; it fits the cache
+#: of a core.
 _BUFFER_BYTES = 1 << 20
-#: Shorter runs are not read one by one: rows are read in full, and the rest is dropped. Disks and
-#: the page cache hold pages of this size anyway.
+#: Shorter contiguous runs are not read singly: whole rows are read, and the rest is dropped. It is
+#: the page size of disks and of the page cache.
 _SHORTEST_RUN_BYTES = 4096
 
-# Stored tensors of fewer bits, turned into numbers slice by slice.
+# Dequantization of stored tensors, slice by slice.
 #
-# Only the blocks that a slice touches are read. :mod:`moemesh.checkpoint.huggingface.contents`
-# has the formats.
+# Only the blocks that overlap a slice are read. The formats are in
+# :mod:`moemesh.checkpoint.huggingface.contents`.
 
 
 _E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
-#: The two numbers of every byte; the scale of every exponent, of which the last is not a number.
+#: The two numbers of every byte; the scale of every exponent, the last of which is NaN.
 _PAIRS = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
 _E8M0 = torch.tensor([*(2.0**exponent for exponent in range(-127, 128)), torch.nan])
 
@@ -58,53 +58,53 @@ def _blocks(part: range, size: int) -> range:
 
 
 class WeightFolder(FolderContents):
-    """The tensors of a folder, and their numbers, with `quantization` all in float32; not for
-    several threads. Raises CheckpointError as :class:`FolderContents`.
+    """The tensors of a folder and their numbers (with `quantization` all in float32); not
+    thread-safe. Raises CheckpointError like :class:`FolderContents`.
 
-    Parts of tensors go straight into the memory where they are needed. Files are read by position,
-    not mapped: a mapped file costs a fault for every few pages, counts as memory of the process
-    while it is read, and ends the process when it becomes shorter.
+    Parts of tensors are read directly into their destination. Files are read by position, not
+    mapped: a mapped file costs a page fault for every few pages, counts as memory of the process
+    while it is read, and kills the process if it is truncated.
     """
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
         super().__init__(path, quantization)
-        #: Bytes of tensors that were read so far.
+        #: Bytes of tensors read so far.
         self.bytes_read = 0
         self._handles: dict[Path, int] = {}
         self._buffer: Tensor | None = None
-        #: The file, and the dtype, of the tensor that is being read.
+        #: File and dtype of the tensor being read.
         self._file, self._dtype = Path(), torch.float32
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a tensor on the CPU, in its stored dtype (of a folder with quantized
-        tensors in float32)."""
+        """The part `box` of a tensor on the CPU, in its stored dtype (float32 in a folder with
+        quantized tensors)."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
         if (tensor := self.packed.get(name)) is None:
-            found = self._read(name, box)
-            return found.float() if self.packed else found
-        # Of a packed tensor only the blocks that the box touches are read.
+            stored = self._read(name, box)
+            return stored.float() if self.packed else stored
+        # Only the blocks of a packed tensor that overlap the box are read.
         numbers, scales_of = tensor.sources
         if tensor.block is None:
             stack, columns, rows = box
             groups = _blocks(columns, GROUP)
             packed = self._read(numbers, [stack, rows, groups, range(GROUP_BYTES)])
             exponents = self._read(scales_of, [stack, rows, groups])
-            found = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
-            found *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
+            values = _PAIRS.index_select(0, packed.reshape(-1).int()).view(*exponents.shape, GROUP)
+            values *= _E8M0.index_select(0, exponents.reshape(-1).int()).view(*exponents.shape, 1)
             start = columns.start - groups.start * GROUP
-            return found.flatten(2)[..., start : start + len(columns)].transpose(1, 2)
+            return values.flatten(2)[..., start : start + len(columns)].transpose(1, 2)
         *stack, rows, columns = box
-        found = self._read(numbers, box).float()
+        values = self._read(numbers, box).float()
         blocks = [_blocks(part, size) for part, size in zip(box[-2:], tensor.block, strict=True)]
         scales = self._read(scales_of, [*stack, *blocks]).float()
         of_column = torch.arange(columns.start, columns.stop) // tensor.block[1] - blocks[1].start
-        # Block by block of rows, so that no second tensor of this size is made.
+        # One block of rows at a time, so that no second tensor of this size is allocated.
         for index, block in enumerate(blocks[0]):
             start = max(block * tensor.block[0], rows.start) - rows.start
             last = min((block + 1) * tensor.block[0], rows.stop) - rows.start
-            found[..., start:last, :] *= scales[..., index : index + 1, :][..., of_column]
-        return found
+            values[..., start:last, :] *= scales[..., index : index + 1, :][..., of_column]
+        return values
 
     def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         """Fill `out`, of any dtype, strides and device, with the part `box` of a tensor."""
@@ -114,19 +114,21 @@ class WeightFolder(FolderContents):
             self._read_stored(name, box, out)
 
     def close(self) -> None:
-        """Let go of the files; a later read opens them again."""
+        """Close the files; a later read reopens them."""
         while self._handles:
             os.close(self._handles.popitem()[1])
 
     def __del__(self) -> None:
-        if hasattr(self, "_handles"):  # else the folder was refused
+        if hasattr(self, "_handles"):  # missing if the constructor raised
             self.close()
 
     def _read(self, name: str, box: Sequence[range]) -> Tensor:
-        """As :meth:`read`, of stored numbers."""
-        found = torch.empty([len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype))
-        self._read_stored(name, box, found)
-        return found
+        """Same as :meth:`read`, without dequantization."""
+        numbers = torch.empty(
+            [len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype)
+        )
+        self._read_stored(name, box, numbers)
+        return numbers
 
     def _read_stored(self, name: str, box: Sequence[range], out: Tensor) -> None:
         if 0 in out.shape:
@@ -150,7 +152,7 @@ class WeightFolder(FolderContents):
         if all(len(part) == size for part, size in zip(rest, shape[1:], strict=True)):
             self._run(start, out)
             return
-        run_bytes = self._dtype.itemsize  # that lie one behind the other, at least
+        run_bytes = self._dtype.itemsize  # contiguous bytes of the box in the file
         for size, part in zip(reversed(shape[1:]), reversed(rest), strict=True):
             run_bytes *= len(part)
             if len(part) != size:
@@ -167,7 +169,7 @@ class WeightFolder(FolderContents):
             self._fill(start + index * row_bytes, shape[1:], rest, out[index])
 
     def _run(self, start: int, out: Tensor) -> None:
-        """Numbers that lie one behind the other in the file."""
+        """Read a contiguous run of the file into `out`."""
         if out.dtype == self._dtype and out.device.type == "cpu" and out.is_contiguous():
             self._read_bytes(start, out.detach().reshape(-1).view(torch.uint8))
             return
@@ -182,7 +184,7 @@ class WeightFolder(FolderContents):
             part.copy_(self._numbers(start + row * row_bytes, tuple(part.shape)))
 
     def _numbers(self, start: int, shape: tuple[int, ...]) -> Tensor:
-        """Numbers that fit the buffer, valid until the next are read."""
+        """Numbers of a contiguous run that fits the buffer; valid until the next read."""
         if self._buffer is None:
             self._buffer = torch.empty(_BUFFER_BYTES, dtype=torch.uint8)
         raw = self._buffer[: prod(shape) * self._dtype.itemsize]
@@ -200,23 +202,23 @@ class WeightFolder(FolderContents):
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of torch's name."""
+    """The dtype with torch's `name`."""
     return cast("torch.dtype", getattr(torch, name))
 
 
-#: A name of one expert of a stack: ``...experts.17.gate_up``.
+#: Name of one expert of a stack: ``...experts.17.gate_up``.
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 
 
 class HuggingFaceWeights:
-    """An opened folder. Raises CheckpointError unless it holds the tensors of the model `config`
-    and no others, before any is read."""
+    """An opened weight folder. Raises CheckpointError, before any number is read, unless it holds
+    the tensors of the model `config` and no others."""
 
     def __init__(
         self, path: Path, config: ModelConfig, given: Mapping[str, Any] | None = None
     ) -> None:
-        """`given`: the content of its ``config.json``, which names the family, the format of the
-        weights and the prediction layers; None: read it."""
+        """`given`: content of its ``config.json``, which has the family, the format of the weights
+        and the prediction layers; None: read it."""
         given = read_config(path) if given is None else given
         self.quantization = quantization_of(given)
         self.folder = WeightFolder(path, self.quantization)
@@ -224,8 +226,8 @@ class HuggingFaceWeights:
         self.tensors = checked_tensors(self.folder, config, given)
 
     def load_into(self, shards: Sequence[Shard]) -> None:
-        """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
-        checkpoint, with "model." in front. Adapters stay as they are."""
+        """Fill every shard's tensor in place, of any dtype and device; names are those of a
+        checkpoint, with the prefix "model.". Adapters are skipped."""
         with torch.no_grad():
             for shard in (one for one in shards if not is_adapter(one.name)):
                 ends = zip(shard.offset, shard.tensor.shape, strict=True)
@@ -241,16 +243,17 @@ class HuggingFaceWeights:
         self.folder.close()
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer, stack of experts or one of them, as stored."""
+        """The part `box` of a parameter, buffer, stack of experts or single expert, in its stored
+        dtype."""
         tensor, box, is_one = self._located(name, box)
-        found = tensor.read(box, self.folder.read)
-        return found[0] if is_one else found
+        part = tensor.read(box, self.folder.read)
+        return part[0] if is_one else part
 
     def _located(
         self, name: str, box: Sequence[range]
     ) -> tuple[LogicalTensor, Sequence[range], bool]:
-        """The tensor of a name, the part of it that `box` is, and whether the name is that of one
-        expert, which is the stack with its pieces alone. Those of all are found once."""
+        """Tensor of a name, the box in it, and whether the name is that of one expert. An expert is
+        its stack with only the expert's pieces; they are sorted by expert once for a stack."""
         if (match := EXPERT.fullmatch(name)) is None:
             return self.tensors[name], box, False
         stack, expert = f"{match[1]}.{match[3]}", int(match[2])

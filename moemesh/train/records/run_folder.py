@@ -241,7 +241,7 @@ class RunFolder:
             return
         try:
             run = self._lease.run
-            self._claim = Claim.take(self.checkpoints, run, takeover=takeover, say=say)
+            self._claim = Claim.take(self.checkpoints, run, takeover=takeover, log=say)
             self._lease.note_claim(self._claim.number)
         except BaseException:
             self.release()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint import store
-from moemesh.checkpoint.files import put_aside
+from moemesh.checkpoint.files import quarantine
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, Sharded, shard_of
 from moemesh.comm.collectives import gather_json
@@ -73,7 +73,7 @@ def newest(
         if (reason := folder.lost()) is not None:
             raise folder.lease_lost(reason)
         # Out of the way, not away: the run will write this step again.
-        put_aside(folder.checkpoints / f"step-{number}")
+        quarantine(folder.checkpoints / f"step-{number}")
     return found
 
 
