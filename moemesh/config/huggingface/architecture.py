@@ -19,11 +19,13 @@ from typing import Any
 
 from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.keys import real, wrong
+from moemesh.config.huggingface.keys import real, table, wrong
 from moemesh.config.model import ModelConfig
 
 #: Version of the record: an older one in the cache is read from the model once more.
 RECORD_VERSION = 3
+#: Kinds of problems in our own reading with a model that the code of transformers may have.
+_BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
 #: The oldest and the first untested version of transformers whose modelling code is run.
 TESTED = ((5, 20), (6, 0))
 
@@ -49,6 +51,21 @@ def read_architecture(values: dict[str, Any]) -> Architecture:
     Raises ConfigError where transformers is missing, does not know the model, or cannot train it.
     """
     return _read(json.dumps(values, sort_keys=True), transformers_version())
+
+
+def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
+    """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
+
+    Raises `error` if it names wrong values of a family that we read, if the weights are quantized,
+    and if transformers cannot build the model either.
+    """
+    is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
+    if not is_beyond_us or table(values, "quantization_config"):
+        raise error
+    try:
+        return read_architecture(values)
+    except ConfigError as other:
+        raise error from other
 
 
 @lru_cache

@@ -9,8 +9,11 @@ from typing import Any, cast
 
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.huggingface.architecture import hub_values, read_architecture
-from moemesh.config.huggingface.keys import table
+from moemesh.config.huggingface.architecture import (
+    hub_values,
+    read_architecture,
+    read_refused,
+)
 from moemesh.config.huggingface.model import model_values
 from moemesh.config.limits import parse_json
 from moemesh.config.schema import PATH_KEY
@@ -22,9 +25,6 @@ CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Upper bound of a config.json that will be parsed, in bytes.
 CONFIG_LIMIT = 4 << 20
-#: Kinds of problems of a model that the code of transformers may read all the same.
-_BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
-_QUANTIZATION = "quantization_config"
 #: The tables that a model with ``tie_word_embeddings`` has once.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES, _HEADER_LIMIT = 4 << 20, 32 << 20
@@ -159,22 +159,15 @@ def _values(
 ) -> tuple[dict[str, object], tuple[str, ...]]:
     """Keys and values of [model] by our own reading of the family, or by that of transformers,
     and what a user is to know of them."""
-    own: ConfigError | None = None
-    if implementation != "transformers":
+    if implementation == "transformers":
+        architecture = read_architecture(config)
+    else:
         try:
             return {**model_values(config), "implementation": "moemesh"}, ()
         except ConfigError as error:
-            own = error
-            # What is wrong with the values of a family that we read is wrong for anyone.
-            is_beyond_us = {problem.code for problem in own.problems} <= _BEYOND_US
-            if implementation == "moemesh" or not is_beyond_us or table(config, _QUANTIZATION):
+            if implementation == "moemesh":
                 raise
-    try:
-        architecture = read_architecture(config)
-    except ConfigError as error:
-        if own is None:
-            raise
-        raise own from error
+            architecture = read_refused(config, error)
     kind, version = architecture.model_type, architecture.transformers
     note = f"{kind} is computed by the code of transformers {version}, its experts by ours"
     return hub_values(architecture), (note, *architecture.notes)

@@ -12,9 +12,7 @@ from typing import Any
 
 from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError
-from moemesh.config.huggingface.architecture import hub_values, read_architecture
-from moemesh.config.huggingface.keys import known_families
-from moemesh.config.huggingface.model import quantization_of
+from moemesh.config.huggingface.architecture import hub_values, read_refused
 from moemesh.config.model import ModelConfig
 from moemesh.planner.shapes.shape import (
     Counted,
@@ -87,13 +85,7 @@ def shape_of_folder(values: dict[str, Any], name: str) -> tuple[ModelShape, Mode
     try:
         return from_huggingface(values, name), None
     except ConfigError as error:
-        if quantization_of(values) is not None:
-            raise
-        try:
-            architecture = read_architecture(values)
-        except ConfigError as other:
-            known = values.get("model_type") in known_families()["family"]
-            raise error if known else other from None
+        architecture = read_refused(values, error)
     config = ModelConfig(**hub_values(architecture)).with_architecture(architecture)  # type: ignore[arg-type]
     return counted_shape(architecture, name), config
 
