@@ -39,7 +39,7 @@ def namespaces() -> set[str]:
 def test_rates_are_bits_per_second() -> None:
     assert [link_rate(link) for link in ("1gbit", "200mbit", "2.5gbit")] == [1e9, 2e8, 2.5e9]
     for wrong in ("1g", "fast", "-1gbit", "1kbit", "1tbit", "900gbit", ""):
-        with pytest.raises(HostsError, match="is no rate"):
+        with pytest.raises(HostsError, match="must be a rate"):
             link_rate(wrong)
 
 
@@ -167,9 +167,9 @@ def test_no_term_is_negative() -> None:
         ({"ranks": 1}, "joins at least 2"),
         ({"ranks": 4, "ranks_per_node": 3}, "ranks-per-node (3) must divide ranks (4)"),
         ({"hosts": 3}, "hosts (3) must divide ranks (4)"),
-        ({"hosts": 2, "link": "fast"}, "is no rate"),
+        ({"hosts": 2, "link": "fast"}, "must be a rate"),
         ({"operations": "all_gather,broadcst"}, "no operation 'broadcst'"),
-        ({"sizes": "4m,many"}, "'many' is no size"),
+        ({"sizes": "4m,many"}, "'many' must be a size"),
         ({"sizes": ","}, "at least one"),
         ({"device": "tpu"}, "choose from cpu, cuda"),
         ({"device": "cuda", "hosts": 2}, "on the CPU"),

@@ -225,7 +225,7 @@ def test_transformers_computes_the_same_layer() -> None:
         ({"ranks_per_node": 3}, r"ranks-per-node \(3\) must divide ranks \(4\)"),
         ({"hosts": 3, "ranks_per_node": 0}, r"hosts \(3\) must divide ranks \(4\)"),
         ({"hosts": 2, "ranks_per_node": 4}, "2 hosts of 2 ranks are not ranks-per-node 4"),
-        ({"hosts": 2, "link": "fast"}, "link 'fast' is no rate"),
+        ({"hosts": 2, "link": "fast"}, "link 'fast' must be a rate"),
         ({"workload": "W0,W8"}, "no workload 'W8'"),
         ({"top_k": 17}, r"top-k \(17\)"),
     ],
