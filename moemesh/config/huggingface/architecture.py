@@ -23,7 +23,7 @@ from moemesh.config.huggingface.keys import real, wrong
 from moemesh.config.model import ModelConfig
 
 #: Version of the record: an older one in the cache is read from the model once more.
-RECORD_VERSION = 3
+RECORD_VERSION = 4
 #: The oldest and the first untested version of transformers whose modelling code is run.
 TESTED = ((5, 20), (6, 0))
 
