@@ -204,7 +204,7 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
 
 
 def _layer_output(results: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes behind [B, S] of the one tensor, of the model's dtype, that every layer returns;
+    """The sizes after [B, S] of the one tensor, of the model's dtype, that every layer returns;
     () where they return something else."""
     shapes: set[tuple[int, ...]] = set()
     for result in results:

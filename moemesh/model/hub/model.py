@@ -304,7 +304,7 @@ class HubModel(Transformer):
     def _hidden_states(
         self, rows: Rows, *, wants_logits: bool, slices: SliceState = NO_SLICES
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The stream behind the last norm, or behind the stage's last layer, and the logits of each
+        """The stream after the last norm, or after the stage's last layer, and the logits of each
         router."""
         given: dict[str, Any] = (
             {"position_ids": rows.position_BS} if rows.position_BS is not None else {}

@@ -47,9 +47,9 @@ _LARGEST: tuple[tuple[str, int], ...] = (
 
 
 def shrunken(values: Mapping[str, Any], experts: int = 8, layers: int = 2) -> Blueprint:
-    """The small model of a parsed ``config.json``, with so many `experts` where it has more, and at
-    least as many `layers` where it has them. Raises ValueError where it would lack a kind of module
-    that the real one has."""
+    """The small model of a parsed ``config.json``, with at most this number of `experts` and at
+    least this number of `layers`, where it has them. Raises ValueError where it would lack a kind
+    of module that the real one has."""
     whole = blueprint(values)
     real = whole.build()
     wanted = max(layers_needed(real), min(layers, len(decoder_layers(real)[1])))
