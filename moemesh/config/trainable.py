@@ -37,9 +37,10 @@ def refusals(config: RunConfig) -> list[Problem]:
     ]
 
 
+#: Schedules that cut a model of transformers into stages.
+STAGE_SCHEDULES_OF_HUB = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
 #: Of a model that the code of transformers computes: section and key -> the values that train.
 _OF_HUB: dict[tuple[str, str], tuple[object, ...]] = {
-    ("plan", "pp"): (1,),
     ("plan", "tp"): (1,),
     ("plan", "cp"): (1,),
     ("plan", "etp"): (1,),
@@ -67,12 +68,26 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
             continue
         message = (
             f"{key} = {format_value(value)} cannot be carried out for {architecture.model_type}, "
-            "whose layers are computed by the code of transformers; dp, ep, microbatches, "
+            "whose layers are computed by the code of transformers; dp, pp, ep, microbatches, "
             "plan.data and recompute = full can"
         )
         fix = f"leave {key} out" if None in values else f"{key} = {' or '.join(map(str, values))}"
         yield section.problem("not-available", key, message, fix, "model.implementation")
 
+    plan = config.plan
+    if plan.num_stages > 1 and architecture.uncut:
+        message = (
+            f"the layers of {architecture.model_type} cannot be cut into pipeline stages: "
+            f"{architecture.uncut}"
+        )
+        yield plan.problem("not-available", "pp", message, "pp = 1", "model.implementation")
+    elif plan.num_stages > 1 and plan.schedule not in STAGE_SCHEDULES_OF_HUB:
+        message = (
+            f"schedule = {plan.schedule} cannot be carried out for {architecture.model_type}, "
+            "whose layers are computed by the code of transformers"
+        )
+        fix = f"schedule = {' or '.join(STAGE_SCHEDULES_OF_HUB)}"
+        yield plan.problem("not-available", "schedule", message, fix, "model.implementation")
     if architecture.reads_between and config.plan.data == "zero3":
         message = (
             f"data = zero3 frees weights of {architecture.model_type} that its code reads between "

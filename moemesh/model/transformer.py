@@ -304,6 +304,20 @@ class Transformer(nn.Module):
             if moe.router.selection_bias is not None
         }
 
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """The dtype of the residual stream: that of an embedding or a norm, which come before any
+        fp32 router."""
+        return next(self.parameters()).dtype
+
+    def num_sequences(self, batch: Batch) -> int:
+        """The number of sequences that a part computes for `batch`."""
+        return len(batch.tokens_BS)
+
+    def stream_shape(self, batch: Batch) -> tuple[int, ...]:
+        """The shape of the residual stream that a part returns for `batch`."""
+        return len(self.tokens.local(batch.num_tokens)), self.config.hidden_size
+
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""
         return {

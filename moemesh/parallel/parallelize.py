@@ -237,6 +237,8 @@ def fill(
     """Memory and initial values of what this rank holds. The weights of a model of transformers
     always come from a folder or a checkpoint: they are zero until then."""
 
+    held = {name for name, _ in model.named_parameters()}
+
     def slices(name: str, shape: tuple[int, ...]) -> Sequence[range]:
         return where[name].slices(mesh)
 
@@ -247,7 +249,12 @@ def fill(
     from moemesh.model.hub.model import HubModel
 
     assert isinstance(model, HubModel)
-    allocate(model.net, dtype=dtype, device=mesh.device, slices=slices)
+    allocate(
+        model.net,
+        dtype=dtype,
+        device=mesh.device,
+        slices=lambda name, shape: slices(name, shape) if name in held else None,
+    )
 
 
 def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:

@@ -20,6 +20,7 @@ from moemesh.model.batch import Batch
 from moemesh.model.hub.build import allocate, blueprint
 from moemesh.model.hub.model import HubModel
 from moemesh.model.hub.shrink import decoder_layers, kind_of, shrunken
+from moemesh.model.transformer import ModelPart
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.step import gradients_of_step
@@ -166,3 +167,57 @@ def test_the_balance_loss_is_that_of_transformers(name: str) -> None:
         theirs = 0.3 * net(input_ids=tokens[:, :-1], output_router_logits=True).aux_loss
     assert own.item() == pytest.approx(theirs.item(), rel=1e-6)
     assert math.isfinite(own.item())
+
+
+@pytest.mark.parametrize("layers", ["together", "each"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v4", "qwen3_next"])
+def test_stages_pass_on_the_stream_and_the_sums_of_the_balance_loss(name: str, layers: str) -> None:
+    """Of packed documents, which have rows of their own in the stream of some families."""
+    architecture = architecture_of(name)
+    changes = {"aux_loss_coefficient": 0.3, "aux_loss_layers": layers}
+    config = model_of(architecture, **changes)
+    documents = torch.tensor([[0] * 9 + [1] * 3]).expand(2, 12)
+    batch = batch_of(tokens_of(2, 13), documents_BS=documents)
+    whole = model_with_weights(name, config)
+    expected = whole(batch)
+    assert expected.losses_T is not None
+    (expected.losses_T.sum() + expected.aux).backward()
+
+    count = config.num_layers
+    parts = (ModelPart(range(1), True, False), ModelPart(range(1, count), False, True))
+    stages = [HubModel(config, [part], torch.float64) for part in parts]
+    weights = dict(whole.named_parameters())
+    for stage in stages:
+        held = dict(stage.named_parameters())
+        allocate(
+            stage.net,
+            dtype=torch.float64,
+            slices=lambda path, shape: [*map(range, shape)] if path in held else None,  # noqa: B023
+        )
+        state = {path: one for path, one in whole.net.state_dict().items() if path not in weights}
+        stage.net.load_state_dict(state, strict=False)
+        with torch.no_grad():
+            for path, parameter in stage.named_parameters():
+                parameter.copy_(weights[path])
+    first = stages[0](batch, parts[0])
+    assert first.x_TH is not None
+    assert first.x_TH.shape == stages[1].stream_shape(batch)
+    received = [x.detach().requires_grad_() for x in first.for_next]
+    last = stages[1](batch, parts[1], *received)
+    assert last.losses_T is not None
+    (last.losses_T.sum() + last.aux).backward()
+    roots = [(x, y.grad) for x, y in zip(first.for_next, received, strict=True)]
+    roots.append((first.aux, torch.ones_like(first.aux)))
+    # The first layers of some families have no router whose logits are recorded.
+    roots = [(x, gradient) for x, gradient in roots if x.requires_grad]
+    torch.autograd.backward(*map(list, zip(*roots, strict=True)))
+    torch.testing.assert_close(last.losses_T, expected.losses_T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(first.aux + last.aux, expected.aux, rtol=0, atol=1e-12)
+    assert torch.equal(torch.cat([first.counts_LE, last.counts_LE]), expected.counts_LE)
+    for stage in stages:
+        for path, parameter in stage.named_parameters():
+            other, own = weights[path].grad, parameter.grad
+            if other is None or own is None:
+                assert other is own, path
+            elif not config.tied_embeddings:
+                torch.testing.assert_close(own, other, rtol=0, atol=1e-12)

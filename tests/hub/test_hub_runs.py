@@ -15,6 +15,7 @@ from tests.hub.families import random_model, tiny_folder
 from tests.train.runs import moemesh, said
 
 PAIR = ("--set", "plan.dp=2", "--set", "plan.ep=2")
+STAGES = ("--set", "plan.pp=2", "--set", "plan.microbatches=2")
 LENGTH = 32
 
 
@@ -38,17 +39,24 @@ def loss_of(folder: Path, text: Path) -> float:
     return float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_moe", pytest.param("gemma4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("qwen3_5_moe", PAIR),
+        pytest.param("gemma4", PAIR, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", STAGES, marks=pytest.mark.slow),
+    ],
+)
 def test_a_folder_trains_on_two_ranks_resumes_on_one_and_comes_out(
-    name: str, tmp_path: Path
+    name: str, plan: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder, text, out = tiny_folder(name, tmp_path / "in"), text_file(tmp_path), tmp_path / "run"
     keys = [f"model.path={folder}", f"data.path={text}", f"data.seq_len={LENGTH}"]
     keys += ["data.global_batch=4", "train.steps=2", "train.lr=1e-3"]
     sets = [word for key in keys for word in ("--set", key)]
-    said("train", "--out", out, *sets, *PAIR)
+    said("train", "--out", out, *sets, *plan)
     said("train", out / "config.toml", "--out", out, "--set", "train.steps=3",
-         "--set", "plan.dp=1", "--set", "plan.ep=1")  # fmt: skip
+         "--set", "plan.pp=1", "--set", "plan.dp=1", "--set", "plan.ep=1")  # fmt: skip
     said("checkpoint", "verify", out)
     said("convert", out, tmp_path / "exported")
     before, after = (

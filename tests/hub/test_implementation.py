@@ -16,7 +16,7 @@ from tests.hub.training import values_of
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("folders")
-    for name in ("qwen3_moe", "qwen3_next"):
+    for name in ("qwen3_moe", "qwen3_next", "glm_moe_dsa"):
         (home / name).mkdir()
         (home / name / "config.json").write_text(json.dumps(values_of(name)))
     return home
@@ -51,6 +51,31 @@ def test_what_it_cannot_do_is_refused_by_name(folders: Path, key: str, fix: str)
     assert problem.key == key.partition("=")[0]
     assert "qwen3_next" in problem.message
     assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "words"),
+    [
+        ("qwen3_next", ["plan.schedule=chimera"], ("plan.schedule", "chimera", "1f1b")),
+        ("qwen3_next", ["plan.schedule=terapipe"], ("plan.schedule", "terapipe", "1f1b")),
+        ("glm_moe_dsa", [], ("plan.pp", "more than one tensor", "pp = 1")),
+    ],
+)
+def test_a_pipeline_that_it_cannot_run_is_refused_by_name(
+    folders: Path, name: str, keys: list[str], words: tuple[str, str, str]
+) -> None:
+    given = [f"model.path={folders / name}", "model.implementation=transformers"]
+    given += ["plan.pp=2", "plan.microbatches=2", *keys]
+    (problem,) = refusals(load_run([], given, {}).config)
+    key, message, fix = words
+    assert problem.key == key
+    assert name in problem.message and message in problem.message
+    assert fix in problem.fix
+
+
+def test_a_pipeline_that_it_can_run_is_not_refused(folders: Path) -> None:
+    given = [f"model.path={folders / 'qwen3_next'}", "plan.pp=2", "plan.microbatches=2"]
+    assert not refusals(load_run([], given, {}).config)
 
 
 def test_a_key_that_its_code_does_not_read_is_refused(folders: Path) -> None:

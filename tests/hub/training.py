@@ -124,6 +124,7 @@ def on_rank(
         for dim, (start, size) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
             whole = whole.narrow(dim, start, size)
         shard.tensor.copy_(whole)
+    optimizer.round_masters()
     losses, norms = list[float](), list[float]()
     for step in range(1, STEPS + 1):
         result = gradients_of_step(

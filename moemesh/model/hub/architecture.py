@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -24,27 +24,33 @@ from transformers import PreTrainedModel
 
 from moemesh.config.architecture import Architecture, ParameterRecord
 from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.architecture import hub_model
 from moemesh.config.huggingface.keys import wrong
+from moemesh.model.batch import Batch
 from moemesh.model.hub.build import blueprint, initialize
 from moemesh.model.hub.costs import count_costs, unpacked_masks
 from moemesh.model.hub.experts import is_experts, set_exchange
-from moemesh.model.hub.model import masks, tail
+from moemesh.model.hub.model import HubModel, masks, tail
 from moemesh.model.hub.precision import exactly
 from moemesh.model.hub.shrink import decoder_layers, shrunken
+from moemesh.model.transformer import ModelPart
 
 #: Positions of the forward on the meta device, and of the two documents that are packed. These are
 #: longer than the small model's windows and shorter than what its indexers choose.
 _LENGTH, _DOCUMENTS = 16, (20, 13)
-#: Difference of a token's loss, in float64, up to which documents count as kept apart.
+#: Difference of a token's loss, in float64, up to which documents count as kept apart, and stages
+#: as the whole model.
 _SAME = 1e-8
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which parameters are read before (0), in (1) and behind (2) the layers."""
+    """Notes which parameters are read before (0), in (1) and behind (2) the layers, and what each
+    layer returns."""
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = 0
+        self.results: list[Any] = []
         self.phases: dict[int, set[int]] = {}
 
     def __torch_function__(
@@ -106,12 +112,27 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     shared = any(
         {0, 2} <= phases for phases in uses.phases.values()
     )  # read before the layers and behind them
+    reads_between = any(
+        1 in uses.phases.get(id(parameter), ())
+        for path, parameter in model.named_parameters()
+        if not path.startswith(name + ".")
+    )
+    layer_output = _layer_output(uses.results)
+    uncut = ""
+    if reads_between:
+        uncut = "parameters outside of its layers are read between them"
+    elif not layer_output:
+        uncut = "its layers return more than one tensor"
+    elif not _embeds_alone(model, uses):
+        uncut = "more than its embedding is computed before its layers"
     notes = list(plan.notes)
     is_counted = documents is None  # else for a proof
     if documents is None:
         documents = "rows"
         with suppress(Exception):
             documents = _documents(values)
+        if not uncut:
+            uncut = _against_stages(values)
     if documents == "rows":
         notes.append(f"{kind}: documents of one sequence are computed in rows of their own")
     return Architecture(
@@ -136,11 +157,9 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
             if path in model.state_dict()
         },
         documents=documents,
-        reads_between=any(
-            1 in uses.phases.get(id(parameter), ())
-            for path, parameter in model.named_parameters()
-            if not path.startswith(name + ".")
-        ),
+        reads_between=reads_between,
+        layer_output=layer_output,
+        uncut=uncut,
         notes=tuple(notes),
         costs=count_costs(model, layers) if is_counted else {},
     )
@@ -153,8 +172,8 @@ def _unit(path: str, layers: str, phases: set[int]) -> str:
 
 
 def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
-    """Forward and backward on the meta device: when each parameter is read, which get gradients,
-    and the experts of a token."""
+    """Forward and backward on the meta device: when each parameter is read, what layers return,
+    which parameters get gradients, and the experts of a token."""
     uses, slots = _Uses(), set[int]()
 
     def exchange(module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -172,6 +191,8 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
 
         return hook
 
+    for layer in layers:
+        layer.register_forward_hook(lambda _, __, result: uses.results.append(result))
     layers[0].register_forward_pre_hook(enter(1))
     layers[-1].register_forward_hook(enter(2))
     with unpacked_masks():
@@ -180,6 +201,59 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
             loss = model(input_ids=ids, use_cache=False).logits.float().sum()
         loss.backward()
     return uses, max(slots)
+
+
+def _layer_output(results: Sequence[Any]) -> tuple[int, ...]:
+    """The sizes after [B, S] of the one tensor, of the model's dtype, that every layer returns;
+    () where they return something else."""
+    shapes: set[tuple[int, ...]] = set()
+    for result in results:
+        is_stream = isinstance(result, Tensor) and result.dtype == torch.bfloat16
+        is_stream = is_stream and result.shape[:2] == (1, _LENGTH)
+        shapes.add(tuple(result.shape[2:]) if is_stream else ())
+    return shapes.pop() if len(shapes) == 1 else ()
+
+
+def _embeds_alone(model: PreTrainedModel, uses: _Uses) -> bool:
+    """Whether all parameters that are read before the layers are in the embedding."""
+    embedding: Any = model.get_input_embeddings()
+    own = {id(parameter) for parameter in embedding.parameters()}
+    return all(name in own for name, phases in uses.phases.items() if 0 in phases)
+
+
+def _against_stages(values: Mapping[str, Any]) -> str:
+    """The reason why a small model cannot be cut between any two layers; "" where it can."""
+    try:
+        small = shrunken(values)
+        record = read(small.config.to_dict(), documents="rows")
+        config = hub_model(record).model_copy(update={"aux_loss_coefficient": 0.0})
+        model = HubModel(config, dtype=torch.float64)
+        initialize(model.net, seed=0)
+        tokens = torch.randint(1, 100, (1, 17), generator=torch.Generator().manual_seed(0))
+        batch = Batch(
+            tokens_BS=tokens[:, :-1],
+            targets_BS=tokens[:, 1:],
+            sequences_B=torch.zeros(1, dtype=torch.int64),
+        )
+        whole_T = _losses(model, batch)
+        for cut in range(1, config.num_layers):
+            first = ModelPart(range(cut), True, False)
+            last = ModelPart(range(cut, config.num_layers), False, True)
+            if not torch.allclose(_losses(model, batch, first, last), whole_T, 0, _SAME):
+                return f"its layers read more than the output of the layer before (cut {cut})"
+    except Exception as error:
+        return f"a small model of it fails in stages ({type(error).__name__}: {error})"
+    return ""
+
+
+@torch.no_grad()
+def _losses(model: HubModel, batch: Batch, *parts: ModelPart) -> Tensor:
+    """The tokens' losses of the model, run in these parts one after the other."""
+    output = model(batch, *parts[:1])
+    for part in parts[1:]:
+        output = model(batch, part, *output.for_next)
+    assert output.losses_T is not None
+    return output.losses_T
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:

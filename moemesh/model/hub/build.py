@@ -25,8 +25,8 @@ from moemesh.config.huggingface.keys import wrong
 from moemesh.model.hub.experts import IMPLEMENTATION
 from moemesh.model.hub.precision import exactly
 
-#: (parameter name, logical shape) -> the part of each dim that is held here.
-Slices = Callable[[str, tuple[int, ...]], Sequence[range]]
+#: (parameter name, logical shape) -> the part of each dim that is held here; None: nothing of it.
+Slices = Callable[[str, tuple[int, ...]], Sequence[range] | None]
 
 
 class Blueprint(NamedTuple):
@@ -123,7 +123,8 @@ def allocate(
     slices: Slices = whole,
 ) -> None:
     """Memory for every parameter that is held here, zeros until weights are loaded, and buffers
-    with their values. Parameters that transformers keeps in float32 stay in it."""
+    with their values. Parameters that transformers keeps in float32 stay in it; those that are not
+    held stay on the meta device."""
     parameters: dict[nn.Parameter, nn.Parameter] = {}
     owners = {"": model}
     for prefix, module in list(model.named_modules()):
@@ -134,7 +135,9 @@ def allocate(
                 continue
             if parameter not in parameters:  # a tied one has one memory
                 name = f"{prefix}.{leaf}" if prefix else leaf
-                sizes = [len(part) for part in slices(name, tuple(parameter.shape))]
+                if (parts := slices(name, tuple(parameter.shape))) is None:
+                    continue
+                sizes = [len(part) for part in parts]
                 kept = parameter.dtype if dtype == torch.bfloat16 else dtype
                 parameters[parameter] = nn.Parameter(torch.zeros(sizes, dtype=kept, device=device))
             module._parameters[leaf] = parameters[parameter]

@@ -6,6 +6,10 @@ Attention, routers, norms and shared experts are the family's. Ours are the expe
 the forward of each decoder layer), the loss behind the last hidden states, and the balance losses
 of the routers' recorded logits.
 
+A pipeline stage is the whole forward with other layers: those of earlier stages return the stream
+that was received, the embedding returns zeros, and the forward ends after the stage's last layer.
+Masks, positions, norm and head stay the model's own.
+
 Legend: B sequences, S positions, T = B S tokens, H hidden, E experts, V vocabulary; D documents of
 C positions at most, where every document has a row of its own.
 """
@@ -26,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums, joint_loss
+from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums, joint_loss, no_sums
 from moemesh.model.batch import Batch, Context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.hub.build import blueprint
@@ -43,7 +47,7 @@ from moemesh.model.seams import (
     Vocabulary,
     WeightGate,
 )
-from moemesh.model.transformer import ModelPart, Output, Transformer
+from moemesh.model.transformer import ModelPart, Output, Transformer, whole
 from moemesh.model.visibility import Visibility, document_starts
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.watch.progress_words import at_layer
@@ -64,9 +68,17 @@ class Rows(NamedTuple):
     place_T: Tensor | None = None
 
 
+class _StageEnd(Exception):
+    """The end of a forward after a stage's last layer, with the stream and each router's logits."""
+
+    def __init__(self, stream: Tensor, router_logits: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.stream, self.router_logits = stream, router_logits
+
+
 class HubModel(Transformer):
-    """A model of `config.architecture`; see the module. It holds the layers of its `parts`, under
-    the names of transformers."""
+    """A model of `config.architecture`; see the module. It holds what its `parts` read (None: the
+    whole model), under the names of transformers; other parameters stay on the meta device."""
 
     def __init__(
         self,
@@ -88,6 +100,14 @@ class HubModel(Transformer):
         self.embedding = self.norm = self.head = None
         self._moes: dict[int, HubMoE] = {}
         self._context: Context | None = None
+        #: The part that runs now, and the stream that it has received.
+        self._part, self._received = whole(config), None
+        parts = [self._part] if parts is None else parts
+        units = {unit for part in parts for unit in part.units(tied=config.tied_embeddings)}
+        #: Names of the parameters that are held.
+        self._held = {one.name for one in self.architecture.parameters if one.unit in units}
+        embedding: Any = net.get_input_embeddings()
+        embedding.forward = partial(self._embed, embedding.forward)
         tables = {module.weight for module in net.modules() if isinstance(module, nn.Embedding)}
         #: Whether what lies before the layers is more than tables, whose backward reads no weights.
         self._reads_embedding_again = any(
@@ -100,7 +120,7 @@ class HubModel(Transformer):
         for index, layer in enumerate(layers):
             layer.forward = partial(self._run_layer, index, layer.forward)
             for module in layer.modules():
-                if is_experts(module):
+                if is_experts(module) and f"layers.{index}" in units:
                     self._moes[index] = HubMoE(module, config.num_experts)
 
     @property
@@ -111,11 +131,27 @@ class HubModel(Transformer):
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         return self.net.named_modules(*args, **kwargs)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.net.named_parameters(*args, **kwargs):
+            if name in self._held:
+                yield name, parameter
+
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Persistent ones alone: those that are state."""
+        """Persistent ones alone: those that are state, of the layers that are held."""
+        held = {name.rpartition(".")[0] for name in self._held}
         for name, buffer in self.net.named_buffers(*args, **kwargs):
-            if name in self.architecture.buffers:
+            if name in self.architecture.buffers and name.rpartition(".")[0] in held:
                 yield name, buffer
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def num_sequences(self, batch: Batch) -> int:
+        return max(len(batch.tokens_BS), 1)  # one of padding where there is none
+
+    def stream_shape(self, batch: Batch) -> tuple[int, ...]:
+        return *self.rows_of(batch).ids_BS.shape, *self.architecture.layer_output
 
     def get_submodule(self, target: str) -> nn.Module:
         return self.net.get_submodule(target)
@@ -150,27 +186,39 @@ class HubModel(Transformer):
         flow: Flow = PLAIN_FLOW,
     ) -> Output:
         config = self.config
+        part = whole(config) if part is None else part
         rows = self.rows_of(batch)
         context = self._make_context(batch, rows, flow)
-        self.weights.fetch("embedding")
-        with self._inside(context):
-            hidden_BSH, logits = self._hidden_states(rows, wants_logits=config.has_aux_loss)
-            hidden_TH = hidden_BSH.flatten(0, 1)
-            if rows.place_T is not None:
-                hidden_TH = hidden_TH[rows.place_T]
-            losses_T = self._losses(hidden_TH[: max(batch.num_tokens, 1)], batch.targets_BS)
-            losses_T = self.weights.leave("head", losses_T)
-            aux = self._auxiliary(logits, context, losses_T)
-        layers = tuple(sorted(self._moes))
-        zeros_L = torch.zeros(len(layers), dtype=torch.int64, device=losses_T.device)
+        if part.first:
+            self.weights.fetch("embedding")
+        losses_T = None
+        self._part, self._received = part, x_TH
+        try:
+            with self._inside(context):
+                stream, logits = self._hidden_states(rows, wants_logits=config.has_aux_loss)
+                if part.last:
+                    hidden_TH = stream.flatten(0, 1)
+                    if rows.place_T is not None:
+                        hidden_TH = hidden_TH[rows.place_T]
+                    losses_T = self._losses(hidden_TH[: max(batch.num_tokens, 1)], batch.targets_BS)
+                    losses_T = self.weights.leave("head", losses_T)
+                aux, sums_QX = self._auxiliary(logits, context, sums_QX, is_last=part.last)
+        finally:
+            self._part, self._received = whole(config), None
+        layers = tuple(sorted(self._moes.keys() & {*part.layers}))
+        counts_LE = context.token_ids_T.new_zeros(len(layers), config.num_experts)
+        for place, layer in enumerate(layers):
+            counts_LE[place] = self._moes[layer].counts_E
+        zeros_L = counts_LE.new_zeros(len(layers))
         return Output(
-            None,
+            None if part.last else stream,
             losses_T,
             aux,
-            torch.stack([self._moes[layer].counts_E for layer in layers]),
+            counts_LE,
             zeros_L,
             torch.full_like(zeros_L, NO_FAULT),
             moe_layers=layers,
+            sums=sums_QX,
         )
 
     def rows_of(self, batch: Batch) -> Rows:
@@ -221,7 +269,7 @@ class HubModel(Transformer):
         for moe in self._moes.values():
             moe.counts_E = None
         return Context(
-            num_sequences=max(len(batch.tokens_BS), 1),
+            num_sequences=self.num_sequences(batch),
             seq_len=length,
             num_tokens=num_rows * length,
             length=length,
@@ -256,7 +304,8 @@ class HubModel(Transformer):
     def _hidden_states(
         self, rows: Rows, *, wants_logits: bool, slices: SliceState = NO_SLICES
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The stream behind the last norm, and the logits of each router."""
+        """The stream after the last norm, or after the stage's last layer, and the logits of each
+        router."""
         given: dict[str, Any] = (
             {"position_ids": rows.position_BS} if rows.position_BS is not None else {}
         )
@@ -271,22 +320,33 @@ class HubModel(Transformer):
         cache = "cache" if "cache" in names else "past_key_values"
         if slices is not NO_SLICES:
             given[cache] = slices.foreign
-        output = base(input_ids=rows.ids_BS, **given)
+        try:
+            output = base(input_ids=rows.ids_BS, **given)
+        except _StageEnd as end:
+            return end.stream, end.router_logits
         if slices is not NO_SLICES:
             slices.foreign = output[cache]
         return output.last_hidden_state, getattr(output, "router_logits", None)
 
+    def _embed(self, inner: Callable[..., Tensor], ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the embedding; zeros where its result is not read."""
+        if self._part.first:
+            return inner(ids, *args, **kwargs)
+        return torch.zeros(*ids.shape, self.config.hidden_size, dtype=self.dtype, device=ids.device)
+
     def _run_layer(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The forward of one decoder layer, with its weights here, kept as the plan wants."""
-        at_layer(index)
-        unit, weights = f"layers.{index}", self.weights
+        part, unit, weights = self._part, f"layers.{index}", self.weights
         if self._context is None:  # outside of a run
             return inner(*args, **kwargs)
+        if index < part.layers.start:
+            return self._received
+        at_layer(index)
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         leaves = together(leaves)
         first = _first(leaves)
         x = leaves[first]
-        if index == 0:
+        if index == 0:  # of the first part: others have returned above
             x = weights.leave("embedding", x, read_again=self._reads_embedding_again)
         x = weights.enter(unit, self.begin_graph(unit, x))
 
@@ -301,6 +361,8 @@ class HubModel(Transformer):
         results = together(results)
         first = _first(results)
         results[first] = weights.leave(unit, results[first])
+        if index + 1 == part.layers.stop and not part.last:
+            raise _StageEnd(results[first], _recorded_logits())
         if index == self.architecture.num_layers - 1:
             results[first] = weights.enter("head", self.begin_graph("head", results[first]))
         return _pytree.tree_unflatten(results, form)
@@ -325,20 +387,30 @@ class HubModel(Transformer):
         return torch.cat(found)
 
     def _auxiliary(
-        self, logits: tuple[Tensor, ...] | None, context: Context, losses_T: Tensor
-    ) -> Tensor:
+        self,
+        logits: tuple[Tensor, ...] | None,
+        context: Context,
+        sums_QX: Tensor | None,
+        *,
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         """The routers' balance loss and z-loss of :mod:`moemesh.model.balance_loss`, from their
-        logits, over the experts that a plain top-k of these would choose."""
+        logits, over the experts that a plain top-k of these would choose; and where all layers have
+        one, before the last part, the sums for it, those of earlier parts (`sums_QX`) included."""
         config = self.config
-        zero = losses_T.new_zeros(())
+        wide = torch.promote_types(self.dtype, torch.float32)
+        zero = torch.zeros((), dtype=wide, device=context.position_T.device)
         if not config.has_aux_loss:
-            return zero
+            return zero, None
         routings = [self._routing(logits_TE, context.valid_T) for logits_TE in logits or ()]
-        if config.has_joint_aux_loss:
-            sums = [auxiliary_sums(one, config, context) for one in routings]
-            return joint_loss(torch.stack(sums).sum(0), config, context, self.tokens)
-        losses = (auxiliary_loss(one, config, context, self.tokens) for one in routings)
-        return sum(losses, zero)
+        if not config.has_joint_aux_loss:
+            losses = (auxiliary_loss(one, config, context, self.tokens) for one in routings)
+            return sum(losses, zero), None
+        sums = [auxiliary_sums(one, config, context) for one in routings]
+        sums_QX = sum(sums, no_sums(config, context) if sums_QX is None else sums_QX)
+        if not is_last:
+            return zero, sums_QX
+        return joint_loss(sums_QX, config, context, self.tokens), None
 
     def _routing(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
         logits_TE = logits_TE.flatten(0, -2)[:, : self.config.num_experts]
@@ -352,6 +424,13 @@ class HubModel(Transformer):
         return Routing(
             probabilities_TE, preferred_TK, probabilities_TE, logits_TE, preferred_TK, None, fault
         )
+
+
+def _recorded_logits() -> tuple[Tensor, ...]:
+    """The routers' logits that transformers has recorded so far in this forward."""
+    from transformers.utils.output_capturing import _active_collector
+
+    return tuple((_active_collector.get() or {}).get("router_logits", ()))
 
 
 def _first(leaves: Sequence[Any]) -> int:

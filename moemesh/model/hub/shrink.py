@@ -46,12 +46,14 @@ _LARGEST: tuple[tuple[str, int], ...] = (
 )  # fmt: skip
 
 
-def shrunken(values: Mapping[str, Any], experts: int = 8) -> Blueprint:
-    """The small model of a parsed ``config.json``, with so many `experts` where it has more. Raises
-    ValueError where it would lack a kind of module that the real one has."""
+def shrunken(values: Mapping[str, Any], experts: int = 8, layers: int = 2) -> Blueprint:
+    """The small model of a parsed ``config.json``, with at most this number of `experts` and at
+    least this number of `layers`, where it has them. Raises ValueError where it would lack a kind
+    of module that the real one has."""
     whole = blueprint(values)
     real = whole.build()
-    small = blueprint(_small(whole.config.to_dict(), layers_needed(real), experts))
+    wanted = max(layers_needed(real), min(layers, len(decoder_layers(real)[1])))
+    small = blueprint(_small(whole.config.to_dict(), wanted, experts))
     lost = _kinds(real) - _kinds(small.build())
     if lost:
         raise ValueError(f"the small model has no {', '.join(sorted(lost))}")
@@ -65,7 +67,7 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def layers_needed(model: PreTrainedModel) -> int:
-    """How many of the first layers have one of each kind; at least 2."""
+    """How many of the first layers have one of each kind."""
     kinds: set[object] = set()
     needed = 0
     for index, layer in enumerate(decoder_layers(model)[1]):
@@ -73,7 +75,7 @@ def layers_needed(model: PreTrainedModel) -> int:
         if kind not in kinds:
             kinds.add(kind)
             needed = index + 1
-    return max(needed, 2)
+    return needed
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

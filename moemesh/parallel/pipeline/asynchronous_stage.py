@@ -97,12 +97,11 @@ class AsynchronousProgram:
             model, rule, reducer.accumulate, renew=reducer.renew, in_place=in_place
         )
         self._parameters = list(model.parameters())
-        self._dtype = self._parameters[0].dtype
         self._num_gradients = 0
         reducer.begin()
 
     def output_specs(self, op: Op) -> Sequence[TensorSpec]:
-        return stream_specs(self.model, self.stream.batch(op.microbatch), self._dtype)
+        return stream_specs(self.model, self.stream.batch(op.microbatch))
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         version = self.versions.take(op.microbatch)

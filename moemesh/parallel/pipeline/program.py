@@ -190,13 +190,13 @@ def input_gradients(context: BackwardState) -> list[Tensor]:
     return found
 
 
-def stream_specs(model: Transformer, batch: Batch, dtype: torch.dtype) -> Sequence[TensorSpec]:
+def stream_specs(model: Transformer, batch: Batch) -> Sequence[TensorSpec]:
     """The message of a stage to the next: the residual stream of this rank's tokens, and where all
     layers have one auxiliary loss the sums for it."""
     config = model.config
-    found = [TensorSpec((len(model.tokens.local(batch.num_tokens)), config.hidden_size), dtype)]
+    found = [TensorSpec(model.stream_shape(batch), model.stream_dtype)]
     if config.has_joint_aux_loss:
-        shape = num_scopes(config, len(batch.tokens_BS)), width_of_sums(config)
+        shape = num_scopes(config, model.num_sequences(batch)), width_of_sums(config)
         found.append(TensorSpec(shape, torch.float64))
     return found
 
@@ -231,13 +231,11 @@ class ModelProgram:
             batch.take(model.tokens.runs(batch.tokens_BS.shape[1])) for batch in batches
         ]
         self.objective, self.hooks = objective, hooks
-        # The stream's dtype: an embedding's or a norm's, which come before any fp32 router.
-        self._dtype = next(model.parameters()).dtype
 
     def output_specs(self, op: Op) -> Sequence[TensorSpec]:
         if op.stage == self.schedule.num_stages - 1:
             return ()
-        return stream_specs(self.model, self.batch_of(op), self._dtype)
+        return stream_specs(self.model, self.batch_of(op))
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         return self.forward_of(op, self.batch_of(op), inputs)

@@ -72,8 +72,10 @@ def prove(config: RunConfig, mesh: Mesh) -> None:
     """Raise ProofError on every rank unless the plan keeps the family's numbers; all ranks call."""
     assert config.model.architecture is not None
     plan = config.plan
+    changes: dict[str, object] = {"layers_per_stage": None}  # the small model has fewer layers
     if plan.dispatcher == "auto":
-        plan = plan.model_copy(update={"dispatcher": "all_to_all"})
+        changes["dispatcher"] = "all_to_all"
+    plan = plan.model_copy(update=changes)
     experts = plan.ep * max(1, _EXPERTS // plan.ep)
     with mesh.ledger.paused():
         worst, name = _difference(config.model.architecture, experts, plan, mesh)
@@ -97,7 +99,7 @@ def _difference(
     from moemesh.model.hub.precision import exactly
     from moemesh.model.hub.shrink import shrunken
 
-    small = shrunken(architecture.values, experts)
+    small = shrunken(architecture.values, experts, layers=plan.num_stages)
     net: Any = small.build()
     initialize(net, seed=0)
     net = net.to(mesh.device)
