@@ -33,6 +33,7 @@ _HOMES = {
     "simulate": "moemesh.schedule.simulate",
     # The package can be called: its name is that of the verb.
     "train": "moemesh.train",
+    "use_experts": "moemesh.parallel.expert.hub_layer",
 }
 
 __all__ = list(_HOMES)

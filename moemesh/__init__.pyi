@@ -11,6 +11,7 @@ from moemesh.balance.rebalance import rebalance_experts as rebalance_experts
 from moemesh.checkpoint.store import Sharded as Sharded
 from moemesh.comm.mesh import Mesh as Mesh
 from moemesh.config.errors import ConfigError as ConfigError
+from moemesh.parallel.expert.hub_layer import use_experts as use_experts
 from moemesh.parallel.expert.layer import MoELayer as MoELayer
 from moemesh.parallel.expert.spread import clip_grad_norm_ as clip_grad_norm_
 from moemesh.parallel.expert.spread import expert_parameters as expert_parameters

@@ -46,6 +46,7 @@ NAMES = [
     "schedules",
     "simulate",
     "train",
+    "use_experts",
 ]
 
 

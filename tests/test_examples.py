@@ -38,6 +38,7 @@ TESTED = {
     "fsdp2.py",
     "torchtitan_moe.py",
     "trainer.py",
+    "trainer_experts.py",
 }
 
 
@@ -121,11 +122,12 @@ def test_fsdp2() -> None:
     assert all(float(loss) < 3 for _, loss in found)  # 4.2 at the start
 
 
-def test_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("example", ["trainer.py", "trainer_experts.py"])
+def test_trainer(example: str, tmp_path: Path) -> None:
     """The saved model is that of the ranks: what was trained there, under transformers' names."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    run(*TORCHRUN, EXAMPLES / "trainer.py", tmp_path)
+    run(*TORCHRUN, EXAMPLES / example, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     tokens = torch.arange(64 * 16).view(-1, 16) % 61
     with torch.no_grad():

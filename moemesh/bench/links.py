@@ -27,9 +27,9 @@ from moemesh.comm import collectives, cuda, launch, point_to_point, transfers
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.limits import parse_json
+from moemesh.config.python import python_command
 from moemesh.config.suggest import divisors
 from moemesh.trace.machine import keep_freed_memory
-from moemesh.watch.supervisor import python_command
 
 #: A benchmark that takes longer is stopped.
 TIMEOUT_SECONDS = 1200.0

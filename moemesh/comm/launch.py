@@ -31,6 +31,7 @@ from moemesh.comm import cuda
 from moemesh.comm.cuda import Device
 from moemesh.comm.slurm import RankError, ranks_of
 from moemesh.config.errors import is_user_error
+from moemesh.config.python import python_command
 from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
 from moemesh.watch import progress_words
 from moemesh.watch.devices import FOLDER_VARIABLE, settings_for_gpus
@@ -52,7 +53,6 @@ from moemesh.watch.supervisor import (
     Ended,
     Supervisor,
     describe,
-    python_command,
 )
 
 #: The module that Python runs as a rank where the caller does not say, and its first arguments.

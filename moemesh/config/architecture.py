@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
+#: The lists of :attr:`Architecture.costs`, as :mod:`moemesh.model.hub.costs` counts them.
+COSTS = {"flops", "flops_per_key", "kept_bytes", "ends"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
@@ -70,6 +73,8 @@ class Architecture:
         if not isinstance(given, dict) or {one.name for one in fields(cls)} != given.keys():
             raise ValueError("not the record of an architecture")
         values = cast("dict[str, Any]", given)
+        if not isinstance(values["costs"], dict) or values["costs"].keys() != COSTS:
+            raise ValueError("the record has not the costs that the planner reads")
         records: list[dict[str, Any]] = values["parameters"]
         parameters = [
             ParameterRecord(**record | {"shape": (*record["shape"],)}) for record in records

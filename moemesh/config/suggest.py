@@ -87,21 +87,24 @@ def _spelled(name: str) -> frozenset[str]:
     return frozenset(words) - {"number", ""}
 
 
-def nearest_name(value: str, choices: Sequence[str]) -> str:
+def nearest_name(value: str, choices: Sequence[str], *, any_number: bool = False) -> str:
     """The name of a list that is probably meant, "" where none is near. Case and hyphens do not
     count as differences, and the beginning or another part of a name is enough."""
     folded = value.strip().lower().replace("-", "_").replace(" ", "_")
     parts = [name for name in choices if len(folded) > 3 and folded in name]
     meant = [name for name in (folded, _table()["values"].get(folded)) if name in choices]
-    return next(iter([*meant, *close_names(folded, choices), *parts]), "")
+    close = close_names(folded, choices, any_number=any_number)
+    return next(iter([*meant, *close, *parts]), "")
 
 
-def nearest_choice(value: str, choices: Sequence[str], key: str = "") -> str:
+def nearest_choice(
+    value: str, choices: Sequence[str], key: str = "", *, any_number: bool = False
+) -> str:
     """The fix for a value of `key` outside a list of names: the one that means the same, or the
     nearest, then all of them, unless they are so many that they would hide it."""
     if key and (hint := alias_hint(f"{key}={value}")):
         return hint
-    near, listed = nearest_name(value, choices), ", ".join(choices)
+    near, listed = nearest_name(value, choices, any_number=any_number), ", ".join(choices)
     if near and len(choices) > _MOST_LISTED:
         return f"did you mean {near}?"
     return f"did you mean {near}? (choices: {listed})" if near else f"choices: {listed}"
@@ -115,19 +118,28 @@ def choices_of(annotation: object) -> tuple[str, ...]:
     return tuple(names)
 
 
-def close_names(word: str, names: Iterable[str]) -> list[str]:
+def close_names(word: str, names: Iterable[str], *, any_number: bool = False) -> list[str]:
     """Up to three names that `word` may be a typing error of, best first; the rest only when nearly
-    as good as the best. Another number is another name: gemma4 is not gemma3."""
+    as good as the best. Another number is another name, gemma4 is not gemma3, unless `any_number`:
+    then the name with the nearest number comes first."""
     folded = word.lower().replace("-", "_")
-    numbers = re.findall(r"\d+", folded)
+    numbers = _numbers(folded)
     near: dict[str, float] = {}
     for name in names:
         ratio = SequenceMatcher(None, name, folded).ratio()
         is_close = ratio >= 0.75 or (len(folded) > 1 and _is_edit(folded, name))
-        if is_close and re.findall(r"\d+", name) == numbers:
+        if is_close and (any_number or _numbers(name) == numbers):
             near[name] = ratio
-    best = sorted(near, key=lambda name: -near[name])[:3]
+    best = sorted(near, key=lambda name: (-near[name], _distance(_numbers(name), numbers)))[:3]
     return [name for name in best if near[name] > near[best[0]] - 0.05]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
+
+
+def _distance(first: Sequence[int], second: Sequence[int]) -> int:
+    return sum(abs(a - b) for a, b in zip(first, second, strict=False))
 
 
 def _is_edit(word: str, name: str) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 
 from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
+from moemesh.config.python import python_command
 from moemesh.trace.provenance import ProvenancePart, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
 from moemesh.train.records.run_folder import MARKS
-from moemesh.watch.supervisor import python_command
 
 #: Schedules whose order of operations follows from when messages arrive.
 _BY_ARRIVAL = ("ampnet",)

@@ -86,8 +86,9 @@ class Session:
         train, plan = config.train, config.plan
         self.config, self.mesh, self.folder, self.samples = config, mesh, folder, samples
         self.console, self.stop = console, stop
-        if config.model.architecture is not None and mesh.world_size > 1:
-            prove(config, mesh)
+        is_proven = config.model.architecture is None or mesh.world_size == 1
+        if not is_proven and (note := prove(config, mesh)):
+            console.say(note)
         self.parallel = parallel = construct(config, mesh, schedule)
         self.optimizer = optimizer = Optimizer.of(parallel, train)
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.say)

@@ -23,6 +23,7 @@ from threading import Thread
 from typing import Any
 
 from moemesh.config.limits import parse_json
+from moemesh.config.python import python_command
 from moemesh.train.records.failure import (
     advice_on,
     details,
@@ -36,7 +37,7 @@ from moemesh.watch.lease import read_start
 from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
 from moemesh.watch.peers import Peers, inherited
 from moemesh.watch.progress_words import WordFile
-from moemesh.watch.supervisor import RankWatcher, describe, python_command
+from moemesh.watch.supervisor import RankWatcher, describe
 from moemesh.watch.verdict import Limits, Seen, Verdict
 
 #: Signals with which a job is asked to end; ranks see to them.

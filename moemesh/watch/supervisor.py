@@ -534,9 +534,3 @@ class Supervisor:
             ignores = self._is_last and self._has_finished
             for number, handler in handlers.items():
                 signal.signal(number, signal.SIG_IGN if ignores else handler or signal.SIG_DFL)
-
-
-def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """`python`, or this interpreter, running `module` with `arguments`. It imports nothing from the
-    current directory (-P), whatever the files there are called; PYTHONPATH counts."""
-    return [python or sys.executable, "-P", "-m", module, *arguments]

@@ -185,6 +185,9 @@ def test_another_number_is_another_name() -> None:
     assert nearest_name("gemma4", ("gemma3", "gemma3_text", "gemma2")) == ""
     assert nearest_name("float8", ("float32", "float64")) == ""
     assert nearest_name("gema3", ("gemma3", "gemma3_text")) == "gemma3"
+    families = ("glm2_moe", "glm4_moe", "glm4v")
+    assert nearest_name("glm5_moe", families) == ""
+    assert nearest_name("glm5_moe", families, any_number=True) == "glm4_moe"
 
 
 def test_every_setting_of_libraries_has_an_answer() -> None:

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moemesh.config.python import python_command
 from moemesh.watch import progress_words
-from moemesh.watch.supervisor import python_command
 
 #: What an action that only looks has found (empty: nothing wrong), and the command and the process
 #: of the launcher, as JSON.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moemesh.watch.supervisor import python_command
+from moemesh.config.python import python_command
 from tests.drill.rank import ORDER, SOAK, Spec, environment, read_notes
 
 #: Two ranks, small enough for two cores; all else is the default of `moemesh train`.

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moemesh.watch.supervisor import python_command
+from moemesh.config.python import python_command
 from tests.drill.rank import Spec, environment, read_notes
 from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
 from tests.train import runs

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.architecture import _read, read_architecture
 from moemesh.config.trainable import refusals
 from moemesh.sharding.load_run import load_run
 from tests.hub.training import values_of
@@ -93,3 +94,22 @@ def test_transformers_needs_a_folder() -> None:
     (problem,) = refusals(load_run([], ["model.implementation=transformers"], {}).config)
     assert problem.key == "model.implementation"
     assert "model.path" in problem.fix
+
+
+@pytest.mark.parametrize("change", ["without a cost", "without costs", "costs of another form"])
+def test_an_older_record_in_the_cache_is_read_once_more(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _read.cache_clear()
+    expected = read_architecture(values_of("olmoe"))
+    (file,) = (tmp_path / "moemesh" / "architectures").glob("*.json")
+    record = json.loads(file.read_text())
+    if change == "without a cost":
+        del record["costs"]["flops_per_key"]
+    else:
+        record["costs"] = {} if change == "without costs" else []
+    file.write_text(json.dumps(record))
+    _read.cache_clear()
+    assert read_architecture(values_of("olmoe")) == expected
+    assert json.loads(file.read_text())["costs"].keys() == expected.costs.keys()

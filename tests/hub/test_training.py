@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from moemesh.comm.mesh import Mesh
+from moemesh.config.plan import Plan
+from moemesh.train.numerics.hub_proof import ProofError, prove
 from tests.hub.families import family_names
-from tests.hub.training import architecture_of, difference, plain, split
+from tests.hub.training import architecture_of, difference, model_of, plain, split
 
 #: dp, ep, ep beside replicas of experts, weights that are gathered, each layer computed twice, and
 #: stages of a pipeline.
@@ -64,3 +68,15 @@ def test_every_family_trains_as_transformers(name: str, layout: str) -> None:
     if "pp" in LAYOUTS[layout] and architecture.uncut:
         pytest.skip(architecture.uncut)
     assert difference(split(name, **LAYOUTS[layout]), plain(name)) < 1e-9
+
+
+def test_a_family_without_a_small_model_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("the small model has no Indexer")
+
+    monkeypatch.setattr("moemesh.model.hub.shrink.shrunken", fail)
+    config = SimpleNamespace(model=model_of(architecture_of("olmoe")), plan=Plan())
+    with pytest.raises(ProofError, match=r"olmoe: .*\(ValueError: the small model has no Indexer"):
+        prove(cast("Any", config), Mesh.single("cpu"))

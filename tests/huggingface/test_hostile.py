@@ -53,6 +53,11 @@ def with_config(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str
         (with_config(lambda v: v.update(rope_parameters=[])), "must be an object"),
         (with_config(lambda v: v["rope_parameters"].update(rope_theta="x")), "must be a number"),
         (with_config(lambda v: v.update(rms_norm_eps=[])), "norm_eps must be a number"),
+        (with_config(lambda v: v.update(partial_rotary_factor="x")), "must be a number"),
+        (
+            with_config(lambda v: v["rope_parameters"].update(partial_rotary_factor=[])),
+            "partial_rotary_factor must be a number",
+        ),
         (with_config(lambda v: v.update(num_hidden_layers=10**9)), "exceeds 100000"),
         (with_config(lambda v: v.update(num_experts_per_tok=99)), "exceeds num_experts"),
         (with_config(lambda v: v.update(rms_norm_eps="tiny")), "norm_eps"),

@@ -37,7 +37,7 @@ def test_one_function_starts_python() -> None:
     """A module that is started with -m alone imports from the current directory first."""
     package = Path(moemesh.__file__).parent
     found = [file for file in package.rglob("*.py") if '"-m"' in file.read_text(encoding="utf-8")]
-    assert found == [package / "watch/supervisor.py"]
+    assert found == [package / "config/python.py"]
 
 
 def test_linux_is_read() -> None:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.keys import real, table, wrong
 from moemesh.config.model import ModelConfig
+from moemesh.config.python import python_command
 
 #: Version of the record: an older one in the cache is read from the model once more.
 RECORD_VERSION = 5
@@ -75,7 +75,7 @@ def _read(text: str, installed: str) -> Architecture:
     kept = home / "moemesh" / "architectures" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         return Architecture.from_json(kept.read_text(encoding="utf-8"))
-    command = [sys.executable, "-m", "moemesh.model.hub.architecture"]
+    command = python_command("moemesh.model.hub.architecture")
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     *_, answer = done.stdout.splitlines() or [""]
     if done.returncode == 2:

@@ -230,6 +230,10 @@ def _rope(
         message = "RoPE that differs between kinds of layers is not known"
         raise wrong("not-available", key, sorted(given), message)
     given = {name: value for name, value in given.items() if value is not None}
+    for source in (given, values):  # these are numbers wherever they are, read or not
+        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+            if source.get(name) is not None:
+                real(name, source[name])
     usual = dict(row["rope"])
     # Defaults of these two hold beside any table; of the rest only where there is none.
     theta, share = (usual.pop(name, None) for name in ("rope_theta", "partial_rotary_factor"))

@@ -583,5 +583,6 @@ def _family(kind: str) -> tuple[str, Config]:
             fix = "a TOML file of its sizes when a transformer of the same size is a fair stand-in"
             raise wrong("unknown-layer", "model_type", kind, message, fix)
     message = "the planner does not know the layers of this model family"
-    fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})))
+    # A family with another number is no typing error, but a hint at what it may resemble.
+    fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})), any_number=True)
     raise wrong("unknown-model", "model_type", kind or None, message, fix)

@@ -203,6 +203,16 @@ def check_count(name: str, number: object) -> None:
         raise LayerError(f"{name} must be an integer of at least 1, not {number!r}")
 
 
+def check_divides(num_experts: int, size: int) -> None:
+    if num_experts % size:
+        below, above = num_experts // size * size, -(-num_experts // size) * size
+        raise LayerError(
+            f"num_experts ({num_experts}) must be a multiple of the {size} ranks of the group: "
+            f"num_experts = {f'{below} or ' if below else ''}{above}, or a group of "
+            f"{nearest_divisors(num_experts, size)} ranks"
+        )
+
+
 def check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
     if choice not in choices:
         raise LayerError(f"{name} cannot be {choice!r}: {nearest_choice(str(choice), choices)}")
@@ -215,7 +225,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
-def _caller(function: str, module: str) -> FrameType | None:
+def caller(function: str, module: str) -> FrameType | None:
     """The frame of a function of transformers that is being run."""
     frame = inspect.currentframe()
     while frame and (frame.f_code.co_name != function or frame.f_globals.get("__name__") != module):
@@ -226,7 +236,7 @@ def _caller(function: str, module: str) -> FrameType | None:
 def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: object) -> None:
     """A hook of the state dict: in `save_pretrained` the names and tensors are those of the block,
     which transformers reads. Only the caller shows what the state of a whole model is for."""
-    if layer.origin and _caller("save_pretrained", "transformers.modeling_utils"):
+    if layer.origin and caller("save_pretrained", "transformers.modeling_utils"):
         if layer.ranks.size > 1:
             raise LayerError(
                 "save_pretrained is called by one rank, which has the experts of one rank: put the "
@@ -235,6 +245,30 @@ def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: objec
         own = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
         stored = layer.origin.stored({name[len(prefix) :]: one for name, one in own.items()})
         state.update({prefix + name: one for name, one in stored.items()})
+
+
+def refuse_misuse(experts: nn.Module, size: int, way_back: str) -> None:
+    """Raise LayerError where the program around a forward would overwrite or lose the parameters of
+    `experts` that are spread over `size` ranks; `way_back`: what to call to save them."""
+    if size == 1:
+        return
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None:
+        reduced = {id(parameter) for parameter in ddp._module_parameters}
+        if any(id(parameter) in reduced for parameter in expert_parameters(experts).values()):
+            raise LayerError(
+                "DDP has overwritten the experts of this rank with those of rank 0. Before "
+                "wrapping the model: model._ddp_params_and_buffers_to_ignore = "
+                "list(moemesh.expert_parameters(model))"
+            )
+    trainer = caller("training_step", "transformers.trainer")
+    strategy = trainer.f_locals["self"].args.save_strategy.value if trainer else "no"
+    if strategy != "no":
+        raise LayerError(
+            f'save_strategy = "{strategy}" saves the weights of one rank, which has the '
+            f'experts of one rank: TrainingArguments(save_strategy="no"), and after the '
+            f"training {way_back} on all ranks"
+        )
 
 
 class MoELayer(nn.Module):
@@ -301,13 +335,7 @@ class MoELayer(nn.Module):
                 'combine = "fast", or another dispatcher'
             )
         size = self.ranks.size
-        if num_experts % size:
-            below, above = num_experts // size * size, -(-num_experts // size) * size
-            raise LayerError(
-                f"num_experts ({num_experts}) must be a multiple of the {size} ranks of the group: "
-                f"num_experts = {f'{below} or ' if below else ''}{above}, or a group of "
-                f"{nearest_divisors(num_experts, size)} ranks"
-            )
+        check_divides(num_experts, size)
         check_count("dispatch_chunks", dispatch_chunks)
         if max_tokens is not None:
             check_count("max_tokens", max_tokens)
@@ -561,23 +589,8 @@ class MoELayer(nn.Module):
 
     def _connect(self, x: Tensor, dtype: torch.dtype) -> None:
         """At the first forward: check that the ranks agree, then choose and test a dispatcher."""
-        ddp = DistributedDataParallel._get_active_ddp_module()
-        if ddp is not None and self.ranks.size > 1:
-            reduced = {id(parameter) for parameter in ddp._module_parameters}
-            if any(id(parameter) in reduced for parameter in expert_parameters(self).values()):
-                raise LayerError(
-                    "DDP has overwritten the experts of this rank with those of rank 0. Before "
-                    "wrapping the model: model._ddp_params_and_buffers_to_ignore = "
-                    "list(moemesh.expert_parameters(model))"
-                )
-        trainer = _caller("training_step", "transformers.trainer")
-        strategy = trainer.f_locals["self"].args.save_strategy.value if trainer else "no"
-        if self.ranks.size > 1 and strategy != "no":
-            raise LayerError(
-                f'save_strategy = "{strategy}" saves the weights of one rank, which has the '
-                'experts of one rank: TrainingArguments(save_strategy="no"), and after the '
-                "training block.load_state_dict(layer.to_transformers()) on all ranks"
-            )
+        way_back = "block.load_state_dict(layer.to_transformers())"
+        refuse_misuse(self, self.ranks.size, way_back)
         connection = Connection.over(self.ranks, x.device)
         mesh, block = connection.mesh, self._block[0]
         # A copy: FSDP2 resizes the memory of the weight, and numpy forbids that for good.

@@ -25,6 +25,7 @@ from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis, local_part
 from moemesh.config.errors import UserError, check_kind, check_limit, public
+from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.model.experts import Experts
 from moemesh.model.moe import swiglu_form
@@ -34,22 +35,19 @@ class LayerError(UserError):
     """A layer cannot be built or called like this; names the numbers and the nearest choice."""
 
 
-class SpreadExperts(Experts):
-    """``num_experts / ranks.size`` consecutive experts of a layer, in rank order.
+class Spread(nn.Module):
+    """``num_experts / ranks.size`` consecutive experts of a layer, in rank order: the first dim of
+    every parameter.
 
     FSDP passes over them; DDP, which broadcasts the parameters of rank 0, has to be given their
     names: :func:`expert_parameters`.
     """
 
-    def __init__(self, config: ModelConfig, ranks: Axis) -> None:
-        super().__init__(
-            config.num_experts // ranks.size,
-            config.hidden_size,
-            config.expert_intermediate_size,
-            bias=config.expert_bias,
-            form=swiglu_form(config),
-        )
-        self.ranks, self.num_experts = ranks, config.num_experts
+    ranks: Axis
+    num_experts: int
+
+    def share_state(self) -> None:
+        """Entries of state dicts become those of all ranks."""
         self.register_state_dict_post_hook(_share)
         self.register_load_state_dict_pre_hook(_take_own)
         # FSDP passes over modules that torch's composable `replicate` manages.
@@ -58,8 +56,7 @@ class SpreadExperts(Experts):
     @property
     def held(self) -> range:
         """Global ids of this rank's experts."""
-        first = self.ranks.index * len(self.down)
-        return range(first, first + len(self.down))
+        return shard_range(self.num_experts, self.ranks.size, self.ranks.index)
 
     def mark_gradients(self) -> None:
         """Make every gradient a :class:`SpreadGradient`, when a backward has computed it."""
@@ -80,8 +77,24 @@ class SpreadExperts(Experts):
                 all_reduce_(parameter.grad, replicas, caller="moe.sync", phase="backward")
                 parameter.grad /= replicas.size if mean else 1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SpreadExperts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
         return copy_sharing(self, memo, self.ranks)
+
+
+class SpreadExperts(Spread, Experts):
+    """Experts of ours that are spread."""
+
+    def __init__(self, config: ModelConfig, ranks: Axis) -> None:
+        Experts.__init__(
+            self,
+            config.num_experts // ranks.size,
+            config.hidden_size,
+            config.expert_intermediate_size,
+            bias=config.expert_bias,
+            form=swiglu_form(config),
+        )
+        self.ranks, self.num_experts = ranks, config.num_experts
+        self.share_state()
 
 
 def copy_sharing(module: Any, memo: dict[int, Any], *shared: object) -> Any:
@@ -103,7 +116,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, experts in model.named_modules()
-        if isinstance(experts, SpreadExperts)
+        if isinstance(experts, Spread)
         for name, parameter in experts.named_parameters()
     }
 
@@ -224,7 +237,7 @@ class ExpertShare(DTensor):
 
 def _share(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Entries of global shape, each rank's part its parameter's memory."""
-    assert isinstance(experts, SpreadExperts) and experts.ranks.group is not None
+    assert isinstance(experts, Spread) and experts.ranks.group is not None
     mesh = DeviceMesh.from_group(experts.ranks.group, experts.ranks.device.type)
     for name, parameter in experts.named_parameters():
         share = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
@@ -243,7 +256,7 @@ def _take_own(
     errors: list[str],
 ) -> None:
     """This rank's experts out of those of all ranks."""
-    assert isinstance(experts, SpreadExperts)
+    assert isinstance(experts, Spread)
     for name, own in experts.named_parameters():
         given = state.get(prefix + name)
         if given is None:

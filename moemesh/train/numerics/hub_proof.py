@@ -8,6 +8,7 @@ in float64. Losses and gradients that differ by more than :data:`MOST` are a ref
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,8 @@ from moemesh.train.weights import saving
 MOST = 1e-9
 #: Experts of the small model, as far as the ranks of ep divide them, and positions.
 _EXPERTS, _LENGTH = 8, 16
+#: Seconds of a proof that a run need not mention.
+_MOST_SECONDS = 10.0
 
 
 class ProofError(UserError):
@@ -68,8 +71,10 @@ def _part(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
     return part
 
 
-def prove(config: RunConfig, mesh: Mesh) -> None:
-    """Raise ProofError on every rank unless the plan keeps the family's numbers; all ranks call."""
+def prove(config: RunConfig, mesh: Mesh) -> str:
+    """Raise ProofError on every rank unless the plan keeps the family's numbers; all ranks call.
+    Returns a note where the proof was slow, else ""."""
+    start = time.perf_counter()
     assert config.model.architecture is not None
     plan = config.plan
     changes: dict[str, object] = {"layers_per_stage": None}  # the small model has fewer layers
@@ -87,6 +92,9 @@ def prove(config: RunConfig, mesh: Mesh) -> None:
             f"{worst:.1e} between one device and this layout (at most {MOST:.0e}): it cannot be "
             "trained with this plan; take dp alone, or another version of transformers"
         )
+    seconds = time.perf_counter() - start
+    is_slow = seconds > _MOST_SECONDS
+    return f"the proof of the layout on a small model took {seconds:.0f} s" if is_slow else ""
 
 
 def _difference(
@@ -99,8 +107,15 @@ def _difference(
     from moemesh.model.hub.precision import exactly
     from moemesh.model.hub.shrink import shrunken
 
-    small = shrunken(architecture.values, experts, layers=plan.num_stages)
-    net: Any = small.build()
+    try:
+        small = shrunken(architecture.values, experts, layers=plan.num_stages)
+        net: Any = small.build()
+    except Exception as error:  # of a configuration class, whatever it checks
+        raise ProofError(
+            f"{architecture.model_type}: no small model of the family can be made to prove this "
+            f"layout with ({type(error).__name__}: {error}): train it in one process, or take "
+            "another version of transformers"
+        ) from error
     initialize(net, seed=0)
     net = net.to(mesh.device)
     sequences = plan.dp * plan.microbatches

@@ -1,0 +1,202 @@
+"""`use_experts`: the experts of a model of transformers, spread over the ranks of a group.
+
+The model stays that of transformers: its routers, gates, norms and losses. Its experts modules,
+which look their forward up by name, dispatch rows to the ranks that hold the experts.
+
+Legend: T tokens of this rank, K choices of a token, H hidden, E experts of all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Axis
+from moemesh.config.errors import check_kind, public
+from moemesh.config.plan import Dispatcher as DispatcherName
+from moemesh.config.plan import Plan
+from moemesh.model.batch import Context
+from moemesh.model.visibility import Visibility
+from moemesh.parallel.expert.layer import (
+    Connection,
+    axes_of,
+    caller,
+    check_choice,
+    check_divides,
+    model_config,
+    refuse_misuse,
+)
+from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
+
+#: How a model with spread experts is saved by transformers.
+_SAVE = "model.save_pretrained(folder, state_dict=state)"
+
+
+@public
+def use_experts(
+    model: nn.Module | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    dispatcher: DispatcherName = "all_to_all",
+    *,
+    gradients: Literal["mean", "sum"] = "mean",
+) -> None:
+    """Let moemesh compute the experts of `model`, a model of transformers 5, in its place: each
+    rank of `group` keeps its share of every stack of experts.
+
+    `group`, `dispatcher` and `gradients` are those of :class:`MoELayer`. All ranks call, with equal
+    models, before the model is wrapped and before an optimizer has its parameters. Without a model
+    the name ``experts_implementation="moemesh"`` of ``from_pretrained`` is registered, and no more.
+
+    Raises LayerError for a model without experts of transformers' interface, with experts that
+    are spread already, or with a number of experts that the ranks of the group do not divide.
+    """
+    try:
+        from moemesh.model.hub import experts as seam  # late: it imports transformers
+    except ImportError as error:
+        raise LayerError(f"use_experts needs transformers 5: {error}") from error
+    if model is None:
+        return
+    check_kind("model", model, nn.Module)
+    check_choice("dispatcher", dispatcher, get_args(DispatcherName))
+    check_choice("gradients", gradients, ("mean", "sum"))
+    ranks, replicas = axes_of(group)
+    if replicas.size > 1:
+        raise LayerError(
+            "use_experts takes a group of ranks, not a mesh of two dimensions: its first one "
+            "would hold replicas of the experts"
+        )
+    modules = {name: one for name, one in model.named_modules() if seam.is_experts(one)}
+    if not modules:
+        raise LayerError(
+            f"{type(model).__name__} has no experts that pass through the interface of "
+            "transformers 5 (use_experts_implementation)"
+        )
+    for name, module in modules.items():
+        _check(name, cast("Any", module), ranks.size)
+    cast("Any", model).set_experts_implementation(seam.IMPLEMENTATION)
+    for module in modules.values():
+        if ranks.size > 1:
+            _spread(module, ranks)
+        _Exchange(module, ranks, dispatcher, gradients)
+    cast("Any", model)._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
+
+
+def _check(name: str, module: Any, size: int) -> None:
+    check_divides(module.num_experts, size)
+    if isinstance(module, Spread) or "exchange" in module.__dict__:
+        raise LayerError(f"{name}: moemesh computes these experts already")
+    for leaf, parameter in module.named_parameters():
+        if parameter.shape[0] != module.num_experts and size > 1:
+            raise LayerError(
+                f"{name}.{leaf} has the shape {list(parameter.shape)}, not one entry for each of "
+                f"the {module.num_experts} experts: a group of 1 rank"
+            )
+
+
+@torch.no_grad()
+def _spread(module: nn.Module, ranks: Axis) -> None:
+    """Keep the experts of this rank, in a class that knows of the others."""
+    kind = type(module)
+    module.__class__ = type(f"Spread{kind.__name__}", (Spread, kind), {})
+    assert isinstance(module, Spread)
+    module.ranks = ranks
+    held = slice(module.held.start, module.held.stop)
+    for leaf, parameter in list(module._parameters.items()):
+        if parameter is not None:
+            part = nn.Parameter(parameter[held].clone(), parameter.requires_grad)
+            module._parameters[leaf] = part
+    module.share_state()
+    module.register_state_dict_post_hook(_refuse_one_rank)
+
+
+def _refuse_one_rank(*_: object) -> None:
+    """A hook of state dicts: those of `save_pretrained` are of one rank."""
+    if caller("save_pretrained", "transformers.modeling_utils"):
+        raise LayerError(
+            "save_pretrained is called by one rank, which has the experts of one rank: on all "
+            f"ranks before, state = mm.full_state_dict(model), then {_SAVE}"
+        )
+
+
+class _Mean(NamedTuple):
+    """A hook of a parameter's gradient: the sum over ranks becomes their mean."""
+
+    num_ranks: int
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        return gradient / self.num_ranks
+
+
+class _Exchange:
+    """(x [T, H], experts [T, K], weights [T, K]) -> [T, H] by the experts of all ranks."""
+
+    def __init__(self, module: nn.Module, ranks: Axis, dispatcher: Any, gradients: str) -> None:
+        from moemesh.model.hub.experts import HubMoE, set_exchange  # late: it imports transformers
+
+        self.ranks, self.is_mean = ranks, gradients == "mean"
+        self.plan = Plan(dp=ranks.size, ep=ranks.size, dispatcher=dispatcher)
+        self.moe = HubMoE(module, cast("Any", module).num_experts)
+        self._connection: Connection | None = None
+        set_exchange(module, self)
+
+    def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        module = self.moe.module
+        if isinstance(module, Spread):
+            if self._connection is None:
+                self._connect(module, x_TH, experts_TK)
+            self._mark(module)
+            if torch.is_grad_enabled() and not x_TH.requires_grad:
+                # A backward runs on all ranks or on none, whatever the inputs of this one.
+                is_trained = any(one.requires_grad for one in module.parameters())
+                x_TH = x_TH.detach().requires_grad_(is_trained)
+        self.moe.counts_E = None
+        self.moe.context = _context(x_TH)
+        return self.moe(x_TH, experts_TK, weights_TK)
+
+    def _connect(self, module: Spread, x_TH: Tensor, experts_TK: Tensor) -> None:
+        """At the first forward: check that the ranks agree, then choose a dispatcher."""
+        way_back = f"state = mm.full_state_dict(model) and {_SAVE}"
+        refuse_misuse(module, self.ranks.size, way_back)
+        connection = Connection.over(self.ranks, x_TH.device)
+        (_, hidden), slots = x_TH.shape, experts_TK.shape[1]
+        mine = {"call": f"{self.plan} {hidden} {slots} {x_TH.dtype}", "tokens": len(x_TH)}
+        everyone = gather_json(mine, connection.mesh.control)
+        for rank, other in enumerate(everyone):
+            if other["call"] != everyone[0]["call"]:
+                raise LayerError(f"ranks 0 and {rank} of the group have different models or dtypes")
+        tokens = max(1, *(one["tokens"] for one in everyone))
+        config = model_config(hidden, 1, module.num_experts, slots, {})
+        self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
+        self._connection = connection
+
+    def _mark(self, module: Spread) -> None:
+        module.mark_gradients()
+        for parameter in module.parameters():
+            hooks = (parameter._backward_hooks or {}).values()
+            is_marked = any(isinstance(hook, _Mean) for hook in hooks)
+            if self.is_mean and parameter.requires_grad and not is_marked:
+                parameter.register_hook(_Mean(self.ranks.size))
+
+
+def _context(x_TH: Tensor) -> Context:
+    """A forward of whole tokens, once: experts read no more of it."""
+    nothing = x_TH.new_zeros(0)
+    places_T = torch.arange(len(x_TH), device=x_TH.device)
+    return Context(
+        num_sequences=1,
+        seq_len=len(x_TH),
+        num_tokens=len(x_TH),
+        length=len(x_TH),
+        visible=Visibility((), ()),
+        cosine=nothing,
+        sine=nothing,
+        sequence_T=places_T,
+        position_T=places_T,
+        valid_T=None,
+        token_ids_T=places_T,
+    )

@@ -1,0 +1,141 @@
+"""Experts of transformers' models over ranks, in other people's loops."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import moemesh as mm
+from moemesh.model.hub.precision import exactly
+from moemesh.parallel.expert.spread import LayerError
+from tests.hub.families import random_model
+from tests.ranks import run_on_ranks
+
+pytest.importorskip("transformers")
+
+RANKS, MOST = 2, 1e-9
+#: SwiGLU; clamped, interleaved, transposed and with biases; relu squared without a gate.
+FAMILIES = ("qwen3_moe", "gpt_oss", "nemotron_h")
+_IDS = torch.randint(1, 200, (4, 12), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(name: str) -> Any:
+    model = random_model(name).double().train()
+    model.set_experts_implementation("eager")  # the default has no float64
+    return model
+
+
+def backward(model: nn.Module, ids: Tensor, times: int = 1) -> float:
+    """Gradients of the mean loss; of several backwards their sum."""
+    loss = torch.zeros(())
+    with exactly(torch.float64):
+        for _ in range(times):
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+    return loss.item()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: one.grad.as_subclass(Tensor)
+        for name, one in model.named_parameters()
+        if one.grad is not None
+    }
+
+
+def on_ranks(rank: int, name: str, folder: str) -> Any:
+    model = model_of(name)
+    mm.use_experts(model)
+    spread = mm.expert_parameters(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    loss = backward(wrapped, _IDS.chunk(RANKS)[rank], times=2)
+    norm = mm.clip_grad_norm_(model, 1e9)
+    state = mm.full_state_dict(model)
+    if rank == 0:
+        with pytest.raises(LayerError, match=r"mm\.full_state_dict"):
+            model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict={**state})  # it empties what it is given
+    return loss, float(norm), gradients(model), {*spread}, state
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_ranks_of_ddp_train_as_one_device(name: str, tmp_path: Path) -> None:
+    one = model_of(name)
+    loss = backward(one, _IDS, times=2)
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 1e9).item()
+    expected = gradients(one)
+    results = run_on_ranks(RANKS, on_ranks, name, str(tmp_path / "saved"), timeout=300)
+    assert sum(result[0] for result in results) / RANKS == pytest.approx(loss, abs=MOST)
+    for rank, (_, norm_of_all, found, spread, state) in enumerate(results):
+        assert norm_of_all == pytest.approx(norm, abs=1e-8)
+        assert found.keys() == expected.keys()
+        assert spread
+        for key, gradient in expected.items():
+            part = gradient.chunk(RANKS)[rank] if key in spread else gradient
+            torch.testing.assert_close(found[key], part, rtol=0, atol=MOST, msg=key)
+        for key, value in one.state_dict().items():
+            assert torch.equal(state[key], value), key
+    saved = type(one).from_pretrained(tmp_path / "saved", dtype=torch.float64)
+    for key, value in one.state_dict().items():
+        assert torch.equal(saved.state_dict()[key], value), key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_process(name: str) -> None:
+    one = model_of(name)
+    model = copy.deepcopy(one)
+    mm.use_experts(model)
+    assert backward(model, _IDS) == pytest.approx(backward(one, _IDS), abs=1e-12)
+    for key, gradient in gradients(one).items():
+        torch.testing.assert_close(gradients(model)[key], gradient, rtol=0, atol=MOST, msg=key)
+    with pytest.raises(LayerError, match="computes these experts already"):
+        mm.use_experts(model)
+
+
+def test_the_name_is_registered_for_from_pretrained(tmp_path: Path) -> None:
+    one = random_model("olmoe")
+    one.save_pretrained(tmp_path)
+    mm.use_experts()
+    model = type(one).from_pretrained(tmp_path, experts_implementation="moemesh")
+    mm.use_experts(model)
+    with torch.no_grad():
+        torch.testing.assert_close(model(_IDS).logits, one(_IDS).logits)
+
+
+def test_autocast() -> None:
+    one = random_model("qwen3_moe")
+    model = copy.deepcopy(one)
+    mm.use_experts(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = one(_IDS).logits, model(_IDS).logits
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(LayerError, match="Linear has no experts"):
+        mm.use_experts(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="model must be a Module"):
+        mm.use_experts(3)  # type: ignore[arg-type]
+
+
+def refused(rank: int) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=16, moe_intermediate_size=8, num_experts=5, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts_per_tok=2,
+    )  # fmt: skip
+    with pytest.raises(LayerError, match=r"num_experts \(5\) must be a multiple of the 2 ranks"):
+        mm.use_experts(Qwen3MoeForCausalLM(config))
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
+    run_on_ranks(RANKS, refused)
