@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from moemesh.config.errors import UserError, check_kind
 from moemesh.config.layout import AXES, Layout
 from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger
+from moemesh.trace.machine import thread_states
 
 #: Axes with a group for numbers on the host besides that of all ranks: sizes of exchanges, and
 #: tokens of a step.
@@ -276,37 +275,22 @@ def new_group(
 _GROUP_THREADS = ("pt_gloo", "pt_nccl")
 #: Seconds between two looks at them, and the longest wait.
 _LOOK_SECONDS, _EXIT_SECONDS = 0.002, 5.0
-_TASKS = Path("/proc/self/task")
-
-
-def _group_threads() -> dict[str, tuple[str, ...]]:
-    """State and counts of context switches of each thread of a process group, by its id."""
-    threads: dict[str, tuple[str, ...]] = {}
-    for task in _TASKS.iterdir():
-        with suppress(OSError):  # it has ended
-            lines = dict(
-                line.split(":\t", 1) for line in (task / "status").read_text().splitlines()
-            )
-            if lines["Name"].startswith(_GROUP_THREADS):
-                counts = (lines["voluntary_ctxt_switches"], lines["nonvoluntary_ctxt_switches"])
-                threads[task.name] = (lines["State"][0], *counts)
-    return threads
 
 
 @atexit.register
 def _wait_for_group_threads() -> None:
     """Release the GIL until no thread of a process group needs it: until all of them have slept
     from one look to the next. A thread that waits for the GIL wakes up in between."""
-    if not _TASKS.is_dir():
+    before, threads = None, thread_states(_GROUP_THREADS)
+    if threads is None:
         time.sleep(0.1)
         return
     deadline = time.monotonic() + _EXIT_SECONDS
-    before, threads = None, _group_threads()
     while threads and time.monotonic() < deadline:
-        if threads == before and all(state == "S" for state, *_ in threads.values()):
+        if threads == before and all(state[:1] == "S" for state, *_ in threads.values()):
             return
         time.sleep(_LOOK_SECONDS)
-        before, threads = threads, _group_threads()
+        before, threads = threads, thread_states(_GROUP_THREADS)
 
 
 def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:

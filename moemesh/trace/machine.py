@@ -124,6 +124,21 @@ def peak_growth() -> Callable[[], int | None]:
     return lambda: max(_kilobytes(status, "VmHWM") - before, 0) * 1024
 
 
+def thread_states(names: tuple[str, ...]) -> dict[str, tuple[str, ...]] | None:
+    """State and counts of context switches of each thread of this process whose name begins with
+    one of `names`, by its id; None where the system does not show threads."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return None
+    states: dict[str, tuple[str, ...]] = {}
+    for task in tasks.iterdir():
+        fields = _fields(f"{task}/status")  # empty for a thread that has ended
+        if fields.get("Name", "").startswith(names):
+            keys = ("State", "voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+            states[task.name] = tuple(fields.get(key, "") for key in keys)
+    return states
+
+
 def keep_freed_memory() -> bool:
     """Make glibc keep freed blocks instead of returning them to the kernel; whether it succeeded.
 

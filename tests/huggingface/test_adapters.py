@@ -291,7 +291,7 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     refused("rank 3 and alpha 5, another scaling than lora.alpha 5.0 with lora.rank 4", rank=4)
     refused("has rank 3, and lora.rank is 2: lora.rank must be the largest rank", rank=2)
     refused("alpha 5, another scaling than lora.alpha 6.0", alpha=6.0)
-    refused("no adapter of this model .* adapters of .*o_proj", targets=("q_proj",))
+    refused("does not belong to this model .* adapters of .*o_proj", targets=("q_proj",))
     (tmp_path / "a.txt").write_text("some text\n" * 800)
     keys = [f"model.path={folder}", f"lora.path={tmp_path / 'peft'}", "lora.rank=4"]
     keys += [f"data.path={tmp_path / 'a.txt'}", "data.tokenizer=bytes", "data.seq_len=32"]

@@ -87,7 +87,7 @@ def test_no_run(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(RunError, match="holds no run"):
         Run.load(tmp_path)
-    with pytest.raises(RunError, match="no folder"):
+    with pytest.raises(RunError, match="is not a folder"):
         Run.load(tmp_path / "absent")
     assert issubclass(RunError, ValueError)
 

@@ -290,12 +290,12 @@ def check_adapter_folder(
     if missing:
         raise CheckpointError(
             f"{header}: {missing[0]} is missing ({len(missing)} such tensors), which "
-            f"lora.targets asks for{advice}"
+            f"lora.targets requires{advice}"
         )
     if extra := [name for name in shapes if name not in places]:
         raise CheckpointError(
-            f"{header}: {extra[0]} is no adapter of this model ({len(extra)} such tensors), or "
-            f"of no target of lora.targets{advice}"
+            f"{header}: {extra[0]} does not belong to this model or to lora.targets "
+            f"({len(extra)} such tensors){advice}"
         )
     found: list[StoredAdapter] = []
     for one in adapted:
