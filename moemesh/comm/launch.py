@@ -96,7 +96,10 @@ def num_joined() -> int:
 def ranks_of_a_node(ranks: Sequence[int]) -> int:
     """Number of these ranks on each node, where all nodes hold as many; 1 where they differ, 0
     where all are on one node or the launcher did not say."""
-    size = _variable("LOCAL_WORLD_SIZE", 0)
+    try:
+        size = _variable("LOCAL_WORLD_SIZE", 0)
+    except RankError:  # of a program that has its process group from elsewhere
+        size = 0
     if not size:
         return 0
     nodes = [rank // size for rank in ranks]

@@ -120,9 +120,9 @@ def owned_sizes(numbers: int, ranks: int, owners: int) -> tuple[int, ...]:
 
 def unit_of(name: str) -> str:
     """The unit of a parameter: "embedding", "layers.3", or "head" (with its norms)."""
-    owner, number, *_ = name.split(".")
+    owner, *rest = name.split(".")
     if owner == "layers":
-        return f"{owner}.{number}"
+        return f"{owner}.{rest[0]}"
     return owner if owner == "embedding" else "head"
 
 

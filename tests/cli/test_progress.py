@@ -97,5 +97,5 @@ def test_verbs_that_may_work_long_say_so(words: str, monkeypatch: pytest.MonkeyP
 
 def test_a_search_tells_how_far_it_is() -> None:
     told: list[str] = []
-    plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8), tell=told.append)
+    plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8), progress=told.append)
     assert "13,002 layouts" in told and any("priced in full" in one for one in told)

@@ -70,7 +70,8 @@ if what in ("interrupt", "orphan"):
         time.sleep(0.02)
     time.sleep(0.5)
     open(f"{folder}/saved-{ranks.rank}", "w").write(" ".join(got))
-launch.stop()
+# As a rank of a run that has more steps.
+launch.stop(128 + signal.Signals[got[0]] if what == "interrupt" else 0)
 """
 
 START = """

@@ -345,10 +345,12 @@ def test_mistakes_on_ranks_are_named() -> None:
 
 
 def test_ranks_without_a_process_group_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(LayerError, match="4 ranks were started, but there is no process group"):
         MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
 

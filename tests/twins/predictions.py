@@ -143,6 +143,6 @@ def assert_predicted(
             assert kept <= most, f"rank {rank}: activations"
         elif activations:
             kinds = memory["activation_kinds"], found["memory"]["kinds"]
-            assert kinds[0].get(LOGITS) == kinds[1].get(LOGITS), f"rank {rank}: logits"
+            assert kinds[0].get(LOGITS, 0) == kinds[1].get(LOGITS, 0), f"rank {rank}: logits"
             error = memory["activations"] / found["memory"]["activations"] - 1
             assert abs(error) <= 0.02, f"rank {rank}: activations {error:+.1%}"

@@ -35,7 +35,7 @@ from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Axis, Mesh, local_part
 from moemesh.config import experts as keys
-from moemesh.config.errors import check_kind, public
+from moemesh.config.errors import check_kind, known_keywords
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
@@ -300,7 +300,7 @@ class MoELayer(nn.Module):
     options.
     """
 
-    @public
+    @known_keywords
     def __init__(
         self,
         hidden_size: int,
