@@ -290,7 +290,9 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
     keys = [leaf] if "." in leaf else [f"{section}.{leaf}" for section in sections_with(leaf)]
     keys = [key for key in [aliases().get(name) or aliases().get(leaf)] if key] or keys
     if not keys and (hint := alias_hint(leaf) or spelled_hint(leaf)):
-        return hint
+        if (renamed := re.fullmatch(r"here it is called ([\w.]+)", hint)) is None:
+            return hint
+        keys = [renamed[1]]
     if keys := keys or ([] if others else resembling_keys(leaf)):
         from moemesh.config.sources import preset_names
 

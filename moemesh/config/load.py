@@ -239,7 +239,8 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
             update = {"tokenizer": pinned} if data.tokenizer == given else {}
             data = data.model_copy(update=update)
             config = replace(config, model_path=pinned)
-    commits = re.findall(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})\b", (folder / RUN_CONFIG).read_text())
+    text = (folder / RUN_CONFIG).read_text(encoding="utf-8", errors="replace")
+    commits = re.findall(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})\b", text)
     kept_at = {name: f"{name}@{commit}" for name, commit in commits}
     return replace(config, data=data.with_paths(lambda path: kept_at.get(path or "", path)))
 

@@ -82,7 +82,7 @@ FOREIGN: list[Mistake] = [
     file("x = " + "9" * 5000, "not valid TOML"),
     foreign("config check --set model.path=broken_model", "config.json"),
     foreign("config check damaged.json", "damaged.json", "not valid TOML"),
-    foreign("train --step 5", "--step", "--set train.steps=VALUE"),
+    foreign("train --step 5", "--step", "--set train.steps=5"),
     foreign("train --out broken_run", "config.toml", "TOML"),
     foreign("dispatch damaged.json", "damaged.json"),
     foreign("balance damaged.json --gpus 2", "damaged.json"),

@@ -6,10 +6,10 @@ import pytest
 
 from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.published import (
+    annotated_row,
     parse_run,
     read_runs,
     step_flops,
-    told_row,
     uniform_row,
 )
 from moemesh.planner.accuracy.validate import predict
@@ -251,8 +251,8 @@ def test_a_table_of_nobody_says_in_columns_what_known_sources_imply() -> None:
     assert other.cluster == "ours/A100-80G" != known.cluster
     masked = parse_run(llama(1, 1, 1, 1, 26.5, kernel="masked", dedup="1"), ARCHS).software
     assert (masked.kernel, masked.deduplicated) == ("masked", True)
-    assert told_row({"src": "mpf_tab3", "dedup": "1"}, "")["dedup"] == "1"
-    assert told_row({"src": "mpf_tab3"}, "") | {"generation": ""} == {
+    assert annotated_row({"src": "mpf_tab3", "dedup": "1"}, "")["dedup"] == "1"
+    assert annotated_row({"src": "mpf_tab3"}, "") | {"generation": ""} == {
         "src": "mpf_tab3", "generation": "", "stack": "mpf", "token_drop": "1", "dedup": "0",
         "kernel": "flash",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 from contextlib import suppress
 from functools import lru_cache
@@ -57,10 +58,11 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
     Raises `error` if it names wrong values of a family that we read, if the weights are quantized,
-    and if transformers cannot build the model either.
+    if no key names experts, and if transformers cannot build the model either.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
-    if not is_beyond_us or table(values, "quantization_config"):
+    has_experts = re.search(r'"\w*(expert|moe)\w*"', json.dumps(values)) is not None
+    if not is_beyond_us or not has_experts or table(values, "quantization_config"):
         raise error
     try:
         return read_architecture(values)

@@ -207,8 +207,9 @@ def model_values(config: Config) -> dict[str, object]:
     # How transformers balances the experts in training: by one loss for all layers, of families
     # that have it and where a configuration asks for it; it moves no selection bias.
     balancing: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
-    if values.get("output_router_logits") and "router_aux_loss_coef" in values:
-        coefficient = real("router_aux_loss_coef", values["router_aux_loss_coef"])
+    given = values.get("router_aux_loss_coef")
+    if values.get("output_router_logits") and given is not None:
+        coefficient = real("router_aux_loss_coef", given)
         # Selections there are counted per token, not per choice.
         balancing["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
         balancing |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
