@@ -77,7 +77,8 @@ class Architecture:
             raise ValueError("the record has not the costs that the planner reads")
         records: list[dict[str, Any]] = values["parameters"]
         parameters = [
-            ParameterRecord(**record | {"shape": (*record["shape"],)}) for record in records
+            ParameterRecord(**cast("dict[str, Any]", {**record, "shape": (*record["shape"],)}))
+            for record in records
         ]
         values |= {
             "parameters": tuple(parameters),

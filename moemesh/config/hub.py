@@ -54,7 +54,8 @@ def snapshot(
     command += " --repo-type dataset" * (kind == "dataset")
     command += f" --revision {revision}" if revision else ""
     try:
-        from huggingface_hub import snapshot_download  # late: only names of the hub need it
+        # Late: only names of the hub need it.
+        from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
         from huggingface_hub.errors import HfHubHTTPError
     except ImportError:
         reason = "to download it needs huggingface_hub, which is not installed"

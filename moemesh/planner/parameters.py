@@ -198,7 +198,8 @@ def layer_parts(
     if shape.counted:
         layer = shape.counted[moe]
         # Mixers, norms, routers and dense MLPs are counted together.
-        parts = dict.fromkeys(("norms", "dense_mlp", "shared_experts", "router"), WeightCounts())
+        names = ("norms", "dense_mlp", "shared_experts", "router")
+        parts: dict[str, WeightCounts] = dict.fromkeys(names, WeightCounts())
         parts["attention"] = WeightCounts(replicated=round(layer.weights))
         return {**parts, "experts": WeightCounts(expert=round(layer.expert_weights))}
     sharded, replicated = attention_products(shape)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from re import sub
+from typing import cast
 
 from pydantic import ValidationError
 
@@ -100,7 +101,7 @@ def _not_of_hub(
             continue
         default = ModelConfig.model_fields[name].default
         usual = values.get(name, default)
-        listed = [*usual] if isinstance(usual, tuple) else usual  # as a file has it
+        listed = list(cast("tuple[object, ...]", usual)) if isinstance(usual, tuple) else usual
         if name in _BALANCING or leaf.value in (usual, listed):
             continue
         message = f"the code of transformers reads config.json, and {name} is none of its keys"

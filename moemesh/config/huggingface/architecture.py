@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError, Problem
@@ -134,7 +134,11 @@ def hub_values(architecture: Architecture) -> dict[str, object]:
 def hub_model(architecture: Architecture) -> ModelConfig:
     """The section [model] of a model of transformers."""
     values = hub_values(architecture)
-    lists = {key: tuple(value) for key, value in values.items() if isinstance(value, list)}
+    lists = {
+        key: tuple(cast("list[object]", value))
+        for key, value in values.items()
+        if isinstance(value, list)
+    }
     return ModelConfig.model_validate({**values, **lists}).with_architecture(architecture)
 
 
