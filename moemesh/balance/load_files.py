@@ -253,8 +253,9 @@ def _read_torch(path: Path) -> Any:
         raise
     except Exception as error:  # a damaged file raises errors of zipfile, pickle and torch
         raise BalanceError(f"{path}: no file of torch.save with tensors alone") from error
-    by_name = cast("dict[Any, Any]", content) if isinstance(content, dict) else None
-    held = {LOAD_KEYS[0]: content} if by_name is None else by_name
+    held: dict[Any, Any] = {LOAD_KEYS[0]: content}
+    if isinstance(content, dict):
+        held = cast("dict[Any, Any]", content)
     return {
         str(name): value.double().numpy() if isinstance(value, torch.Tensor) else value
         for name, value in held.items()
