@@ -73,7 +73,7 @@ def test_every_family_trains_as_transformers(name: str, layout: str) -> None:
 def test_a_family_without_a_small_model_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ValueError("the small model has no Indexer")
 
     monkeypatch.setattr("moemesh.model.hub.shrink.shrunken", fail)
