@@ -212,7 +212,8 @@ def test_a_value_that_differs_is_named_with_what_else_differs(tmp_path: Path) ->
     assert (told["steps"], told["first_step"], told["key"], told["num_different"]) == (
         2, 2, "loss", 1
     )  # fmt: skip
-    assert told["differences"][0].startswith("package torch: 1.0 then, ")
+    # A library that was imported before may have added packages to the path of this process.
+    assert any(line.startswith("package torch: 1.0 then, ") for line in told["differences"])
 
 
 @pytest.mark.slow
