@@ -98,7 +98,7 @@ ANSWERS: dict[str, dict[str, str]] = {
         "r": "lora.rank",
         "use_dora": "plain LoRA",
         "init_lora_weights": "plain LoRA",
-        "modules_to_save": "lora.targets",
+        "modules_to_save": "train.train_only",
         "max_seq_length": "data.seq_len",
         "use_gradient_checkpointing": "plan.recompute",
     },
