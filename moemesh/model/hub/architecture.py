@@ -1,4 +1,3 @@
-# pyright: basic
 """The record of a model of transformers, read from its modelling code on the meta device.
 
 As a program it takes a ``config.json`` from its standard input and prints the record in one line;

@@ -1,4 +1,3 @@
-# pyright: basic
 """A model of transformers on the meta device, and memory for the part of it that a rank holds.
 
 Its configuration is the text part of a ``config.json``, changed where training needs it: no cache,

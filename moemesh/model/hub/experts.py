@@ -1,4 +1,3 @@
-# pyright: basic
 """The seam of transformers' experts modules: what computes the experts of every layer.
 
 Every experts module of transformers looks its forward up by name among `ALL_EXPERTS_FUNCTIONS` and

@@ -1,4 +1,3 @@
-# pyright: basic
 """A language model of transformers' own code, in the place of our :class:`Transformer`.
 
 Attention, routers, norms and shared experts are the family's. Ours are the experts' exchange

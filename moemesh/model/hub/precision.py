@@ -1,4 +1,3 @@
-# pyright: basic
 """A mode in which modelling code that names float32 computes in float64 instead.
 
 Norms, rotary positions and routers of transformers say ``.float()`` or ``dtype=torch.float32``. In

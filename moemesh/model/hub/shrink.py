@@ -1,4 +1,3 @@
-# pyright: basic
 """A small model of the same family: few layers, one of each kind, and small sizes.
 
 A proof on it is one of the modelling code with the switches of the real model. The layers are the

@@ -1,4 +1,3 @@
-# pyright: basic
 """The proof before a run: a small model of the same family, whole and in the run's layout.
 
 The modelling code of transformers is not ours, so nothing is taken for granted: forward and
