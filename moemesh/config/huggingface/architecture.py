@@ -23,7 +23,7 @@ from moemesh.config.huggingface.keys import real, table, wrong
 from moemesh.config.model import ModelConfig
 from moemesh.config.python import python_command
 
-#: Version of the record: an older one in the cache is read from the model once more.
+#: Version of the record: an older one in the cache is discarded and read from the model.
 RECORD_VERSION = 5
 #: Kinds of problems in our own reading with a model that the code of transformers may have.
 _BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})

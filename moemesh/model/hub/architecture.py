@@ -43,8 +43,8 @@ _SAME = 1e-8
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which parameters are read before (0), in (1) and behind (2) the layers, and what each
-    layer returns."""
+    """Records of a forward: the phases in which each parameter is read (0 before the layers, 1 in
+    them, 2 after them), and the result of each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +66,9 @@ class _Uses(TorchFunctionMode):
 
 
 def read(values: Mapping[str, Any], documents: str | None = None) -> Architecture:
-    """The record of the model of a ``config.json``; `documents` None: it is found out how they are
-    kept apart. Raises ConfigError where it is none."""
+    """The record of the model of a ``config.json``. `documents`: the known way to keep documents
+    apart, for a small model; None determines it. Raises ConfigError for a model that cannot be
+    trained."""
     plan = blueprint(values)
     model = plan.build(torch.bfloat16)
     kind = str(values["model_type"])
@@ -108,9 +109,8 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         )
         for path, parameter in model.named_parameters()
     )
-    shared = any(
-        {0, 2} <= phases for phases in uses.phases.values()
-    )  # read before the layers and behind them
+    # A tied table is read before the layers and after them.
+    is_tied = any({0, 2} <= phases for phases in uses.phases.values())
     reads_between = any(
         1 in uses.phases.get(id(parameter), ())
         for path, parameter in model.named_parameters()
@@ -146,7 +146,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         expert_width=int(width),
         routed_layers=tuple(sorted(experts)),
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 0),
-        tied_embeddings=shared,
+        tied_embeddings=is_tied,
         has_plain_head=_has_plain_head(model),
         layers=name,
         parameters=parameters,
@@ -273,7 +273,7 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _documents(values: Mapping[str, Any]) -> str:
-    """How two documents in one row are kept apart: as `Architecture.documents`."""
+    """The way to keep two documents in one row apart, a value of `Architecture.documents`."""
     model = shrunken(values).build()
     initialize(model, seed=0)
     ids = torch.randint(1, 100, (1, sum(_DOCUMENTS)), generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """Costs of a token in each layer of a model of transformers, counted on the meta device.
 
 The modelling code runs once at each of two lengths, so that what grows with the length of a
-sequence is told from what does not:
+sequence is separated from what does not:
 
     FLOPs(S) = a S + b S^2,     bytes kept for the backward(S) = c S + d S^2
 

@@ -102,7 +102,7 @@ class HeldExperts:
         module, num_local = self.module, len(rows.counts_L)
         x_RH = permute(rows.source_NH, rows.map)
         places_R = torch.arange(len(x_RH), device=x_RH.device)
-        # Rows that nobody computes come last, with the number that eager forwards skip.
+        # Padding rows come last, with the expert number that eager forwards skip.
         expert_R1 = torch.searchsorted(rows.counts_L.cumsum(0), places_R, right=True)[:, None]
         whole, module.num_experts = module.num_experts, num_local
         try:
@@ -117,8 +117,8 @@ class HeldExperts:
 
 
 class _WithResults(Flow):
-    """A flow in which a recomputation has the experts' results, too: unlike ours, the code behind
-    them may multiply or normalize, and its backward reads them."""
+    """A flow in which a recomputation also has the experts' results: modelling code may multiply or
+    normalize them afterwards, and its backward then reads them."""
 
     def __init__(self, flow: Flow) -> None:
         self.once, self.start, self.cut, self.pause = flow.once, flow.start, flow.cut, flow.pause
@@ -150,7 +150,7 @@ class HubMoE:
     def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         context = self.context
         assert context is not None
-        # A weight of exactly 0 stands for a choice that the family's router has dropped.
+        # A weight of exactly 0 marks a choice that the family's router has dropped.
         has_row_TK = (experts_TK < self.num_experts) & (weights_TK.detach() != 0)
         if context.valid_T is not None:
             has_row_TK = has_row_TK & context.valid_T[:, None]

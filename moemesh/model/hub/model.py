@@ -2,7 +2,7 @@
 
 Attention, routers, norms and shared experts are the family's. Ours are the experts' exchange
 (:mod:`moemesh.model.hub.experts`), the presence of weights and what is kept of every layer (around
-the forward of each decoder layer), the loss behind the last hidden states, and the balance losses
+the forward of each decoder layer), the loss of the last hidden states, and the balance losses
 of the routers' recorded logits.
 
 A pipeline stage is the whole forward with other layers: those of earlier stages return the stream
@@ -221,8 +221,8 @@ class HubModel(Transformer):
         )
 
     def rows_of(self, batch: Batch) -> Rows:
-        """What the modelling code is given. A microbatch without a sequence has one of padding, so
-        that this rank exchanges what the others do."""
+        """The inputs of the modelling code. A microbatch without a sequence gets one of padding, so
+        that this rank takes part in every exchange."""
         ids_BS, valid_BS = batch.tokens_BS, batch.valid_BS
         if not ids_BS.numel():
             ids_BS = ids_BS.new_zeros(1, max(ids_BS.shape[1], 1))
@@ -254,8 +254,8 @@ class HubModel(Transformer):
             return tail(self.net, self.stream(batch)).flatten(0, 1)
 
     def stream(self, batch: Batch) -> Tensor:
-        """The hidden states behind the last norm [B, S, H]. A slice of sequences needs one document
-        in each, whole: the modelling code keeps what came before in a cache of its own."""
+        """The hidden states after the last norm [B, S, H]. Slices of sequences need one whole
+        document in each: the modelling code keeps earlier positions in a cache of its own."""
         rows = self.rows_of(batch)
         with self._inside(self._make_context(batch, rows, PLAIN_FLOW)):
             return self._hidden_states(rows, wants_logits=False, slices=batch.slices)[0]
@@ -382,8 +382,7 @@ class HubModel(Transformer):
                 return F.cross_entropy(logits_TV.to(wide), targets_T, reduction="none")
 
         parts = zip(hidden_TH.split(LOGIT_ROWS), targets_T.split(LOGIT_ROWS), strict=True)
-        found = [checkpoint(losses, *part, use_reentrant=False) for part in parts]
-        return torch.cat(found)
+        return torch.cat([checkpoint(losses, *part, use_reentrant=False) for part in parts])
 
     def _auxiliary(
         self,
@@ -463,7 +462,7 @@ def together(leaves: list[Any]) -> list[Any]:
 
 
 class _Hidden:
-    """What a base model returns, of hidden states that are known."""
+    """Output of a base model with given hidden states."""
 
     def __init__(self, hidden_BSH: Tensor) -> None:
         self.last_hidden_state = hidden_BSH
@@ -489,7 +488,8 @@ class _Stub(nn.Module):
 
 
 def tail(net: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
-    """Logits by the family's own code behind the base model: its head, and what scales or caps."""
+    """Logits of hidden states [B, S, H] by the family's own code after the base model: its head,
+    with scaling and capping."""
     ids = torch.zeros(hidden_BSH.shape[:2], dtype=torch.int64, device=hidden_BSH.device)
     base = net._modules[net.base_model_prefix]
     assert base is not None
@@ -503,7 +503,7 @@ def tail(net: PreTrainedModel, hidden_BSH: Tensor) -> Tensor:
 def masks(
     net: PreTrainedModel, ids_BS: Tensor, position_BS: Tensor, dtype: torch.dtype
 ) -> Mapping[str, Tensor]:
-    """The mask of each kind of attention layer, for families that do not look at positions."""
+    """The mask of each kind of attention layer, for families whose masks ignore positions."""
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     config = net.config.get_text_config()
@@ -512,7 +512,7 @@ def masks(
         "config": config, "inputs_embeds": like, "attention_mask": None, "cache": None,
         "position_ids": position_BS,
     }  # fmt: skip
-    found = {"full_attention": create_causal_mask(**given)}
+    by_kind = {"full_attention": create_causal_mask(**given)}
     if getattr(config, "sliding_window", None):
-        found["sliding_attention"] = create_sliding_window_causal_mask(**given)
-    return found
+        by_kind["sliding_attention"] = create_sliding_window_causal_mask(**given)
+    return by_kind

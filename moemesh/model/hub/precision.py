@@ -1,7 +1,7 @@
 """A mode in which modelling code that names float32 computes in float64 instead.
 
-Norms, rotary positions and routers of transformers say ``.float()`` or ``dtype=torch.float32``. In
-a float64 run that would round to 24 bits, where layouts differ by 1e-7.
+Norms, rotary positions and routers of transformers cast by ``.float()`` or
+``dtype=torch.float32``. A float64 run would round there to 24 bits, and layouts differ by 1e-7.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def kind_of(layer: nn.Module) -> frozenset[tuple[str, str]]:
-    """The modules of a layer by name and class, and the words that say which kind it is."""
+    """The kind of a layer: its modules by name and class, and their attributes that name a type."""
     words = {
         (f"{name}.{key}", str(value))
         for name, module in layer.named_modules()

@@ -33,7 +33,7 @@ from moemesh.parallel.expert.layer import (
 )
 from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
 
-#: How a model with spread experts is saved by transformers.
+#: Instruction to save a model with spread experts in the format of transformers.
 _SAVE = "model.save_pretrained(folder, state_dict=state)"
 
 

@@ -83,8 +83,8 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
     experts = plan.ep * max(1, _EXPERTS // plan.ep)
     with mesh.ledger.paused():
         worst, name = _difference(config.model.architecture, experts, plan, mesh)
-    found = [tuple(pair) for pair in gather_json([worst, name], mesh.control)]
-    worst, name = max(found, key=lambda pair: (not pair[0] <= MOST, pair[0]))
+    of_ranks = [tuple(pair) for pair in gather_json([worst, name], mesh.control)]
+    worst, name = max(of_ranks, key=lambda pair: (not pair[0] <= MOST, pair[0]))
     if not worst <= MOST:
         raise ProofError(
             f"{config.model.architecture.model_type}: {name} of a small model differs by "
