@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import signal
@@ -12,25 +11,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 from moemesh.checkpoint import ownership
-from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.retention import VerifiedState, remember
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
-from moemesh.train import session as session_module
-from moemesh.train.records import rows as row_log
 from moemesh.train.records import run_folder as folder_module
-from moemesh.train.records.rows import Cut, RowLog, cut_after
 from moemesh.train.records.run_folder import (
     Events,
     RunFolder,
@@ -39,11 +32,8 @@ from moemesh.train.records.run_folder import (
     refuse_changes,
     refuse_other_data,
 )
-from moemesh.train.session import Session
-from moemesh.watch.lease import LeaseLost
 from tests.checkpoint.simulate import save_one, whole
 from tests.data.texts import stream
-from tests.train import runs
 
 METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
            "lr": 0.1, "seconds": 1.0}  # fmt: skip
@@ -420,294 +410,3 @@ def test_a_rank_opens_the_folder_in_which_another_has_begun(tmp_path: Path) -> N
     with pytest.raises(RunFolderError, match=r"holds events\.jsonl but no run"):
         RunFolder.open(tmp_path)
     assert not RunFolder.open(tmp_path, None).has_run
-
-
-class FullDisk:
-    """Takes `room` bytes, then none, as write(2) does it: the last write is cut short."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self._write = os.write
-
-    def write(self, handle: int, data: bytes) -> int:
-        if not self.room:
-            raise OSError(28, "No space left on device")
-        taken = self._write(handle, data[: self.room])
-        self.room -= taken
-        return taken
-
-
-def rows_of(path: Path) -> list[int]:
-    return [row["step"] for row in runs.rows_of(path)]
-
-
-def test_a_full_disk_is_told_once_and_no_row_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    log = RowLog(tmp_path / "metrics.jsonl", lambda text, kind: said.append(f"{kind}: {text}"))
-    disk = FullDisk(room=100_000)
-    monkeypatch.setattr(row_log.os, "write", disk.write)
-    assert log.append([{"step": 1}])
-    disk.room = 5  # half a row
-    for step in (2, 3, 4):
-        assert not log.append([{"step": step}])
-        assert rows_of(log.path) == [1]
-        disk.room = 0
-    assert len(said) == 1
-    assert said[0].startswith(f"disk: {log.path}: No space left on device: ")
-    assert said[0].endswith(" free; the run goes on, rows wait in memory")
-    disk.room = 100_000
-    assert log.append([{"step": 5}])
-    assert rows_of(log.path) == [1, 2, 3, 4, 5]
-    assert said[1:] == [f"disk: {log.path} is written again"]
-
-
-def test_rows_that_wait_are_bounded_and_the_lost_ones_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_log, "MOST_WAITING", 3)
-    said: list[str] = []
-    log = RowLog(tmp_path / "metrics.jsonl", lambda text, kind: said.append(text))
-    disk = FullDisk(room=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(row_log.os, "write", disk.write)
-        for step in range(1, 6):
-            log.append([{"step": step}])
-        assert not log.append([{"step": 6}], waits=False)
-    assert log.flush()
-    assert rows_of(log.path) == [3, 4, 5]
-    assert said[-1] == f"{log.path} is written again; 2 rows are lost"
-
-
-def test_a_device_that_is_always_full() -> None:
-    said: list[str] = []
-    log = RowLog(Path("/dev/full"), lambda text, kind: said.append(text))
-    assert not any(log.append([{"step": step}]) for step in (1, 2))
-    assert len(said) == 1 and "No space left on device" in said[0]
-
-
-def test_rows_behind_a_torn_one_stand_alone(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
-    file.write_text('{"step": 1}\n{"ste')
-    RowLog(file).append([{"step": 2}])
-    assert file.read_text() == '{"step": 1}\n{"ste\n{"step": 2}\n'
-
-
-def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert cut_after(file, 3) == Cut(missing="metrics.jsonl: 3 steps are missing (1 to 3)")
-    log = RowLog(file)
-    for step in range(1, 6):
-        log.append([{"step": step, "loss": 0.1 + step / 3}])
-    whole = file.read_bytes()
-    with file.open("a") as handle:
-        handle.write('{"step": 6, "lo')  # a crash in the middle of a row
-    assert cut_after(file, 9)._replace(missing="") == Cut(damaged=1, first_damaged=6)
-    assert file.read_bytes() == whole
-    assert cut_after(file, 3)._replace(missing="") == Cut(rows=2)
-    rows = runs.rows_of(file)
-    assert rows == [{"step": step, "loss": 0.1 + step / 3} for step in (1, 2, 3)]
-    assert cut_after(file, -1) == Cut(rows=3)
-    assert file.read_bytes() == b""
-
-
-def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
-    file = tmp_path / "loads.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2}')
-    assert cut_after(file, 2)._replace(missing="") == Cut()
-    RowLog(file).append([{"step": 3}])
-    assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-@pytest.mark.parametrize("line", ["{broken", "3", "{}", '{"step": "1"}', "\xff\xfe", "[" * 9999])
-def test_a_damaged_row_blocks_no_resume(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n{"step": 3}\n', encoding="latin-1")
-    assert cut_after(file, 2)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=2)
-    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_a_cut_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2}\n{"st')
-    monkeypatch.setattr(row_log.os, "replace", None)  # no second file
-    monkeypatch.setattr(row_log.os, "fsync", None)
-    assert cut_after(file, 1)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=3)
-    assert file.read_text() == '{"step": 1}\n'
-
-
-def test_a_sum_across_the_cut_goes(tmp_path: Path) -> None:
-    file = tmp_path / "loads.jsonl"
-    rows = [{"step": 4, "steps": 4}, {"step": 8, "steps": 4}, {"step": 12, "steps": 4}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cut_after(file, 6) == Cut(
-        rows=2, lost=range(5, 7), missing="loads.jsonl: 2 steps are missing (5 to 6)"
-    )
-    assert rows_of(file) == [4]
-
-
-def test_the_rates_of_an_extended_run_are_named(tmp_path: Path) -> None:
-    """By the cosine: 0.1 of the rate at its end; 3 of 8 decay steps are done at step 5."""
-    out = tmp_path / "run"
-    keys = {"train__steps": 4, "train__lr": 1e-3, "train__warmup_steps": 2}
-    keys["train__final_lr_ratio"] = 0.1
-    assert "learning rate" not in runs.said(*runs.arguments(out, **keys))
-    told = runs.said(*runs.arguments(out, **keys | {"train__steps": 10}))
-    after = 1e-4 + 0.5 * 9e-4 * (1 + math.cos(math.pi * 3 / 8))
-    note = f"note: the learning rate of step 4 was 1.00e-04, that of step 5 is {after:.2e}: "
-    assert note + "its decay ends at step 10 now, not at 4" in told, told
-    assert runs.metrics(out)[4]["lr"] == pytest.approx(after)
-
-
-def test_rows_that_are_missing_at_a_resume_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert cut_after(file, 3).missing == "metrics.jsonl: 3 steps are missing (1 to 3)"
-    file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 5, 8, 9)))
-    assert cut_after(file, 10).missing == "metrics.jsonl: 5 steps are missing (3 to 4, 6 to 7, 10)"
-    file.write_text('{"step": 4, "steps": 4}\n{"step": 6, "steps": 2}\n')
-    assert cut_after(file, 6).missing == ""
-
-
-# --- a folder that is lost while a run works in it ----------------------------------------------
-
-
-def _lose(out: Path, how: str) -> Path | None:
-    """The folder of the run afterwards."""
-    if how == "deleted":
-        while out.exists():  # the run may be writing
-            shutil.rmtree(out, ignore_errors=True)
-        return None
-    moved = out.rename(out.with_name("moved"))
-    if how == "replaced":
-        out.mkdir()
-    elif how == "replaced by a run":
-        other = RunFolder.open(out)
-        other.lock()
-        other.release()
-    return moved
-
-
-@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "replaced by a run"])
-def test_a_lost_folder_takes_nothing_more(tmp_path: Path, how: str) -> None:
-    out = tmp_path / "run"
-    holder = RunFolder.open(out)
-    holder.lock()
-    rank = RunFolder.inspect(out, None)
-    rank.join()
-    save_one(out / "checkpoints", 3, [whole("w", torch.zeros(2))])
-    log = rank.row_log("metrics.jsonl")
-    assert log.append([{"step": 1}]) and holder.why_lost() is None
-    moved = _lose(out, how)
-    before = sorted(out.rglob("*"))
-    for folder in (holder, rank):
-        with pytest.raises(LeaseLost, match=r"renamed, deleted|replaced") as lost:
-            folder.check_lease()
-        assert folder.present_path() == moved and folder.lost() is not None
-        with pytest.raises(LeaseLost):
-            folder.write_text("summary.json", "{}")
-        if moved is None:
-            assert "no checkpoint of this run is left" in lost.value.facts["advice"]
-        else:
-            assert f"it is {moved} now" in str(lost.value)
-            assert f"is {moved}/checkpoints/step-3; --out {moved}" in lost.value.facts["advice"]
-    log.append([{"step": 2}])
-    Events(rank).add("note", "text")
-    with pytest.raises(LeaseLost):
-        holder.raise_epoch()
-    if moved is not None:  # as long as the run lives, no other one enters there
-        with pytest.raises(RunFolderError, match="in use"):
-            RunFolder.open(moved).lock()
-    holder.release()
-    assert sorted(out.rglob("*")) == before
-    if moved is not None:
-        assert not json.loads((moved / "lease").read_text())["held"]
-
-
-def test_a_lost_folder_of_checkpoints_elsewhere(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    run = RunFolder.open(tmp_path / "run", checkpoint_folder=str(shared))
-    run.lock()
-    save_one(shared, 7, [whole("w", torch.zeros(2))])
-    (tmp_path / "run").rename(tmp_path / "moved")
-    with pytest.raises(LeaseLost) as lost:
-        run.check_lease()
-    assert f"the last checkpoint of this run is {shared}/step-7" in lost.value.facts["advice"]
-    (tmp_path / "moved").rename(tmp_path / "run")
-    assert run.lost() is None
-    shared.rename(tmp_path / "away")
-    assert run.why_lost() is None and "shared was renamed, deleted or replaced" in str(run.lost())
-    run.release()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("how", ["renamed", "deleted", "replaced by a run"])
-def test_a_run_whose_folder_is_lost_stops(tmp_path: Path, ranks: int, how: str) -> None:
-    out = tmp_path / "run"
-    keys = {"plan__dp": ranks, "train__steps": 100_000, "train__checkpoint_every": 5}
-    process = runs.start(*runs.arguments(out, **keys))
-    runs.until(lambda: (out / "checkpoints/step-10").exists(), process)
-    moved = _lose(out, how)
-    before = sorted(out.rglob("*"))
-    told, err = process.communicate(timeout=runs.PATIENCE)
-    assert process.returncode == 1 and "Traceback" not in err, told + err
-    assert "renamed, deleted" in err or "replaced" in err
-    assert sorted(out.rglob("*")) == before
-    if moved is None:
-        assert "no checkpoint of this run is left" in err
-        return
-    step = max(int(path.name[5:]) for path in moved.glob("checkpoints/step-*[0-9]"))
-    assert f"the last checkpoint of this run is {moved}/checkpoints/step-{step}" in err, err
-    assert json.loads((moved / "failure.json").read_text())["run_folder"] == str(moved)
-    runs.said(*runs.arguments(moved, **keys), "--stop-after", step + 5)
-
-
-# --- a disk that is full at the last step -------------------------------------------------------
-
-
-def _last_save(
-    monkeypatch: pytest.MonkeyPatch, outcomes: list[str], stops: list[bool]
-) -> list[str]:
-    """What the console gets from the save of step 6 of 6, the last one saved being 4; `outcomes`:
-    of the attempts; `stops`: whether a stop was requested, after each of them."""
-    monkeypatch.setattr(session_module, "_ROOM_SECONDS", 0.01)
-    said = list[str]()
-    attempts = iter(outcomes)
-
-    def save(step: int, state: object, *, is_last: bool, hurries: Callable[[], bool]) -> None:
-        # A stop while the save runs ends it after the attempt; it has none of its own here.
-        session.stop.requested = True
-        assert hurries() == is_last
-        session.stop.requested = False
-        if problem := next(attempts):
-            raise CheckpointError(problem)
-
-    requests = iter(stops)
-    session = SimpleNamespace(
-        folder=SimpleNamespace(check_lease=lambda: None, path=Path()),
-        artifacts=SimpleNamespace(flush=lambda: None, identity={}),
-        num_read=lambda step: step,
-        rehoming=SimpleNamespace(state=dict),
-        nan_policy=SimpleNamespace(state=dict),
-        checkpoints=SimpleNamespace(save=save),
-        config=SimpleNamespace(train=SimpleNamespace(steps=6)),
-        stop=SimpleNamespace(requested=False),
-        largest=lambda number: next(requests),
-        mesh=SimpleNamespace(rank=0),
-        console=SimpleNamespace(warn=said.append),
-        saved=5,  # that save failed later
-    )
-    monkeypatch.setattr(session_module, "newest_step", lambda path: 4)
-    Session.save(cast("Session", session), 6, is_last=True)
-    return said
-
-
-def test_the_last_step_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = "checkpoint of step 6: /r/step-6: No space left on device: 9 bytes needed, 1 free"
-    said = _last_save(monkeypatch, [full, full, full, ""], [False] * 3)
-    assert len(said) == 1 and "waits for room" in said[0] and "steps 5 to 6 are lost" in said[0]
-    with pytest.raises(CheckpointError, match="steps 5 to 6 are lost"):
-        _last_save(monkeypatch, [full, full], [False, True])
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        _last_save(monkeypatch, ["Input/output error"], [])
