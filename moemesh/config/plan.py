@@ -7,10 +7,13 @@ from math import ceil
 from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, model_validator
+from typing_extensions import TypeAliasType
 
+from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
+from moemesh.config.names import Names
 from moemesh.config.rules import (
     ASYNCHRONOUS_SCHEDULES,
     MIRRORED_SCHEDULES,
@@ -23,7 +26,7 @@ from moemesh.config.suggest import divisors, nearest_divisors
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
 Context = Literal["ring", "all_gather", "all_to_all"]
-Dispatcher = Literal["all_to_all", "all_gather", "hierarchical", "low_latency", "deepep", "auto"]
+Dispatcher = TypeAliasType("Dispatcher", Annotated[str, Names(DISPATCHERS, "auto")])
 Combine = Literal["fast", "exact"]
 Payload = Literal["same", "fp8"]
 ScheduleName = Literal[

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import Problem
 from moemesh.config.plan import Plan
 from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
@@ -127,7 +128,7 @@ def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
     plan, is_exact = config.plan, config.plan.combine == "exact"
     if plan.spare_slots:
         wanted = "plan.spare_slots", f"spare_slots = {plan.spare_slots}"
-        if plan.dispatcher not in ("all_to_all", "auto"):
+        if not dispatcher_row(plan.dispatcher).accepts_replicas:
             why = "sends rows to the homes of experts, not to their replicas"
             yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
         if is_exact:

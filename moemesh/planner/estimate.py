@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -151,7 +152,7 @@ def of_own_run(
     at_once, chunks = rows_at_once(tokens, model.experts_per_token, plan.etp), plan.dispatch_chunks
     if plan.combine == "exact":
         at_once, chunks = max(most_rows, balanced), 1
-    hops = 1 + (plan.dispatcher == "hierarchical" and layout.ep_rail > 1)
+    hops = 1 + (dispatcher_row(plan.dispatcher).is_node_aware and layout.ep_rail > 1)
 
     def held(crowd: float | None) -> float:
         """Peak bytes under uniform routing (None), or if a share `crowd` of all tokens choose the

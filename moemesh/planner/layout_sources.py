@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
+from moemesh.config.dispatcher_table import PREDICTED
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
@@ -143,11 +144,6 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
 # The traffic of other plans comes from the closed forms of `volumes`.
 
 
-#: Values of plan keys with which the ledger of a run is complete.
-_ENTERED: dict[str, tuple[object, ...]] = {
-    "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto"),
-    "replay": (None,),
-}
 #: Largest number of forwards in an exact ledger, because of the time that it takes.
 LARGEST_LEDGER = 20_000
 
@@ -160,7 +156,9 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
             return problem.message
         setting = f"{problem.key.partition('.')[2]} = {problem.value}"
         return f"`moemesh train` does not carry out {setting} yet"
-    for key, values in _ENTERED.items():
+    # Values of these keys with which the ledger of a run is complete.
+    predicted = {"dispatcher": (*PREDICTED, "auto"), "replay": (None,)}
+    for key, values in predicted.items():
         if (value := getattr(plan, key)) not in values:
             return f"{key} = {value} has no prediction of its bytes"
     is_auto = plan.dispatcher == "auto"

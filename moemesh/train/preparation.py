@@ -15,6 +15,7 @@ from datetime import date
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, file_limit, free_bytes
@@ -22,9 +23,11 @@ from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.config.changes import Change
 from moemesh.config.data import DataConfig
+from moemesh.config.dispatcher_table import DISPATCHERS, dispatcher_row
 from moemesh.config.errors import ConfigError, Problem, UserError, found_by, refuse_together
 from moemesh.config.hub import short_name
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
+from moemesh.config.names import Names
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
@@ -34,7 +37,6 @@ from moemesh.data.samples import Samples
 from moemesh.data.sources import validation_source
 from moemesh.data.tokenizer import DataError, reads_clock
 from moemesh.data.tokenizing import cache_beside
-from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
@@ -76,21 +78,10 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
     config, origins = resolved.config, resolved.origins
     plan, batch = config.plan, config.data.global_batch
     found = [*refusals(config), *step_problems(plan, config.model, config.data.seq_len)]
-    if plan.dispatcher == "deepep":
-        reasons = deepep_probe.refusals(
-            etp=plan.etp,
-            exact=plan.combine == "exact",
-            coded=plan.payload != "same",
-            dtype=config.train.dtype,
-            hidden=config.model.hidden_size,
-        )
-        if plan.recompute == "full":
-            reasons.append(
-                "deepep does not dispatch twice in one order, as recompute = full would need"
-            )
-        if not (probe := deepep_probe.available()).usable:
-            reasons.insert(0, str(probe))
-        fix = "dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto"
+    if obstacles := dispatcher_row(plan.dispatcher).obstacles:
+        others = Names(DISPATCHERS, where=lambda row: not row.obstacles)
+        fix = f"dispatcher = {', '.join(others)} or auto"
+        reasons = resolve_name(obstacles)(config)
         found += [plan.problem("not-available", "dispatcher", why, fix) for why in reasons]
     for name in config.train.sinks:
         if (package := missing_package(name)) is not None:

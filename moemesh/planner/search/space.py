@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from moemesh.config.dispatcher_table import PROPOSED
 from moemesh.config.plan import AttentionExit, ScheduleName
 from moemesh.config.rules import experts_fit, uncut_by_tensor
 from moemesh.config.suggest import divisors
@@ -146,7 +147,7 @@ class Family:
             recompute=RECOMPUTED[space.recompute[recompute]],
             zero=self.zero[zero],
             attention_exit=space.exits[attention_exit],
-            dispatcher="hierarchical" if ep * etp > space.node_size else "all_to_all",
+            dispatcher=PROPOSED[ep * etp > space.node_size],
             ranks_per_node=min(space.node_size, space.num_devices),
         )
 

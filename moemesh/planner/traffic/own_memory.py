@@ -13,6 +13,7 @@ from itertools import chain
 from math import ceil
 from typing import Literal, NamedTuple
 
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -448,15 +449,14 @@ class LayerMemory(RankStep):
             weights, positions = local.tokens * k * wide, _INT64 * total
             picks = weights + _INT64 * sum(local.rows) + wide * total + positions
             slots = slots_per_pair(self.max_tokens, k, self.model.num_experts, plan.ep)
+            last = dispatcher_row(plan.dispatcher).hops[-1]
             if plan.ep * plan.etp == 1 and plan.combine == "fast":
                 picks = weights + positions
-            elif plan.dispatcher == "all_gather":
-                source = sum(peer.tokens for peer in peers)
+            elif last.is_of_tokens:
+                is_all = last.rows == "tokens"
+                source = sum(peer.tokens if is_all else peer.visits[ep_index] for peer in peers)
                 picks = source * k * wide + positions
-            elif plan.dispatcher == "hierarchical":
-                source = sum(peer.visits[ep_index] for peer in peers)
-                picks = source * k * wide + positions
-            elif plan.dispatcher == "low_latency" and all(
+            elif last.rows == "slots" and all(
                 count <= slots for peer in peers for count in peer.rows
             ):
                 source = slots * len(peers)
