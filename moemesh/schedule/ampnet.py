@@ -11,8 +11,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from moemesh.config.conditions import ALWAYS, ScheduleConditionError, at_least, require
 from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, one_pipe, single
-from moemesh.schedule.conditions import ALWAYS, ScheduleConditionError, at_least, require
 
 CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.config.errors import UserError
+from moemesh.config.schedule_table import MicrobatchTimes
 from moemesh.config.suggest import nearest_divisors
-from moemesh.schedule import closed_forms, text
+from moemesh.schedule import text
 from moemesh.schedule.action import Schedule, messages
-from moemesh.schedule.build import RECIPES, build
-from moemesh.schedule.closed_forms import ClosedForm
+from moemesh.schedule.build import RECIPES, ClosedForm, build, closed_form
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import one_f_one_b
 from moemesh.schedule.request import ScheduleRequest
@@ -112,10 +112,8 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
     is_plain = len(numbers) == len(parts) and not costs.message and not request.relaxed
     if request.name in RECIPES and is_plain:
         assert block is None or isinstance(block, (int, float))
-        times = closed_forms.MicrobatchTimes(
-            forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block
-        )
-        closed = closed_forms.closed_form(schedule, times, held=held)
+        times = MicrobatchTimes(forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block)
+        closed = closed_form(schedule, times, held=held)
     block = "" if request.block is None else f", block {request.block}"
     cost_text = f"forward {request.forward}, input gradient {request.dgrad}, "
     cost_text += f"weight gradient {request.wgrad}{block}, message {request.comm}"

@@ -6,10 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moemesh.config.conditions import (
+    ALWAYS,
+    Condition,
+    Numbers,
+    ScheduleConditionError,
+    one_of,
+    require,
+)
 from moemesh.config.errors import UserError, public
-from moemesh.schedule import ampnet, conditions, generators, terapipe
+from moemesh.config.schedule_table import FORMS, Form, FormNumbers, MicrobatchTimes
+from moemesh.schedule import ampnet, generators, terapipe
 from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.conditions import ALWAYS, Condition, Numbers, one_of, require
 
 #: More operations than any pipeline has in a step; a slip must not fill the memory.
 LARGEST_NUM_OPERATIONS = 2_000_000
@@ -129,7 +137,7 @@ def require_defined(name: str, **numbers: int) -> None:
         # More ranks than operations: no number of microbatches is small enough.
         most_ranks = ranks * microbatches * LARGEST_NUM_OPERATIONS // largest
         nearest = f"microbatches {fewer}" if fewer else f"microbatches 1, ranks {most_ranks}"
-        raise conditions.ScheduleConditionError(
+        raise ScheduleConditionError(
             f"{name} with ranks {ranks}, microbatches {microbatches} would have up to "
             f"{largest} operations, more than {LARGEST_NUM_OPERATIONS} (nearest: {nearest})"
         )
@@ -159,3 +167,40 @@ def recipe_of(name: str) -> Generator:
         hint = nearest_choice(name, tuple(RECIPES))
         raise UserError(f"unknown schedule {name!r}: {hint}")
     return RECIPES[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedForm:
+    """A schedule's formulas at its numbers: the bubble is None where the formula does not hold,
+    and so is the peak."""
+
+    form: Form
+    bubble: float | None
+    peak_activation: tuple[float, ...] | None
+    weight_copies: tuple[int, ...]
+
+
+def closed_form(
+    schedule: Schedule, times: MicrobatchTimes, *, held: float = 1.0
+) -> ClosedForm | None:
+    """The formulas of a generated schedule for equal stages and slices and no latency; None without
+    any. `held` is M_w / M_a."""
+    form = FORMS.get(schedule.name)
+    if form is None:
+        return None
+    numbers = FormNumbers(
+        ranks=schedule.num_ranks,
+        microbatches=schedule.total_microbatches,
+        chunks=schedule.stages_per_rank,
+        times=times,
+        held=held,
+        slice_share=1 / schedule.num_slices,
+    )
+    ranks = range(schedule.num_ranks)
+    peak = tuple(form.peak(numbers, rank) for rank in ranks) if form.peak_holds(numbers) else None
+    return ClosedForm(
+        form=form,
+        bubble=form.bubble(numbers) if form.bubble_holds(numbers) else None,
+        peak_activation=peak,
+        weight_copies=tuple(form.copies(numbers, rank) for rank in ranks),
+    )

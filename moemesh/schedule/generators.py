@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Literal
 
+from moemesh.config.conditions import ALWAYS, at_least, divisible, require
 from moemesh.schedule.action import (
     Entry,
     Kind,
@@ -19,7 +20,6 @@ from moemesh.schedule.action import (
     single,
     v_shape,
 )
-from moemesh.schedule.conditions import ALWAYS, at_least, divisible, require
 
 # 1F1B: after a short warm-up each forward is followed by a backward.
 #

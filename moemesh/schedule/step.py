@@ -20,9 +20,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from moemesh.config.rules import MIRRORED_SCHEDULES, V_SCHEDULES
+from moemesh.config.schedule_table import FORMS, FormNumbers, MicrobatchTimes
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build
-from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.simulate import entry_times
@@ -264,7 +264,7 @@ def weight_copies(step: PipelineStep, rank: int) -> int:
     if not step.is_stream:
         return 1
     count = max(step.microbatches, 4 * step.ranks)
-    numbers = Numbers(
+    numbers = FormNumbers(
         ranks=step.ranks, microbatches=count, chunks=step.chunks, times=MicrobatchTimes()
     )
     return FORMS[step.schedule].copies(numbers, rank)

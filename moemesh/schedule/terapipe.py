@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from moemesh.config.conditions import ALWAYS, at_least, at_most, divisible, require
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.schedule.action import Op, Schedule, linear, one_pipe, single
-from moemesh.schedule.conditions import ALWAYS, at_least, at_most, divisible, require
 from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 
 CONDITIONS = (*ALWAYS, at_least("num_slices", 1))

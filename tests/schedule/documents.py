@@ -7,10 +7,10 @@ import re
 import textwrap
 from collections.abc import Callable
 
+from moemesh.config.schedule_table import FORMS
 from moemesh.report.timeline_picture import timeline_rows
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import RECIPES, build
-from moemesh.schedule.closed_forms import FORMS
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations
 

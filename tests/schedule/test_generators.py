@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from moemesh.config.schedule_table import MicrobatchTimes
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import RECIPES, build, closed_form
 from moemesh.schedule.check import check
-from moemesh.schedule.closed_forms import MicrobatchTimes, closed_form
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import gpipe, pipedream_2bw, zb_h1
 from moemesh.schedule.simulate import simulate

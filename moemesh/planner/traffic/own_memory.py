@@ -17,6 +17,7 @@ from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.schedule_table import FORMS, FormNumbers, MicrobatchTimes
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
@@ -28,7 +29,6 @@ from moemesh.planner.traffic.tensors import (
     gathered_units,
     owned,
 )
-from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
 from moemesh.trace.memory_profile import (
@@ -101,7 +101,7 @@ def predict_states(
     versions = 1
     if schedule.update is not None:
         # A stream keeps older versions of the weights.
-        numbers = Numbers(
+        numbers = FormNumbers(
             ranks=schedule.num_ranks,
             microbatches=4 * schedule.num_ranks,
             chunks=schedule.stages_per_rank,

@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from moemesh.schedule.action import Schedule
-
 #: ``span``: the longest span of a rank minus its work; ``rank_idle``: the makespan minus a rank's
 #: work, at its largest.
 Metric = Literal["span", "rank_idle"]
@@ -39,7 +37,7 @@ class MicrobatchTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class FormNumbers:
     """Sizes and times to evaluate formulas for. `held` is M_w / M_a, `slice_share` the share of a
     sequence that a slice is."""
 
@@ -64,34 +62,23 @@ class Form:
     peak_text: str
     copies_text: str = "1"
     metric: Metric = "rank_idle"
-    bubble: Callable[[Numbers], float] = lambda n: 0.0
-    bubble_holds: Callable[[Numbers], bool] = lambda n: True
-    peak: Callable[[Numbers, int], float]
-    peak_holds: Callable[[Numbers], bool] = lambda n: True
-    copies: Callable[[Numbers, int], int] = lambda n, rank: 1
+    bubble: Callable[[FormNumbers], float] = lambda n: 0.0
+    bubble_holds: Callable[[FormNumbers], bool] = lambda n: True
+    peak: Callable[[FormNumbers, int], float]
+    peak_holds: Callable[[FormNumbers], bool] = lambda n: True
+    copies: Callable[[FormNumbers, int], int] = lambda n, rank: 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClosedForm:
-    """A schedule's formulas at its numbers: the bubble is None where the formula does not hold,
-    and so is the peak."""
-
-    form: Form
-    bubble: float | None
-    peak_activation: tuple[float, ...] | None
-    weight_copies: tuple[int, ...]
-
-
-def _filling(n: Numbers) -> float:
+def _filling(n: FormNumbers) -> float:
     """Every stage waits once for the forward and once for the backward of the others."""
     return (n.ranks - 1) * (n.times.forward + n.times.backward)
 
 
-def _in_flight(n: Numbers, rank: int) -> float:
+def _in_flight(n: FormNumbers, rank: int) -> float:
     return min(n.microbatches, n.ranks - rank)
 
 
-def _dualpipe_holds(n: Numbers) -> bool:
+def _dualpipe_holds(n: FormNumbers) -> bool:
     """Overlap saves time and no more than the shorter of the two."""
     times = n.times
     parts = (times.forward, times.backward)
@@ -99,7 +86,7 @@ def _dualpipe_holds(n: Numbers) -> bool:
     return times.forward == times.dgrad and times.wgrad <= times.dgrad and overlaps
 
 
-def _dualpipe_gap(n: Numbers) -> float:
+def _dualpipe_gap(n: FormNumbers) -> float:
     return n.times.overlapped + n.times.backward - 3 * n.times.wgrad
 
 
@@ -221,29 +208,3 @@ FORMS: Mapping[str, Form] = {
         peak_holds=lambda n: False,
     ),
 }
-
-
-def closed_form(
-    schedule: Schedule, times: MicrobatchTimes, *, held: float = 1.0
-) -> ClosedForm | None:
-    """The formulas of a generated schedule for equal stages and slices and no latency; None without
-    any. `held` is M_w / M_a."""
-    form = FORMS.get(schedule.name)
-    if form is None:
-        return None
-    numbers = Numbers(
-        ranks=schedule.num_ranks,
-        microbatches=schedule.total_microbatches,
-        chunks=schedule.stages_per_rank,
-        times=times,
-        held=held,
-        slice_share=1 / schedule.num_slices,
-    )
-    ranks = range(schedule.num_ranks)
-    peak = tuple(form.peak(numbers, rank) for rank in ranks) if form.peak_holds(numbers) else None
-    return ClosedForm(
-        form=form,
-        bubble=form.bubble(numbers) if form.bubble_holds(numbers) else None,
-        peak_activation=peak,
-        weight_copies=tuple(form.copies(numbers, rank) for rank in ranks),
-    )
