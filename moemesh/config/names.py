@@ -34,7 +34,9 @@ class Names(Collection[str], Generic[Row]):
         yield from self.others
 
     def __contains__(self, name: object) -> bool:
-        return any(name == known for known in self)
+        if not isinstance(name, str):
+            return False
+        return name in self.others or (name in self.table and self.where(self.table[name]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -43,7 +45,7 @@ class Names(Collection[str], Generic[Row]):
         return core_schema.no_info_plain_validator_function(self._checked)
 
     def _checked(self, value: object) -> object:
-        if isinstance(value, str) and value in self:
+        if value in self:
             return value
         *names, last = map(repr, self)
         expected = f"{', '.join(names)} or {last}" if names else last

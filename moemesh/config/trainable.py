@@ -11,18 +11,10 @@ from collections.abc import Iterator
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import Problem
 from moemesh.config.plan import Plan
-from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
+from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES, DEFERRING_SCHEDULES
 from moemesh.config.run import RunConfig
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.toml import format_value
-
-#: Schedules that run weight gradients by themselves, with the nearest one that does not.
-DEFERRING_SCHEDULES = {
-    "zb_h1": "1f1b",
-    "zb_h2": "1f1b",
-    "zb_v": "1f1b",
-    "dualpipe": "chimera",
-    "dualpipe_v": "1f1b",
-}
 
 
 def refusals(config: RunConfig) -> list[Problem]:
@@ -114,10 +106,10 @@ def _sharded_states(config: RunConfig) -> Iterator[Problem]:
     if plan.data not in ("zero2", "zero3"):
         return
     wanted = "plan.data", f"data = {plan.data}", "replicate"
-    deferring = DEFERRING_SCHEDULES.get(plan.schedule)
-    if plan.data == "zero3" and deferring:
+    if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
         why = "defers weight gradients to a time when the weights that they read have been freed"
-        yield _clash(plan, "schedule", why, f"schedule = {deferring}, or data = zero2", *wanted)
+        fix = f"schedule = {SCHEDULES[plan.schedule].undeferred}, or data = zero2"
+        yield _clash(plan, "schedule", why, fix, *wanted)
     elif plan.schedule in ASYNCHRONOUS_SCHEDULES:
         why = "keeps versions of whole weights, and of what they have given by then"
         yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)

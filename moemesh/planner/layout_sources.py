@@ -19,9 +19,10 @@ from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
+from moemesh.config.plan import DEGREES, Plan, Recompute
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, choices_of, nearest_choice, nearest_divisors
@@ -63,7 +64,7 @@ def from_plan(
     With `model`, stages are cut as in a run. Raises ValueError for an impossible cut, and for a
     schedule from a file or a search: closed forms exist for named schedules only.
     """
-    if plan.schedule not in get_args(ScheduleName):
+    if plan.schedule not in SCHEDULES:
         raise UserError(
             f"schedule = {plan.schedule} has no formulas to be priced by: give the name of a "
             "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"

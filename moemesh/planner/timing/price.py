@@ -11,6 +11,7 @@ import numpy as np
 from moemesh.config.cluster import Cluster
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
@@ -143,7 +144,7 @@ def software_of(layout: PlannedLayout) -> Software:
         fsdp=layout.zero >= 2,
         deduplicated=dispatcher_row(layout.dispatcher).is_node_aware,
         # tests/device/test_overlap.py checks that chunks and blocks hide the assumed share.
-        overlapped_exchange=layout.dispatch_chunks > 1 or layout.schedule.startswith("dualpipe"),
+        overlapped_exchange=layout.dispatch_chunks > 1 or SCHEDULES[layout.schedule].has_blocks,
         adapters=layout.adapters,
     )
 

@@ -17,7 +17,7 @@ from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.schedule_table import FORMS, FormNumbers, MicrobatchTimes
+from moemesh.config.schedule_table import SCHEDULES, FormNumbers, MicrobatchTimes
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
@@ -107,7 +107,7 @@ def predict_states(
             chunks=schedule.stages_per_rank,
             times=MicrobatchTimes(),
         )
-        versions = FORMS[plan.schedule].copies(numbers, pp_rank)
+        versions = SCHEDULES[plan.schedule].form.copies(numbers, pp_rank)
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
     gathered = gathered_units(placement, rank, element)[1] if plan.data == "zero3" else 0
     return MemoryProfile(
