@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import Problem
+from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.plan import Plan
 from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES, DEFERRING_SCHEDULES
 from moemesh.config.run import RunConfig
@@ -22,6 +23,7 @@ def refusals(config: RunConfig) -> list[Problem]:
     return [
         *_code_of_transformers(config),
         *_sharded_states(config),
+        *_cut_matrices(config),
         *_experts_that_move(config),
         *_slices(config),
         *_adapters(config),
@@ -113,6 +115,21 @@ def _sharded_states(config: RunConfig) -> Iterator[Problem]:
     elif plan.schedule in ASYNCHRONOUS_SCHEDULES:
         why = "keeps versions of whole weights, and of what they have given by then"
         yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
+
+
+def _cut_matrices(config: RunConfig) -> Iterator[Problem]:
+    """Plans that cut a matrix, with an optimizer that needs whole ones."""
+    plan, train = config.plan, config.train
+    if not OPTIMIZERS[train.optimizer].needs_matrices:
+        return
+    for key, whole in (("tp", 1), ("etp", 1), ("data", "replicate")):
+        if (value := getattr(plan, key)) != whole:
+            message = (
+                f"optimizer = {train.optimizer} updates whole matrices, and {key} = {value} gives "
+                "each rank a part of them"
+            )
+            fix = f"{key} = {whole}, or train.optimizer = adamw"
+            yield plan.problem("conflict", key, message, fix, "train.optimizer")
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:

@@ -521,9 +521,9 @@ def estimate_run(
     train, data = config.train, config.data
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)
-    if train.optimizer == "sgd" and layout.optimizer_bytes:
-        moments = layout.gradient_bytes * (2 - (train.momentum > 0))
-        layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
+    if layout.optimizer_bytes and (fewer := 2 - len(train.optimizer_states)):
+        size = layout.optimizer_bytes - fewer * layout.gradient_bytes
+        layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))
     priced = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
     layout, is_full = priced.layout, config.tuning.is_full
@@ -539,8 +539,7 @@ def estimate_run(
         seq_len=data.seq_len,
         global_batch=batch,
         dtype=train.dtype,
-        optimizer=train.optimizer,
-        momentum=train.momentum,
+        num_states=len(train.optimizer_states),
         tuning=config.tuning,
     )
     numbers = sorted({0, priced.memory.worst.rank, layout.pp - 1})

@@ -13,7 +13,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan, is_schedule_file
 from moemesh.config.rules import plan_problem
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build, schedule_row, require_defined
+from moemesh.schedule.build import build, require_defined, schedule_row
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs
 from moemesh.schedule.text import load
 

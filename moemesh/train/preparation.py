@@ -28,6 +28,7 @@ from moemesh.config.errors import ConfigError, Problem, UserError, found_by, ref
 from moemesh.config.hub import short_name
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.names import Names
+from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
@@ -62,8 +63,6 @@ RANKS_PER_CORE = 4
 LARGE_BUBBLE = 0.5
 #: Up to so many ranks may be meant for one machine, and have their memory predicted one by one.
 MOST_RANKS = 8
-#: So many times the usual rate are probably a mistake.
-_HIGH = {"adamw": 10, "sgd": 1000}
 #: Files of a source, and lines of a file, that are looked at.
 _FEW = 20
 #: Tokens of the shortest sequences that are proposed.
@@ -134,8 +133,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
     Headers, the manifest and the routers' biases, thousandths of it, are left out.
     """
     train = config.train
-    moments = 2 if train.optimizer == "adamw" else int(bool(train.momentum))
-    trained, frozen = _MASTER_BYTES[train.dtype] * (1 + moments), _WEIGHT_BYTES[train.dtype]
+    numbers = 1 + len(train.optimizer_states)
+    trained, frozen = _MASTER_BYTES[train.dtype] * numbers, _WEIGHT_BYTES[train.dtype]
     return sum(
         prod(tensor.shape) * (trained if tensor.trains else tensor.weight_bytes(frozen))
         for tensor in tuned_tensors(config.model, config.plan, config.tuning)
@@ -225,8 +224,7 @@ def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
         seq_len=config.data.seq_len,
         global_batch=config.data.global_batch,
         dtype=config.train.dtype,
-        optimizer=config.train.optimizer,
-        momentum=config.train.momentum,
+        num_states=len(config.train.optimizer_states),
         rank=rank,
         tuning=config.tuning,
     )
@@ -296,7 +294,10 @@ def preflight_warnings(
     """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
     cores of this machine; `schedule` None: that of the plan."""
     plan, train, data = config.plan, config.train, config.data
-    optimizer = f"train.optimizer is {train.optimizer}"
+    optimizer, options = OPTIMIZERS[train.optimizer], dict[str, str]()
+    for row in OPTIMIZERS.values():
+        options |= row.options
+    others = tuple(key for key in options if key not in optimizer.options)
     idle = (  # what makes keys idle, and in which words
         (plan.pp == 1, plan, ("schedule", "stages_per_rank"), "plan.pp = 1 is no pipeline"),
         (plan.data != "parameter_server", plan, ("servers",), f"plan.data is {plan.data}"),
@@ -309,8 +310,7 @@ def preflight_warnings(
         (plan.ep == 1, plan, ("spare_slots",), "plan.ep = 1 is even"),
         (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep = 1 moves no token"),
         (plan.ep == 1, train, ("rebalance_every",), "plan.ep = 1 holds all experts"),
-        (train.optimizer != "sgd", train, ("momentum",), optimizer),
-        (train.optimizer != "adamw", train, ("adam_betas", "epsilon"), optimizer),
+        (True, train, others, f"train.optimizer is {train.optimizer}"),
     )
     for is_idle, section, names, why in idle:
         for name in names if is_idle else ():
@@ -318,7 +318,7 @@ def preflight_warnings(
                 shown = value if isinstance(value, str) else format_value(value)
                 yield f"{section.section}.{name} = {shown} does nothing: {why}"
     usual = config.usual_rate
-    if train.lr >= _HIGH[train.optimizer] * usual:
+    if train.lr >= optimizer.high_rate * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"
         whose = "adapters" if config.lora.rank and config.model_path is not None else whose
         times = train.lr / usual
