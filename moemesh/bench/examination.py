@@ -247,14 +247,14 @@ def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         yield Diagnosis("ports", "pass", f"port {wanted} is free")
 
 
-def _environment(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
-    remarks = list(_remarks(environ))
+def _variables(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
+    remarks = list(_environment(environ))
     yield from (Diagnosis("environment", *remark) for remark in remarks)
     if not remarks:
         yield Diagnosis("environment", "pass", "no variable that hurts, no rank of a launcher")
 
 
-def _remarks(environ: Mapping[str, str]) -> Iterator[_Remark]:
+def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
     """Variables that change a run, or stop it."""
     for name, (values, effect) in HURTFUL.items():
         if environ.get(name, "").upper() in values:
@@ -386,7 +386,7 @@ CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Diagnosis]]] = {
     "shared memory": lambda folder, environ: _shared_memory(),
     "limits": lambda folder, environ: _limits(),
     "names and ports": lambda folder, environ: _names_and_ports(environ),
-    "environment": lambda folder, environ: _environment(environ),
+    "environment": lambda folder, environ: _variables(environ),
     "torch": lambda folder, environ: _torch(environ),
 }
 
