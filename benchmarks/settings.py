@@ -14,12 +14,13 @@ from moemesh.bench.settings import (
     counts_in,
     names_in,
 )
+from moemesh.config.dispatcher_table import PREDICTED
 
 if TYPE_CHECKING:
     from moemesh.config.plan import Plan
 
 #: In the order of the table. "all" means these.
-DISPATCHERS = ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto")
+DISPATCHERS = (*PREDICTED, "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import pytest
 
 from moemesh import __version__, cli
 from moemesh.cli.application import app
+from moemesh.cli.verbs import VERBS
 from moemesh.trace import machine
 from moemesh.train.preparation import Preparation, RunRequest
 from tests.waiting import PATIENCE
@@ -198,9 +199,8 @@ def test_the_table_of_verbs_is_that_of_the_modules() -> None:
         for command in group.typer_instance.registered_commands:  # type: ignore[union-attr]
             found.setdefault(command.callback.__module__, set()).add(str(group.name))
     named: dict[str, set[str]] = {}
-    for verb, modules in cli.VERBS.items():
-        for module in modules:
-            named.setdefault(f"moemesh.cli.{module}", set()).add(verb)
+    for verb, row in VERBS.items():
+        named.setdefault(row.module, set()).add(verb.split()[0])
     assert found == named
 
 

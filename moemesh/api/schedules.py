@@ -10,8 +10,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.check import check
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.text import load, save, to_text
@@ -19,28 +20,10 @@ from moemesh.schedule.text import load, save, to_text
 if TYPE_CHECKING:
     from moemesh.schedule.search import search as search
 
-gpipe = partial(build, "gpipe")
-one_f_one_b = partial(build, "1f1b")
-interleaved_1f1b = partial(build, "interleaved_1f1b")
-terapipe = partial(build, "terapipe")
-chimera = partial(build, "chimera")
-zb_h1 = partial(build, "zb_h1")
-zb_h2 = partial(build, "zb_h2")
-zb_v = partial(build, "zb_v")
-dualpipe = partial(build, "dualpipe")
-dualpipe_v = partial(build, "dualpipe_v")
-pipedream = partial(build, "pipedream")
-pipedream_2bw = partial(build, "pipedream_2bw")
-ampnet = partial(build, "ampnet")
-
 #: Names for `build` and ``plan.schedule``.
-NAMES = tuple(RECIPES)
+NAMES = tuple(SCHEDULES)
 
-__all__ = [
-    "NAMES", "Costs", "Schedule", "ampnet", "build", "check", "chimera", "dualpipe", "dualpipe_v",
-    "gpipe", "interleaved_1f1b", "load", "one_f_one_b", "pipedream", "pipedream_2bw", "save",
-    "search", "terapipe", "to_text", "zb_h1", "zb_h2", "zb_v",
-]  # fmt: skip
+__all__ = ["NAMES", "Costs", "Schedule", "build", "check", "load", "save", "search", "to_text"]
 
 
 def __getattr__(name: str) -> Any:
@@ -48,4 +31,12 @@ def __getattr__(name: str) -> Any:
         from moemesh.schedule.search import search
 
         return search
-    raise AttributeError(f"moemesh.schedules has no {name!r}: it has {', '.join(__all__)}")
+    # A schedule is called like its generator: one_f_one_b, zb_h1, ...
+    named = {row.make.rpartition(":")[2]: schedule for schedule, row in SCHEDULES.items()}
+    if name in named:
+        return partial(build, named[name])
+    raise AttributeError(f"moemesh.schedules has no {name!r}: it has {', '.join(__dir__())}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *(row.make.rpartition(":")[2] for row in SCHEDULES.values())])

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -71,17 +71,9 @@ class Diagnosis(NamedTuple):
 
 
 def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
-    """Every finding, the quick ones first. `folder`: where runs are to be written."""
-    yield from _versions()
-    yield from _folder(folder)
-    yield from _shared_memory()
-    yield from _limits()
-    yield from _names_and_ports(environ)
-    remarks = list(_environment(environ))
-    yield from (Diagnosis("environment", *remark) for remark in remarks)
-    if not remarks:
-        yield Diagnosis("environment", "pass", "no variable that hurts, no rank of a launcher")
-    yield from _torch(environ)
+    """The lines of every check. `folder`: where runs are to be written."""
+    for check in CHECKS.values():
+        yield from check(folder, environ)
 
 
 def _versions() -> Iterator[Diagnosis]:
@@ -255,6 +247,13 @@ def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         yield Diagnosis("ports", "pass", f"port {wanted} is free")
 
 
+def _variables(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
+    remarks = list(_environment(environ))
+    yield from (Diagnosis("environment", *remark) for remark in remarks)
+    if not remarks:
+        yield Diagnosis("environment", "pass", "no variable that hurts, no rank of a launcher")
+
+
 def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
     """Variables that change a run, or stop it."""
     for name, (values, effect) in HURTFUL.items():
@@ -379,6 +378,17 @@ def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     return answers, error
 
+
+#: Checks by name, the quick ones first: the folder of runs and the environment -> their lines.
+CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Diagnosis]]] = {
+    "versions": lambda folder, environ: _versions(),
+    "folder": lambda folder, environ: _folder(folder),
+    "shared memory": lambda folder, environ: _shared_memory(),
+    "limits": lambda folder, environ: _limits(),
+    "names and ports": lambda folder, environ: _names_and_ports(environ),
+    "environment": lambda folder, environ: _variables(environ),
+    "torch": lambda folder, environ: _torch(environ),
+}
 
 # The processes that import torch.
 

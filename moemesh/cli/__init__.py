@@ -7,51 +7,21 @@ from collections.abc import Sequence
 from io import TextIOWrapper
 
 from moemesh.cli.application import USER_ERROR, app, run
+from moemesh.cli.verbs import VERBS
 from moemesh.config.limits import VisibleText
 
 __all__ = ["USER_ERROR", "import_verbs", "main"]
-
-#: Verb, or group of verbs -> the modules that define it, in the order of the help.
-VERBS: dict[str, tuple[str, ...]] = {
-    "train": ("train",),
-    "report": ("insight",),
-    "explain": ("insight",),
-    "profile": ("insight",),
-    "launch": ("train",),
-    "convert": ("weights",),
-    "evaluate": ("weights",),
-    "generate": ("weights",),
-    "esft": ("weights",),
-    "tokenize": ("data",),
-    "data": ("data",),
-    "config": ("configuration",),
-    "doctor": ("machine",),
-    "checkpoint": ("checkpoints",),
-    "replay": ("train",),
-    "estimate": ("planning",),
-    "plan": ("planning",),
-    "validate": ("accuracy",),
-    "calibrate": ("accuracy",),
-    "layout": ("layout",),
-    "dispatch": ("layout",),
-    "cluster": ("machine",),
-    "partition": ("planning",),
-    "schedule": ("pipelines",),
-    "balance": ("balancing",),
-    "bench": ("machine",),
-    "repro": ("train",),
-    "watch": ("insight",),
-}
 
 
 def import_verbs(words: Sequence[str] = ()) -> None:
     """Import the modules of the verb in a command line, or of all verbs if it has none: each module
     costs milliseconds at every start and completion."""
-    verb = words[0] if words else ""
-    for modules in [VERBS[verb]] if verb in VERBS else VERBS.values():
-        for name in modules:
-            importlib.import_module(f"moemesh.cli.{name}")
-    order = list(VERBS)
+    first = {verb: verb.split()[0] for verb in VERBS}
+    known = words and words[0] in first.values()
+    for verb, row in VERBS.items():
+        if not known or first[verb] == words[0]:
+            importlib.import_module(row.module)
+    order = list(first.values())
     app.registered_commands.sort(
         key=lambda one: order.index(one.name or getattr(one.callback, "__name__", ""))
     )

@@ -14,6 +14,8 @@ from typing import Any, get_args
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from moemesh.cli.verbs import VERBS
+
 #: Base class of typer's errors on a command line; it has no public name.
 _Usage: Any = typer.BadParameter.__mro__[1]
 #: Example values for a fix, by option or by metavar, if the examples of a verb have none.
@@ -28,32 +30,6 @@ _VALUES = dict(
         *("BATCHxTOKENS 32x4096", "RECIPE experts=8,k=2"),
     )
 )
-#: Verb -> names of it in other tools.
-WORDS: dict[str, str] = {
-    "train": "finetune fine-tune sft pretrain fit run resume continue start lora",
-    "report": "html page dashboard plot visualize compare", "explain": "why diagnose debug analyze",
-    "profile": "trace", "launch": "submit slurm sbatch srun torchrun k8s sky distributed",
-    "convert": "export import merge save push upcycle huggingface",
-    "evaluate": "eval test perplexity ppl score",
-    "generate": "chat infer inference sample complete predict serve prompt",
-    "esft scores": "experts specialize", "tokenize": "tokenise preprocess prepare encode",
-    "data show": "dataset batch samples view print look preview inspect",
-    "config show": "print get dump view list", "config diff": "compare",
-    "config check": "verify validate lint test migrate upgrade update",
-    "config schema": "json-schema", "doctor": "env environment health info version",
-    "checkpoint ls": "checkpoints ckpt list show", "checkpoint verify": "check validate",
-    "checkpoint diff": "compare", "checkpoint prune": "delete remove rm clean purge",
-    "replay": "nan", "estimate": "cost price memory flops size",
-    "plan": "search optimize suggest recommend autotune tune auto", "validate": "accuracy",
-    "calibrate": "calibration", "layout": "mesh groups ranks topology shard",
-    "dispatch": "alltoall all-to-all route routing router",
-    "cluster init": "create new write add make", "cluster show": "explain describe info print",
-    "cluster list": "clusters hardware machines devices ls", "partition": "split cut alpa stages",
-    "schedule": "simulate simulator pipeline bubble", "balance": "eplb rebalance place placement",
-    "bench": "benchmark measure speed", "repro": "reproduce repeat",
-    "watch": "tail follow monitor top logs status",
-}  # fmt: skip
-
 #: Former verb that is now outside of the package -> its command in a checkout.
 IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m benchmarks.layer"} | {
     f"bench {name}": f"python -m benchmarks.{name}"
@@ -67,11 +43,11 @@ IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m be
 def nearest_verb(word: str, group: str) -> str:
     """The verb most likely meant by `word` after `group` ("" for the command itself): by another
     tool's name, by our name on another level, or by spelling; "" without a match."""
-    in_group = {verb: words for verb, words in WORDS.items() if verb.rpartition(" ")[0] == group}
+    in_group = [verb for verb in VERBS if verb.rpartition(" ")[0] == group]
     tables = [
-        {word: verb for verb, words in reversed(verbs.items()) for word in words.split()}
+        {word: verb for verb in reversed(verbs) for word in VERBS[verb].words.split()}
         | {verb.rpartition(" ")[2]: verb for verb in reversed(verbs)}
-        for verbs in (in_group, WORDS)
+        for verbs in (in_group, list(VERBS))
     ]
     for cutoff in (1.0, 0.75):
         for table in tables:

@@ -264,15 +264,16 @@ def _refuse(request: DispatchRequest, *names: str, why: str) -> None:
 def _compare(request: DispatchRequest, as_json: bool) -> None:
     """Print the table of all dispatchers on a cluster."""
     from moemesh.config.cluster import load_cluster
+    from moemesh.config.dispatcher_table import PREDICTED
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
-    from moemesh.planner.dispatches import DISPATCHERS, DispatchLoad, dispatch_times
+    from moemesh.planner.dispatches import DispatchLoad, dispatch_times
 
     if request.cluster is None:
         raise typer.BadParameter("--compare needs --cluster, such as hgx_h800")
-    payload, wanted = request.payload or "fp8", tuple(request.dispatcher or DISPATCHERS)
+    payload, wanted = request.payload or "fp8", tuple(request.dispatcher or PREDICTED)
     choices = [("payload", payload, ("fp8", "bfloat16"))]
-    choices += [("dispatcher", name, DISPATCHERS) for name in wanted]
+    choices += [("dispatcher", name, tuple(PREDICTED)) for name in wanted]
     if problems := [
         Problem.of(
             "not-a-choice",

@@ -15,7 +15,7 @@ from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
     from moemesh.schedule.answer import ScheduleAnswer
-    from moemesh.schedule.closed_forms import ClosedForm
+    from moemesh.schedule.build import ClosedForm
 
 #: Most columns of a picture that is printed with its numbers.
 MOST_COLUMNS = 160

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from moemesh.config.names import Names
 from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.section import Range, Section
 from moemesh.config.sources import preset_names
@@ -73,8 +74,12 @@ def _section(kind: type[Section], prefix: str) -> dict[str, Any]:
 
 def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:
     """The schema of one type; TOML has no null, so None is left out."""
+    annotation = getattr(annotation, "__value__", annotation)  # of a type alias
     if get_origin(annotation) is Annotated:
-        annotation = get_args(annotation)[0]
+        annotation, *rules = get_args(annotation)
+        for rule in rules:
+            if isinstance(rule, Names):
+                return {"type": "string", "enum": list(rule)}
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return {"type": "string", "enum": list(arguments)}

@@ -1,26 +1,32 @@
 """The learning rate of a step: a linear warm-up, then one of the schedules of a table.
 
-A schedule is a name in :data:`LrSchedule` and a function in :data:`SCHEDULES` of the progress after
-the warm-up (0 after its last step, 1 at the last step of the run) and of the share of those steps
-that the decay takes. It returns the height between the lowest rate (0) and the peak (1).
+A schedule is a name and a function in :data:`SCHEDULES` of the progress after the warm-up (0 after
+its last step, 1 at the last step of the run), of the share of those steps that the decay takes, and
+of the shape of the decay. It returns the height between the lowest rate (0) and the peak (1).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
-LrSchedule = Literal["cosine", "linear", "constant", "wsd"]
+from typing_extensions import TypeAliasType
+
+from moemesh.config.names import Names
+
 DecayShape = Literal["linear", "sqrt"]
 
 #: (progress, share of the decay, its shape) -> height.
-SCHEDULES: dict[LrSchedule, Callable[[float, float, DecayShape], float]] = {
+SCHEDULES: dict[str, Callable[[float, float, DecayShape], float]] = {
     "cosine": lambda progress, share, shape: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress, share, shape: 1 - progress,
     "constant": lambda progress, share, shape: 1.0,
     "wsd": lambda progress, share, shape: _stable_then_decay(progress, share, shape),
 }
+LrSchedule = TypeAliasType("LrSchedule", Annotated[str, Names(SCHEDULES)])
+#: Schedules that end below the peak.
+FALLING = Names(SCHEDULES, where=lambda height: height(1.0, 1.0, "linear") < 1)
 
 
 def _stable_then_decay(progress: float, share: float, shape: DecayShape) -> float:

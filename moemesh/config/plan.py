@@ -7,40 +7,32 @@ from math import ceil
 from typing import Annotated, ClassVar, Literal, cast
 
 from pydantic import AfterValidator, model_validator
+from typing_extensions import TypeAliasType
 
+from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.errors import Problem, independent
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
+from moemesh.config.names import Names
 from moemesh.config.rules import (
     ASYNCHRONOUS_SCHEDULES,
     MIRRORED_SCHEDULES,
+    SLICED_SCHEDULES,
     V_SCHEDULES,
+    WINDOWED_SCHEDULES,
     degree_problems,
     server_problems,
 )
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.section import Count, Positive, Range, Section, Size, UsedWith
 from moemesh.config.suggest import divisors, nearest_divisors
 
 AttentionExit = Literal["reduce_scatter", "all_reduce", "all_to_all"]
 Context = Literal["ring", "all_gather", "all_to_all"]
-Dispatcher = Literal["all_to_all", "all_gather", "hierarchical", "low_latency", "deepep", "auto"]
+Dispatcher = TypeAliasType("Dispatcher", Annotated[str, Names(DISPATCHERS, "auto")])
 Combine = Literal["fast", "exact"]
 Payload = Literal["same", "fp8"]
-ScheduleName = Literal[
-    "1f1b",
-    "gpipe",
-    "interleaved_1f1b",
-    "terapipe",
-    "chimera",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-    "dualpipe",
-    "dualpipe_v",
-    "pipedream",
-    "pipedream_2bw",
-    "ampnet",
-]
+ScheduleName = TypeAliasType("ScheduleName", Annotated[str, Names(SCHEDULES)])
 
 
 #: Endings by which a schedule in a file is known; any other file is named with a slash.
@@ -66,8 +58,6 @@ Recompute = Literal["none", "selective", "full"]
 SparePolicy = Literal["quota", "shadow"]
 #: Values of `data` that shard states.
 SHARDED_DATA = ("zero1", "zero2", "zero3")
-#: Asynchronous schedules with windows of more than one microbatch.
-_WINDOWED = ("pipedream_2bw", "ampnet")
 _AMPNET, _SEARCH = UsedWith("schedule", ("ampnet",)), UsedWith("schedule", ("search",))
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
@@ -112,7 +102,7 @@ class Plan(Section):
     #: after, with the step taken back where it must be; then no step waits for all stages.
     optimizer_validation: Literal["before", "after"] = "before"
     #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None takes a step.
-    update_window: Annotated[Size | None, UsedWith("schedule", _WINDOWED)] = None
+    update_window: Annotated[Size | None, UsedWith("schedule", WINDOWED_SCHEDULES)] = None
     #: ampnet: microbatches under way at once; None takes pp.
     max_in_flight: Annotated[Size | None, _AMPNET] = None
     #: ampnet: "recompute" reruns the stage with current weights in its backward; "live" uses the
@@ -178,7 +168,7 @@ class Plan(Section):
     @property
     def num_slices(self) -> int:
         """Slices into which a sequence is cut on its way through the pipeline."""
-        return (self.slices or self.pp) if self.schedule == "terapipe" else self.slices or 1
+        return self.slices or (self.pp if self.schedule in SLICED_SCHEDULES else 1)
 
     def owners(self, axis: str, ranks: int) -> int:
         """Of the `ranks` ranks over which gradients of `axis` are summed, those that own a part of
@@ -260,7 +250,7 @@ class Plan(Section):
     def _asynchronous_rules(self, model: ModelConfig | None) -> Iterator[Problem]:
         """Update windows, and what stages share."""
         window, pp, microbatches = self.update_window or 0, self.pp, self.microbatches
-        if window > 0 and self.schedule in _WINDOWED:
+        if window > 0 and self.schedule in WINDOWED_SCHEDULES:
             if microbatches % window:
                 message = f"update_window ({window}) must divide microbatches ({microbatches})"
                 fix = f"update_window = {nearest_divisors(microbatches, window)}"
@@ -305,10 +295,11 @@ class Plan(Section):
         """Slices of sequences, and steps that are validated late. A length that is not known breaks
         no rule."""
         schedule, pp = self.schedule, self.pp
-        if schedule != "terapipe" and not is_schedule_file(schedule):
+        if schedule not in SLICED_SCHEDULES and not is_schedule_file(schedule):
             if self.slices is not None:
-                message = f"slices belongs to schedule = terapipe, not {schedule}"
-                fix = "leave slices out, or schedule = terapipe"
+                sliced = f"schedule = {' or '.join(SLICED_SCHEDULES)}"
+                message = f"slices belongs to {sliced}, not {schedule}"
+                fix = f"leave slices out, or {sliced}"
                 yield self.problem("conflict", "slices", message, fix, "schedule")
         elif seq_len is not None and 0 < seq_len < self.num_slices:
             said = f"slices ({self.slices})" if self.slices else f"pp ({pp}, slices by default)"

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from moemesh.config.errors import Problem
 from moemesh.config.layout import shard_sizes
+from moemesh.config.names import Names
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.section import problem_of
 from moemesh.config.suggest import divisors, nearest, nearest_divisors
 
@@ -22,11 +24,16 @@ from moemesh.config.suggest import divisors, nearest, nearest_divisors
 plan_problem = partial(problem_of, "plan")
 
 #: Schedules whose ranks hold two stages each, at both arms of a V.
-V_SCHEDULES = ("zb_v", "dualpipe_v")
+V_SCHEDULES = Names(SCHEDULES, where=lambda row: row.stages == "v")
 #: Schedules of two pipes: two ranks hold every stage, and sum its gradients.
-MIRRORED_SCHEDULES = ("chimera", "dualpipe")
-#: Schedules that update weights while microbatches are under way.
-ASYNCHRONOUS_SCHEDULES = ("pipedream", "pipedream_2bw", "ampnet")
+MIRRORED_SCHEDULES = Names(SCHEDULES, where=lambda row: row.stages == "mirrored")
+#: Schedules that update weights while microbatches are in flight.
+ASYNCHRONOUS_SCHEDULES = Names(SCHEDULES, where=lambda row: row.is_asynchronous)
+#: Schedules that run weight gradients by themselves.
+DEFERRING_SCHEDULES = Names(SCHEDULES, where=lambda row: bool(row.undeferred))
+#: Schedules that cut a sequence into slices, and those with a window of microbatches.
+SLICED_SCHEDULES = Names(SCHEDULES, where=lambda row: "num_slices" in row.options)
+WINDOWED_SCHEDULES = Names(SCHEDULES, where=lambda row: "window" in row.options)
 
 #: Keys of [model] that the width of the shared experts follows from.
 _SHARED_KEYS = ("num_shared_experts", "shared_intermediate_size", "expert_intermediate_size")

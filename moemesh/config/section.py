@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, ClassVar, NamedTuple, cast, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -42,7 +42,7 @@ class UsedWith(NamedTuple):
     and keeps its default with any other."""
 
     other: str
-    values: tuple[object, ...]
+    values: Collection[object]
 
 
 # Types of fields with a range.

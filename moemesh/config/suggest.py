@@ -13,6 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
+from moemesh.config.names import Names
+
 #: Choices beside the nearest one.
 _MOST_LISTED = 40
 
@@ -111,10 +113,14 @@ def nearest_choice(
 
 
 def choices_of(annotation: object) -> tuple[str, ...]:
-    """The names that a Literal, or a union with one, allows; empty for any other type."""
+    """The names that a Literal, :class:`Names`, or a union with one allows; empty for any other
+    type."""
     names: list[str] = []
-    for choice in get_args(annotation):
-        names += [choice] if isinstance(choice, str) else choices_of(choice)
+    for choice in get_args(getattr(annotation, "__value__", annotation)):  # also of a type alias
+        if isinstance(choice, Names):
+            names += choice
+        else:
+            names += [choice] if isinstance(choice, str) else choices_of(choice)
     return tuple(names)
 
 

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
+from typing_extensions import TypeAliasType
 
 from moemesh.config.errors import Problem
-from moemesh.config.learning_rate import DecayShape, LrSchedule, scheduled_rate
+from moemesh.config.learning_rate import FALLING, DecayShape, LrSchedule, scheduled_rate
+from moemesh.config.names import Names
+from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.section import (
     Count,
     NotNegative,
@@ -20,6 +23,7 @@ from moemesh.config.section import (
     UsedWith,
 )
 
+OptimizerName = TypeAliasType("OptimizerName", Annotated[str, Names(OPTIMIZERS)])
 Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -49,15 +53,13 @@ class TrainConfig(Section):
     #: Counter-based random numbers take a 64-bit key; TOML integers are signed.
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     #: Peak learning rate, after a linear warm-up.
     lr: Positive = 3e-3
     #: Course of the learning rate after the warm-up (:mod:`moemesh.config.learning_rate`).
     lr_schedule: LrSchedule = "cosine"
     #: Last learning rate over the peak.
-    final_lr_ratio: Annotated[
-        float, Range(0.0, 1.0), UsedWith("lr_schedule", ("cosine", "linear", "wsd"))
-    ] = 0.1
+    final_lr_ratio: Annotated[float, Range(0.0, 1.0), UsedWith("lr_schedule", FALLING)] = 0.1
     #: Steps of the decay at the end of the run, and its shape; None: a fifth of the steps.
     decay_steps: Annotated[Size | None, UsedWith("lr_schedule", ("wsd",))] = None
     decay_shape: Annotated[DecayShape, UsedWith("lr_schedule", ("wsd",))] = "linear"
@@ -125,6 +127,12 @@ class TrainConfig(Section):
     #: A collective that waits longer than this has lost a rank. Ten years, the upper end, keep the
     #: launcher's timedelta from overflowing.
     timeout_seconds: Annotated[float, Range(0.0, 315_360_000, open_low=True)] = 600.0
+
+    @property
+    def optimizer_states(self) -> tuple[str, ...]:
+        """Names of the state tensors that the optimizer keeps of each parameter."""
+        row = OPTIMIZERS[self.optimizer]
+        return row.states if not row.states_need or getattr(self, row.states_need) else ()
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of `step`, which counts from 1."""

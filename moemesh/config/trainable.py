@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import Problem
+from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.plan import Plan
-from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES
+from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES, DEFERRING_SCHEDULES
 from moemesh.config.run import RunConfig
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.toml import format_value
-
-#: Schedules that run weight gradients by themselves, with the nearest one that does not.
-DEFERRING_SCHEDULES = {
-    "zb_h1": "1f1b",
-    "zb_h2": "1f1b",
-    "zb_v": "1f1b",
-    "dualpipe": "chimera",
-    "dualpipe_v": "1f1b",
-}
 
 
 def refusals(config: RunConfig) -> list[Problem]:
@@ -29,6 +23,7 @@ def refusals(config: RunConfig) -> list[Problem]:
     return [
         *_code_of_transformers(config),
         *_sharded_states(config),
+        *_cut_matrices(config),
         *_experts_that_move(config),
         *_slices(config),
         *_adapters(config),
@@ -113,13 +108,28 @@ def _sharded_states(config: RunConfig) -> Iterator[Problem]:
     if plan.data not in ("zero2", "zero3"):
         return
     wanted = "plan.data", f"data = {plan.data}", "replicate"
-    deferring = DEFERRING_SCHEDULES.get(plan.schedule)
-    if plan.data == "zero3" and deferring:
+    if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
         why = "defers weight gradients to a time when the weights that they read have been freed"
-        yield _clash(plan, "schedule", why, f"schedule = {deferring}, or data = zero2", *wanted)
+        fix = f"schedule = {SCHEDULES[plan.schedule].undeferred}, or data = zero2"
+        yield _clash(plan, "schedule", why, fix, *wanted)
     elif plan.schedule in ASYNCHRONOUS_SCHEDULES:
         why = "keeps versions of whole weights, and of what they have given by then"
         yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
+
+
+def _cut_matrices(config: RunConfig) -> Iterator[Problem]:
+    """Plans that cut a matrix, with an optimizer that needs whole ones."""
+    plan, train = config.plan, config.train
+    if not OPTIMIZERS[train.optimizer].needs_matrices:
+        return
+    for key, whole in (("tp", 1), ("etp", 1), ("data", "replicate")):
+        if (value := getattr(plan, key)) != whole:
+            message = (
+                f"optimizer = {train.optimizer} updates whole matrices, and {key} = {value} gives "
+                "each rank a part of them"
+            )
+            fix = f"{key} = {whole}, or train.optimizer = adamw"
+            yield plan.problem("conflict", key, message, fix, "train.optimizer")
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
@@ -127,7 +137,7 @@ def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
     plan, is_exact = config.plan, config.plan.combine == "exact"
     if plan.spare_slots:
         wanted = "plan.spare_slots", f"spare_slots = {plan.spare_slots}"
-        if plan.dispatcher not in ("all_to_all", "auto"):
+        if not dispatcher_row(plan.dispatcher).accepts_replicas:
             why = "sends rows to the homes of experts, not to their replicas"
             yield _clash(plan, "dispatcher", why, "dispatcher = all_to_all", *wanted)
         if is_exact:

@@ -4,8 +4,8 @@ cluster."""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.dispatcher_table import DISPATCHERS, PREDICTED
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.model import ModelConfig
@@ -27,7 +28,7 @@ from moemesh.planner.timing.links import Links, visited_nodes
 from moemesh.planner.timing.price import pricing
 from moemesh.planner.traffic.dispatch_traffic import Choices, DispatchTraffic, count_choices
 from moemesh.planner.traffic.ledger_lines import LedgerLines
-from moemesh.sharding.dispatchers import HOPS, expected_distinct, packed_bytes, slots_per_pair
+from moemesh.sharding.dispatchers import expected_distinct, packed_bytes, slots_per_pair
 from moemesh.trace.ledger import Ledger
 
 # Bytes between each pair of ranks in one dispatch: the ledger's lines, kept by pairs.
@@ -55,8 +56,8 @@ class Exchange(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class DispatchExchanges:
     """All exchanges of one dispatch, its combine and its backward, the ledger of each rank, and the
-    bytes of a dispatched and of a returned row. ``overflows``: low_latency had too few slots for a
-    pair of ranks, and all ranks used all_to_all instead."""
+    bytes of a dispatched and of a returned row. ``overflows``: a pair of ranks had more rows than
+    fixed slots, and all ranks used the fallback of their dispatcher."""
 
     exchanges: tuple[Exchange, ...]
     ledgers: tuple[Ledger, ...]
@@ -74,8 +75,6 @@ class DispatchExchanges:
 
 
 ROUTINGS = "routings"
-#: Dispatchers that need no additional package.
-DISPATCHERS = tuple(HOPS)
 #: Dtypes of rows.
 DTYPES = tuple(name for name, size in ELEMENT_BYTES.items() if size >= 2)
 #: Limit of the choices of all tokens of all ranks that are drawn, and of the experts: more would
@@ -95,7 +94,7 @@ class RoutingExample:
     num_experts: int
     hidden_size: int = 1024
     dtype: str = "bfloat16"
-    dispatchers: tuple[str, ...] = DISPATCHERS
+    dispatchers: tuple[str, ...] = field(default_factory=lambda: tuple(PREDICTED))
     about: str = ""
 
     def __post_init__(self) -> None:
@@ -122,9 +121,9 @@ class RoutingExample:
             fix = nearest_choice(self.dtype, DTYPES)
             problems.append(Problem.of("not-a-choice", "dtype", self.dtype, message, fix))
         for name in self.dispatchers:
-            if name not in DISPATCHERS:
-                message = f"dispatcher is one of {', '.join(DISPATCHERS)}"
-                fix = nearest_choice(name, DISPATCHERS)
+            if name not in PREDICTED:
+                message = f"dispatcher is one of {', '.join(PREDICTED)}"
+                fix = nearest_choice(name, tuple(PREDICTED))
                 problems.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
         for rank, token, chosen in (
             (rank, token, chosen)
@@ -158,8 +157,8 @@ class RoutingExample:
         return max((len(token) for tokens in self.choices for token in tokens), default=1)
 
     def exchanges(self, dispatcher: str) -> DispatchExchanges:
-        """The exchanges of one MoE layer with `dispatcher`, for tokens with these choices. The
-        slots of low_latency are those for the largest number of tokens of a rank."""
+        """The exchanges of one MoE layer with `dispatcher`, for tokens with these choices. Fixed
+        slots are those for the largest number of tokens of a rank."""
         experts, slots = self.num_experts, self.slots
         # Only the sizes of the MoE layer are used.
         model = ModelConfig(
@@ -244,7 +243,7 @@ def random_example(
         num_experts=num_experts,
         hidden_size=hidden_size,
         dtype=dtype,
-        dispatchers=tuple(dispatchers) or DISPATCHERS,
+        dispatchers=tuple(dispatchers or PREDICTED),
     )
 
 
@@ -309,7 +308,7 @@ def read_example(
     given = {"hidden_size": hidden_size, "dtype": dtype}
     table |= {key: value for key, value in given.items() if value is not None}
     written = table.pop("plan", "")
-    listed = tuple(map(str, cast("list[object]", table.pop("dispatchers", DISPATCHERS))))
+    listed = tuple(map(str, cast("list[object]", table.pop("dispatchers", [*PREDICTED]))))
     try:
         return RoutingExample(
             plan=_plan(plan or written),
@@ -351,12 +350,13 @@ def to_json(example: RoutingExample) -> dict[str, Any]:
 # Every rank has `tokens` tokens of `hidden` channels. Each goes to `chosen` of `experts`, from at
 # most `groups_kept` of `groups` groups (node-limited routing). Bytes are those of one rank.
 #
-#     all_to_all     a row for each choice: k T
-#     low_latency    the same into fixed slots, twice the mean for every pair of ranks
-#     all_gather     every token to every rank: (P - 1) T
-#     hierarchical   a token once to each node it visits, and there once to each rank
+#     rows           a row for each choice: k T
+#     slots          the same into fixed slots, twice the mean for every pair of ranks
+#     tokens         every token to every rank: (P - 1) T
+#     node_visits    a token once to each node it visits, and there once to each rank
 #
-# Local rows are not sent, and rows for the own node do not use the network. A direct exchange takes
+# These are kinds of `HopRows`. Local rows are not sent, and rows for the own node do not use the
+# network. A direct exchange takes
 # as long as its slower part, over the network card or over the links of the node; a ring has the
 # rate of its group; latencies are added. Rates are the cluster's times their calibrated share, or
 # measured ones. The printed rate is bytes over the slower kind of link by the time of the exchange,
@@ -455,7 +455,7 @@ class DispatchTime:
 
 
 def dispatch_times(
-    cluster: Cluster, load: DispatchLoad, ep: int, dispatchers: Sequence[str] = DISPATCHERS
+    cluster: Cluster, load: DispatchLoad, ep: int, dispatchers: Collection[str] = PREDICTED
 ) -> list[DispatchTime]:
     """The table for `ep` ranks; a cluster with too few nodes is extended by nodes of the same kind.
     Raises ConfigError with every broken rule."""
@@ -475,34 +475,37 @@ def dispatch_times(
     chosen = float(load.experts_per_token)
     #: Copies of a token that leave its rank, and its node.
     copies = {
-        "all_to_all": (chosen * (1 - 1 / ep), chosen * outside),
-        "low_latency": (slots * (ep - 1), slots * (ep - node)),
-        "all_gather": (ep - 1.0, float(ep - node)),
-        "hierarchical": (load.visited(ep) * (1 - 1 / ep), load.visited(nodes) * outside),
+        "rows": (chosen * (1 - 1 / ep), chosen * outside),
+        "slots": (slots * (ep - 1), slots * (ep - node)),
+        "tokens": (ep - 1.0, float(ep - node)),
+        "node_visits": (load.visited(ep) * (1 - 1 / ep), load.visited(nodes) * outside),
+        "visits": (load.visited(ep) * (1 - 1 / ep), load.visited(ep) * outside),
     }
-    hops = {"hierarchical": 2 if nodes > 1 else 1}
     times: list[DispatchTime] = []
-    for name in DISPATCHERS:
+    for name in PREDICTED:
         if name not in dispatchers:
             continue
-        both, across = copies[name]
+        dispatcher = DISPATCHERS[name]
+        both, across = copies[dispatcher.hops[0].rows]
+        num_hops = 1 + (dispatcher.is_node_aware and nodes > 1)
         # A node-aware dispatch sends rows to a node once and copies them inside it.
-        inside = both if name == "hierarchical" else both - across
+        inside = both if dispatcher.is_node_aware else both - across
         directions: list[Exchanged] = []
         for row in (load.row_out, load.row_back):
             size = load.tokens * row
             crossing, staying = across * size, inside * size
             seconds = float("nan")
-            if name in ("all_to_all", "all_gather"):
+            if not dispatcher.is_node_aware and not dispatcher.has_slots:
                 whole = (crossing + staying) * ep / (ep - 1)
-                seconds = float(links.measured(name, ep, 1, whole))
-            if np.isnan(seconds) and name == "all_gather":
+                operation = "all_gather" if dispatcher.is_gathered else "all_to_all"
+                seconds = float(links.measured(operation, ep, 1, whole))
+            if np.isnan(seconds) and dispatcher.is_gathered:
                 seconds = (crossing + staying) / float(links.bandwidth(ep, 1)) + (ep - 1) * latency
             elif np.isnan(seconds):
                 seconds = max(crossing / links.network(nodes), staying / links.intra)
-                seconds += hops.get(name, 1) * latency
+                seconds += num_hops * latency
             bottleneck = crossing if nodes > 1 else staying
-            if name == "all_gather":
+            if dispatcher.is_gathered:
                 bottleneck = both * size
             rate = bottleneck / seconds if seconds else 0.0
             directions.append(Exchanged(crossing, staying, seconds, rate))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -151,7 +152,7 @@ def of_own_run(
     at_once, chunks = rows_at_once(tokens, model.experts_per_token, plan.etp), plan.dispatch_chunks
     if plan.combine == "exact":
         at_once, chunks = max(most_rows, balanced), 1
-    hops = 1 + (plan.dispatcher == "hierarchical" and layout.ep_rail > 1)
+    hops = 1 + (dispatcher_row(plan.dispatcher).is_node_aware and layout.ep_rail > 1)
 
     def held(crowd: float | None) -> float:
         """Peak bytes under uniform routing (None), or if a share `crowd` of all tokens choose the
@@ -520,9 +521,9 @@ def estimate_run(
     train, data = config.train, config.data
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)
-    if train.optimizer == "sgd" and layout.optimizer_bytes:
-        moments = layout.gradient_bytes * (2 - (train.momentum > 0))
-        layout = layout.changed(optimizer_bytes=layout.optimizer_bytes - moments)
+    if layout.optimizer_bytes and (fewer := 2 - len(train.optimizer_states)):
+        size = layout.optimizer_bytes - fewer * layout.gradient_bytes
+        layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))
     priced = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
     layout, is_full = priced.layout, config.tuning.is_full
@@ -538,8 +539,7 @@ def estimate_run(
         seq_len=data.seq_len,
         global_batch=batch,
         dtype=train.dtype,
-        optimizer=train.optimizer,
-        momentum=train.momentum,
+        num_states=len(train.optimizer_states),
         tuning=config.tuning,
     )
     numbers = sorted({0, priced.memory.worst.rank, layout.pp - 1})

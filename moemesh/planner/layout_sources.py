@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
+from moemesh.config.dispatcher_table import PREDICTED
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import DEGREES, Plan, Recompute, ScheduleName
+from moemesh.config.plan import DEGREES, Plan, Recompute
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
 from moemesh.config.suggest import aliases, choices_of, nearest_choice, nearest_divisors
@@ -62,7 +64,7 @@ def from_plan(
     With `model`, stages are cut as in a run. Raises ValueError for an impossible cut, and for a
     schedule from a file or a search: closed forms exist for named schedules only.
     """
-    if plan.schedule not in get_args(ScheduleName):
+    if plan.schedule not in SCHEDULES:
         raise UserError(
             f"schedule = {plan.schedule} has no formulas to be priced by: give the name of a "
             "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"
@@ -143,11 +145,6 @@ def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
 # The traffic of other plans comes from the closed forms of `volumes`.
 
 
-#: Values of plan keys with which the ledger of a run is complete.
-_ENTERED: dict[str, tuple[object, ...]] = {
-    "dispatcher": ("all_to_all", "all_gather", "hierarchical", "low_latency", "auto"),
-    "replay": (None,),
-}
 #: Largest number of forwards in an exact ledger, because of the time that it takes.
 LARGEST_LEDGER = 20_000
 
@@ -160,7 +157,9 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
             return problem.message
         setting = f"{problem.key.partition('.')[2]} = {problem.value}"
         return f"`moemesh train` does not carry out {setting} yet"
-    for key, values in _ENTERED.items():
+    # Values of these keys with which the ledger of a run is complete.
+    predicted = {"dispatcher": (*PREDICTED, "auto"), "replay": (None,)}
+    for key, values in predicted.items():
         if (value := getattr(plan, key)) not in values:
             return f"{key} = {value} has no prediction of its bytes"
     is_auto = plan.dispatcher == "auto"

@@ -11,10 +11,9 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from moemesh.config.conditions import ScheduleConditionError
+from moemesh.config.schedule_table import require_numbers
 from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, one_pipe, single
-from moemesh.schedule.conditions import ALWAYS, ScheduleConditionError, at_least, require
-
-CONDITIONS = (*ALWAYS, at_least("max_in_flight", 1), at_least("window", 1))
 
 
 class OldestFirst:
@@ -98,9 +97,8 @@ def ampnet(
     rank 2: .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4---
     """
     in_flight = num_ranks if max_in_flight is None else max_in_flight
-    require(
+    require_numbers(
         "ampnet",
-        CONDITIONS,
         ranks=num_ranks,
         microbatches=num_microbatches,
         max_in_flight=max(in_flight, 1) if max_in_flight is None else in_flight,

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.config.errors import UserError
+from moemesh.config.schedule_table import SCHEDULES, MicrobatchTimes
 from moemesh.config.suggest import nearest_divisors
-from moemesh.schedule import closed_forms, text
+from moemesh.schedule import text
 from moemesh.schedule.action import Schedule, messages
-from moemesh.schedule.build import RECIPES, build
-from moemesh.schedule.closed_forms import ClosedForm
+from moemesh.schedule.build import ClosedForm, build, closed_form
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import one_f_one_b
 from moemesh.schedule.request import ScheduleRequest
@@ -110,12 +110,10 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
     parts = (costs.forward, costs.input_gradient, costs.weight_gradient)
     numbers = [part for part in parts if isinstance(part, (int, float))]
     is_plain = len(numbers) == len(parts) and not costs.message and not request.relaxed
-    if request.name in RECIPES and is_plain:
+    if request.name in SCHEDULES and is_plain:
         assert block is None or isinstance(block, (int, float))
-        times = closed_forms.MicrobatchTimes(
-            forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block
-        )
-        closed = closed_forms.closed_form(schedule, times, held=held)
+        times = MicrobatchTimes(forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block)
+        closed = closed_form(schedule, times, held=held)
     block = "" if request.block is None else f", block {request.block}"
     cost_text = f"forward {request.forward}, input gradient {request.dgrad}, "
     cost_text += f"weight gradient {request.wgrad}{block}, message {request.comm}"
@@ -168,7 +166,7 @@ _Found = tuple[Schedule, tuple[str, ...], float | None]
 def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: list[str]) -> _Found:
     """A schedule by file, search or name; what is wrong besides is added to `problems`."""
     path = Path(request.name)
-    known = request.name in RECIPES or request.name == "search"
+    known = request.name in SCHEDULES or request.name == "search"
     looks_like_a_file = path.suffix in (".txt", ".csv") or "/" in request.name
     if not known and (looks_like_a_file or path.is_file()):
         return read(path, request), ("read from a file and checked",), None
@@ -362,9 +360,9 @@ def compare(request: ScheduleRequest) -> list[Compared]:
     """Every named schedule for the numbers of `request` (whose name is not read). Raises
     UserError when no schedule can be made of the request."""
     found: list[Compared] = []
-    for name in RECIPES:
+    for name in SCHEDULES:
         # Without the options that this schedule does not have.
-        options = RECIPES[name].options
+        options = SCHEDULES[name].options
         chunks = request.stages_per_rank
         if "stages_per_rank" not in options:
             chunks = None

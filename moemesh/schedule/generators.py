@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Literal
 
+from moemesh.config.schedule_table import require_numbers
 from moemesh.schedule.action import (
     Entry,
     Kind,
@@ -19,7 +20,6 @@ from moemesh.schedule.action import (
     single,
     v_shape,
 )
-from moemesh.schedule.conditions import ALWAYS, at_least, divisible, require
 
 # 1F1B: after a short warm-up each forward is followed by a backward.
 #
@@ -41,7 +41,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---
     rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---
     """
-    require("1f1b", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("1f1b", ranks=num_ranks, microbatches=num_microbatches)
     orders = one_f_one_b_orders(num_ranks, num_microbatches)
     return one_pipe("1f1b", linear(num_ranks), orders, num_microbatches)
 
@@ -66,9 +66,6 @@ def one_f_one_b_orders(num_ranks: int, num_microbatches: int) -> tuple[tuple[Ent
 # Megatron-LM", 2021, arXiv:2104.04473.
 
 
-INTERLEAVED = (*ALWAYS, at_least("stages_per_rank", 1), divisible("microbatches", "ranks"))
-
-
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Schedule:
     """Chunk c of rank r is stage c*p + r; microbatches pass in groups of p.
 
@@ -79,9 +76,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
     rank 0: F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
     rank 1: .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3---
     """
-    require(
+    require_numbers(
         "interleaved_1f1b",
-        INTERLEAVED,
         ranks=num_ranks,
         microbatches=num_microbatches,
         stages_per_rank=stages_per_rank,
@@ -111,14 +107,6 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
 # Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021, arXiv:2006.09503.
 
 
-PIPEDREAM_2BW = (
-    *ALWAYS,
-    at_least("microbatches", 1, "ranks"),
-    at_least("window", 1, "ranks"),
-    divisible("microbatches", "window"),
-)
-
-
 def pipedream_2bw(num_ranks: int, num_microbatches: int, *, window: int | None = None) -> Schedule:
     """The order of 1F1B over the whole run; every `window` backwards update once.
 
@@ -133,13 +121,11 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, *, window: int | None =
     rank 1: .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
     """
     if window is None:
-        first = PIPEDREAM_2BW[: len(ALWAYS) + 1]
-        require("pipedream_2bw", first, ranks=num_ranks, microbatches=num_microbatches)
+        require_numbers("pipedream_2bw", ranks=num_ranks, microbatches=num_microbatches)
         enough = range(num_ranks, num_microbatches + 1)
         window = next((n for n in enough if num_microbatches % n == 0), num_microbatches)
-    require(
+    require_numbers(
         "pipedream_2bw",
-        PIPEDREAM_2BW,
         ranks=num_ranks,
         microbatches=num_microbatches,
         window=window,
@@ -199,7 +185,7 @@ def gpipe(
     rank 2: .  .  F0 F1 F2 F3 .  .  .  B3--- B2--- B1--- B0---
     rank 3: .  .  .  F0 F1 F2 F3 B3--- B2--- B1--- B0---
     """
-    require("gpipe", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("gpipe", ranks=num_ranks, microbatches=num_microbatches)
     forwards = range(num_microbatches)
     backwards = forwards[::-1] if backward_order == "last_first" else forwards
     orders = tuple(
@@ -232,7 +218,7 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---
     rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
     """
-    require("pipedream", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("pipedream", ranks=num_ranks, microbatches=num_microbatches)
     orders = one_f_one_b_orders(num_ranks, num_microbatches)
     rule = UpdateRule(kind="stash")
     return one_pipe("pipedream", linear(num_ranks), orders, num_microbatches, update=rule)
@@ -242,9 +228,6 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
 #
 # Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
 # Pipelines", 2021, arXiv:2107.06925.
-
-
-CHIMERA = (*ALWAYS, divisible("ranks", 2), divisible("microbatches", "ranks"))
 
 
 def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -261,7 +244,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  f0 F0 f1 F1 .  B0--- b0--- B1--- b1---
     rank 3: f0 f1 .  F0 B0--- F1 B1--- .  b0--- .  .  b1---
     """
-    require("chimera", CHIMERA, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("chimera", ranks=num_ranks, microbatches=num_microbatches)
     half = num_ranks // 2
     slots: list[dict[int, Op]] = [{} for _ in range(num_ranks)]
     for pipe, ranks in enumerate(mirrored(num_ranks)):
@@ -301,7 +284,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
     rank 3: .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
-    require("zb_h1", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("zb_h1", ranks=num_ranks, microbatches=num_microbatches)
     orders = tuple(
         put_off(rank, num_microbatches, warm_up=num_ranks - rank, delay=rank)
         for rank in range(num_ranks)
@@ -341,7 +324,7 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
     rank 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    require("zb_h2", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("zb_h2", ranks=num_ranks, microbatches=num_microbatches)
     orders = tuple(
         put_off(rank, num_microbatches, warm_up=2 * (num_ranks - rank) - 1, delay=2 * rank)
         for rank in range(num_ranks)
@@ -364,7 +347,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 0: F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
     rank 1: .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
     """
-    require("zb_v", ALWAYS, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("zb_v", ranks=num_ranks, microbatches=num_microbatches)
     orders = tuple(_Chunks(rank, num_ranks, num_microbatches).order() for rank in range(num_ranks))
     return one_pipe("zb_v", v_shape(num_ranks), orders, num_microbatches)
 
@@ -428,15 +411,6 @@ class _Chunks:
 # compute.
 
 
-DUALPIPE = (
-    *ALWAYS,
-    divisible("ranks", 2),
-    divisible("microbatches", 2),
-    at_least("microbatches", 2, "ranks"),
-)
-DUALPIPE_V = (*ALWAYS, at_least("microbatches", 2, "ranks"))
-
-
 def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Stage s of pipe 0 on rank s, of pipe 1 on rank p-1-s; half of the microbatches through each.
 
@@ -448,7 +422,7 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 0: F0 f0 F1 b0--- f1+B0--- b1--- I1 W1
     rank 1: f0 F0 f1 B0--- F1+b0--- B1--- i1 w1
     """
-    require("dualpipe", DUALPIPE, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("dualpipe", ranks=num_ranks, microbatches=num_microbatches)
     half, orders = num_ranks // 2, list[tuple[Entry, ...]]()
     for rank in range(num_ranks):
         # (pipe, stage) of the pipe that enters at this rank's end comes first.
@@ -476,7 +450,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 0: F0 F1 F2 f0 i0 w0 f1 F3+b1--- .  f2+B0--- b2--- .  f3+B1--- b3--- I2 W2 I3 W3
     rank 1: .  F0 f0 F1 f1 F2 b0--- f2+B0--- F3+b1--- f3+B1--- b2--- B2--- .  i3 I3 w3 W3
     """
-    require("dualpipe_v", DUALPIPE_V, ranks=num_ranks, microbatches=num_microbatches)
+    require_numbers("dualpipe_v", ranks=num_ranks, microbatches=num_microbatches)
     orders: list[tuple[Entry, ...]] = []
     for rank in range(num_ranks):
         entries = _RankEntries((0, rank), (0, 2 * num_ranks - 1 - rank))

@@ -13,7 +13,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan, is_schedule_file
 from moemesh.config.rules import plan_problem
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import build, recipe_of, require_defined
+from moemesh.schedule.build import build, require_defined, schedule_row
 from moemesh.schedule.stage_times import costs_of_run, estimated_costs
 from moemesh.schedule.text import load
 
@@ -68,7 +68,7 @@ def _options(plan: Plan) -> dict[str, Any]:
         "window": plan.num_update_microbatches,
         "max_in_flight": plan.max_in_flight,
     }
-    takes = recipe_of(plan.schedule).options
+    takes = schedule_row(plan.schedule).options
     return {key: value for key, value in options.items() if key in takes}
 
 

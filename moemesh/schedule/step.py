@@ -13,30 +13,26 @@ to see the slope once; if very uneven stages delay it, twice the microbatches ar
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
-from moemesh.config.rules import MIRRORED_SCHEDULES, V_SCHEDULES
+from moemesh.config.rules import (
+    DEFERRING_SCHEDULES,
+    MIRRORED_SCHEDULES,
+    SLICED_SCHEDULES,
+    V_SCHEDULES,
+)
+from moemesh.config.schedule_table import SCHEDULES, FormNumbers, MicrobatchTimes
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build
-from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.program import LoweredProgram, lower
 from moemesh.schedule.simulate import entry_times
 
-#: Schedules that never wait for a step to end: their time is that of an endless stream.
-STREAMS = ("pipedream", "pipedream_2bw", "ampnet")
-#: Those that end with the forward order turned round: everything is alive at once.
-_ALL_AT_ONCE = ("gpipe", "terapipe")
-#: Those with one stage a rank, as (a, b): a p + b(rank) microbatches at most.
-_FEW_AT_ONCE: dict[str, tuple[int, Callable[[int], int]]] = {
-    "1f1b": (1, lambda rank: -rank),
-    "zb_h1": (1, lambda rank: 0),
-    "zb_h2": (2, lambda rank: -1),
-}
 #: Two slopes are the same up to this share.
 _ROUNDING = 1e-9
 
@@ -100,19 +96,19 @@ class PipelineStep(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        return self.schedule in STREAMS
+        """Whether no step waits for another: its time is that of an endless stream."""
+        return SCHEDULES[self.schedule].is_asynchronous
 
     @property
     def splits_backward(self) -> bool:
-        """Weight gradients may be computed after everything else."""
-        return self.schedule.startswith("zb_") or self.schedule.startswith("dualpipe")
+        """Whether weight gradients may be computed after everything else."""
+        return self.schedule in DEFERRING_SCHEDULES
 
     @property
     def unit(self) -> int:
         """Microbatches by which a step grows."""
-        if self.schedule in ("interleaved_1f1b", "chimera"):
-            return self.ranks
-        return 2 if self.schedule == "dualpipe" else 1
+        first, second = _legal_counts(self.schedule, self.ranks, self.chunks)
+        return second - first
 
     def of(self, microbatches: int) -> PipelineStep:
         return self._replace(microbatches=microbatches)
@@ -184,7 +180,7 @@ def _schedule(step: PipelineStep) -> Schedule:
         step.ranks,
         step.microbatches,
         stages_per_rank=step.chunks,
-        num_slices=step.slices if step.schedule == "terapipe" else None,
+        num_slices=step.slices if step.schedule in SLICED_SCHEDULES else None,
     )
 
 
@@ -197,19 +193,17 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """
     if step.ranks == 1 and step.schedule in MIRRORED_SCHEDULES:
         return (((1.0,),),)
-    if step.schedule in _ALL_AT_ONCE:
-        return ((((float(step.microbatches),) * step.chunks),),) * step.ranks
-    if step.schedule in _FEW_AT_ONCE:
-        most, less = _FEW_AT_ONCE[step.schedule]
-        ranks = range(step.ranks)
-        counts = [min(step.microbatches, most * step.ranks + less(rank)) for rank in ranks]
-        return tuple(((float(count),),) for count in counts)
+    row = SCHEDULES[step.schedule]
+    if row.holds_form_peak:
+        numbers = _form_numbers(step, step.microbatches)
+        peaks = [row.form.peak(numbers, rank) for rank in range(step.ranks)]
+        return tuple(((float(min(step.microbatches, peak)),) * step.chunks,) for peak in peaks)
     most = step.microbatches * step.share
     # Later microbatches add nothing; fewer than a schedule can run with are a part of those.
     units = step.of(-(-step.microbatches // step.unit) * step.unit)
     count = units.settled(2 * step.ranks + 2 * step.unit)
     if not step.is_stream:
-        least = 2 * step.ranks if step.schedule.startswith("dualpipe") else 1
+        least, _ = _legal_counts(step.schedule, step.ranks, step.chunks)
         count = min(count, max(units.microbatches, least))
     # No stage keeps more than all microbatches of its pipe.
     limit = math.inf if step.is_stream or most >= count * step.share else most
@@ -263,8 +257,24 @@ def weight_copies(step: PipelineStep, rank: int) -> int:
     """Versions of its own stages' weights that a rank keeps (both pipes' stages are its own)."""
     if not step.is_stream:
         return 1
-    count = max(step.microbatches, 4 * step.ranks)
-    numbers = Numbers(
-        ranks=step.ranks, microbatches=count, chunks=step.chunks, times=MicrobatchTimes()
+    numbers = _form_numbers(step, max(step.microbatches, 4 * step.ranks))
+    return SCHEDULES[step.schedule].form.copies(numbers, rank)
+
+
+def _form_numbers(step: PipelineStep, microbatches: int) -> FormNumbers:
+    times = MicrobatchTimes()
+    return FormNumbers(ranks=step.ranks, microbatches=microbatches, chunks=step.chunks, times=times)
+
+
+@lru_cache(maxsize=512)
+def _legal_counts(schedule: str, ranks: int, chunks: int) -> tuple[int, int]:
+    """The two smallest numbers of microbatches that the schedule is defined for."""
+    numbers = {"ranks": ranks, "microbatches": 1, "stages_per_rank": chunks}
+    rules = SCHEDULES[schedule].rules(numbers)
+    rules = [rule for rule in rules if "microbatches" in rule.names]
+    counts = (
+        count
+        for count in itertools.count(1)
+        if all(rule.holds(numbers | {"microbatches": count}) for rule in rules)
     )
-    return FORMS[step.schedule].copies(numbers, rank)
+    return next(counts), next(counts)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
+from moemesh.config.conditions import at_least, at_most, divisible, require
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.schedule_table import require_numbers
 from moemesh.schedule.action import Op, Schedule, linear, one_pipe, single
-from moemesh.schedule.conditions import ALWAYS, at_least, at_most, divisible, require
 from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 
-CONDITIONS = (*ALWAYS, at_least("num_slices", 1))
 #: Places at which a sequence may be cut. The dynamic program takes the square of it.
 MOST_PLACES = 64
 
@@ -42,9 +42,8 @@ def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Schedule
     rank 0: F0.0 F0.1 F1.0 F1.1 .    .    .    B1.1----- B1.0----- B0.1----- B0.0-----
     rank 1: .    F0.0 F0.1 F1.0 F1.1 B1.1----- B1.0----- B0.1----- B0.0-----
     """
-    require(
+    require_numbers(
         "terapipe",
-        CONDITIONS,
         ranks=num_ranks,
         microbatches=num_microbatches,
         num_slices=num_slices,

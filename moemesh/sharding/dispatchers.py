@@ -1,10 +1,8 @@
-"""The rows that every dispatcher moves, the size of a row, and the limits of fixed buffers.
+"""Rows that every dispatcher moves under uniform routing, the size of a row, limits of buffers.
 
-The dispatchers themselves, `auto`, the planner's traffic and the benchmarks read them here.
-
-Legend: T tokens a rank, K experts a token, E experts over P ranks in R nodes of N ranks, d distinct
-ranks of a token and n distinct nodes under uniform routing, C slots per pair of ranks. Rows of one
-direction, a rank's rows to itself among them:
+The facts are the rows of :data:`moemesh.config.dispatcher_table.DISPATCHERS`. Legend: T tokens of a
+rank, K experts of a token, P ranks in R nodes, d distinct ranks of a token and n distinct nodes, C
+slots for each pair of ranks. Rows of one direction, those of a rank to itself included:
 
 | dispatcher | over all ranks | across nodes | inside a node | copied, there and back |
 |---|---|---|---|---|
@@ -14,18 +12,20 @@ direction, a rank's rows to itself among them:
 | low_latency | C P | | | 3 C P |
 
 Copied are rows that a rank reorders or sums, each counted on the side where there are more of them.
-A hierarchical exchange on a single node has the inner hop alone (n = 0 there).
+On a single node a hierarchical exchange has the inner hop alone (n = 0).
 """
 
 from __future__ import annotations
 
 from math import ceil, comb
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-#: Slots of low_latency over those that uniform routing fills.
+from moemesh.config.dispatcher_table import DISPATCHERS, PREDICTED, UniformRows
+
+#: Ratio of fixed slots to the rows of uniform routing.
 CAPACITY_FACTOR = 2.0
-#: An accelerator prepares rows of this many bytes, most of them for nobody, where its host would
-#: wait for their number: about as long as moving them takes on an H100 (docs/log.md).
+#: Bytes of rows, most of them unused, that an accelerator prepares so that its host need not wait
+#: for their number: on an H100 preparing them takes about as long as the wait (docs/log.md).
 SPARE_BYTES = 1 << 24
 #: Channels that share an fp32 scale in the payload fp8 (DeepSeek-V3's dispatch format).
 FP8_BLOCK = 128
@@ -36,8 +36,8 @@ EXACT_ROWS = 16
 
 
 def rows_at_once(tokens: int, chosen: int, etp: int) -> int:
-    """The bound on the rows that a rank computes at once; a rank brings at most `tokens` of them,
-    each with `chosen` experts."""
+    """Largest number of rows that a rank computes at once, if each rank has at most `tokens`
+    tokens with `chosen` experts each."""
     return max(ROWS_SLACK * tokens * chosen * etp, 1)
 
 
@@ -49,20 +49,21 @@ def packed_bytes(hidden: int) -> int:
 def slots_per_pair(
     tokens: int, chosen: int, experts: int, ranks: int, factor: float = CAPACITY_FACTOR
 ) -> int:
-    """Row slots of low_latency for each pair of ranks: `factor` times the uniform share of at most
-    `tokens` tokens, at most what can come at all."""
+    """Fixed row slots for each pair of ranks: `factor` times the uniform share of at most `tokens`
+    tokens, limited by the rows that are possible."""
     most = tokens * min(chosen, experts // ranks)
     return min(most, ceil(tokens * chosen / ranks * factor))
 
 
 def spare_rows(hidden: int, *, exact: bool) -> int:
-    """Rows that all_gather prepares at most on an accelerator to spare its host a wait, each of two
-    bytes a channel; it sums them densely then. None of exact sums, which need the rows' owners."""
+    """Largest number of rows, of two bytes a channel, that all_gather prepares on an accelerator
+    without waiting for their number; it then sums them densely. 0 with exact sums, which need the
+    owners of the rows."""
     return 0 if exact else SPARE_BYTES // (2 * hidden)
 
 
 def visit_probability(experts: int, chosen: int, part: int) -> float:
-    """That a token has at least one of its experts among `part` of them; 0 of no experts."""
+    """Probability that at least one expert of a token is among `part` of them; 0 of no experts."""
     if not experts:
         return 0.0
     return 1 - comb(experts - part, chosen) / comb(experts, chosen)
@@ -83,39 +84,8 @@ def expected_distinct(
     return parts * found
 
 
-class HopRows(NamedTuple):
-    """One exchange of rows on their way to the experts, which their results take backwards.
-
-    Each rank sends its `rows` (a field of the planner's `SentRows`; "slots": a fixed number) to
-    the ranks of `axis` that they are for, by all-to-all; where `is_gathered`, all ranks of the
-    axis gather them, and reduce and scatter the results.
-    """
-
-    axis: str
-    rows: Literal["rows", "visits", "node_visits", "tokens", "slots"]
-    is_gathered: bool = False
-
-    @property
-    def is_of_tokens(self) -> bool:
-        """Whether a row is a token with all its experts, not one (token, expert) pair."""
-        return self.rows not in ("rows", "slots")
-
-
-#: The exchanges of rows of every dispatcher, in the order of the dispatch.
-HOPS: dict[str, tuple[HopRows, ...]] = {
-    "all_to_all": (HopRows("ep", "rows"), HopRows("etp", "rows", True)),
-    "all_gather": (HopRows("ep_etp", "tokens", True),),
-    "hierarchical": (
-        HopRows("ep_rail", "node_visits"),
-        HopRows("ep_node", "visits"),
-        HopRows("etp", "visits", True),
-    ),
-    "low_latency": (HopRows("ep", "slots"), HopRows("etp", "slots", True)),
-}
-
-
 class RowsMoved(NamedTuple):
-    """The table above for one dispatcher: rows by the axis of the hop, and its exchanges of a
+    """Rows of one dispatcher by the axis of the hop, rows that it copies, and its exchanges of a
     forward that carry no rows."""
 
     by_axis: dict[str, float]
@@ -126,23 +96,25 @@ class RowsMoved(NamedTuple):
 def rows_moved(
     *, tokens: float, chosen: int, experts: int, ranks: int, ranks_per_node: int, slots: int = 0
 ) -> dict[str, RowsMoved]:
-    """The table above by dispatcher; low_latency where there are `slots`."""
+    """Rows of every predicted dispatcher; of those with fixed slots only if there are `slots`."""
     nodes = ranks // ranks_per_node
-    d = expected_distinct(ranks, experts, chosen)
-    n = expected_distinct(nodes, experts, chosen) if nodes > 1 else 0.0
-    crossed = 2 * n * (nodes - 1) / nodes
-    hops = 1 + (nodes > 1)
-    routed, copied = chosen * tokens, (chosen + 2 * d + crossed) * tokens
-    two_hops = {"ep_rail": n * tokens, "ep_node": d * tokens}
-    table = {
-        # counts, weights
-        "all_to_all": RowsMoved({"ep": routed}, 3.0 * routed, 2),
-        # sizes, ids, weights
-        "all_gather": RowsMoved({"ep_etp": ranks * tokens}, (1 + chosen + d) * tokens, 3),
-        # counts, ids, weights, for each hop
-        "hierarchical": RowsMoved(two_hops, copied, 3 * hops),
-    }
-    if slots:
-        # header, weights
-        table["low_latency"] = RowsMoved({"ep": slots * ranks}, 3.0 * slots * ranks, 2)
+    numbers = UniformRows(
+        tokens=tokens,
+        chosen=chosen,
+        ranks=ranks,
+        nodes=nodes,
+        distinct=expected_distinct(ranks, experts, chosen),
+        distinct_nodes=expected_distinct(nodes, experts, chosen) if nodes > 1 else 0.0,
+        slots=slots,
+    )
+    table: dict[str, RowsMoved] = {}
+    for name in PREDICTED:
+        row = DISPATCHERS[name]
+        if row.has_slots and not slots:
+            continue
+        hops = [hop for hop in row.hops if hop.axis != "etp"]
+        # Counts (or sizes, or headers) and weights; ids where rows are tokens.
+        small = sum(2 + hop.is_of_tokens for hop in hops if nodes > 1 or hop.axis != "ep_rail")
+        by_axis = {hop.axis: numbers.of(hop) for hop in hops}
+        table[name] = RowsMoved(by_axis, row.copied(numbers), small)
     return table

@@ -1,24 +1,24 @@
 """The optimizer over fp32 masters.
 
 Parameters in bfloat16 have an fp32 master that the optimizer steps and from which they are rounded;
-fp32 and fp64 parameters are their own masters. Everything is elementwise on local shards, so the
-result does not depend on the layout.
+fp32 and fp64 parameters are their own masters. The optimizers of
+:mod:`moemesh.config.optimizer_table` work element by element on local shards, unless their row says
+that they need whole matrices, so the result does not depend on the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
-
-#: torch's names of the per-element state that a checkpoint must carry.
-STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
 def has_master(dtype: torch.dtype) -> bool:
@@ -27,7 +27,7 @@ def has_master(dtype: torch.dtype) -> bool:
 
 
 class Optimizer:
-    """AdamW (Loshchilov & Hutter, 2019) or SGD on the masters of what a rank owns."""
+    """The optimizer of :data:`OPTIMIZERS` that [train] names, on the masters that a rank owns."""
 
     @classmethod
     def of(cls, parallel: RankModel, config: TrainConfig) -> Optimizer:
@@ -50,7 +50,7 @@ class Optimizer:
     ) -> None:
         """`scales`: names of those that do not decay (None: those of one dim); `publish` sends
         updated parameters to other ranks: all ranks then call what changes them together."""
-        self._kind, self._momentum = config.optimizer, config.momentum
+        self._row, self._states = OPTIMIZERS[config.optimizer], config.optimizer_states
         self.num_updates = 0
         self._parameters, self._publish = dict(parameters), publish
         self.masters: dict[str, nn.Parameter] = {
@@ -67,20 +67,14 @@ class Optimizer:
             {"params": [m for name, m in masters if name not in scales]},
             {"params": [m for name, m in masters if name in scales], "weight_decay": 0.0},
         ]
-        self._torch: torch.optim.Optimizer
-        if config.optimizer == "adamw":
-            self._torch = torch.optim.AdamW(
-                groups,
-                lr=config.lr,
-                betas=tuple(config.adam_betas),
-                eps=config.epsilon,
-                weight_decay=config.weight_decay,
-                fused=True,
-            )
-        else:
-            self._torch = torch.optim.SGD(
-                groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-            )
+        options = {name: getattr(config, key) for key, name in self._row.options.items()}
+        self._torch: torch.optim.Optimizer = resolve_name(self._row.make)(
+            groups,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            **options,
+            **self._row.constants,
+        )
 
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """One update from complete gradients (fp32 or fp64, the shapes of the parameters)."""
@@ -125,12 +119,11 @@ class Optimizer:
 
     def state_names(self) -> tuple[str, ...]:
         """The kinds of per-element state that this optimizer can have."""
-        return STATE_NAMES[self._kind]
+        return self._row.states
 
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of state that there are by now, the same on every rank, whatever it owns."""
-        has_none = self._kind == "sgd" and not self._momentum
-        return () if has_none or not self.num_updates else self.state_names()
+        """The kinds of state that exist, the same on every rank, whatever it owns."""
+        return self._states if self.num_updates else ()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Kind ("exp_avg", ...) -> parameter name -> tensor of the local shape; empty at step 0."""
@@ -152,7 +145,7 @@ class Optimizer:
             for name, tensor in tensors.items():
                 own = self._torch.state[self.masters[name]]
                 own[kind] = tensor
-                if self._kind == "adamw":
+                if self._row.counts_steps:
                     # Where the fused kernel of an accelerator reads it; on the CPU it would refuse.
                     own["step"] = torch.tensor(float(num_updates), device=self.masters[name].device)
         self.num_updates = num_updates if state else 0

@@ -15,6 +15,7 @@ from datetime import date
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, file_limit, free_bytes
@@ -22,9 +23,12 @@ from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.config.changes import Change
 from moemesh.config.data import DataConfig
+from moemesh.config.dispatcher_table import DISPATCHERS, dispatcher_row
 from moemesh.config.errors import ConfigError, Problem, UserError, found_by, refuse_together
 from moemesh.config.hub import short_name
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
+from moemesh.config.names import Names
+from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
@@ -34,7 +38,6 @@ from moemesh.data.samples import Samples
 from moemesh.data.sources import validation_source
 from moemesh.data.tokenizer import DataError, reads_clock
 from moemesh.data.tokenizing import cache_beside
-from moemesh.parallel.expert import deepep_probe
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
@@ -60,8 +63,6 @@ RANKS_PER_CORE = 4
 LARGE_BUBBLE = 0.5
 #: Up to so many ranks may be meant for one machine, and have their memory predicted one by one.
 MOST_RANKS = 8
-#: So many times the usual rate are probably a mistake.
-_HIGH = {"adamw": 10, "sgd": 1000}
 #: Files of a source, and lines of a file, that are looked at.
 _FEW = 20
 #: Tokens of the shortest sequences that are proposed.
@@ -76,21 +77,10 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
     config, origins = resolved.config, resolved.origins
     plan, batch = config.plan, config.data.global_batch
     found = [*refusals(config), *step_problems(plan, config.model, config.data.seq_len)]
-    if plan.dispatcher == "deepep":
-        reasons = deepep_probe.refusals(
-            etp=plan.etp,
-            exact=plan.combine == "exact",
-            coded=plan.payload != "same",
-            dtype=config.train.dtype,
-            hidden=config.model.hidden_size,
-        )
-        if plan.recompute == "full":
-            reasons.append(
-                "deepep does not dispatch twice in one order, as recompute = full would need"
-            )
-        if not (probe := deepep_probe.available()).usable:
-            reasons.insert(0, str(probe))
-        fix = "dispatcher = all_to_all, all_gather, hierarchical, low_latency or auto"
+    if obstacles := dispatcher_row(plan.dispatcher).obstacles:
+        others = Names(DISPATCHERS, where=lambda row: not row.obstacles)
+        fix = f"dispatcher = {', '.join(others)} or auto"
+        reasons = resolve_name(obstacles)(config)
         found += [plan.problem("not-available", "dispatcher", why, fix) for why in reasons]
     for name in config.train.sinks:
         if (package := missing_package(name)) is not None:
@@ -143,8 +133,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
     Headers, the manifest and the routers' biases, thousandths of it, are left out.
     """
     train = config.train
-    moments = 2 if train.optimizer == "adamw" else int(bool(train.momentum))
-    trained, frozen = _MASTER_BYTES[train.dtype] * (1 + moments), _WEIGHT_BYTES[train.dtype]
+    numbers = 1 + len(train.optimizer_states)
+    trained, frozen = _MASTER_BYTES[train.dtype] * numbers, _WEIGHT_BYTES[train.dtype]
     return sum(
         prod(tensor.shape) * (trained if tensor.trains else tensor.weight_bytes(frozen))
         for tensor in tuned_tensors(config.model, config.plan, config.tuning)
@@ -234,8 +224,7 @@ def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
         seq_len=config.data.seq_len,
         global_batch=config.data.global_batch,
         dtype=config.train.dtype,
-        optimizer=config.train.optimizer,
-        momentum=config.train.momentum,
+        num_states=len(config.train.optimizer_states),
         rank=rank,
         tuning=config.tuning,
     )
@@ -305,7 +294,10 @@ def preflight_warnings(
     """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
     cores of this machine; `schedule` None: that of the plan."""
     plan, train, data = config.plan, config.train, config.data
-    optimizer = f"train.optimizer is {train.optimizer}"
+    optimizer, options = OPTIMIZERS[train.optimizer], dict[str, str]()
+    for row in OPTIMIZERS.values():
+        options |= row.options
+    others = tuple(key for key in options if key not in optimizer.options)
     idle = (  # what makes keys idle, and in which words
         (plan.pp == 1, plan, ("schedule", "stages_per_rank"), "plan.pp = 1 is no pipeline"),
         (plan.data != "parameter_server", plan, ("servers",), f"plan.data is {plan.data}"),
@@ -318,8 +310,7 @@ def preflight_warnings(
         (plan.ep == 1, plan, ("spare_slots",), "plan.ep = 1 is even"),
         (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep = 1 moves no token"),
         (plan.ep == 1, train, ("rebalance_every",), "plan.ep = 1 holds all experts"),
-        (train.optimizer != "sgd", train, ("momentum",), optimizer),
-        (train.optimizer != "adamw", train, ("adam_betas", "epsilon"), optimizer),
+        (True, train, others, f"train.optimizer is {train.optimizer}"),
     )
     for is_idle, section, names, why in idle:
         for name in names if is_idle else ():
@@ -327,7 +318,7 @@ def preflight_warnings(
                 shown = value if isinstance(value, str) else format_value(value)
                 yield f"{section.section}.{name} = {shown} does nothing: {why}"
     usual = config.usual_rate
-    if train.lr >= _HIGH[train.optimizer] * usual:
+    if train.lr >= optimizer.high_rate * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"
         whose = "adapters" if config.lora.rank and config.model_path is not None else whose
         times = train.lr / usual

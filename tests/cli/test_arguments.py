@@ -12,7 +12,8 @@ import typer
 
 from moemesh import cli
 from moemesh.cli.application import app
-from moemesh.cli.arguments import IN_A_CHECKOUT, WORDS, nearest_verb
+from moemesh.cli.arguments import IN_A_CHECKOUT, nearest_verb
+from moemesh.cli.verbs import VERBS as ROWS
 from tests.test_cli import Invoke
 
 
@@ -50,10 +51,10 @@ def said(invoke: Invoke) -> Said:
 
 def test_the_table_of_words_has_every_verb_once() -> None:
     known = {name for name in VERBS if not name.startswith("bench")}
-    assert {name for name in WORDS if name != "bench"} == known
-    for group in {name.rpartition(" ")[0] for name in WORDS}:
-        inside = [name for name in WORDS if name.rpartition(" ")[0] == group]
-        words = [word for name in inside for word in WORDS[name].split()]
+    assert {name for name in ROWS if name != "bench"} == known
+    for group in {name.rpartition(" ")[0] for name in ROWS}:
+        inside = [name for name in ROWS if name.rpartition(" ")[0] == group]
+        words = [word for name in inside for word in ROWS[name].words.split()]
         names = [name.rpartition(" ")[2] for name in inside]
         assert len(set(words + names)) == len(words + names), (group, sorted(words))
 
@@ -88,9 +89,9 @@ def test_a_word_of_another_tool_leads_to_the_verb(typed: str, meant: str, said: 
 
 
 def test_every_word_of_the_table_leads_to_its_verb(said: Said) -> None:
-    for verb, words in WORDS.items():
+    for verb, row in ROWS.items():
         group = verb.split()[:-1]
-        for number, word in enumerate(words.split()):
+        for number, word in enumerate(row.words.split()):
             assert nearest_verb(word, " ".join(group)) == verb
             if number == 0:
                 assert f"fix: moemesh {verb}\n" in said([*group, word])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from moemesh.bench.settings import OPERATIONS
-from moemesh.config.plan import Dispatcher, ScheduleName
+from moemesh.config.dispatcher_table import DISPATCHERS
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.schema import all_keys
 from moemesh.config.sources import preset_names
 from tests.test_cli import Invoke, run_guarded
@@ -34,8 +34,8 @@ def ask(monkeypatch: Patch, line: str, shell: str = "bash") -> None:
         ("cluster show lap", {"laptop_cpu"}),
         ("estimate --plan ", set(preset_names("plans"))),
         ("dispatch ", set(preset_names("routings"))),
-        ("dispatch --dispatcher ", set(get_args(Dispatcher))),
-        ("schedule ", {*get_args(ScheduleName), "search"}),
+        ("dispatch --dispatcher ", {*DISPATCHERS, "auto"}),
+        ("schedule ", {*SCHEDULES, "search"}),
         ("bench links --operations ", {"all", *OPERATIONS}),
         ("bench links --operations send,all_to", {"send,all_to_all"}),
         ("train --set ", {f"{key}=" for key in all_keys()}),

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from moemesh.cli.pipelines import schedule_text
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.schedule.answer import answer
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.schedule.simulate import simulate
@@ -51,7 +52,7 @@ def test_relaxed_is_labelled_and_shorter() -> None:
         of("zb_v", relaxed=True)
 
 
-@pytest.mark.parametrize("name", [*RECIPES, "search"])
+@pytest.mark.parametrize("name", [*SCHEDULES, "search"])
 def test_lines_behind_the_picture_fit_80_characters(name: str) -> None:
     assert max(map(len, schedule_text(of(name)).splitlines())) <= 80
 
@@ -134,7 +135,7 @@ def test_all_schedules_in_one_table(invoke: Invoke) -> None:
     code, out, _ = invoke("schedule", "--all", *sizes)
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert code == 0
-    assert set(RECIPES) <= set(rows)
+    assert set(SCHEDULES) <= set(rows)
     assert rows["gpipe"][3] == "8" and rows["1f1b"][3] == "4"  # activation
     assert rows["chimera"][4] == rows["dualpipe"][4] == "2"  # copies of weights
     # A rank between two others sends each microbatch on and its gradient back; twice with two

@@ -9,7 +9,7 @@ from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.overlap import overlapped_all_to_all
 from moemesh.config.layout import Layout
-from moemesh.parallel.expert.build import FP8_CODEC
+from moemesh.parallel.expert.site import FP8_CODEC
 from tests.ranks import mesh_on_ranks
 
 SPLITS = [[1, 0, 3], [2, 2, 0], [0, 4, 1]]

@@ -9,7 +9,9 @@ from typing import Any, get_args
 
 import pytest
 
-from moemesh.config.plan import Context, DataStrategy, Dispatcher, ScheduleName
+from moemesh.config.dispatcher_table import DISPATCHERS
+from moemesh.config.plan import Context, DataStrategy
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import RankModel
@@ -103,10 +105,10 @@ def test_no_case_is_left_out() -> None:
     """Those of `Plan` are here, or in the tables of test_waits."""
     plans = [plan for plan, *_ in CASES.values()] + [plan for plan, _ in PLANS + SLOW_PLANS]
     for key, names in (
-        ("schedule", set(get_args(ScheduleName)) - set(ASYNCHRONOUS)),
+        ("schedule", set(SCHEDULES) - set(ASYNCHRONOUS)),
         ("data", set(get_args(DataStrategy)) - {"replicate"}),
         ("context", set(get_args(Context))),
         # A build of its own, which no one has here.
-        ("dispatcher", set(get_args(Dispatcher)) - {"deepep"}),
+        ("dispatcher", {*DISPATCHERS, "auto"} - {"deepep"}),
     ):
         assert names <= {plan.get(key) for plan in plans}, key

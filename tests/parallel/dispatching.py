@@ -14,11 +14,11 @@ from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.ops.permute import gather_rows
 from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
-from moemesh.parallel.expert.build import codec_of
 from moemesh.parallel.expert.deepep import DeepEPDispatcher
 from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
+from moemesh.parallel.expert.site import codec_of
 from tests.parallel import fake_deep_ep
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN = 8, 3, 4

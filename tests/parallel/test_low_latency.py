@@ -12,8 +12,8 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.ops.permute import permute
-from moemesh.parallel.expert.build import FP8_CODEC
 from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
+from moemesh.parallel.expert.site import FP8_CODEC
 from tests.ranks import mesh_on_ranks
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN, MAX_TOKENS = 8, 2, 16, 6

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from moemesh.config.trainable import DEFERRING_SCHEDULES
+from moemesh.config.rules import DEFERRING_SCHEDULES
 from tests.parallel import post_validating
 from tests.parallel.post_validating import Case
 from tests.parallel.test_post_validation import DEEP, FAULTS, SHAPE, after

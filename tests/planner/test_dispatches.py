@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moemesh.config.cluster import LinkCurve, load_cluster
+from moemesh.config.dispatcher_table import PREDICTED
 from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
 from moemesh.planner.dispatches import (
-    DISPATCHERS,
     DispatchLoad,
     DispatchTime,
     RoutingExample,
@@ -71,7 +71,7 @@ def test_uneven_reduce_scatter() -> None:
 
 
 @given(
-    dispatcher=st.sampled_from(DISPATCHERS),
+    dispatcher=st.sampled_from(tuple(PREDICTED)),
     dp=st.sampled_from([2, 4, 8]),
     ep=st.sampled_from([1, 2, 4, 8]),
     etp=st.sampled_from([1, 2]),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moemesh.config.cluster import load_cluster
+from moemesh.config.conditions import ScheduleConditionError
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
 from moemesh.planner.planned_layout import PlannedLayout
@@ -37,7 +38,6 @@ from moemesh.planner.timing.hardware import ACCELERATORS
 from moemesh.planner.timing.price import pricing
 from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
 from moemesh.schedule.build import build
-from moemesh.schedule.conditions import ScheduleConditionError
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.step import duration

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.report import svg, timeline_picture, timeline_text
 from moemesh.report.timeline_picture import timeline_rows
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations
@@ -31,7 +32,7 @@ def cells(picture: str) -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_operation_is_a_cell_on_its_rank(name: str) -> None:
     schedule = build(name, 4, 8, **({"num_slices": 2} if name == "terapipe" else {}))
     timeline = simulate(schedule).timeline
@@ -158,7 +159,7 @@ class TestText:
         assert len({line.index("B1") for line in draw.splitlines()}) == 2
         assert max(map(len, draw.splitlines())) < 400
 
-    @pytest.mark.parametrize("name", RECIPES)
+    @pytest.mark.parametrize("name", SCHEDULES)
     def test_every_operation_is_there_and_starts_in_order(self, name: str) -> None:
         timeline = simulate(build(name, 4, 8)).timeline
         for line, records in zip(

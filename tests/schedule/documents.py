@@ -6,11 +6,12 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from pkgutil import resolve_name
 
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.report.timeline_picture import timeline_rows
 from moemesh.schedule.action import Schedule
-from moemesh.schedule.build import RECIPES, build
-from moemesh.schedule.closed_forms import FORMS
+from moemesh.schedule.build import build
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations
 
@@ -37,7 +38,7 @@ def picture(name: str) -> str:
 
 #: File -> what draws it.
 PICTURES: dict[str, Callable[[], str]] = {
-    f"docs/schedules/{name}.svg": lambda name=name: picture(name) for name in RECIPES
+    f"docs/schedules/{name}.svg": lambda name=name: picture(name) for name in SCHEDULES
 }
 
 
@@ -56,12 +57,12 @@ def description(generator: Callable[..., Schedule]) -> str:
 def schedules(old: str) -> str:
     """Of every schedule: its one sentence, source, conditions, formulas, and picture."""
     lines: list[str] = []
-    for name, recipe in RECIPES.items():
-        form = FORMS[name]
-        module = inspect.getmodule(recipe.make)
+    for name, row in SCHEDULES.items():
+        form, generator = row.form, resolve_name(row.make)
+        module = inspect.getmodule(generator)
         assert module is not None
-        head, _, source = description(recipe.make).partition("\n\n")
-        rules = ", ".join(f"`{rule.text}`" for rule in recipe.conditions)
+        head, _, source = description(generator).partition("\n\n")
+        rules = ", ".join(f"`{rule.text}`" for rule in row.conditions)
         metric = "span bubble" if form.metric == "span" else "rank idle"
         found = simulate(shown(name))
         peaks = ", ".join(f"{peak:g}" for peak in found.peak_activation)

@@ -11,9 +11,10 @@ import pytest
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import choices_of
 from moemesh.schedule.action import messages
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.check import check
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
@@ -26,10 +27,10 @@ from moemesh.trace.timeline import WorkRecord
 
 def test_the_names_are_those_of_the_configuration() -> None:
     found = choices_of(Plan.model_fields["schedule"].annotation)
-    assert found == (*RECIPES, "search")
+    assert found == (*SCHEDULES, "search")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_a_build_is_a_value(name: str) -> None:
     assert build(name, 4, 16) == build(name, 4, 16)
     assert build(name, 4, 16) != build(name, 2, 16)

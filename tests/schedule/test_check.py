@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.schedule.action import Entry, Op, Schedule, UpdateRule, messages
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.check import Caps, ScheduleError, check, rendezvous_deadlock
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.program import Deadlock
@@ -134,7 +135,7 @@ def test_an_empty_entry_is_found() -> None:
     )
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_channels_that_do_not_deadlock(name: str, ranks: int) -> None:
     """Only schedules whose ranks never send both ways at once survive shared channels."""
@@ -175,7 +176,7 @@ def test_caps_that_are_kept() -> None:
         check(build("zb_h1", 4, 8), held, weight_memory=0.1)
 
 
-SHAPES = [(name, 4, 8) for name in RECIPES] + [("zb_v", 3, 5), ("1f1b", 2, 3)]
+SHAPES = [(name, 4, 8) for name in SCHEDULES] + [("zb_v", 3, 5), ("1f1b", 2, 3)]
 
 
 @settings(max_examples=60)

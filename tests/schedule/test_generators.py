@@ -5,22 +5,23 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
+from moemesh.config.schedule_table import SCHEDULES, MicrobatchTimes
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build, closed_form
 from moemesh.schedule.check import check
-from moemesh.schedule.closed_forms import MicrobatchTimes, closed_form
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.generators import gpipe, pipedream_2bw, zb_h1
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.terapipe import terapipe
 from moemesh.schedule.text import from_text, to_text
 
-NAMES = tuple(RECIPES)
+NAMES = tuple(SCHEDULES)
 RANKS = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 4, 6, 7, 8, 12, 16, 24)
 #: tF, tI, tW and tFB (None: the sum), with every relation that a formula's region speaks of.
@@ -218,7 +219,7 @@ def test_a_broken_condition_names_its_numbers(
         build(name, ranks, microbatches, **options)
     if "stages_per_rank" not in options:
         # The generator guards itself, too.
-        made = RECIPES[name].make
+        made = resolve_name(SCHEDULES[name].make)
         with pytest.raises(ValueError, match=re.escape(message.partition(" (")[0])):
             if name == "terapipe":
                 options = {"num_slices": 2} | options

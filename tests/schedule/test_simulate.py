@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.schedule.action import Op, Schedule
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.program import Deadlock
@@ -89,7 +90,7 @@ def random_costs(schedule: Schedule, seed: int) -> Costs:
     )
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=12)
 @given(ranks=st.sampled_from([1, 2, 3, 4]), rounds=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_equals_the_obvious_simulator(name: str, ranks: int, rounds: int, seed: int) -> None:

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from moemesh.config.conditions import ScheduleConditionError
 from moemesh.schedule.build import build
-from moemesh.schedule.conditions import ScheduleConditionError
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.simulate import simulate

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.schedule.action import messages
-from moemesh.schedule.build import RECIPES, build
+from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.simulate import simulate
@@ -16,7 +17,7 @@ from moemesh.trace.pipeline import activations, backlog, flows
 from moemesh.trace.timeline import Timeline, WorkRecord
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_and_memory_are_those_of_the_schedule(name: str) -> None:
     """The records alone give what the schedule implies."""
     chunks = 3 if name == "interleaved_1f1b" else 1

@@ -126,7 +126,7 @@ def assert_predicted(
         predicted = predict_ledger(config, plan, **settings)
         assert predicted.rows() == found["ledger"].rows(), f"rank {rank} (left: predicted)"
         memory = predict_memory(
-            config, plan, **settings, optimizer=train.optimizer, momentum=train.momentum
+            config, plan, **settings, num_states=len(train.optimizer_states)
         ).to_json()
         parts = found["memory"].keys() - {"activations", "kinds"}
         for part in parts:

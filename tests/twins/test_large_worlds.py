@@ -189,6 +189,6 @@ def test_a_rank_of_512_sends_and_holds_what_is_predicted(name: str) -> None:
         predicted = predict_ledger(MODEL, plan, **settings)
         assert predicted.rows() == mesh.ledger.rows(), f"rank {rank} (left: predicted)"
         assert mesh.ledger.entries(), "something was sent"
-        held = predict_memory(MODEL, plan, **settings, optimizer="adamw").to_json()
+        held = predict_memory(MODEL, plan, **settings).to_json()
         found = state_bytes(parallel, optimizer)
         assert {part: held[part] for part in found} == found, f"rank {rank}"

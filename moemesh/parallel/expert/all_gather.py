@@ -44,6 +44,8 @@ from moemesh.ops.permute import (
     unpermute,
 )
 from moemesh.parallel.expert.all_to_all import Hop
+from moemesh.parallel.expert.site import DispatcherSite
+from moemesh.sharding.dispatchers import spare_rows
 
 Form = Literal["dense", "uneven", "fewest_bytes"]
 
@@ -100,15 +102,27 @@ class AllGatherDispatcher(Dispatcher):
         host: Axis | None = None,
         spare_rows: int = 0,
     ) -> None:
-        """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), to tell them on the CPU how many
-        tokens come, so that nobody waits for a device; None: its device tells them.
-        `spare_rows`: so many rows an accelerator prepares rather than let its host wait."""
+        """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), which exchange numbers of tokens
+        on the CPU; None: over `ep_etp`. `spare_rows`: largest number of rows that an accelerator
+        prepares before their number is known."""
         self.group, self.form, self.spare_rows = ep_etp, form, spare_rows
         self.host = host or ep_etp
         self.codec = codec
         self.num_experts, self.num_local = num_experts, num_experts // ep.size
         self.ranks_per_shard = ep_etp.size // ep.size
         self.first = ep.index * self.num_local
+
+    @classmethod
+    def of(cls, site: DispatcherSite) -> AllGatherDispatcher:
+        config, mesh = site.config, site.mesh
+        return cls(
+            mesh["ep"],
+            mesh["ep_etp"],
+            config.num_experts,
+            codec=site.codec,
+            host=mesh.host("ep_etp"),
+            spare_rows=spare_rows(config.hidden_size, exact=site.plan.combine == "exact"),
+        )
 
     def plan(self, experts_TK: Tensor) -> AllGatherPlan:
         own = constant([len(experts_TK)], self.host.device)

@@ -29,6 +29,7 @@ from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, permutation, permute, unpermute
+from moemesh.parallel.expert.site import DispatcherSite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,11 @@ class AllToAllDispatcher(Dispatcher):
         self.ep, self.etp, self.num_experts = ep, etp, num_experts
         self.num_local = num_experts // ep.size
         self.codec = codec
+
+    @classmethod
+    def of(cls, site: DispatcherSite) -> AllToAllDispatcher:
+        mesh = site.mesh
+        return cls(mesh["ep"], mesh["etp"], site.config.num_experts, codec=site.codec)
 
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False

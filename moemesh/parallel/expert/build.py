@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
-from moemesh.comm.overlap import Codec
+from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Payload, Plan
+from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import Runner
 from moemesh.model.seams import Flow
 from moemesh.model.transformer import Transformer
 from moemesh.ops.expert_mlp import defer
-from moemesh.ops.fp8 import dequantize, quantize
 from moemesh.ops.pending import Pending
-from moemesh.parallel.expert.all_gather import AllGatherDispatcher
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
 from moemesh.parallel.expert.choose import CallSite, choose
-from moemesh.parallel.expert.deepep import DeepEPDispatcher, connect
-from moemesh.parallel.expert.exact import Exact, OwnerCounting
-from moemesh.parallel.expert.hierarchical import HierarchicalDispatcher
-from moemesh.parallel.expert.low_latency import (
-    CAPACITY_FACTOR,
-    LowLatencyDispatcher,
-    slots_per_rank,
-)
+from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.replicas import ReplicaDispatcher
 from moemesh.parallel.expert.self_test import self_test
-from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, spare_rows
-
-#: Rows on the wire: e4m3 values and one fp32 scale per 128 channels, or the dtype of the run.
-FP8_CODEC = Codec(quantize, dequantize)
-
-
-def codec_of(payload: Payload) -> Codec | None:
-    return FP8_CODEC if payload == "fp8" else None
+from moemesh.parallel.expert.site import DispatcherSite, codec_of
+from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, slots_per_pair
 
 
 class OverlappedExchange:
@@ -102,10 +88,10 @@ def overlapped(num_chunks: int = 1, *, defers: bool = True) -> Runner:
     return partial(OverlappedExchange, **options)
 
 
-#: Row width of the start-up self-test, for dispatchers without rules about it.
+#: Row width of the self-test at start, unless the dispatcher is `tested_as_trained`.
 TEST_HIDDEN = 16
-#: Low-latency slots are candidates for `auto` only where they cost less memory than this.
-LOW_LATENCY_BYTES = 1 << 28
+#: Largest buffer of fixed slots, in bytes, that `auto` considers.
+SLOT_BYTES = 1 << 28
 
 
 def set_experts(
@@ -157,15 +143,17 @@ def tested_dispatcher(
         name, note = choose_dispatcher(config, plan, mesh, dtype, tokens_per_rank)
         notes.append(note)
     dispatcher = make_dispatcher(name, config, plan, mesh, tokens_per_rank)
+    # all_to_all is the reference of the test.
     if mesh["ep_etp"].size > 1 and name != "all_to_all":
+        as_trained = DISPATCHERS[name].tested_as_trained
         self_test(
             dispatcher,
             mesh,
             config.num_experts,
             config.experts_per_token,
             name=name,
-            hidden=config.hidden_size if name == "deepep" else TEST_HIDDEN,
-            dtype=dtype if name == "deepep" else torch.float32,
+            hidden=config.hidden_size if as_trained else TEST_HIDDEN,
+            dtype=dtype if as_trained else torch.float32,
         )
     return dispatcher, notes
 
@@ -183,39 +171,13 @@ def make_dispatcher(
     The exact combine wraps a dispatcher that counts the owners of rows: there `all_to_all` stands
     in for the local one, and over an axis of one rank it sends nothing.
     """
-    ep, etp, experts = mesh["ep"], mesh["etp"], config.num_experts
+    ep, etp, row = mesh["ep"], mesh["etp"], DISPATCHERS[name]
     exact = plan.combine == "exact"
     if mesh["ep_etp"].size == 1:
-        alone = AllToAllDispatcher(ep, etp, experts)
-        return Exact(alone, ep, etp) if exact else LocalDispatcher(experts)
-    codec = codec_of(plan.payload)
-    made: OwnerCounting
-    match name:
-        case "all_to_all":
-            made = AllToAllDispatcher(ep, etp, experts, codec=codec)
-        case "all_gather":
-            host = mesh.host("ep_etp")
-            spare = spare_rows(config.hidden_size, exact=exact)
-            made = AllGatherDispatcher(
-                ep, mesh["ep_etp"], experts, codec=codec, host=host, spare_rows=spare
-            )
-        case "hierarchical":
-            rail, node = mesh["ep_rail"], mesh["ep_node"]
-            made = HierarchicalDispatcher(ep, rail, node, etp, experts, codec=codec)
-        case "low_latency":
-            made = LowLatencyDispatcher(
-                ep,
-                etp,
-                experts,
-                experts_per_token=config.experts_per_token,
-                max_tokens=tokens_per_rank,
-                codec=codec,
-            )
-        case "deepep":
-            assert not exact, "deepep sums results per rank before they return"
-            return DeepEPDispatcher(ep, experts, connect(ep, config.hidden_size))
-        case _:
-            raise AssertionError(f"unchecked dispatcher {name}")
+        alone = AllToAllDispatcher(ep, etp, config.num_experts)
+        return Exact(alone, ep, etp) if exact else LocalDispatcher(config.num_experts)
+    made = resolve_name(row.make)(DispatcherSite(config, plan, mesh, tokens_per_rank))
+    assert row.sums_exactly or not exact, f"{name} sums results per rank before they return"
     return Exact(made, ep, etp) if exact else made
 
 
@@ -226,8 +188,8 @@ def choose_dispatcher(
     if plan.ep == 1:
         return "all_to_all", "dispatcher auto: experts are not spread over ranks"
     result_bytes = config.hidden_size * dtype.itemsize
-    capacity = slots_per_rank(
-        tokens_per_rank, config.experts_per_token, config.num_experts, plan.ep, CAPACITY_FACTOR
+    capacity = slots_per_pair(
+        tokens_per_rank, config.experts_per_token, config.num_experts, plan.ep
     )
     site = CallSite(
         tokens=tokens_per_rank,
@@ -237,7 +199,7 @@ def choose_dispatcher(
         result_bytes=result_bytes,
         ranks=plan.ep,
         ranks_per_node=mesh["ep_node"].size,
-        capacity=capacity if capacity * plan.ep * result_bytes <= LOW_LATENCY_BYTES else 0,
+        capacity=capacity if capacity * plan.ep * result_bytes <= SLOT_BYTES else 0,
     )
     name, seconds = choose(site, mesh)
     table = ", ".join(f"{key} {1e3 * value:.2f} ms" for key, value in sorted(seconds.items()))

@@ -19,6 +19,7 @@ import torch
 from moemesh.comm import transfers
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
+from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
 from moemesh.sharding.dispatchers import RowsMoved, rows_moved
 
@@ -28,8 +29,8 @@ COPY_BYTES = 1 << 22
 PROBE_ROUNDS = 7
 #: Exchanges in a row: ranks that share cores start late, the first of them more than the rest.
 PROBE_REPEATS = 4
-#: Two hops are taken where they are predicted to need at most this share of the best single hop:
-#: the second plan and its messages cost processor time that is not predicted.
+#: Largest ratio of the predicted seconds of two hops to those of the best single hop: the second
+#: plan and its messages also cost processor time, which is not predicted.
 TWO_HOP_SHARE = 0.8
 
 
@@ -47,8 +48,8 @@ class Link:
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
     """Everything about an MoE layer that a prediction needs; `row_bytes` of one dispatched row,
-    `result_bytes` of one combined row, `capacity` the low-latency slots per pair of ranks (0: that
-    dispatcher is no candidate)."""
+    `result_bytes` of one combined row, `capacity` the fixed slots per pair of ranks (0: dispatchers
+    with slots are no candidates)."""
 
     tokens: int
     experts_per_token: int
@@ -159,6 +160,10 @@ def choose(site: CallSite, mesh: Mesh) -> tuple[str, dict[str, float]]:
 
 
 def fastest(predictions: dict[str, float]) -> str:
-    """The dispatcher to take; hierarchical only where it wins clearly."""
-    weight = {"hierarchical": 1 / TWO_HOP_SHARE}
-    return min(predictions, key=lambda name: predictions[name] * weight.get(name, 1.0))
+    """The fastest dispatcher; one of two hops must win clearly."""
+
+    def weighted(name: str) -> float:
+        share = TWO_HOP_SHARE if DISPATCHERS[name].is_node_aware else 1.0
+        return predictions[name] / share
+
+    return min(predictions, key=weighted)

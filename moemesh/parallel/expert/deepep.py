@@ -37,6 +37,7 @@ from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, at_least_one_row, group_by_expert, unpermute
 from moemesh.parallel.expert.deepep_probe import INSTEAD, available
+from moemesh.parallel.expert.site import DispatcherSite
 from moemesh.trace.wire import WireBytes
 
 
@@ -115,6 +116,11 @@ class DeepEPDispatcher(Dispatcher):
     def __init__(self, ep: Axis, num_experts: int, buffer: Any) -> None:
         self.ep, self.num_experts, self.buffer = ep, num_experts, buffer
         self.num_local = num_experts // ep.size
+
+    @classmethod
+    def of(cls, site: DispatcherSite) -> DeepEPDispatcher:
+        ep, config = site.mesh["ep"], site.config
+        return cls(ep, config.num_experts, connect(ep, config.hidden_size))
 
     def plan(self, experts_TK: Tensor) -> DeepEPPlan:
         num_tokens = len(experts_TK)

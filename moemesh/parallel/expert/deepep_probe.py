@@ -8,6 +8,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
+from moemesh.config.run import RunConfig
+
 HOME = "https://github.com/deepseek-ai/DeepEP"
 INSTEAD = "Use all_to_all or hierarchical"
 #: Rows travel in pairs of 16-byte words.
@@ -79,6 +81,24 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def obstacles(config: RunConfig) -> list[str]:
+    """Reasons why a run cannot use this dispatcher on this machine, one sentence each."""
+    plan, probe = config.plan, available()
+    reasons = [] if probe.usable else [str(probe)]
+    reasons += refusals(
+        etp=plan.etp,
+        exact=plan.combine == "exact",
+        coded=plan.payload != "same",
+        dtype=config.train.dtype,
+        hidden=config.model.hidden_size,
+    )
+    if plan.recompute == "full":
+        reasons.append(
+            "deepep does not dispatch twice in one order, as recompute = full would need"
+        )
+    return reasons
 
 
 def refusals(*, etp: int, exact: bool, coded: bool, dtype: str, hidden: int) -> list[str]:

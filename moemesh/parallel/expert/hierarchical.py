@@ -57,6 +57,7 @@ from moemesh.ops.permute import (
     sum_rows_between,
     unpermute,
 )
+from moemesh.parallel.expert.site import DispatcherSite
 from moemesh.trace import wire
 from moemesh.watch import progress_words
 from moemesh.watch.progress_words import Ticket, in_background
@@ -328,6 +329,11 @@ class HierarchicalDispatcher(Dispatcher):
         self.num_local = num_experts // ep.size
         self.owner, self.num_owners = ep.index * etp.size + etp.index, ep.size * etp.size
         self.codec, self.worker = codec, WorkerThread()
+
+    @classmethod
+    def of(cls, site: DispatcherSite) -> HierarchicalDispatcher:
+        axes = (site.mesh[name] for name in ("ep", "ep_rail", "ep_node", "etp"))
+        return cls(*axes, site.config.num_experts, codec=site.codec)
 
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False

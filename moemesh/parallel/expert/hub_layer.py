@@ -8,7 +8,7 @@ Legend: T tokens of this rank, K choices of a token, H hidden, E experts of all 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from moemesh.comm.mesh import Axis
 from moemesh.config.errors import check_kind, public
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.plan import Plan
+from moemesh.config.suggest import choices_of
 from moemesh.model.batch import Context
 from moemesh.model.visibility import Visibility
 from moemesh.parallel.expert.layer import (
@@ -62,7 +63,7 @@ def use_experts(
     if model is None:
         return
     check_kind("model", model, nn.Module)
-    check_choice("dispatcher", dispatcher, get_args(DispatcherName))
+    check_choice("dispatcher", dispatcher, choices_of(DispatcherName))
     check_choice("gradients", gradients, ("mean", "sum"))
     ranks, replicas = axes_of(group)
     if replicas.size > 1:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 import torch
@@ -35,12 +35,13 @@ from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Axis, Mesh, local_part
 from moemesh.config import experts as keys
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import check_kind, known_keywords
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
-from moemesh.config.suggest import nearest_choice, nearest_divisors
+from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
 from moemesh.config.toml import format_value
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import Dispatcher
@@ -283,7 +284,7 @@ class MoELayer(nn.Module):
     quantizes them on the way to the experts. `combine` "exact" adds in a fixed order, so that
     results do not depend on the group. `dispatch_chunks` overlaps exchanges with computation.
     `max_tokens`: most tokens of a rank; None takes those of the first forward (they choose
-    a dispatcher and size the buffers of "low_latency"; more is slower, never wrong).
+    a dispatcher and size its buffers, if it has any; more is slower, never wrong).
 
     `gradients`: "mean" where the gradients of the other parameters are averaged over all ranks, as
     DDP and FSDP2 do; "sum" where they are added up (the loss is divided by global counts). The
@@ -328,11 +329,11 @@ class MoELayer(nn.Module):
             ("payload", payload, Payload),
             ("combine", combine, Combine),
         ):
-            check_choice(name, choice, get_args(kind))
-        if dispatcher == "deepep" and combine == "exact":
+            check_choice(name, choice, choices_of(kind))
+        if combine == "exact" and not dispatcher_row(dispatcher).sums_exactly:
             raise LayerError(
-                'dispatcher "deepep" adds results of a rank before they return, in no fixed order: '
-                'combine = "fast", or another dispatcher'
+                f'dispatcher "{dispatcher}" adds results of a rank before they return, in no fixed '
+                'order: combine = "fast", or another dispatcher'
             )
         size = self.ranks.size
         check_divides(num_experts, size)

@@ -48,6 +48,7 @@ from moemesh.ops.permute import (
     map_from_sources,
 )
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan, Hop
+from moemesh.parallel.expert.site import DispatcherSite
 from moemesh.sharding.dispatchers import CAPACITY_FACTOR, slots_per_pair
 
 
@@ -101,6 +102,17 @@ class LowLatencyDispatcher(Dispatcher):
         )
         self.two_phase = AllToAllDispatcher(ep, etp, num_experts, codec=codec)
         self.num_plans = self.num_fallbacks = 0
+
+    @classmethod
+    def of(cls, site: DispatcherSite) -> LowLatencyDispatcher:
+        return cls(
+            site.mesh["ep"],
+            site.mesh["etp"],
+            site.config.num_experts,
+            experts_per_token=site.config.experts_per_token,
+            max_tokens=site.tokens_per_rank,
+            codec=site.codec,
+        )
 
     def plan(self, experts_TK: Tensor) -> SlotPlan:
         self.num_plans += 1

@@ -276,13 +276,12 @@ class ModelProgram:
 # start their exchanges in one order. What is computed, and in which order inside of each
 # microbatch, is the same as one after the other: so are the results, bit for bit.
 #
-# Only exchanges that a dispatcher starts and waits for later run under the other's compute: rows
-# and weights of all_to_all, low_latency and hierarchical (of its two hops the one between nodes),
-# the gather of all_gather. With ``combine = exact`` and with deepep, and in layers that are
-# computed again as a whole (``recompute = full``), the two run one after the other as far as these
-# go. With transient replicas (``spare_slots``) the forward pauses but the backward does not: the
-# weights of an expert are sent in one segment and used in the next, and a weight must have one
-# gradient, not two.
+# Only exchanges that a dispatcher starts and waits for later run under the other's compute: the
+# first hop of rows and weights, or the gather of tokens. With ``combine = exact``, with deepep, and
+# in layers that are computed again as a whole (``recompute = full``), the two run one after the
+# other as far as these go. With transient replicas (``spare_slots``) the forward pauses but the
+# backward does not: the weights of an expert are sent in one segment and used in the next, and a
+# weight must have one gradient, not two.
 
 
 def is_overlapped(entry: Entry) -> bool:

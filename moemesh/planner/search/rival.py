@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES, ScheduleName
-from moemesh.config.suggest import divisors
+from moemesh.config.suggest import choices_of, divisors
 from moemesh.planner.layout_sources import plan_table, read_plan
 from moemesh.planner.planned_layout import DATA, RECOMPUTED, TRAINED, PlannedLayout
 from moemesh.planner.search.search import Candidate, SearchSpace, difference, what_would_fit
-from moemesh.planner.search.space import EXITS, SCHEDULES, Space, families
+from moemesh.planner.search.space import EXITS, PROPOSED_SCHEDULES, Space, families
 from moemesh.planner.shapes.load_shape import Model
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.price import pricing
@@ -94,7 +94,7 @@ def edits(
     widths = divisors(shape.expert_intermediate_size) if shape.is_moe else []
     every: dict[str, list[Any]] = {
         "pp": [degree for degree in divisors(world) if degree <= shape.num_layers],
-        "schedule": list(SCHEDULES) if layout.pp > 1 else [],
+        "schedule": list(PROPOSED_SCHEDULES) if layout.pp > 1 else [],
         "stages_per_rank": [1, 2, 3, 4],
         "cp": divisors(world),
         "tp": inside,
@@ -372,10 +372,10 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
     """The space with the table's values fixed, and the assumptions that they violate."""
     fixed, beyond = {key: table[key] for key in _FIXED if key in table}, list[str]()
     changes: dict[str, Any] = {"fixed": fixed}
-    if (schedule := table.get("schedule")) in get_args(ScheduleName):
+    if (schedule := table.get("schedule")) in choices_of(ScheduleName):
         changes["schedules"] = (schedule,)
         changes["fewest_stages"] = 1 if table.get("pp") == 1 else 2
-        if schedule not in SCHEDULES:
+        if schedule not in PROPOSED_SCHEDULES:
             beyond.append(f"schedule = {schedule}")
     zero = table.get("zero")
     if (data := table.get("data")) in (_SERVER, *DATA):

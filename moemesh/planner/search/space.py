@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from moemesh.config.dispatcher_table import PROPOSED
+from moemesh.config.names import Names
 from moemesh.config.plan import AttentionExit, ScheduleName
-from moemesh.config.rules import experts_fit, uncut_by_tensor
+from moemesh.config.rules import V_SCHEDULES, experts_fit, uncut_by_tensor
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import divisors
 from moemesh.planner.arithmetic import FloatArray, Number
 from moemesh.planner.memory import needed_bytes
@@ -29,14 +32,8 @@ from moemesh.schedule.build import is_defined
 
 IntArray = NDArray[np.int64]
 
-#: Schedules that the search compares. GPipe takes as long as 1F1B and holds more; Chimera's bubble
-#: is larger than that of zero-bubble schedules; TeraPipe has no time model in columns; asynchronous
-#: schedules change the results of training.
-SCHEDULES: tuple[ScheduleName, ...] = (
-    "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "dualpipe", "dualpipe_v",
-)  # fmt: skip
-#: Number of mechanisms of a schedule: deferred weight gradients are one, two directions another.
-_SCHEDULES_BEYOND_1F1B = {"zb_h1": 1, "zb_h2": 1, "zb_v": 2, "dualpipe": 2, "dualpipe_v": 2}
+#: Schedules that the search compares.
+PROPOSED_SCHEDULES = Names(SCHEDULES, where=lambda row: row.is_proposed)
 #: Exits of tensor-parallel attention. An all-reduce moves twice the bytes of a reduce-scatter and
 #: holds the same.
 EXITS: tuple[AttentionExit, ...] = ("reduce_scatter", "all_to_all")
@@ -55,7 +52,7 @@ class Space:
     seq_len: int
     global_batch: int
     precision: Precision = "bfloat16"
-    schedules: tuple[ScheduleName, ...] = SCHEDULES
+    schedules: tuple[ScheduleName, ...] = field(default_factory=lambda: tuple(PROPOSED_SCHEDULES))
     recompute: tuple[str, ...] = ("none", "selective", "full")
     zero: tuple[int, ...] = (0, 1, 2, 3)
     largest_microbatch: int = 16
@@ -146,7 +143,7 @@ class Family:
             recompute=RECOMPUTED[space.recompute[recompute]],
             zero=self.zero[zero],
             attention_exit=space.exits[attention_exit],
-            dispatcher="hierarchical" if ep * etp > space.node_size else "all_to_all",
+            dispatcher=PROPOSED[ep * etp > space.node_size],
             ranks_per_node=min(space.node_size, space.num_devices),
         )
 
@@ -163,7 +160,9 @@ class Family:
         for axis in ("tp", "cp", "dp", "ep", "etp"):
             axes = axes + (getattr(columns, axis) > 1)
         spans_nodes = columns.ep * columns.etp > self.space.node_size
-        pipeline = (self.pp > 1) + _SCHEDULES_BEYOND_1F1B.get(self.schedule, 0)
+        # Deferred weight gradients are one mechanism of a schedule, two directions another.
+        schedule = SCHEDULES[self.schedule]
+        pipeline = (self.pp > 1) + bool(schedule.undeferred) + (schedule.stages != "line")
         pipeline += self.stages_per_rank > 1
         recomputes = np.array([word != "none" for word in self.space.recompute])[:, None, None]
         return self.flat(axes + spans_nodes + pipeline + recomputes, np.int8)
@@ -263,7 +262,7 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
                 is_even = shape.num_layers % (pp * chunks) == 0
                 if is_even or chunks in (2, 3, 4) or "stages_per_rank" in space.fixed:
                     yield schedule, chunks
-        elif schedule not in ("zb_v", "dualpipe_v") or 2 * pp <= shape.num_layers:
+        elif schedule not in V_SCHEDULES or 2 * pp <= shape.num_layers:
             yield schedule, 1
 
 

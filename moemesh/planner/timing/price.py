@@ -9,7 +9,9 @@ from math import exp
 import numpy as np
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
@@ -140,9 +142,9 @@ def software_of(layout: PlannedLayout) -> Software:
     """Software properties of `moemesh train` with a layout."""
     return Software(
         fsdp=layout.zero >= 2,
-        deduplicated=layout.dispatcher == "hierarchical",
+        deduplicated=dispatcher_row(layout.dispatcher).is_node_aware,
         # tests/device/test_overlap.py checks that chunks and blocks hide the assumed share.
-        overlapped_exchange=layout.dispatch_chunks > 1 or layout.schedule.startswith("dualpipe"),
+        overlapped_exchange=layout.dispatch_chunks > 1 or SCHEDULES[layout.schedule].has_blocks,
         adapters=layout.adapters,
     )
 

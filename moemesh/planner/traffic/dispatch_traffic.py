@@ -3,14 +3,14 @@
 Legend: P ranks of ep, X ranks of etp, K slots, H hidden, w bytes of an element, row = w H (forward
 in fp8: H + 4 ceil(H / 128)). A :class:`Routing` returns the rows that a rank sends; the rows that
 it receives follow from those of its peers. Rows take the hops of
-:data:`moemesh.sharding.dispatchers.HOPS`.
+:data:`moemesh.config.dispatcher_table.DISPATCHERS`.
 
-| dispatcher | plan |
+| rows of a hop | plan |
 |---|---|
-| all_to_all | counts of all chunks over ep, etp |
-| all_gather | token counts, ids 8 K a token over ep_etp; sums come back dense or uneven |
-| hierarchical | per hop: counts of all chunks, ids |
-| low_latency | headers of fixed size |
+| pairs of token and expert | counts of all chunks |
+| tokens at the ranks or nodes of their experts | counts of all chunks, ids |
+| all tokens, gathered | token counts, ids 8 K a token; sums come back dense or uneven |
+| fixed slots | headers of fixed size |
 
 Weights (4 or 8 bytes a row) take the same hops as rows. The backward has the pair of each
 collective, with rows in full precision.
@@ -29,13 +29,12 @@ import numpy as np
 
 from moemesh.balance import assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
+from moemesh.config.dispatcher_table import DISPATCHERS, ROW_HOPS, HopRows, dispatcher_row
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.sharding.dispatchers import (
-    HOPS,
-    HopRows,
     packed_bytes,
     slots_per_pair,
     visit_probability,
@@ -193,8 +192,8 @@ class DispatchTraffic:
     max_tokens: int
     #: Rows that a rank sends.
     sent_by: Callable[[int], SentRows]
-    #: Number of chunks whose counts this exchange carries (all_to_all and hierarchical); 0 if
-    #: another chunk's exchange carries them.
+    #: Number of chunks whose counts this exchange carries (`plans_all_chunks`); 0 if another
+    #: chunk's exchange carries them.
     counts: int = 1
     #: Number of rows up to which all_gather always sums densely (on an accelerator).
     spare_rows: int = 0
@@ -204,35 +203,34 @@ class DispatchTraffic:
         #: Bytes of a row in the backward and the combine, and of a dispatched row.
         self.plain: float = model.hidden_size * self.element
         self.coded = packed_bytes(model.hidden_size) if plan.payload == "fp8" else self.plain
-        #: Row slots of low_latency per pair of ranks.
+        #: Fixed row slots per pair of ranks.
         sizes = model.experts_per_token, model.num_experts, plan.ep
         self._slots = slots_per_pair(self.max_tokens, *sizes)
         self._rows = cache(self._rows_of)
 
     def exchanges(self) -> Iterator[CountedExchange]:
         """All collectives of one chunk, in the order in which `moemesh dispatch` prints them."""
-        plan, lines, name = self.plan, self.lines, self.plan.dispatcher
+        plan, lines, dispatcher = self.plan, self.lines, dispatcher_row(self.plan.dispatcher)
         if plan.ep * plan.etp == 1:
             return
         sent = [self.sent_by(peer) for peer in lines.members("ep_etp")]
-        if name == "low_latency":
+        if dispatcher.has_slots:
             header, headers = [self._slots + 1.0] * plan.ep, ("forward", "moe.headers")
             yield CountedExchange("ep", "all_to_all", *headers, (header, header), _INT32)
             yield CountedExchange(
                 "etp", "all_gather", *headers, ([sum(header)] * plan.etp,), _INT32
             )
             if any(rows > self._slots for item in sent for rows in item.rows):
-                name = "all_to_all"
-        elif name not in HOPS:
-            name = "all_to_all"
-        hops = HOPS[name]
+                dispatcher = DISPATCHERS[dispatcher.fallback]
+        hops = dispatcher.hops
         # A row that represents a token carries the ids and weights of all its slots.
-        peers = lines.members("ep" if name == "hierarchical" else "ep_etp")
+        peers = lines.members("ep_etp" if dispatcher.is_gathered else "ep")
         slots = max(self.sent_by(peer).slots for peer in peers)
-        yield from self._plan_messages(name, hops, slots)
+        for hop in hops:
+            yield from self._plan_messages(hop, slots)
         callers = (_WEIGHTS, _DISPATCH, _COMBINE)
         entries = [(caller, hop) for caller in callers for hop in hops]
-        if name == "hierarchical":
+        if dispatcher.is_node_aware:
             entries.sort(key=lambda entry: hops.index(entry[1]))
         exact = plan.combine == "exact"
         for caller, hop in entries:
@@ -265,38 +263,36 @@ class DispatchTraffic:
                     yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
         if exact:
             # Each (token, expert) row is returned on its own: sums over etp, then over ep.
-            home = HOPS["all_to_all"][::-1]
+            home = ROW_HOPS[::-1]
             for caller, phase in ((_DISPATCH, "backward"), (_COMBINE, "forward")):
                 for hop in home:
                     yield self._travel(hop, phase, caller, self.plain, home=True)
             for hop in home:
                 yield self._travel(hop, "backward", _COMBINE, self.plain)
 
-    def _plan_messages(
-        self, name: str, hops: tuple[HopRows, ...], slots: int
-    ) -> Iterator[CountedExchange]:
-        """Messages that announce the rows: counts and ids."""
+    def _plan_messages(self, hop: HopRows, slots: int) -> Iterator[CountedExchange]:
+        """Messages that announce the rows of a hop: counts and ids."""
         plan, counts = self.plan, ("forward", _COUNTS)
-        if name == "all_gather":
+        if hop.rows == "slots":
+            return  # their headers carry both
+        if hop.rows == "tokens":
             each = [1.0] * plan.ep * plan.etp
-            yield CountedExchange("ep_etp", "all_gather", *counts, (each,), _INT64)
-            yield self._travel(hops[0], *counts, slots * _INT64)
-        if name not in ("all_to_all", "hierarchical"):
+            yield CountedExchange(hop.axis, "all_gather", *counts, (each,), _INT64)
+            yield self._travel(hop, *counts, slots * _INT64)
             return
-        # Counts per hop. ep: rows of each expert of a rank, spare slots included. ep_rail: tokens
-        # of a node, then tokens and pairs (packed into one number) of each rank of it. ep_node:
-        # tokens and pairs from the own node and from others. etp: rows, or rows and pairs.
+        # ep: rows of each expert of a rank, spare slots included. ep_rail: tokens of a node, then
+        # tokens and pairs (packed into one number) of each rank of it. ep_node: tokens and pairs
+        # from the own node and from others. etp: rows, or rows and pairs.
         local = plan.spare_slots * (plan.ep > 1) + self.model.num_experts // plan.ep
         numbers = {"ep": local, "ep_rail": 1 + self.lines.layout.ep_node, "ep_node": 2}
-        numbers["etp"] = local * plan.ep if name == "all_to_all" else 2
-        for hop in hops:
-            block = [float(self.counts * numbers[hop.axis])] * len(self.lines.members(hop.axis))
-            if hop.is_gathered and self.counts:
-                yield CountedExchange(hop.axis, "all_gather", *counts, (block,), _INT64)
-            elif self.counts:
-                yield CountedExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
-            if hop.is_of_tokens:
-                yield self._travel(hop, *counts, _INT32 * (slots + 1))
+        numbers["etp"] = 2 if hop.is_of_tokens else local * plan.ep
+        block = [float(self.counts * numbers[hop.axis])] * len(self.lines.members(hop.axis))
+        if hop.is_gathered and self.counts:
+            yield CountedExchange(hop.axis, "all_gather", *counts, (block,), _INT64)
+        elif self.counts:
+            yield CountedExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
+        if hop.is_of_tokens:
+            yield self._travel(hop, *counts, _INT32 * (slots + 1))
 
     def _travel(
         self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False

@@ -36,6 +36,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -318,8 +319,7 @@ class _Step(RankStep):
 
     def _experts(self, forward: int, layer: int, times: int) -> None:
         plan, chunks = self.plan, self.chunks
-        # Fixed slots are planned chunk by chunk.
-        together = plan.dispatcher in ("all_to_all", "auto", "hierarchical")
+        together = dispatcher_row(plan.dispatcher).plans_all_chunks
         lines, model = self.lines, self.model
         for chunk in range(chunks):
             counts = (chunks if chunk == 0 else 0) if together else 1

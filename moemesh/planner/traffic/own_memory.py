@@ -11,11 +11,13 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain
 from math import ceil
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.schedule_table import SCHEDULES, FormNumbers, MicrobatchTimes
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
@@ -27,7 +29,6 @@ from moemesh.planner.traffic.tensors import (
     gathered_units,
     owned,
 )
-from moemesh.schedule.closed_forms import FORMS, MicrobatchTimes, Numbers
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
 from moemesh.trace.memory_profile import (
@@ -49,7 +50,7 @@ from moemesh.trace.memory_profile import (
 # | weights | bytes of the run's dtype; routers never below fp32 |
 # | gradients | 4; 8 in float64 |
 # | masters | 4 if a weight has 2 bytes, else the weight is its own master |
-# | AdamW | two moments as wide as a gradient; SGD one with momentum, none without |
+# | optimizer states | tensors as wide as a gradient: two of AdamW, one or none of SGD |
 # | weight versions | stream: older versions that its update rule keeps, with biases |
 # | snapshots | if the norm is validated after the update: masters, moments, biases |
 #
@@ -66,15 +67,13 @@ def predict_states(
     placement: StagePlacement,
     *,
     element: int,
-    optimizer: Literal["adamw", "sgd"] = "adamw",
-    momentum: float = 0.0,
+    num_states: int = 2,
     rank: int = 0,
 ) -> MemoryProfile:
-    """Model states of `rank`, without activations. `element` is the bytes of a weight, `momentum`
-    that of SGD."""
+    """Model states of `rank`, without activations. `element` is the bytes of a weight, `num_states`
+    the number of tensors that the optimizer keeps of a parameter."""
     plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
     model, schedule = placement.model, placement.schedule
-    kinds = 2 if optimizer == "adamw" else int(momentum > 0)
     weights = {True: 0, False: 0}
     gradients = masters = updated = 0
     for bucket in data_buckets(placement, rank, element):
@@ -100,13 +99,13 @@ def predict_states(
     versions = 1
     if schedule.update is not None:
         # A stream keeps older versions of the weights.
-        numbers = Numbers(
+        numbers = FormNumbers(
             ranks=schedule.num_ranks,
             microbatches=4 * schedule.num_ranks,
             chunks=schedule.stages_per_rank,
             times=MicrobatchTimes(),
         )
-        versions = FORMS[plan.schedule].copies(numbers, pp_rank)
+        versions = SCHEDULES[plan.schedule].form.copies(numbers, pp_rank)
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
     gathered = gathered_units(placement, rank, element)[1] if plan.data == "zero3" else 0
     return MemoryProfile(
@@ -116,9 +115,9 @@ def predict_states(
         dense_weights=weights[False],
         expert_weights=weights[True],
         gradients=gradients,
-        optimizer=masters + kinds * updated,
+        optimizer=masters + num_states * updated,
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
-        snapshots=(1 + kinds) * updated + biases if is_undone else 0,
+        snapshots=(1 + num_states) * updated + biases if is_undone else 0,
     )
 
 
@@ -448,15 +447,14 @@ class LayerMemory(RankStep):
             weights, positions = local.tokens * k * wide, _INT64 * total
             picks = weights + _INT64 * sum(local.rows) + wide * total + positions
             slots = slots_per_pair(self.max_tokens, k, self.model.num_experts, plan.ep)
+            last = dispatcher_row(plan.dispatcher).hops[-1]
             if plan.ep * plan.etp == 1 and plan.combine == "fast":
                 picks = weights + positions
-            elif plan.dispatcher == "all_gather":
-                source = sum(peer.tokens for peer in peers)
+            elif last.is_of_tokens:
+                is_all = last.rows == "tokens"
+                source = sum(peer.tokens if is_all else peer.visits[ep_index] for peer in peers)
                 picks = source * k * wide + positions
-            elif plan.dispatcher == "hierarchical":
-                source = sum(peer.visits[ep_index] for peer in peers)
-                picks = source * k * wide + positions
-            elif plan.dispatcher == "low_latency" and all(
+            elif last.rows == "slots" and all(
                 count <= slots for peer in peers for count in peer.rows
             ):
                 source = slots * len(peers)
@@ -571,20 +569,20 @@ def predict_memory(
     seq_len: int,
     global_batch: int,
     dtype: str = "bfloat16",
-    optimizer: Literal["adamw", "sgd"] = "adamw",
-    momentum: float = 0.0,
+    num_states: int = 2,
     rank: int = 0,
     routing: Routing | None = None,
     tuning: Tuning = FULL,
 ) -> MemoryProfile:
     """The memory of `rank` in a training step; `peak` is the sum of the parts.
 
-    `momentum` is that of SGD; `routing` None is uniform routing; `tuning` selects the parameters
-    that train. Raises ValueError if the plan's schedule is impossible.
+    `num_states` is the number of tensors that the optimizer keeps of a parameter; `routing` None is
+    uniform routing; `tuning` selects the parameters that train. Raises ValueError if the plan's
+    schedule is impossible.
     """
     placement = StagePlacement(model, plan, seq_len, tuning)
     shared = {"element": ELEMENT_BYTES[dtype], "rank": rank}
-    states = predict_states(placement, **shared, optimizer=optimizer, momentum=momentum)
+    states = predict_states(placement, **shared, num_states=num_states)
     kinds = predict_activations(placement, **shared, global_batch=global_batch, routing=routing)
     profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
     return replace(profile, peak=profile.total)

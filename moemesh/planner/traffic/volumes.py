@@ -36,6 +36,7 @@ from collections import Counter
 from math import prod
 from typing import NamedTuple
 
+from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.layout import AXES
 from moemesh.planner.memory import rank_weights
 from moemesh.planner.planned_layout import PlannedLayout
@@ -43,7 +44,7 @@ from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
 from moemesh.planner.traffic.ledger_lines import ledger_of
 from moemesh.sharding.context import head_share
-from moemesh.sharding.dispatchers import HOPS, packed_bytes, rows_moved
+from moemesh.sharding.dispatchers import packed_bytes, rows_moved
 from moemesh.trace import wire
 from moemesh.trace.ledger import Ledger
 
@@ -246,7 +247,7 @@ class _Volumes:
         )
         name = layout.dispatcher if layout.dispatcher in table else "all_to_all"
         arriving = 0.0
-        for axis, _, is_gathered in HOPS[name]:
+        for axis, _, is_gathered in DISPATCHERS[name].hops:
             arriving = table[name].by_axis.get(axis, arriving)
             # Lanes of an ep index gather each other's rows.
             rows = arriving * layout.etp if is_gathered else arriving

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, get_args
 
 from moemesh.config.errors import UserError
+from moemesh.config.names import Names
+from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Op, Schedule, looped, v_shape
 from moemesh.schedule.build import build
@@ -39,15 +41,12 @@ LARGEST_SEARCHED = 200_000
 #: States that are improved.
 STARTS = 3
 
-#: Schedules of one pipe: (name, stages per rank, None for any above 1).
-HAND_MADE: tuple[tuple[str, int | None], ...] = (
-    ("gpipe", 1),
-    ("1f1b", 1),
-    ("zb_h1", 1),
-    ("zb_h2", 1),
-    ("zb_v", 2),
-    ("dualpipe_v", 2),
-    ("interleaved_1f1b", None),
+#: Hand-made schedules to start from: synchronous ones of one pipe and whole sequences.
+HAND_MADE = Names(
+    SCHEDULES,
+    where=lambda row: (
+        row.stages != "mirrored" and not row.is_asynchronous and "num_slices" not in row.options
+    ),
 )
 
 
@@ -157,7 +156,8 @@ def search(
     problems = _problems(question, chunks)
     fitting = sorted({problem.num_stages // num_ranks for problem in problems})
     found: list[_Fitting] = []
-    for name, given in HAND_MADE:
+    for name in HAND_MADE:
+        given = max(SCHEDULES[name].stages_per_rank, default=None)  # None: any above 1
         for count in [n for n in fitting if n == given or (given is None and n > 1)]:
             num_chunks = count if given is None else 1
             try:

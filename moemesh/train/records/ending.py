@@ -53,8 +53,8 @@ def write_end(
     # which the planner knows nothing.
     predicted: dict[str, Any] | None = None
     with suppress(ValueError):
-        optimizer = {"optimizer": train.optimizer, "momentum": train.momentum}
-        of_memory = predict_memory(model, plan, **common, **optimizer)
+        num_states = len(train.optimizer_states)
+        of_memory = predict_memory(model, plan, **common, num_states=num_states)
         on_accelerator = mesh.device.type != "cpu"
         of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
         predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}

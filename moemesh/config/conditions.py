@@ -90,7 +90,7 @@ def require(schedule: str, conditions: Sequence[Condition], **numbers: int) -> N
     >>> require("interleaved_1f1b", rules, ranks=4, microbatches=10)
     Traceback (most recent call last):
     ...
-    moemesh.schedule.conditions.ScheduleConditionError: interleaved_1f1b needs \
+    moemesh.config.conditions.ScheduleConditionError: interleaved_1f1b needs \
 microbatches % ranks == 0, got 10 % 4 == 2 (nearest: microbatches 8 or 12, or ranks 5 or 2)
     """
     for name, value in numbers.items():

@@ -1,0 +1,157 @@
+"""Dispatchers by name, one row each: the exchanges of rows, what they cost, who makes them.
+
+A dispatcher is a module with its class and a row of :data:`DISPATCHERS`. Configuration, `auto`, the
+planner, the ledger and `moemesh dispatch` read the row. The formulas that follow from the rows are
+in :mod:`moemesh.sharding.dispatchers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from moemesh.config.names import Names
+
+
+class HopRows(NamedTuple):
+    """One exchange of rows on their way to the experts; the results take it in reverse.
+
+    Each rank sends its `rows` (a field of the planner's `SentRows`; "slots": a fixed number) by
+    all-to-all to those ranks of `axis` that need them. If `is_gathered`, all ranks of the axis
+    gather them, and reduce and scatter the results.
+    """
+
+    axis: str
+    rows: Literal["rows", "visits", "node_visits", "tokens", "slots"]
+    is_gathered: bool = False
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether a row is a token with all its experts, not one (token, expert) pair."""
+        return self.rows not in ("rows", "slots")
+
+
+class UniformRows(NamedTuple):
+    """Numbers of a dispatch under uniform routing: `tokens` of a rank, each with `chosen` experts
+    on `distinct` of `ranks` ranks and `distinct_nodes` of `nodes` nodes (0 of a single node), and
+    the `slots` for each pair of ranks."""
+
+    tokens: float
+    chosen: int
+    ranks: int
+    nodes: int
+    distinct: float
+    distinct_nodes: float
+    slots: int
+
+    def of(self, hop: HopRows) -> float:
+        """Rows that a rank sends in a hop, its rows to itself included."""
+        return {
+            "rows": self.chosen * self.tokens,
+            "tokens": self.ranks * self.tokens,
+            "visits": self.distinct * self.tokens,
+            "node_visits": self.distinct_nodes * self.tokens,
+            "slots": float(self.slots * self.ranks),
+        }[hop.rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatcherRow:
+    """Everything about a dispatcher that code outside of its module reads."""
+
+    #: "module:function" that makes it from ModelConfig, Plan, Mesh, the largest number of tokens
+    #: of a rank, and the codec of rows (None: plain rows).
+    make: str
+    #: Exchanges of rows in the order of the dispatch, the gather of etp last.
+    hops: tuple[HopRows, ...]
+    #: Rows that a rank copies in dispatch and combine.
+    copied: Callable[[UniformRows], float]
+    #: One exchange carries the counts of all chunks.
+    plans_all_chunks: bool = False
+    #: Rows may go to replicas of experts on other ranks.
+    accepts_replicas: bool = False
+    #: :class:`moemesh.parallel.expert.exact.Exact` can wrap it, for `combine = exact`.
+    sums_exactly: bool = True
+    #: The planner predicts its bytes; `auto` and `moemesh dispatch` compare all that have this.
+    is_predicted: bool = True
+    #: Dispatcher that carries rows beyond the slots.
+    fallback: str = ""
+    #: "module:function" that returns the reasons why a RunConfig cannot be dispatched on this
+    #: machine, one sentence each; empty: it always can.
+    obstacles: str = ""
+    #: The self-test at start needs rows of the model's width and dtype.
+    tested_as_trained: bool = False
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the number of rows between two ranks is fixed."""
+        return self.hops[0].rows == "slots"
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether each rank receives all tokens."""
+        return self.hops[0].is_gathered
+
+    @property
+    def is_node_aware(self) -> bool:
+        """Whether a token crosses to each node once and is copied there."""
+        return self.hops[0].rows == "node_visits"
+
+
+#: Exchanges of one row for each (token, expert) pair; they also return the rows of exact sums.
+ROW_HOPS = (HopRows("ep", "rows"), HopRows("etp", "rows", True))
+#: Dispatchers by name, in the order of messages and tables.
+DISPATCHERS: dict[str, DispatcherRow] = {
+    "all_to_all": DispatcherRow(
+        make="moemesh.parallel.expert.all_to_all:AllToAllDispatcher.of",
+        hops=ROW_HOPS,
+        copied=lambda n: 3.0 * n.chosen * n.tokens,
+        plans_all_chunks=True,
+        accepts_replicas=True,
+    ),
+    "all_gather": DispatcherRow(
+        make="moemesh.parallel.expert.all_gather:AllGatherDispatcher.of",
+        hops=(HopRows("ep_etp", "tokens", True),),
+        copied=lambda n: (1 + n.chosen + n.distinct) * n.tokens,
+    ),
+    "hierarchical": DispatcherRow(
+        make="moemesh.parallel.expert.hierarchical:HierarchicalDispatcher.of",
+        hops=(
+            HopRows("ep_rail", "node_visits"),
+            HopRows("ep_node", "visits"),
+            HopRows("etp", "visits", True),
+        ),
+        # Of the rows that cross, (R - 1) / R go to other nodes.
+        copied=lambda n: (
+            (n.chosen + 2 * n.distinct + 2 * n.distinct_nodes * (n.nodes - 1) / n.nodes) * n.tokens
+        ),
+        plans_all_chunks=True,
+    ),
+    "low_latency": DispatcherRow(
+        make="moemesh.parallel.expert.low_latency:LowLatencyDispatcher.of",
+        hops=(HopRows("ep", "slots"), HopRows("etp", "slots", True)),
+        copied=lambda n: 3.0 * n.slots * n.ranks,
+        fallback="all_to_all",
+    ),
+    "deepep": DispatcherRow(
+        make="moemesh.parallel.expert.deepep:DeepEPDispatcher.of",
+        # As far as closed forms go; rows that it forwards inside a node are not counted.
+        hops=ROW_HOPS,
+        copied=lambda n: 3.0 * n.chosen * n.tokens,
+        sums_exactly=False,
+        is_predicted=False,
+        obstacles="moemesh.parallel.expert.deepep_probe:obstacles",
+        tested_as_trained=True,
+    ),
+}
+#: Dispatchers that `moemesh plan` proposes for ranks of one node, and of several.
+PROPOSED = ("all_to_all", "hierarchical")
+#: Dispatchers whose bytes the planner predicts.
+PREDICTED = Names(DISPATCHERS, where=lambda row: row.is_predicted)
+
+
+def dispatcher_row(name: str) -> DispatcherRow:
+    """The row of `name`. That of all_to_all for `auto`, which ranks resolve at start, and for
+    dispatchers of other trainers."""
+    return DISPATCHERS.get(name, DISPATCHERS["all_to_all"])

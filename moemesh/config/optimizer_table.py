@@ -1,0 +1,53 @@
+"""Optimizers by name, one row each: constructor, options, states, advice.
+
+An optimizer is a row of :data:`OPTIMIZERS`; its class is torch's, or one like it in a module of its
+own. Configuration, training, checkpoints, the planner's memory and the advice before a run read the
+row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerRow:
+    """Everything about an optimizer that code outside of its class reads."""
+
+    #: "module:class" of a `torch.optim.Optimizer`; it gets parameter groups, `lr` and
+    #: `weight_decay`, `options` and `constants`.
+    make: str
+    #: Names of the state tensors of a parameter, each with its shape and the width of its gradient.
+    states: tuple[str, ...]
+    #: Keys of [train] that only some optimizers read -> arguments of the class.
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    #: Arguments of the class that no key sets.
+    constants: Mapping[str, object] = field(default_factory=dict[str, object])
+    #: Key of [train] that is 0 where the class keeps no states; empty: it always keeps them.
+    states_need: str = ""
+    #: Each parameter has a state "step", the number of its updates.
+    counts_steps: bool = False
+    #: An update reads whole matrices, not elements: no rank may hold a part of one.
+    needs_matrices: bool = False
+    #: Multiple of the usual learning rate from which on a rate is probably a mistake.
+    high_rate: int = 10
+
+
+#: Optimizers by name, in the order of messages and tables.
+OPTIMIZERS: dict[str, OptimizerRow] = {
+    "adamw": OptimizerRow(
+        make="torch.optim:AdamW",
+        states=("exp_avg", "exp_avg_sq"),
+        options={"adam_betas": "betas", "epsilon": "eps"},
+        constants={"fused": True},
+        counts_steps=True,
+    ),
+    "sgd": OptimizerRow(
+        make="torch.optim:SGD",
+        states=("momentum_buffer",),
+        options={"momentum": "momentum"},
+        states_need="momentum",
+        high_rate=1000,
+    ),
+}

@@ -1,0 +1,32 @@
+"""The place of a dispatcher in a run: what each one is made from, and how its rows are coded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moemesh.comm.mesh import Mesh
+from moemesh.comm.overlap import Codec
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Payload, Plan
+from moemesh.ops.fp8 import dequantize, quantize
+
+#: Rows on the wire as e4m3 values with one fp32 scale per 128 channels.
+FP8_CODEC = Codec(quantize, dequantize)
+
+
+def codec_of(payload: Payload) -> Codec | None:
+    """The codec of dispatched rows; None sends them in the dtype of the run."""
+    return FP8_CODEC if payload == "fp8" else None
+
+
+class DispatcherSite(NamedTuple):
+    """Arguments of `DispatcherRow.make`; a rank has at most `tokens_per_rank` tokens."""
+
+    config: ModelConfig
+    plan: Plan
+    mesh: Mesh
+    tokens_per_rank: int
+
+    @property
+    def codec(self) -> Codec | None:
+        return codec_of(self.plan.payload)

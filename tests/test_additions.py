@@ -1,0 +1,147 @@
+"""One row adds a dispatcher, a schedule, an optimizer, a rate schedule, a check and a verb."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.config.optimizer_table import OptimizerRow
+from moemesh.config.plan import Plan
+from moemesh.config.suggest import choices_of
+from moemesh.config.train import TrainConfig
+from moemesh.schedule.plan_schedule import build_step
+from moemesh.sharding.dispatchers import rows_moved
+from tests import toys
+from tests.parity.models import MODEL, TRAIN
+from tests.parity.training import alone, assert_same, train
+from tests.train.runs import sets, settings, small, text_file
+
+
+@pytest.fixture(autouse=True)
+def _toys() -> Generator[None]:
+    with toys.added():
+        yield
+
+
+def _lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_rows_are_legal_values_and_are_listed_in_messages(invoke: Any) -> None:
+    for section, key in ((Plan, "dispatcher"), (Plan, "schedule"), (TrainConfig, "optimizer")):
+        assert "toy" in choices_of(section.model_fields[key].annotation)
+    code, _, text = invoke("config", "check", *sets("plan.dispatcher=toi", "train.optimizer=toi"))
+    assert code == 2
+    assert "did you mean toy? (choices: all_to_all, all_gather, hierarchical, low_latency" in text
+    assert "did you mean toy? (choices: adamw, sgd, toy)" in text
+    _, schema, _ = invoke("config", "schema")
+    keys = json.loads(schema)["properties"]["train"]["properties"]
+    assert keys["lr_schedule"]["enum"] == ["cosine", "linear", "constant", "wsd", "toy"]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"tp": 2, "dp": 2, "ep": 4, "dispatcher": "toy", "dispatch_chunks": 2},
+        {"dp": 2, "ep": 2, "dispatcher": "toy", "combine": "exact"},
+        {"pp": 2, "microbatches": 3, "schedule": "toy"},
+    ],
+    ids=["dispatcher", "exact", "schedule"],
+)
+def test_a_row_trains_as_one_device_and_its_bytes_are_predicted(plan: dict[str, Any]) -> None:
+    got = train(MODEL, plan, TRAIN, on_rank=toys.train_with_toys)
+    assert_same(got, alone(MODEL, TRAIN))
+
+
+def test_a_dispatcher_is_priced_printed_and_compared(invoke: Any) -> None:
+    sizes = {"chosen": 2, "experts": 8, "ranks": 4, "ranks_per_node": 4}
+    table = rows_moved(tokens=64, **sizes)
+    assert table["toy"] == table["all_to_all"]
+    code, text, _ = invoke("dispatch", "--dispatcher", "toy", "--json")
+    assert code == 0 and list(json.loads(text)["dispatchers"]) == ["toy"]
+    words = ("estimate", "--model", "tiny", "--cluster", "dgx_h100", "--plan")
+    sizes = ("--seq-len", "64", "--global-batch", "8", "--json")
+    code, text, _ = invoke(*words, "dp=4,ep=4,dispatcher=toy", *sizes)
+    assert code == 0 and json.loads(text)["seconds"]
+    # Experts have replicas only where rows can go to them.
+    plan = sets("plan.dp=2", "plan.ep=2", "plan.spare_slots=1", "plan.dispatcher=toy")
+    code, _, text = invoke("config", "check", *plan)
+    assert code == 2 and "sends rows to the homes of experts" in text
+
+
+def test_a_schedule_is_planned_and_drawn(invoke: Any, tmp_path: Path) -> None:
+    drawn = tmp_path / "toy.svg"
+    words = ("schedule", "toy", "--ranks", "2", "--microbatches", "3")
+    code, text, _ = invoke(*words, "--svg", str(drawn), "--json")
+    found = json.loads(text)
+    # Each microbatch is forward (1), input and weight gradient (1 + 1) on one rank after another.
+    assert code == 0 and found["makespan"] == 3 * 2 * 3
+    assert found["peak_activation"] == [1, 1] and drawn.exists()
+    assert found["closed_form"]["bubble"] == 9
+    assert build_step(Plan(pp=2, microbatches=3, schedule="toy")).name == "toy"
+    words = ("estimate", "--model", "tiny", "--cluster", "dgx_h100", "--seq-len", "64", "--json")
+    seconds: dict[str, float] = {}
+    for name in ("1f1b", "toy"):
+        layout = f"pp=2,microbatches=4,schedule={name}"
+        code, text, _ = invoke(*words, "--global-batch", "8", "--plan", layout)
+        assert code == 0
+        seconds[name] = json.loads(text)["seconds"]["total"]
+    assert seconds["toy"] > seconds["1f1b"]
+
+
+def test_an_optimizer_trains_and_resumes_from_a_checkpoint(invoke: Any, tmp_path: Path) -> None:
+    keys = small(
+        train__optimizer="toy", train__lr_schedule="toy", train__lr=1e-3, train__final_lr_ratio=0.0
+    )
+    keys |= {"data.path": str(text_file(tmp_path)), "train.warmup_steps": 1}
+    given = sets(*settings(keys))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert invoke("train", *given, "--out", str(whole))[0] == 0
+    assert invoke("train", *given, "--out", str(parts), "--stop-after", "2")[0] == 0
+    assert len(_lines(parts)) == 2
+    assert invoke("train", *given, "--out", str(parts))[0] == 0
+    lines = _lines(whole)
+    assert [line["loss"] for line in _lines(parts)] == [line["loss"] for line in lines]
+    # The square of what is left of three steps after the warm-up.
+    rates = [line["lr"] / 1e-3 for line in lines]
+    assert rates == pytest.approx([1, (2 / 3) ** 2, (1 / 3) ** 2, 0])
+    memory = json.loads((whole / "memory.json").read_text())
+    (rank,) = memory["measured"] if "measured" in memory else memory["ranks"]
+    assert rank["optimizer"] > 0
+
+
+def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut(
+    invoke: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = OptimizerRow(make="torch.optim:RMSprop", states=("square_avg",), needs_matrices=True)
+    monkeypatch.setitem(toys.OPTIMIZERS, "toy", row)
+    words = sets("train.optimizer=toy", "plan.dp=2", "plan.tp=2", "plan.data=zero1")
+    code, _, text = invoke("config", "check", *words)
+    assert code == 2 and "tp = 2 gives" in text and "data = zero1 gives" in text
+    assert invoke("config", "check", *sets("train.optimizer=toy", "plan.dp=2"))[0] == 0
+
+
+def test_a_check_of_doctor_is_run(invoke: Any) -> None:
+    _, text, _ = invoke("doctor", "--json")
+    assert "the toys are in their box" in text
+
+
+def test_a_verb_is_called_helped_and_suggested() -> None:
+    start = f"import sys; sys.path.insert(0, {str(toys.ROOT)!r}); "
+    start += "from moemesh.cli import main; from moemesh.cli.verbs import VERBS, VerbRow; "
+    start += "VERBS['toy'] = VerbRow('tests.toy_verb', 'plaything'); main()"
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", start, *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert call("toy", "--times", "2").stdout == "played 2 times\n"
+    assert "  toy         Play." in call("--help").stdout.splitlines()
+    done = call("plaything")
+    assert done.returncode == 2 and "fix: moemesh toy" in done.stderr
