@@ -28,9 +28,9 @@ from typing import Any, Literal, NamedTuple
 from moemesh.comm.slurm import SlurmError, ranks_of_slurm
 from moemesh.config.python import python_command
 from moemesh.config.sources import ENVIRONMENT_PREFIX, read_environment
+from moemesh.monitor.devices import signs_of_gpus
 from moemesh.trace.machine import SHARED_MEMORY, usable_cores
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.watch.devices import signs_of_gpus
 
 Verdict = Literal["pass", "warn", "fail"]
 #: Seconds for the processes that import torch.

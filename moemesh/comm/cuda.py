@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from moemesh.watch.devices import DeviceError, num_gpus, too_few
+from moemesh.monitor.devices import DeviceError, num_gpus, too_few
 
 Device = Literal["auto", "cpu", "cuda"]
 #: The compute capability from which on an arithmetic is in hardware, by `train.dtype`.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from moemesh.config.errors import UserError
-from moemesh.watch.devices import FOLDER_VARIABLE
+from moemesh.monitor.devices import FOLDER_VARIABLE
 
 #: Ports of the first rank, below those that the system gives to outgoing connections: 64 steps of
 #: each of 355 jobs with successive numbers have ports of their own.

@@ -27,8 +27,8 @@ from moemesh.model.seams import (
     Vocabulary,
     WeightGate,
 )
+from moemesh.monitor.progress import at_layer
 from moemesh.ops.linear import linear
-from moemesh.watch.progress_words import at_layer
 
 
 class Layer(nn.Module):

@@ -22,11 +22,11 @@ from moemesh.config.run import RunConfig
 from moemesh.config.suggest import divisors
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
+from moemesh.monitor.devices import num_visible_gpus
 from moemesh.planner.layout_sources import plan_of
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import NothingFits, plan_named
 from moemesh.planner.search.search import Candidate
-from moemesh.watch.devices import num_visible_gpus
 
 #: Machines by which layouts are compared where `train.cluster` names none.
 _CPUS, _GPUS = "laptop_cpu", "dgx_h100"

@@ -10,12 +10,12 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moemesh.comm.collectives import barrier, gather_json
+from moemesh.monitor import progress
 from moemesh.report.verdict import MARK
 from moemesh.trace.machine import boot_name
 from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
 from moemesh.train.session import Session, Steps
 from moemesh.train.step import FinishedStep
-from moemesh.watch import progress_words
 
 _HANDSHAKES = 8
 
@@ -57,12 +57,12 @@ class ProfiledSteps:
             self._profile = profile(activities=kinds)
             self._profile.start()
         if self._profile is None:
-            waited = progress_words.waited_in_steps() or 0.0
+            waited = progress.waited_in_steps() or 0.0
             finished = self._steps.advance(first)
             if self._taken > WARM_UP:
                 self._plain += finished.recorder.timeline().to_json()["records"]
                 self._seconds += finished.seconds
-                self._waited += (progress_words.waited_in_steps() or 0.0) - waited
+                self._waited += (progress.waited_in_steps() or 0.0) - waited
             return finished
         with record_function(f"step {first}"):
             finished = self._steps.advance(first)

@@ -90,7 +90,7 @@ def repro(
     run: Path,
     out: Path | None = None,
     steps: int = 20,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     *,
     shows_steps: bool = True,
     python: str = sys.executable,
@@ -113,12 +113,12 @@ def repro(
         except (OSError, UnicodeDecodeError) as error:
             raise ReproError(f"{run / 'config.toml'}: cannot be read ({error})") from error
         starts = [{"first_step": 1, "config": text}]
-        say(f"note: {run} has no provenance.json; its config.toml alone is repeated")
+        log(f"note: {run} has no provenance.json; its config.toml alone is repeated")
     parts = covering_parts(starts, last)
     out = _free_folder(run, out)
     directory = Path(str(parts[0].record.get("directory") or Path.cwd()))
     if not directory.is_dir():
-        say(f"note: {directory}, where the run was started, is gone; paths count from here")
+        log(f"note: {directory}, where the run was started, is gone; paths count from here")
         directory = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="moemesh-repro-") as temporary:
         before = ""
@@ -133,7 +133,7 @@ def repro(
             for change in compare(before, text) if before else []:
                 command += ["--allow-change", change.key] if change.kind == "training" else []
             command += ["--stop-after", str(part.last)]
-            say(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
+            log(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
             output = None if shows_steps else subprocess.DEVNULL
             # Without overrides of the configuration: config.toml has them all.
             environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}

@@ -96,7 +96,7 @@ class User:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 130, out + err
-        assert "the same command goes on from there" in out
+        assert "the same command resumes from there" in out
 
     def losses(self, run: Path) -> list[float]:
         lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moemesh.watch.devices import signs_of_gpus
+from moemesh.monitor.devices import signs_of_gpus
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
 from tests.sandbox import ROOT

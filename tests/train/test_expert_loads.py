@@ -230,7 +230,7 @@ def adversarial_on_rank(mesh: Mesh) -> tuple[list[tuple[str, str]], list[str]]:
     kept: list[tuple[str, str]] = []
     told: list[str] = []
     bounds = RowBounds(
-        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), say=told.append
+        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), log=told.append
     )
     for step in (1, 2, 3):
         if step == 2:

@@ -20,6 +20,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.monitor.supervisor import StopRequest
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train import session as sessions
 from moemesh.train.command import open_samples, train_rank
@@ -32,7 +33,6 @@ from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
-from moemesh.watch.supervisor import StopRequest
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import config_of, metrics, rows_of, shared_file
 
@@ -283,7 +283,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, policy: str
     for rank in ranks:
         assert "the state of step 4 is not finite and is not saved" in rank.error
         assert rank.facts["rank"] == 1 and rank.facts["parameter"] == "norm.weight"
-        assert "the same command goes on from the newest checkpoint" in rank.facts["advice"]
+        assert "the same command resumes from the newest checkpoint" in rank.facts["advice"]
     assert ranks[0].position == 2 * BATCH, "the newest checkpoint is that of step 2"
 
 

@@ -48,8 +48,8 @@ from moemesh.model.seams import (
 )
 from moemesh.model.transformer import ModelPart, Output, Transformer, whole
 from moemesh.model.visibility import Visibility, document_starts
+from moemesh.monitor.progress import at_layer
 from moemesh.ops.cross_entropy import cross_entropy
-from moemesh.watch.progress_words import at_layer
 
 #: Positions whose logits are made at once, where the family's own head makes them.
 LOGIT_ROWS = 256

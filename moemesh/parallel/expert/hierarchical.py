@@ -44,6 +44,8 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, overlapped_exchange
 from moemesh.comm.transfers import Work, exchange_start
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
+from moemesh.monitor import progress
+from moemesh.monitor.progress import Ticket, in_background
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
@@ -58,8 +60,6 @@ from moemesh.ops.permute import (
     unpermute,
 )
 from moemesh.trace import wire
-from moemesh.watch import progress_words
-from moemesh.watch.progress_words import Ticket, in_background
 
 T = TypeVar("T")
 
@@ -277,11 +277,11 @@ def _wait_for_both(
 ) -> None:
     """Wait for what goes over the rail, then for what stays inside the node."""
     rail, node = tickets
-    progress_words.waiting(rail)
+    progress.waiting(rail)
     _wait(crossing.wait())
-    progress_words.waiting(node)
+    progress.waiting(node)
     _wait(staying)
-    progress_words.left()
+    progress.left()
 
 
 class RelayCounts(NamedTuple):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
+from moemesh.monitor.progress import at_microbatch
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
 from moemesh.parallel.pipeline.program import (
     BackwardState,
@@ -31,7 +32,6 @@ from moemesh.parallel.pipeline.program import (
 )
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.watch.progress_words import at_microbatch
 
 
 class PipelineError(RuntimeError):

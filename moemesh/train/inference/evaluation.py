@@ -56,8 +56,8 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
     # Masters, so that weights are rounded once; an optimizer without state beside them.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
     if (source / CONFIG).exists():
-        say = to_stderr if mesh.rank == 0 else lambda note: None
-        saving.load_weights(open_weights(config, say), parallel, optimizer)
+        log = to_stderr if mesh.rank == 0 else lambda note: None
+        saving.load_weights(open_weights(config, log), parallel, optimizer)
         if (adapters := open_adapters(config, trains=False)) is not None:
             saving.load_weights(adapters, parallel, optimizer)
         return parallel

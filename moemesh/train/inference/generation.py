@@ -176,10 +176,10 @@ class GrowingText:
         stops: Collection[int],
         stop: str,
         max_tokens: int,
-        say: Callable[[str], object] = lambda text: None,
+        log: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
-        self.max_tokens, self.say = max_tokens, say
+        self.max_tokens, self.log = max_tokens, log
         self.tokens: list[int] = []
         self._said = ""
 
@@ -194,14 +194,14 @@ class GrowingText:
         # A token may be a part of a character, and a text end as the stop begins.
         text = decode(self.tokens)
         if not text.endswith(("\ufffd", *(stop[:n] for n in range(1, len(stop))))):
-            self.say(text[len(self._said) :])
+            self.log(text[len(self._said) :])
             self._said = text
         return len(self.tokens) < self.max_tokens
 
     def text(self) -> str:
         """All of it; what was not said is."""
         text = self.tokenizer.decode(self.tokens).removesuffix(self.stop)
-        self.say(text[len(self._said) :])
+        self.log(text[len(self._said) :])
         self._said = text
         return text
 
@@ -351,8 +351,8 @@ def generate(
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source)
 
-        def answer(ids: list[int], say: Callable[[str], object]) -> tuple[str, list[int]]:
-            found = new_answer(say=say)
+        def answer(ids: list[int], log: Callable[[str], object]) -> tuple[str, list[int]]:
+            found = new_answer(log=log)
             # One generator of numbers for all answers of a conversation.
             for one in continuation(parallel.model, ids, choose, mesh.device):
                 if not found.add(one):

@@ -98,9 +98,9 @@ class NaNPolicy:
     """Judges each step once, in order, the same on every rank. ``skipped``: the last steps in a row
     that were not finite; the weights are those of a step before, which may be what ruins them."""
 
-    def __init__(self, train: TrainConfig, say: Callable[[str, str], None]) -> None:
+    def __init__(self, train: TrainConfig, log: Callable[[str, str], None]) -> None:
         """`say`: text and kind of an event."""
-        self._train, self._say = train, say
+        self._train, self._log = train, log
         self._spikes = Spikes(train.spike_sigma)
         #: Faulty steps: the step, whether its loss jumped (else it is not finite), and the skipped
         #: steps in a row up to it.
@@ -128,13 +128,13 @@ class NaNPolicy:
         if action == "alarm" or self._spiked > self._train.max_skips:
             if self._spiked == 1 or action != "alarm":
                 end = "" if action == "alarm" else "; it stays there, so it is taken as it is"
-                self._say(loss + end, "alarm")
+                self._log(loss + end, "alarm")
             return result
         if action == "skip":
-            self._say(f"{loss}; no rank updates its weights, the samples are left out", "skipped")
+            self._log(f"{loss}; no rank updates its weights, the samples are left out", "skipped")
         else:
             self._faults.append((step, True, 1))
-            self._say(loss, "alarm")
+            self._log(loss, "alarm")
         return replace(result, skipped=True)
 
     def settle(self, examine: Examine) -> str | None:
@@ -155,7 +155,7 @@ class NaNPolicy:
             if bundle is not None:
                 text += f"; moemesh replay {self._bundle} repeats the step"
             if action == "rollback":
-                self._say(text, "alarm")
+                self._log(text, "alarm")
                 reason = f"step {step} is not finite"
                 continue
             if action == "stop":
@@ -166,7 +166,7 @@ class NaNPolicy:
             if in_a_row >= self._train.max_skips:
                 why = f"no step of the last {in_a_row} was finite"
                 raise self._failure(text, found, why, step - in_a_row)
-            self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
+            self._log(f"{text}; no rank updates its weights, the samples are left out", "skipped")
         return reason
 
     def damaged(self, step: int, found: NonfiniteOrigin) -> str:
@@ -174,7 +174,7 @@ class NaNPolicy:
         Raises Diverged unless that is the policy."""
         text = f"the state of step {step} is not finite and is not saved: {found}"
         if self._train.on_nonfinite == "rollback":
-            self._say(text, "alarm")
+            self._log(text, "alarm")
             return f"the state of step {step} is not finite"
         raise self._failure(text, found, "no later step can be finite", step)
 
@@ -194,7 +194,7 @@ class NaNPolicy:
                 found | {"advice": self._change()},
             )
         self.skipped = self._spiked = 0
-        self._say(
+        self._log(
             f"{reason}: back to the checkpoint of step {step}; the samples {bad.start} to "
             f"{bad.stop - 1} of the data order, read since, are left out",
             "rollback",
@@ -209,7 +209,7 @@ class NaNPolicy:
         if found.is_damage:
             advice = (
                 f"rank {found.rank} alone holds that value, other copies are finite: its memory is "
-                "suspect; the same command goes on from the newest checkpoint, which is finite"
+                "suspect; the same command resumes from the newest checkpoint, which is finite"
             )
         elif found.phase == "unrepeated":
             advice = "test the hardware of the ranks; the same numbers were finite when run again"

@@ -24,11 +24,11 @@ from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.transfers import broadcast
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.monitor import progress
+from moemesh.monitor.progress import CHECK
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepBoundary
-from moemesh.watch import progress_words
-from moemesh.watch.progress_words import CHECK
 
 #: Integers as wide as the elements of a tensor.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,7 +68,7 @@ class CopiesDiffer(RuntimeError):
             "parameter": first.parameter,
             "parameters": [one.parameter for one in found[: 4 * _MOST_NAMED]],
             "ranks": culprits or list(first.ranks),
-            "advice": "the memory of the ranks named is suspect; the same command goes on from the "
+            "advice": "the memory of the ranks named is suspect; the same command resumes from the "
             "newest checkpoint, which was compared before it was written"
             + ("; train.on_mismatch = majority takes the copy of most ranks" if culprits else ""),
         }
@@ -84,10 +84,10 @@ class ReplicaChecksums:
         parallel: RankModel,
         optimizer: Optimizer,
         train: TrainConfig,
-        say: Callable[[str, str], None],
+        log: Callable[[str, str], None],
     ) -> None:
         """`say`: text and kind of an event."""
-        self._parallel, self._optimizer, self._train, self._say = parallel, optimizer, train, say
+        self._parallel, self._optimizer, self._train, self._log = parallel, optimizer, train, log
         found: dict[str, dict[str, Tensor]] = {axis: {} for axis in _AXES}
         for name, parameter in parallel.model.named_parameters():
             where = parallel.placements[name]
@@ -133,20 +133,20 @@ class ReplicaChecksums:
         }
         return list(unique.values())
 
-    def after(self, behind: StepBoundary) -> None:
+    def after(self, boundary: StepBoundary) -> None:
         """Compare before a checkpoint, and where ``train.vote_every`` steps have passed. Raises
         CopiesDiffer, on all ranks, when copies differ and ``train.on_mismatch`` is not to take that
         of the majority, or there is none."""
-        every, step = self._train.vote_every, behind.number
-        if not every or not (behind.saves or step // every > behind.began // every):
+        every, step = self._train.vote_every, boundary.number
+        if not every or not (boundary.saves or step // every > boundary.began // every):
             return
-        progress_words.phase(CHECK)
+        progress.phase(CHECK)
         if not (found := self.compare()):
             return
         if self._train.on_mismatch == "stop" or not self.take_majority(found):
             raise CopiesDiffer(step, found)
         told = "; ".join(map(str, found[:_MOST_NAMED]))
-        self._say(f"step {step}: {told}: the copy of the others is taken", "copies")
+        self._log(f"step {step}: {told}: the copy of the others is taken", "copies")
 
     def take_majority(self, found: Sequence[Mismatch]) -> bool:
         """Copy the most common copy of each over the others, masters and moments included where

@@ -56,7 +56,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def open_weights(
-    config: RunConfig, say: Callable[[str], None] = lambda note: None
+    config: RunConfig, log: Callable[[str], None] = lambda note: None
 ) -> HuggingFaceWeights | HubWeights:
     """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
     tensors of the run's model and no others. `say` gets what is to be known before it is read."""
@@ -69,7 +69,7 @@ def open_weights(
     weights = HuggingFaceWeights(Path(config.model_path), config.model)
     if weights.folder.packed:
         kind = f"{weights.folder.path}: weights in {weights.quantization}"
-        say(f"{kind} are turned into full numbers while they are read, and are not quantized again")
+        log(f"{kind} are turned into full numbers while they are read, and are not quantized again")
     return weights
 
 

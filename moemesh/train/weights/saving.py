@@ -25,13 +25,13 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, Sharded, shard_of
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
+from moemesh.monitor.failures import is_disk_full
 from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.placement import OwnRange, boxes, part_of, rows
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.watch.failures import is_disk_full
 
 
 def contents(
@@ -213,7 +213,7 @@ class Checkpoints:
         before = self.finish(hurry=True)
         waited = time.monotonic() - since
         if before is not None and waited > _WAITED_SECONDS and not is_last:
-            self._console.say(
+            self._console.log(
                 f"step {step}: waited {waited:.1f} s for the checkpoint of step {before.step}, "
                 f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that",
                 "checkpoint",
@@ -228,7 +228,7 @@ class Checkpoints:
         if (why := self._saver.why_blocking) and not self._has_said_why:
             self._has_said_why = True
             text = f"checkpoints are written while training waits: {why}"
-            self._console.say(text, "checkpoint")
+            self._console.log(text, "checkpoint")
         if is_last:
             self.finish(raises=True)
 
