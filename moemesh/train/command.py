@@ -352,8 +352,8 @@ def _rank(
         launch.stop(2)
         raise
     except Exception as error:
-        is_told = isinstance(error, BROKE) or launch.launched() or launch.watched()
-        if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_told):
+        is_reported = isinstance(error, BROKE) or launch.launched() or launch.watched()
+        if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_reported):
             raise
         return _fail(error, rank, path, folder)
 
@@ -365,7 +365,7 @@ class _Refused(RunFolderError):
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:
     """Report a run that broke: one message and failure.json; returns the exit code. For ranks of
-    the launcher, the launcher does both, since it can tell which one failed first."""
+    the launcher, the launcher does both, since it sees which one failed first."""
     is_final = is_user_error(error) or getattr(error, "is_final", False)
     launch.report_failure(error, is_final=is_final)
     if launch.launched() or launch.watched():

@@ -164,7 +164,7 @@ class Session:
             validate_and_record,
             self.migration.after,
             decide,
-            lambda _: self.checkpoints.look(),
+            lambda _: self.checkpoints.report_problems(),
             self.checksums.after,
             self.row_bounds.after,
             save,

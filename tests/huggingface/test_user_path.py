@@ -303,5 +303,5 @@ def test_what_generation_refuses(tmp_path: Path) -> None:
         generate(folder, "x", ["plan.pp=2"])
     with pytest.raises(UserError, match="--prompt is empty"):
         generate(folder, "")
-    with pytest.raises(UserError, match="--prompt is not UTF-8 text: its character 3"):
+    with pytest.raises(UserError, match="--prompt is not UTF-8 text: character 3"):
         generate(folder, "ab\udc80", ["data.tokenizer=bytes"])

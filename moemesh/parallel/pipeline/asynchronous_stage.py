@@ -53,7 +53,7 @@ class Stream(Protocol):
     def batch(self, sample: int) -> Batch:
         """Microbatch number `sample`; may be asked for early."""
 
-    def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
+    def objective(self, sample: int, part: ModelPart, output: Output, *, recompute: bool) -> Tensor:
         """This part's share of what is differentiated, divided by what its update window counts;
         `again`: its forward has been run, and counted, before."""
 
@@ -106,10 +106,10 @@ class AsynchronousProgram:
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         version = self.versions.take(op.microbatch)
         if not self._recomputes:
-            forward = self._run(version, op.microbatch, inputs, again=False)
+            forward = self._run(version, op.microbatch, inputs, recompute=False)
             return forward._replace(state=_State(version))
         with torch.no_grad():
-            forward = self._run(version, op.microbatch, inputs, again=False)
+            forward = self._run(version, op.microbatch, inputs, recompute=False)
         return Forward(forward.outputs, None, _State(version, tuple(inputs)))
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
@@ -117,8 +117,10 @@ class AsynchronousProgram:
         used = self.versions.newest if self.rule.kind == "newest" else state.version
         if self._recomputes:
             inputs = list(state.inputs)
-            again = make_context(inputs, self._run(used, op.microbatch, inputs, again=True))
-            context.roots, context.objective = again.roots, again.objective
+            recomputed = make_context(
+                inputs, self._run(used, op.microbatch, inputs, recompute=True)
+            )
+            context.roots, context.objective = recomputed.roots, recomputed.objective
         # A layer that is computed once more in its backward must find what its forward found.
         with self.versions.using(used), context.pending if op.kind == "I" else nullcontext():
             found = differentiate(context, gradients)
@@ -149,10 +151,10 @@ class AsynchronousProgram:
         """Whether the next gradient is the last of its window."""
         return (self._num_gradients + 1) % self.rule.window == 0
 
-    def _run(self, version: int, sample: int, inputs: list[Tensor], *, again: bool) -> Forward:
+    def _run(self, version: int, sample: int, inputs: list[Tensor], *, recompute: bool) -> Forward:
         with self.versions.using(version):
             output = self.model(self.stream.batch(sample), self.part, *inputs)
-            objective = self.stream.objective(sample, self.part, output, again=again)
+            objective = self.stream.objective(sample, self.part, output, recompute=recompute)
         return Forward(output.for_next, objective)
 
 
