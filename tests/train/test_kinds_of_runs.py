@@ -104,7 +104,7 @@ def test_a_searched_schedule_trains_from_the_command_line(
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
     Path("s.txt").unlink()
     again = runs.said(*runs.arguments(out, **keys))
-    assert "s.txt is gone: the run goes on with its copy" in again
+    assert "s.txt is gone: the run continues with its copy" in again
     assert_same_losses(runs.metrics(out), one_device)
 
 

@@ -254,7 +254,7 @@ def test_a_place_of_checkpoints_that_does_not_answer_holds_nobody_up(
         return [7]
 
     monkeypatch.setattr(failure, "candidates", candidates)
-    monkeypatch.setattr(failure, "_ASK_SECONDS", 0.05)
+    monkeypatch.setattr(failure, "_READ_SECONDS", 0.05)
     assert failure.newest_step(tmp_path, seconds=0.05) is None
     text = failure.go_on(tmp_path, ["moemesh", "train"])
     assert text.endswith("from the newest checkpoint, if there is one: moemesh train")

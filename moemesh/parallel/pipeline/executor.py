@@ -178,7 +178,7 @@ class EntryRunner:
     # Blocks.
 
     def _take_turns(self, program: SteppedModelProgram, received: dict[Op, list[Tensor]]) -> None:
-        """Run a forward; at each of its pauses, and at its end, a backward goes on."""
+        """Run a forward; a backward continues at each of its pauses, and at its end."""
         forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
         at_microbatch(self._schedule.sample(forward))
         program.starting(forward)
@@ -203,7 +203,7 @@ class EntryRunner:
 
         with self._naming(forward):
             leaves = self._leaves(forward, received[forward])
-            found = program.forward_with_pauses(forward, leaves, turn)
-            ended[forward] = self._keep(forward, leaves, found)
+            forward_result = program.forward_with_pauses(forward, leaves, turn)
+            ended[forward] = self._keep(forward, leaves, forward_result)
         while unsent:
             turn()
