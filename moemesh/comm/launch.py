@@ -364,7 +364,7 @@ def report_failure(error: BaseException, *, is_final: bool = False) -> None:
     if folder is None:
         return
     facts: Mapping[str, Any] = getattr(error, "facts", None) or {}
-    told = {
+    report = {
         "kind": type(error).__name__,
         "message": str(error),
         "at": time.monotonic(),
@@ -372,7 +372,7 @@ def report_failure(error: BaseException, *, is_final: bool = False) -> None:
         "facts": dict(facts),
         "is_final": is_final or is_user_error(error),
     }
-    write_error(folder, own_rank(), told)
+    write_error(folder, own_rank(), report)
     progress.failed()
 
 

@@ -116,10 +116,10 @@ def tasks_per_node(text: str) -> list[int]:
     >>> tasks_per_node("8(x2),4")
     [8, 8, 4]
     """
-    found: list[int] = []
+    tasks: list[int] = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(number)] * int(times or 1)
-    return found
+        tasks += [int(number)] * int(times or 1)
+    return tasks
 
 
 def first_host(nodes: str) -> str:

@@ -158,14 +158,14 @@ def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:
         # Other replicas change the computation least: a change of dp counts half.
         return sum(ratios) - ratios[-1] / 2, degrees
 
-    degrees = [
+    candidates = [
         (pp, cp, tp, ep, ranks // (pp * cp * tp))
         for pp in divisors(ranks)
         for cp in divisors(ranks // pp)
         for tp in divisors(ranks // (pp * cp))
         for ep in divisors(ranks // pp)
     ]
-    for pp, cp, tp, ep, dp in sorted(degrees, key=distance):
+    for pp, cp, tp, ep, dp in sorted(candidates, key=distance):
         degrees = {"pp": pp, "cp": cp, "tp": tp, "ep": ep, "dp": dp}
         for others in ({}, defaults, defaults | {"dispatcher": "all_to_all"}):
             try:

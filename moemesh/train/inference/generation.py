@@ -219,9 +219,7 @@ def answer_together(
     growing, open_answers = Continuations(model, prompts, choosers, device), list(answers)
     while open_answers:
         tokens = growing.step()
-        continues = [
-            growing.add(token) for growing, token in zip(open_answers, tokens, strict=True)
-        ]
+        continues = [answer.add(token) for answer, token in zip(open_answers, tokens, strict=True)]
         if not all(continues):
             growing.keep([place for place, goes in enumerate(continues) if goes])
             open_answers = list(compress(open_answers, continues))
