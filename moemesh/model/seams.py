@@ -171,8 +171,8 @@ class WeightGate:
         `x`, the input of the unit."""
         return x
 
-    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
-        """The weights have been read. In the backward they will be read, if `read_again`, when it
+    def leave(self, unit: str, x: Tensor, *, read_in_backward: bool = True) -> Tensor:
+        """The weights have been read. The backward will read them (if `read_in_backward`) when it
         reaches this `x`, the output of the unit."""
         return x
 

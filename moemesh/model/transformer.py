@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         assert self.embedding is not None
         self.weights.fetch("embedding")
         x_TH = self.vocabulary.embed(tokens_BS.flatten(), self.embedding.weight)
-        x_TH = self.weights.leave("embedding", x_TH, read_again=False)
+        x_TH = self.weights.leave("embedding", x_TH, read_in_backward=False)
         multiplier = self.config.embedding_multiplier
         return x_TH if multiplier == 1.0 else x_TH * multiplier
 

@@ -39,7 +39,7 @@ from moemesh.train.opening import schedule_of_run
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preparation import Preparation, RunRequest, prepare
 from moemesh.train.records import failure, provenance
-from moemesh.train.records.kept_schedules import settle
+from moemesh.train.records.kept_schedules import update_schedule
 from moemesh.train.records.run_folder import (
     DATA_CHANGE,
     LOGS,
@@ -283,7 +283,7 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
         from moemesh.train.inference.esft import keep_table  # late: few runs need it
 
         keep_table(config, folder)
-    for note in settle(config, folder, changes):
+    for note in update_schedule(config, folder, changes):
         print(note, flush=True)
     return folder
 

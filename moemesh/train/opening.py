@@ -63,7 +63,7 @@ def own_batches(
 
 def schedule_of_run(config: RunConfig, folder: RunFolder, mesh: Mesh) -> Schedule:
     """The schedule of a step, the same on every rank; all ranks call, after
-    :func:`moemesh.train.records.kept_schedules.settle`."""
+    :func:`moemesh.train.records.kept_schedules.update_schedule`."""
     if has_name(config.plan):
         return build_step(config.plan)
     # Files may differ between nodes: rank 0 reads for all.

@@ -97,7 +97,7 @@ class _Undo:
 
 
 class PostValidation:
-    """The steps of one rank. `settled` holds confirmed steps that were not :meth:`taken <take>`;
+    """The steps of one rank. :meth:`take` returns those that are confirmed;
     `stopping` is set, on all ranks in the same step, once one of them has a stop request.
 
     `arm_after`: see :data:`ARM_AFTER`; it changes the timing, not the results.
@@ -124,7 +124,7 @@ class PostValidation:
         self._num_clean = 0
         #: The step that has run here while the reports of other ranks are pending.
         self._waiting: Step | None = None
-        self._settled: list[Step] = []
+        self._confirmed: list[Step] = []
         #: Largest total of bytes that copies for undoing a step have taken.
         self.snapshot_bytes = 0
 
@@ -149,7 +149,7 @@ class PostValidation:
             return step.sums.objective
 
         def confirm() -> bool:
-            return self._waiting is None or self._settle(self._waiting, recorder)
+            return self._waiting is None or self._validate(self._waiting, recorder)
 
         self._pipeline.run(batches, begin, recorder, confirm)
         self._end(step)
@@ -161,17 +161,17 @@ class PostValidation:
         """Wait until the last step is confirmed: before weights are read, and at the end."""
         step, start = self._waiting, time.perf_counter()
         if step is not None:
-            self._settle(step, step.recorder)
+            self._validate(step, step.recorder)
             step.seconds += time.perf_counter() - start
 
     @property
-    def is_settled(self) -> bool:
+    def is_confirmed(self) -> bool:
         """Whether the last step is confirmed: all stages hold its weights."""
         return self._waiting is None
 
     def take(self) -> list[Step]:
         """The confirmed steps that were not taken yet, in order."""
-        taken, self._settled = self._settled, []
+        taken, self._confirmed = self._confirmed, []
         return taken
 
     def _end(self, step: Step) -> None:
@@ -196,7 +196,7 @@ class PostValidation:
                 self.snapshot_bytes = max(self.snapshot_bytes, step.undo.num_bytes)
                 self._step(step, so_far)
 
-    def _settle(self, step: Step, recorder: TimelineRecorder) -> bool:
+    def _validate(self, step: Step, recorder: TimelineRecorder) -> bool:
         """Receive the whole sum of `step`, correct its update if needed; returns whether it was
         clean."""
         with recorder.span("validate"):
@@ -206,7 +206,7 @@ class PostValidation:
             step.result = self._judge(step.number, step.result)
         self.stopping |= bool(total[0] > 0)
         self._waiting = None
-        self._settled.append(step)
+        self._confirmed.append(step)
         clean = self._is_clean(step.result)
         self._num_clean = self._num_clean + 1 if clean else 0
         if step.undo is None or not clean:
@@ -268,10 +268,10 @@ class ValidatedSteps:
                 assert step.result is not None
                 facts = {"recorder": step.recorder, "seconds": step.seconds}
                 finished.append(FinishedStep(number=step.number, result=step.result, **facts))
-            is_settled = steps.is_settled
-            while len(finished) > is_settled:
+            is_confirmed = steps.is_confirmed
+            while len(finished) > is_confirmed:
                 session.report(finished.pop(0))
-            if is_settled:
+            if is_confirmed:
                 break
         return finished[0]
 

@@ -160,7 +160,7 @@ class Session:
 
         # All work between two steps, in this order.
         observers: Sequence[Observer] = (
-            lambda _: self.nan_policy.settle(self.examine),
+            lambda _: self.nan_policy.decide(self.examine),
             validate_and_record,
             self.migration.after,
             decide,

@@ -250,11 +250,11 @@ def test_each_step_in_a_row_names_its_own_samples() -> None:
     for step in (4, 5, 6):
         guard.judge(step, bad)
         if step < 6:
-            assert guard.settle(examine) is None
+            assert guard.decide(examine) is None
             assert f"samples {100 + step})" in said[-1]
             assert ("moemesh replay" in said[-1]) == (step == 4)
     with pytest.raises(Diverged, match="samples 106") as caught:
-        guard.settle(examine)
+        guard.decide(examine)
     assert asked == [(4, True), (5, False), (6, False)]
     assert caught.value.facts["samples"] == [106]
     assert caught.value.facts["bundle"] == "failures/step-4"

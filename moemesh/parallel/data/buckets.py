@@ -513,9 +513,9 @@ class GatheredWeights(WeightGate):
             return x
         return in_backward(x, lambda: self._free(unit, keep=self._keeps))
 
-    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
+    def leave(self, unit: str, x: Tensor, *, read_in_backward: bool = True) -> Tensor:
         self._free(unit, keep=self._keeps and torch.is_grad_enabled())
-        if not read_again or not torch.is_grad_enabled():
+        if not read_in_backward or not torch.is_grad_enabled():
             return x
         # No place in the graph ends the backward of an embedding: it is freed with its next use.
         is_use = unit != "embedding"

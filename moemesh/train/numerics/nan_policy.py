@@ -135,7 +135,7 @@ class NaNPolicy:
             self._log(loss, "alarm")
         return replace(result, skipped=True)
 
-    def settle(self, examine: Examine) -> str | None:
+    def decide(self, examine: Examine) -> str | None:
         """Decide on the steps judged since the last call: None to continue, else the reason to
         return to a checkpoint. Raises Diverged, on all ranks, to end the run; all ranks call."""
         faults, self._faults = self._faults, []

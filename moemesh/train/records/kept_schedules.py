@@ -46,7 +46,7 @@ def _source(plan: Plan) -> str | None:
     return None if plan.schedule != "search" or costs == "estimated" else costs
 
 
-def settle(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
+def update_schedule(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
     """Write ``schedule.txt``, or remove it if the plan names a schedule; returns notes for users.
 
     A readable file counts in its present state. A file that is gone, and a search with the plan,
