@@ -28,9 +28,9 @@ from typing import Any, Literal, NamedTuple
 from moemesh.comm.slurm import SlurmError, ranks_of_slurm
 from moemesh.config.python import python_command
 from moemesh.config.sources import ENVIRONMENT_PREFIX, read_environment
+from moemesh.monitor.devices import signs_of_gpus
 from moemesh.trace.machine import SHARED_MEMORY, usable_cores
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.watch.devices import signs_of_gpus
 
 Verdict = Literal["pass", "warn", "fail"]
 #: Seconds for the processes that import torch.
@@ -97,12 +97,12 @@ def _versions() -> Iterator[Diagnosis]:
         assert match is not None
         name, needed = match[1], match[2].strip("() ")
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             wrong.append(f"{name} is not installed")
             continue
-        if not _keeps(found, needed):
-            wrong.append(f"{name} is {found}, needed is {needed}")
+        if not _keeps(installed, needed):
+            wrong.append(f"{name} is {installed}, needed is {needed}")
     if wrong:
         yield Diagnosis("packages", "fail", "; ".join(wrong), "pip install --upgrade moemesh")
     else:
@@ -266,11 +266,11 @@ def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
     known = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACES:
         # NCCL also knows prefixes, "^" for all but these, and "=" for exactly these.
-        asked = environ.get(variable, "")
-        names = [] if asked.startswith("^") else asked.lstrip("=").split(",")
+        interfaces = environ.get(variable, "")
+        names = [] if interfaces.startswith("^") else interfaces.lstrip("=").split(",")
         wrong = [one for one in filter(None, names) if not any(n.startswith(one) for n in known)]
         if wrong:
-            text = f"{variable}={asked} names no interface of this machine"
+            text = f"{variable}={interfaces} names no interface of this machine"
             yield "fail", text, f"one of {', '.join(known)}"
     source = read_environment(environ)
     for problem in source.problems:
@@ -410,10 +410,15 @@ def main() -> None:
     if is_first:
         devices: list[dict[str, Any]] = []
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-            found = torch.cuda.get_device_properties(index)
+            properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
-            capability = f"{found.major}.{found.minor}"
-            facts = {"name": found.name, "capability": capability, "free": free, "total": total}
+            capability = f"{properties.major}.{properties.minor}"
+            facts = {
+                "name": properties.name,
+                "capability": capability,
+                "free": free,
+                "total": total,
+            }
             devices.append(facts)
         has_nccl = dist.is_nccl_available()
         facts = {

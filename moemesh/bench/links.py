@@ -141,7 +141,7 @@ def measured(settings: LinksSettings, device: Any) -> dict[str, Any]:
     mesh = Mesh.create(Layout(dp=world, ranks_per_node=settings.node), device)
     collectives.barrier(mesh["world"])
     rates = measure_device(mesh.device, settings.node, settings.rounds)
-    told = collectives.gather_json(rates, mesh.control)
+    all_rates = collectives.gather_json(rates, mesh.control)
     return {
         "settings": settings.to_json(),
         "links": [
@@ -149,15 +149,15 @@ def measured(settings: LinksSettings, device: Any) -> dict[str, Any]:
             for row in table
         ],
         "device": {
-            "name": told[0]["name"],
-            "memory_bytes": min(rank["memory_bytes"] for rank in told),
+            "name": all_rates[0]["name"],
+            "memory_bytes": min(rank["memory_bytes"] for rank in all_rates),
             **{
-                key: median(rank[key] for rank in told)
+                key: median(rank[key] for rank in all_rates)
                 for key in ("memory_bandwidth", "row_loss", "width_loss")
             },
             "peak_flops": {
-                dtype: median(rank["peak_flops"][dtype] for rank in told)
-                for dtype in told[0]["peak_flops"]
+                dtype: median(rank["peak_flops"][dtype] for rank in all_rates)
+                for dtype in all_rates[0]["peak_flops"]
             },
         },
     }

@@ -26,7 +26,7 @@ from moemesh.checkpoint import files
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.remote import Place
 from moemesh.config.limits import parse_json
-from moemesh.watch.lease import RunFolderError, describe_holder, holder_now
+from moemesh.monitor.lease import RunFolderError, describe_holder, holder_now
 
 _NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
 _HEARTBEAT_SECONDS = 10.0

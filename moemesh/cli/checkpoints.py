@@ -71,15 +71,15 @@ def held(folder: "Folder", run: Path | None) -> Iterator[Callable[[], None]]:
     Raises CheckpointError if an active run holds it."""
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.ownership import Claim, has_owner
+    from moemesh.monitor.lease import RunFolderError
     from moemesh.train.records.run_folder import LEASE, RunFolder
-    from moemesh.watch.lease import RunFolderError
 
     log = partial(typer.echo, err=True)
     holding: RunFolder | Claim | None = None
     try:
         if run is not None and (run / LEASE).exists():
             holding = RunFolder(run, has_run=True, checkpoints=folder)
-            holding.lock(say=log)
+            holding.lock(log=log)
         elif has_owner(folder):
             holding = Claim.take(folder, uuid.uuid4().hex, log=log)
     except RunFolderError as error:

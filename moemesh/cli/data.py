@@ -116,7 +116,7 @@ def data_show(
         seed=resolved.train.seed,
         vocab_size=resolved.model.vocab_size,
         cache=cache_beside(out or Path("runs") / "any"),
-        say=partial(typer.echo, err=True),
+        log=partial(typer.echo, err=True),
     )
     position = (step - 1) * data.global_batch
     shown = previews(opened, Tokenizer.open(data.tokenizer), position, samples)

@@ -93,7 +93,7 @@ def train(options: TrainOptions) -> None:
             given = [one for one in overrides if one.partition("=")[0] not in keys]
             overrides = [*given, *fitted.overrides()]
             resolved = load(config, overrides)
-            if fitted.is_told:
+            if fitted.is_printed:
                 typer.echo(fitted.text())
     from moemesh.train.preparation import RunRequest, finished, prepare
 

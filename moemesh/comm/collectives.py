@@ -32,8 +32,8 @@ from torch import Tensor
 from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import all_reduce_
+from moemesh.monitor import progress
 from moemesh.ops.permute import linear_map
-from moemesh.watch import progress_words
 
 __all__ = [
     "all_gather",
@@ -141,10 +141,10 @@ def exchange_counts(counts: Tensor, axis: Axis, *, caller: str) -> Tensor:
 def barrier(axis: Axis) -> None:
     """Wait until every rank of axis is here. Not entered: it carries no data."""
     if axis.size > 1:
-        ticket = progress_words.entered("barrier", axis.name, "barrier", axis.ranks, 0)
-        progress_words.waiting(ticket)
+        ticket = progress.entered("barrier", axis.name, "barrier", axis.ranks, 0)
+        progress.waiting(ticket)
         dist.barrier(group=axis.group)
-        progress_words.left()
+        progress.left()
 
 
 def gather_json(value: Any, axis: Axis) -> list[Any]:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from moemesh.watch.devices import DeviceError, num_gpus, too_few
+from moemesh.monitor.devices import DeviceError, num_gpus, too_few
 
 Device = Literal["auto", "cpu", "cuda"]
 #: The compute capability from which on an arithmetic is in hardware, by `train.dtype`.
@@ -48,8 +48,8 @@ def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
     or compute in `dtype` there."""
     if resolved(device) == "cpu":
         return
-    found = num_devices()
-    if not found:
+    available = num_devices()
+    if not available:
         version = torch.__version__
         if torch.version.cuda is None and torch.version.hip is None:
             raise DeviceError(
@@ -64,15 +64,15 @@ def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
                 f"CUDA {torch.version.cuda} of torch {version} does not start: {reason}; or "
                 f"{ON_CPU}"
             ) from error
-    if found < num_ranks:
-        raise too_few(num_ranks, found)
+    if available < num_ranks:
+        raise too_few(num_ranks, available)
     if num_ranks > 1 and not dist.is_nccl_available():
         raise DeviceError(
             f"torch {torch.__version__} has no NCCL, which {num_ranks} ranks on GPUs need: install "
             f"a CUDA build for Linux ({CUDA_BUILD}), train with one rank, or {ON_CPU}"
         )
     needed = NEEDED_CAPABILITY.get(dtype, (0, 0))
-    for index in range(min(found, max(num_ranks, 1))):
+    for index in range(min(available, max(num_ranks, 1))):
         capability = torch.cuda.get_device_capability(index)
         name = f"GPU {index} ({torch.cuda.get_device_name(index)}, compute capability "
         name += f"{_dotted(capability)})"

@@ -1,7 +1,7 @@
 """Starting ranks on this machine, joining those that torchrun started, and stopping.
 
 A rank of ours is ``python -P -m moemesh`` with the arguments of the launcher, so that it runs the
-very same path as one of torchrun's or of srun's; `moemesh.watch.supervisor` starts and watches it.
+very same path as one of torchrun or srun; `moemesh.monitor.supervisor` starts and watches it.
 Ranks of one machine meet in a file, over no port. Only this module reads the environment.
 """
 
@@ -32,28 +32,28 @@ from moemesh.comm.cuda import Device
 from moemesh.comm.slurm import RankError, ranks_of
 from moemesh.config.errors import is_user_error
 from moemesh.config.python import python_command
-from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
-from moemesh.watch import progress_words
-from moemesh.watch.devices import FOLDER_VARIABLE, settings_for_gpus
-from moemesh.watch.meeting import (
+from moemesh.monitor import progress
+from moemesh.monitor.devices import FOLDER_VARIABLE, settings_for_gpus
+from moemesh.monitor.peers import introduce
+from moemesh.monitor.progress import RANK_BYTES
+from moemesh.monitor.rendezvous import (
     LOCK,
     STACK_SIGNAL,
     STORE,
     WORDS,
     Node,
     has_supervisor,
-    meet,
+    join_node,
     stack_file,
     torchrun_file,
-    write_told,
+    write_error,
 )
-from moemesh.watch.peers import introduce
-from moemesh.watch.progress_words import RANK_BYTES
-from moemesh.watch.supervisor import (
-    Ended,
+from moemesh.monitor.supervisor import (
     Supervisor,
+    SupervisorResult,
     describe,
 )
+from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
 
 #: The module that Python runs as a rank where the caller does not say, and its first arguments.
 MODULE = ("moemesh",)
@@ -127,11 +127,11 @@ def launched() -> bool:
 def attach() -> None:
     """Let the launcher see where this rank is, its exceptions and its stacks; all of it ends with
     the launcher. :func:`start` does it for those who have not. Nothing for ranks of others."""
-    if progress_words.is_attached():
+    if progress.is_attached():
         return
     if not launched():
         if joined():  # nobody looks; the rank itself asks how long it has waited
-            progress_words.attach_memory(bytearray(RANK_BYTES), 0)
+            progress.attach_memory(bytearray(RANK_BYTES), 0)
         return
     # This rank ends when the launcher dies without having been able to: one that lived on would
     # write into a folder that the next run believes to have for itself. The kernel does it, else a
@@ -141,13 +141,13 @@ def attach() -> None:
     if not has_supervisor(_launcher()):
         os._exit(128 + signal.SIGKILL)
 
-    def look() -> None:
+    def poll() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(128 + signal.SIGKILL)
 
     if not is_seen_to:
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=poll, daemon=True).start()
     _show(_launcher(), own_rank())
 
 
@@ -156,7 +156,7 @@ def _show(folder: Path, rank: int) -> None:
     sys.excepthook = _report_and_print
     # Kept open: the handler writes into it.
     faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
-    progress_words.attach(folder / WORDS, rank)
+    progress.attach(folder / WORDS, rank)
 
 
 def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
@@ -169,7 +169,7 @@ def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
         return
     _node = node
     with suppress(OSError):
-        folder = meet(node, lambda folder: command(folder, node))
+        folder = join_node(node, lambda folder: command(folder, node))
         if folder is None:
             return
         report = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
@@ -195,7 +195,7 @@ def await_verdict() -> None:
     """Stay until the watcher has named the failed rank, where this one may only follow another,
     since the launcher of the ranks believes in the first that leaves."""
     end = time.monotonic() + _VERDICT_SECONDS
-    word = progress_words.own_word()
+    word = progress.own_record()
     while word is not None and word.inside and watched() and time.monotonic() < end:
         time.sleep(0.05)
 
@@ -248,8 +248,8 @@ def start(
         if loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
     timeout = timedelta(seconds=timeout_seconds)
-    waiting = progress_words.entered("rendezvous", "world", "start", range(world_size), 0)
-    progress_words.waiting(waiting)
+    waiting = progress.entered("rendezvous", "world", "start", range(world_size), 0)
+    progress.waiting(waiting)
     # Ranks find one another by a file of the launcher, or by the port that others have named.
     if launched():
         store: dist.Store = dist.FileStore(str(_launcher() / STORE), world_size)
@@ -270,7 +270,7 @@ def start(
         timeout=timeout,
         device_id=chosen if chosen.type == "cuda" else None,
     )
-    progress_words.left()
+    progress.left()
     return ranks
 
 
@@ -348,7 +348,7 @@ def _meet(
 def stop(code: int = 0) -> None:
     """Leave the process group, if there is one: this rank's work is done, and it will end with exit
     code `code`. A rank that ends without this call has failed."""
-    progress_words.finished(code)
+    progress.finished(code)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -364,7 +364,7 @@ def report_failure(error: BaseException, *, is_final: bool = False) -> None:
     if folder is None:
         return
     facts: Mapping[str, Any] = getattr(error, "facts", None) or {}
-    told = {
+    report = {
         "kind": type(error).__name__,
         "message": str(error),
         "at": time.monotonic(),
@@ -372,8 +372,8 @@ def report_failure(error: BaseException, *, is_final: bool = False) -> None:
         "facts": dict(facts),
         "is_final": is_final or is_user_error(error),
     }
-    write_told(folder, own_rank(), told)
-    progress_words.failed()
+    write_error(folder, own_rank(), report)
+    progress.failed()
 
 
 def launch(
@@ -404,10 +404,10 @@ def run_ranks(
     logs: Path,
     entry: Sequence[str] | None = None,
     **watching: Any,
-) -> Ended:
+) -> SupervisorResult:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended;
     `entry`: the module and its first arguments in place of these. `watching` are the keywords of
-    :class:`~moemesh.watch.supervisor.Supervisor`.
+    :class:`~moemesh.monitor.supervisor.Supervisor`.
 
     Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in `logs`.
     When a rank fails the others are ended, and the verdict names the first that failed and why; the

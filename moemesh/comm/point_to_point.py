@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 
 from moemesh.comm.mesh import Axis, Mesh, new_group
 from moemesh.comm.transfers import pair_of, record, watched
+from moemesh.monitor.progress import Ticket
 from moemesh.trace.wire import WireBytes
-from moemesh.watch.progress_words import Ticket
 
 # Messages between two ranks of an axis, blocking and not, entered as "send_receive".
 #

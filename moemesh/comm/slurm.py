@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from moemesh.config.errors import UserError
-from moemesh.watch.devices import FOLDER_VARIABLE
+from moemesh.monitor.devices import FOLDER_VARIABLE
 
 #: Ports of the first rank, below those that the system gives to outgoing connections: 64 steps of
 #: each of 355 jobs with successive numbers have ports of their own.
@@ -116,10 +116,10 @@ def tasks_per_node(text: str) -> list[int]:
     >>> tasks_per_node("8(x2),4")
     [8, 8, 4]
     """
-    found: list[int] = []
+    tasks: list[int] = []
     for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        found += [int(number)] * int(times or 1)
-    return found
+        tasks += [int(number)] * int(times or 1)
+    return tasks
 
 
 def first_host(nodes: str) -> str:

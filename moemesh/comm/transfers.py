@@ -29,11 +29,11 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Axis
 from moemesh.config.layout import shard_sizes
+from moemesh.monitor import progress
+from moemesh.monitor.progress import Ticket
 from moemesh.ops.exact_experts import tree_sum
 from moemesh.trace import wire
 from moemesh.trace.wire import WireBytes
-from moemesh.watch import progress_words
-from moemesh.watch.progress_words import Ticket
 
 # Work of the backend whose waits are shown in the rank's progress word.
 
@@ -46,9 +46,9 @@ class WatchedWork:
 
     def wait(self) -> None:
         """Wait for the end of the operation."""
-        progress_words.waiting(self._ticket)
+        progress.waiting(self._ticket)
         self._work.wait()
-        progress_words.left()
+        progress.left()
 
     def is_completed(self) -> bool:
         """Whether the operation is over."""
@@ -232,9 +232,9 @@ def reduce_scatter_start(
 
 def _after(ticket: Ticket | None, work: Work | None, result: Callable[[], Tensor]) -> Tensor:
     assert work is not None
-    progress_words.waiting(ticket)
+    progress.waiting(ticket)
     work.wait()
-    progress_words.left()
+    progress.left()
     return result()
 
 
@@ -269,9 +269,9 @@ def all_reduce_(
         work = dist.all_reduce(tensor, _OPS[op], group=axis.group, async_op=True)
         return watched(work, ticket)
     dense = tensor.contiguous()
-    progress_words.waiting(ticket)
+    progress.waiting(ticket)
     dist.all_reduce(dense, _OPS[op], group=axis.group)
-    progress_words.left()
+    progress.left()
     if dense is not tensor:
         tensor.copy_(dense)
     return None
@@ -385,9 +385,9 @@ def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: s
     copy = torch.empty_like(x, memory_format=torch.contiguous_format)
     if is_source:
         copy.copy_(x)
-    progress_words.waiting(ticket)
+    progress.waiting(ticket)
     dist.broadcast(_raw(copy), src=axis.ranks[source_index], group=axis.group)
-    progress_words.left()
+    progress.left()
     return copy
 
 
@@ -402,15 +402,13 @@ def record(
 ) -> Ticket | None:
     """Enter one operation in the ledger of `axis` and in this rank's progress word.
 
-    Returns what :func:`moemesh.watch.progress_words.waiting` wants. `pair`: of a message, from
+    Returns what :func:`moemesh.monitor.progress.waiting` wants. `pair`: of a message, from
     :func:`pair_of`.
     """
     axis.ledger.record(axis=axis.name, op=op, phase=phase, caller=caller, **moved._asdict())
     if pair is not None:
-        return progress_words.entered(
-            op, axis.name, caller, pair, moved.payload_bytes, separator=">"
-        )
-    return progress_words.entered(op, axis.name, caller, axis.ranks, moved.payload_bytes)
+        return progress.entered(op, axis.name, caller, pair, moved.payload_bytes, separator=">")
+    return progress.entered(op, axis.name, caller, axis.ranks, moved.payload_bytes)
 
 
 @cache

@@ -12,10 +12,9 @@ COSTS = {"flops", "flops_per_key", "kept_bytes", "ends"}
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
-    """One parameter, under the name that its module has in transformers. ``unit``: the part of the
-    forward that reads it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of
-    its first dim for each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: no
-    gradient ever reaches it."""
+    """One parameter, under its name in transformers. ``unit``: the part of the forward that reads
+    it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of its first dim for
+    each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient."""
 
     name: str
     shape: tuple[int, ...]

@@ -16,7 +16,7 @@ RopeType = Literal["default", "linear", "llama3", "yarn"]
 
 _MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
 
-#: Keys of grouped-query attention that latent attention has no place for.
+#: Condition of keys of grouped-query attention, which latent attention does not have.
 _GROUPED = UsedWith("attention", ("gqa",))
 _YARN = UsedWith("rope_type", ("yarn",))
 
@@ -24,8 +24,8 @@ _YARN = UsedWith("rope_type", ("yarn",))
 class AttentionConfig(Section):
     """The part of :class:`moemesh.config.model.ModelConfig` that describes attention.
 
-    Names are those of Hugging Face configurations, where they have one; of a ``rope_scaling``
-    table, with "rope_" in front.
+    Names are those of Hugging Face configurations, if they have one; keys of a ``rope_scaling``
+    table get the prefix "rope_".
     """
 
     section: ClassVar[str] = "model"
@@ -42,7 +42,7 @@ class AttentionConfig(Section):
     qk_nope_head_dim: Count = 0
     qk_rotary_head_dim: Count = 0
     v_head_dim: Count = 0
-    #: Epsilon of the norms of the latents, whatever that of the other norms is.
+    #: Epsilon of the norms of the latents, independent of that of the other norms.
     latent_norm_eps: Positive = 1e-6
 
     #: RMSNorm of queries and keys before RoPE: over each head with one scale of head_dim, or over
@@ -54,7 +54,7 @@ class AttentionConfig(Section):
     qkv_bias: bool = False
     #: A bias on the output projection.
     output_bias: bool = False
-    #: Queries, keys and values are clipped to +- this value behind the norm; 0 is no limit.
+    #: Queries, keys and values are clipped to +- this value after the norm; 0: without a limit.
     clip_qkv: Annotated[NotNegative, _GROUPED] = 0.0
     #: One learned logit per head that takes part in the softmax and has no value (gpt-oss).
     attention_sinks: bool = False
@@ -62,7 +62,7 @@ class AttentionConfig(Section):
     attention_multiplier: NotNegative = 0.0
     #: Keys that a query of a sliding layer sees, its own included; 0: no layer slides.
     sliding_window: Count = 0
-    #: Which layers slide: one entry a layer, or a pattern that is repeated. Empty: all slide when
+    #: Layers with a window: one entry a layer, or a pattern that is repeated. Empty: all layers if
     #: there is a sliding_window, else none.
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] = ()
 
@@ -71,8 +71,8 @@ class AttentionConfig(Section):
     partial_rotary_factor: Annotated[float, Range(0.0, 1.0, open_low=True), _GROUPED] = 1.0
     #: Rotated pairs are channels (2i, 2i+1); otherwise (i, i + half).
     rope_interleave: bool = False
-    #: How the frequencies are stretched for longer sequences: not at all, all of them
-    #: (arXiv:2306.15595), by wavelength (Llama 3.1), or YaRN (arXiv:2309.00071).
+    #: Stretching of the frequencies for longer sequences: none, all of them (arXiv:2306.15595), by
+    #: wavelength (Llama 3.1), or YaRN (arXiv:2309.00071).
     rope_type: RopeType = "default"
     rope_factor: Annotated[
         float, Range(1.0), UsedWith("rope_type", ("linear", "llama3", "yarn"))
@@ -81,9 +81,9 @@ class AttentionConfig(Section):
     original_max_position_embeddings: Annotated[
         Count, UsedWith("rope_type", ("llama3", "yarn"))
     ] = 0
-    #: YaRN keeps what turns more than `fast` times over the original positions, divides what turns
-    #: less than `slow` times by the factor, and blends in between, from and to whole channels with
-    #: `truncate`.
+    #: YaRN keeps channels that turn more than `fast` times over the original positions, divides
+    #: those that turn less than `slow` times by the factor, and blends in between, from and to
+    #: whole channels with `truncate`.
     rope_beta_fast: Positive = 32.0
     rope_beta_slow: Positive = 1.0
     rope_truncate: bool = True
@@ -96,7 +96,7 @@ class AttentionConfig(Section):
     #: original/high, and blends in between.
     rope_low_freq_factor: Positive = 1.0
     rope_high_freq_factor: Positive = 4.0
-    #: The longest sequence that RoPE is made for; 0 is no limit.
+    #: The longest sequence that RoPE is made for; 0: without a limit.
     max_position_embeddings: Count = 0
 
     @property

@@ -14,7 +14,7 @@ from moemesh.config.schema import SCHEMA_KEY, SECTIONS
 from moemesh.config.toml import format_value
 
 Kind = Literal["free", "layout", "training", "model"]
-#: Keys that never touch the result. The preset is a name: the model's own fields say what it is.
+#: Keys without effect on the result. The preset is only a name: the model's own fields count.
 FREE = frozenset(
     {
         "model.preset",
@@ -52,7 +52,7 @@ TRAINING = frozenset(
     }
 )
 
-#: Of every other key.
+#: Kind of every other key, by section.
 _SECTIONS: dict[str, Kind] = {
     "plan": "layout",
     "model": "model",
@@ -64,7 +64,7 @@ _SECTIONS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One key that differs between two resolved configurations; None stands for "not set"."""
+    """One key that differs between two resolved configurations; None means "not set"."""
 
     key: str
     old: object
@@ -79,10 +79,10 @@ class Change:
 def compare(old: str, new: str) -> list[Change]:
     """The keys that differ between two resolved config.toml texts, sorted, each with its kind.
 
-    free: does not touch the result. layout: the same result, spread otherwise. training: another
-    course of training. model: another model, which the saved tensors do not fit. A key that a
-    text does not have, such as that of an older version, stands for its default. Raises
-    UserError when a text is not TOML.
+    free: no effect on the result. layout: the same result, distributed otherwise. training: another
+    course of training. model: another model, which the saved tensors do not fit. A key that a text
+    lacks, such as that of an older version, has its default. Raises UserError if a text is not
+    TOML.
     """
     try:
         before, after = flat(parse_toml(old)), flat(parse_toml(new))
@@ -115,14 +115,14 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
     if key in TRAINING:
         return "training"
     if key == "train.epochs" or (key == "train.steps" and after.get("train.epochs") is not None):
-        return "free"  # compared again when the data has made steps of them
+        return "free"  # the steps are compared when the data is known
     if key == "train.steps":
         longer = isinstance(old, int) and isinstance(new, int) and new > old
         return "free" if longer else "training"
     if key == "train.dtype" and "float64" in (old, new):
         return "model"  # masters are fp32 or fp64, and a checkpoint is never cast
     if key == "train.esft" and None not in (old, new):
-        return "free"  # the run folder's copy of the table tells whether it trains the same
+        return "free"  # compared with the run folder's copy of the table
     if key == "train.esft":
         return "model"
     if key == "plan.schedule" and {old, new} & {*ASYNCHRONOUS_SCHEDULES}:
@@ -134,10 +134,10 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
 
 def flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """{"plan": {"ep": 2}} -> {"plan.ep": 2}."""
-    found: dict[str, object] = {}
+    keys: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            found |= flat(cast("Mapping[str, object]", value), f"{prefix}{key}.")
+            keys |= flat(cast("Mapping[str, object]", value), f"{prefix}{key}.")
         else:
-            found[prefix + key] = value
-    return found
+            keys[prefix + key] = value
+    return keys

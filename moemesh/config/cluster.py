@@ -41,7 +41,7 @@ def example(name: str) -> str:
     return f"{name} = {key.example}" if key else ""
 
 
-def told(name: str) -> str:
+def meaning(name: str) -> str:
     """Meaning and unit for a message; "" for an unknown key."""
     key = KEYS.get(name)
     return f"{key.meaning[0].lower()}{key.meaning[1:]} [{key.unit}]" if key else ""
@@ -53,8 +53,8 @@ LinkOperation = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_al
 class LinkCurve(Section):
     """Measured times of one operation in one shape of group: ``seconds[i]`` for ``bytes[i]``.
 
-    Bytes are those of the full tensor (of an all-to-all: what each rank holds), ascending. All
-    groups of the shape were at work at once; `members_per_node` ranks of a group share a node.
+    Bytes are those of the full tensor (for an all-to-all: of each rank), ascending. All groups of
+    the shape ran at the same time; `members_per_node` ranks of a group share a node.
     """
 
     section: ClassVar[str] = "cluster.links"
@@ -131,30 +131,30 @@ class Cluster(Section):
         return self.nodes * self.gpus_per_node
 
     def check(self) -> list[Problem]:
-        """Every rule of a cluster description; an empty list is a good one."""
+        """Problems with the rules of a cluster description; empty if it is valid."""
         problems = [
-            replace(one, message=f"{one.message}: {told(name)}", fix=example(name))
-            if (name := one.key.rpartition(".")[2]) in KEYS
-            else one
-            for one in self.range_problems()
+            replace(problem, message=f"{problem.message}: {meaning(name)}", fix=example(name))
+            if (name := problem.key.rpartition(".")[2]) in KEYS
+            else problem
+            for problem in self.range_problems()
         ]
-        found = list[tuple[str, object, str, str]]()
+        faults = list[tuple[str, object, str, str]]()
         for dtype, flops in self.peak_flops.items():
             if flops <= 0:
                 message = f"peak_flops of {dtype} must be above 0, not {flops}"
                 fix = f"the dense peak in operations/s, or leave {dtype} out"
-                found.append((f"peak_flops.{dtype}", flops, message, fix))
+                faults.append((f"peak_flops.{dtype}", flops, message, fix))
         for name, value in self.constants.items():
             if value <= 0:
                 message = f"a calibrated constant is above 0, not {value}"
-                fix = "leave it out; the planner knows a usual value"
-                found.append((f"constants.{name}", value, message, fix))
+                fix = "leave it out; the planner has a default"
+                faults.append((f"constants.{name}", value, message, fix))
         for number, curve in enumerate(self.links, start=1):
             if mistake := curve.mistake():
                 message = f"the measured {curve.operation} of {curve.ranks} ranks: {mistake}"
-                fix = "measure again with `moemesh bench links`, or leave it out"
-                found.append((f"links.{number}", None, message, fix))
-        for key, value, message, fix in found:
+                fix = "repeat `moemesh bench links`, or leave it out"
+                faults.append((f"links.{number}", None, message, fix))
+        for key, value, message, fix in faults:
             problems.append(Problem.of("out-of-range", f"cluster.{key}", value, message, fix))
         return problems
 
@@ -244,7 +244,7 @@ def _build(table: dict[str, object], origin: str) -> Cluster:
             if detail["type"] == "missing":
                 code, value, message = "missing", None, "it must be given"
             if name in KEYS:
-                message = f"{message[0].lower()}{message[1:]}: {told(name)}"
+                message = f"{message[0].lower()}{message[1:]}: {meaning(name)}"
             if detail["type"] == "extra_forbidden":
                 code, message = "unknown-key", f"a cluster has no key `{name}`"
                 fix = nearest_choice(name, tuple(Cluster.model_fields))

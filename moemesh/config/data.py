@@ -28,30 +28,30 @@ def loss_unit(tokenizer: object) -> str:
     return "nats a byte" if tokenizer == "bytes" else "nats a token"
 
 
-#: Letters behind a number of tokens, as powers of a thousand.
+#: Suffixes of a number of tokens -> powers of a thousand.
 _TOKEN_UNITS = {"k": 1, "m": 2, "b": 3, "t": 4}
 
 
 def read_tokens(text: str, thousand: int = 1000) -> float:
-    """A number of tokens: "14.8T", "300B", "1e12", "2_000_000"; of sequences and batches, which are
-    counted in 1024 (`thousand`), "4k" is 4,096. Raises ConfigError."""
+    """A number of tokens: "14.8T", "300B", "1e12", "2_000_000"; with `thousand` = 1024, for
+    sequences and batches, "4k" is 4,096. Raises ConfigError."""
     folded = text.strip().lower().replace("_", "").replace(",", "")
     unit = thousand ** _TOKEN_UNITS.get(folded[-1:], 0)
     try:
-        found = float(folded[:-1] if folded[-1:] in _TOKEN_UNITS else folded) * unit
+        tokens = float(folded[:-1] if folded[-1:] in _TOKEN_UNITS else folded) * unit
     except ValueError:
-        found = 0.0
-    if not (isfinite(found) and found >= 1):
-        message = "a number of tokens is at least 1, with K, M, B or T behind it or without"
+        tokens = 0.0
+    if not (isfinite(tokens) and tokens >= 1):
+        message = "a number of tokens is at least 1, optionally with the suffix K, M, B or T"
         fix = "such as --tokens 14.8T, --tokens 300B or --tokens 1e12"
         if thousand == 1024:
-            fix = "such as 4096, or 4k for as many"
+            fix = "such as 4096, or 4k, which is the same"
         raise ConfigError([Problem.of("out-of-range", "tokens", text, message, fix)])
-    return found
+    return tokens
 
 
 def _length(value: object) -> object:
-    """The number of tokens of a text such as "4k", which --set gives; anything else as it is."""
+    """The number of tokens of a text such as "4k", from --set; other values are unchanged."""
     if not isinstance(value, str) or re.fullmatch(r"[\d_.,]*\d[kKmM]", value.strip()) is None:
         return value
     with suppress(ConfigError):
@@ -70,9 +70,9 @@ class DataSource(Section):
 
     section: ClassVar[str] = "data.sources"
 
-    #: A file, folder or glob; None: as of ``data.path``.
+    #: A file, folder or glob; None: see ``data.path``.
     path: str | None = None
-    #: Windows of this source are drawn in proportion to it.
+    #: Share of windows that are drawn from this source, relative to the other weights.
     weight: Positive = 1.0
     format: DataFormat = "auto"
     text_key: str = "text"
@@ -89,16 +89,16 @@ class DataConfig(Section):
     format: DataFormat = "auto"
     #: Key or column of the text in jsonl, parquet and datasets.
     text_key: str = "text"
-    #: In place of `path`, `format` and `text_key`: several of them, mixed by weight.
+    #: Several sources, mixed by weight, in place of `path`, `format` and `text_key`.
     sources: tuple[DataSource, ...] = ()
     #: Own files for validation, in place of a share of the training data.
     validation: str | None = None
     validation_format: DataFormat = "auto"
     #: "bytes", or the folder of a tokenizer.
     tokenizer: str = "bytes"
-    #: Several documents in one sequence: "ignore" reads on across their borders; with "mask"
-    #: attention stays inside a document, positions begin anew, no token predicts the next document.
-    #: auto: "mask" for sources with conversations.
+    #: Several documents in one sequence: "ignore" reads across their borders; with "mask" attention
+    #: stays inside a document, positions restart, and no token predicts the next document. auto:
+    #: "mask" for sources with conversations.
     documents: Documents = "auto"
     #: Conversations of more tokens than a sequence has.
     long_conversations: LongConversations = "truncate"
@@ -150,11 +150,11 @@ class DataConfig(Section):
                 fix = f'date = "{datetime.date.today()}", for one'
                 problems.append(self.problem("out-of-range", "date", f"date: {error}", fix))
         for number, source in enumerate(self.sources):
-            found = [(one.code, one.message, one.fix) for one in source.range_problems()]
+            faults = [(one.code, one.message, one.fix) for one in source.range_problems()]
             for name in ("path", "text_key"):
                 if getattr(source, name) == "":
-                    found.append(("empty", f"{name} is empty", f"leave {name} out, or name it"))
-            for code, message, fix in found:
+                    faults.append(("empty", f"{name} is empty", f"leave {name} out, or name it"))
+            for code, message, fix in faults:
                 message = f"sources[{number}]: {message}"
                 problems.append(Problem.of(code, "data.sources", None, message, fix))
         for name in ("path", "format", "text_key"):

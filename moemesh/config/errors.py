@@ -30,14 +30,14 @@ from moemesh.config.toml import format_value
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Arguments of public functions: of the kind that they must have, or one error that says so.
+# Type checks of arguments of public functions, each with one clear error.
 
 
 def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
-    """Raises TypeError where the argument `name` is no `kind`; `fix` is one way to have one."""
+    """Raises TypeError unless the argument `name` is a `kind`; `fix` is a way to get one."""
     if not isinstance(value, kind):
-        found = f"{name} must be a {kind.__name__}, not {type(value).__name__}"
-        raise TypeError(f"{found}: {fix}" if fix else found)
+        message = f"{name} must be a {kind.__name__}, not {type(value).__name__}"
+        raise TypeError(f"{message}: {fix}" if fix else message)
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
@@ -125,7 +125,7 @@ def _check_plain(name: str, value: object, hint: Any) -> None:
 
 
 def check_limit(name: str, value: object) -> None:
-    """Raises UserError where the argument `name`, a largest norm, is no number of at least 0."""
+    """Raises UserError unless the argument `name`, a largest norm, is a number of at least 0."""
     # Not "below 0", which NaN is not.
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
         raise UserError(f"{name} must be a number of at least 0, not {value!r}")
@@ -138,7 +138,7 @@ LONGEST_VALUE = 80
 #: The kinds of mistakes, by what the user can do about them.
 CODES: dict[str, str] = {
     "conflict": "two settings exclude each other, or one needs another; the message names both",
-    "duplicate": "one name, key or expert stands twice where it may stand once",
+    "duplicate": "a name, key or expert is given twice and may be given once",
     "empty": "a list, file or pattern has nothing in it",
     "missing": "a key, option or argument that is needed has no value",
     "no-file": "a file or folder is not there, or cannot be read",
@@ -146,7 +146,7 @@ CODES: dict[str, str] = {
     "no-plan": "the search found no legal layout; the message counts why they failed",
     "not-a-choice": "a word is not among the legal ones; the nearest is named",
     "not-a-plan": "the text after --plan is of a kind that this verb does not read",
-    "not-available": "this version does not do it; the message says what does",
+    "not-available": "this version does not support it; the message has the alternative",
     "not-divisible": "a number does not divide another; the legal divisors are listed",
     "out-of-range": "a number is outside its bounds; the bounds are named",
     "partition": "these stages, devices or microbatches cannot be combined by `partition`",
@@ -183,7 +183,7 @@ class Problem:
 
     @classmethod
     def of(cls, code: str, key: str, value: object, message: str, fix: str = "") -> Problem:
-        """What most problems are made of."""
+        """A problem from its most common parts."""
         return cls(code=code, key=key, value=value, message=message, fix=fix)
 
     def __str__(self) -> str:
@@ -199,14 +199,14 @@ class Problem:
 
 
 class UserError(ValueError):
-    """The user asked for something that cannot be done: one message, exit code 2, no traceback."""
+    """A request of the user that cannot be carried out: one message, exit code 2, no traceback."""
 
 
 def is_user_error(error: BaseException) -> bool:
     """Whether `error` is a message for the user rather than a fault of ours.
 
     True for every UserError and for every kind of ValueError that a package of ours defines; a bare
-    ValueError from a library says nothing the user could act on.
+    ValueError from a library has no message that the user could act on.
     """
     ours = type(error).__module__.partition(".")[0] == "moemesh"
     return isinstance(error, UserError) or (isinstance(error, ValueError) and ours)
@@ -234,10 +234,12 @@ class SeveralErrors(UserError):
         super().__init__(self.errors)
 
     def __str__(self) -> str:
-        found: list[object] = []
+        problems: list[object] = []
         for error in self.errors:
-            found += error.problems if isinstance(error, ConfigError) else [error]
-        return "\n".join([f"{len(found)} problems", *(f"{n}. {x}" for n, x in enumerate(found, 1))])
+            problems += error.problems if isinstance(error, ConfigError) else [error]
+        return "\n".join(
+            [f"{len(problems)} problems", *(f"{n}. {x}" for n, x in enumerate(problems, 1))]
+        )
 
 
 def refuse_together(errors: Collection[Exception]) -> None:

@@ -20,14 +20,14 @@ SharedCombine = Literal["sum", "average"]
 CapacityPolicy = Literal["probability", "position"]
 AuxLossScope = Literal["sequence", "microbatch", "global"]
 
-#: Of a model; what is told of layers is told one by one.
+#: Upper bound on num_layers; outputs list every layer.
 MOST_LAYERS = 1 << 16
 
 
 class ExpertConfig(Section):
     """The part of :class:`moemesh.config.model.ModelConfig` that describes its layers' MLPs.
 
-    Layers are numbered from 0; the extra prediction layers come behind the last.
+    Layers are numbered from 0; the extra prediction layers come after the last.
     """
 
     section: ClassVar[str] = "model"
@@ -65,7 +65,7 @@ class ExpertConfig(Section):
     router_selection: RouterSelection = "token_choice"
     #: A learned bias on the logits.
     router_logit_bias: bool = False
-    #: Of the product that makes the logits; what follows is fp32 (or fp64) in every run.
+    #: Dtype of the product that makes the logits; later steps are fp32 (or fp64) in every run.
     router_dtype: RouterDtype = "float32"
     #: Training only: each logit is multiplied by a random number within 1 +- jitter.
     router_jitter: Share = 0.0
@@ -120,8 +120,8 @@ class ExpertConfig(Section):
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """All layers that route their tokens to experts, ascending; extra prediction layers, which
-        are as the last layer is, among them."""
+        """All layers that route their tokens to experts, ascending, including extra prediction
+        layers, which are like the last layer."""
         if self.num_experts == 0:
             return ()
         layers = self.moe_layers
@@ -241,7 +241,7 @@ class ExpertConfig(Section):
         default = type(self).model_fields["first_dense_layers"].default
         if dense != default:
             message = (
-                f"first_dense_layers ({dense}) and moe_layers both say which layers have experts"
+                f"first_dense_layers ({dense}) and moe_layers both choose the layers with experts"
             )
             fix = f"first_dense_layers = {default}, or leave moe_layers out"
             yield self.problem("conflict", "first_dense_layers", message, fix, "moe_layers")

@@ -32,12 +32,12 @@ _PATTERNS: dict[Kind, list[str]] = {
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` has the form of a name of the hub, and no path of this machine begins so."""
+    """Whether `name` has the form of a name of the Hub and is not the start of a local path."""
     return _NAME.fullmatch(name) is not None and not Path(name).parent.exists()
 
 
 class HubError(Exception):
-    """A repository that cannot be had: the reason, and the command that fetches it. `package`:
+    """A repository that is not available: the reason, and the command that fetches it. `package`:
     huggingface_hub is missing."""
 
     def __init__(self, reason: str, command: str, *, package: bool = False) -> None:
@@ -99,7 +99,7 @@ def local_folder(name: str, kind: Kind, key: str, only: Sequence[str] | None = N
         fix = f"`{error.command} --local-dir {folder}` where the hub can be reached, then {use}"
         if error.package:
             fix = f"pip install huggingface_hub; or {fix}"
-        message = f"{name} is no folder here ({nearest_path(Path(name))}), and {error}"
+        message = f"{name} is not a local folder ({nearest_path(Path(name))}), and {error}"
         raise ConfigError([Problem.of("no-file", key, name, message, fix)]) from None
 
 

@@ -18,7 +18,7 @@ from moemesh.config.toml import format_value
 
 Launcher = Literal["local", "torchrun", "slurm", "k8s", "sky"]
 
-#: File of each launcher where none is named.
+#: Default file name of each launcher.
 FILES: dict[Launcher, str] = {
     "torchrun": "torchrun.sh",
     "slurm": "job.sbatch",
@@ -27,8 +27,8 @@ FILES: dict[Launcher, str] = {
 }
 #: Seconds between the request to save and the end of a job.
 GRACE_SECONDS = 300
-#: torchrun kills ranks that were asked to stop after so many seconds, by default 30; versions of
-#: torch that do not know the variable do so whatever it says.
+#: Seconds after which torchrun kills ranks that received a stop signal, by default 30; versions of
+#: torch without this variable always use their default.
 _PATIENCE = f"TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_SECONDS - 10}"
 #: Partitions, accounts, images and accelerators.
 _NAME = re.compile(r"\w([\w./:@,+-]*\w)?", re.ASCII)
@@ -42,7 +42,7 @@ _SHARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterJob:
-    """A run on `nodes` equal nodes: the arguments of `moemesh train`, and what schedulers ask."""
+    """A run on `nodes` equal nodes: the arguments of `moemesh train`, and options of schedulers."""
 
     name: str
     arguments: tuple[str, ...]
@@ -55,7 +55,7 @@ class ClusterJob:
     account: str | None = None
     image: str = "IMAGE_WITH_MOEMESH"
     accelerator: str = "H100"
-    #: Of the machine that writes the file: the folder of its Python, and where it was called.
+    #: Folder of the Python on the machine that writes the file, and its working directory.
     programs: str = ""
     directory: str = ""
 
@@ -67,10 +67,10 @@ class ClusterJob:
         ranks_per_node: int | None,
         **more: Any,
     ) -> ClusterJob:
-        """`ranks_per_node` None: as the plan says, else 8, or all ranks where there are fewer.
+        """`ranks_per_node` None: that of the plan, else 8, or all ranks if there are fewer.
 
-        Raises ConfigError where the ranks do not fill their nodes, and for words (of `more`) that
-        are no names of schedulers: they stand in their files as they are.
+        Raises ConfigError if the ranks do not fill their nodes, and for names in `more` that
+        schedulers would not accept: they are written into the files unchanged.
         """
         # A scheduler or YAML would read other names as something else.
         problems: list[Problem] = []

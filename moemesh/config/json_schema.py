@@ -28,8 +28,8 @@ def meanings() -> dict[str, str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Every section and key: type, legal values, default and meaning. Rules between keys are those
-    of ``moemesh config check`` alone."""
+    """Every section and key: type, legal values, default and meaning. Only ``moemesh config check``
+    has the rules between keys."""
     sections = {name: _section(kind, f"{name}.") for name, kind in SECTIONS.items()}
     model = sections["model"]["properties"]
     sections["model"]["properties"] = {
@@ -52,23 +52,23 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _named(key: str, found: dict[str, Any]) -> dict[str, Any]:
+def _named(key: str, schema: dict[str, Any]) -> dict[str, Any]:
     meaning = meanings().get(key)
-    return found if meaning is None else {**found, "description": meaning}
+    return schema if meaning is None else {**schema, "description": meaning}
 
 
 def _section(kind: type[Section], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
-        one, default = _of_type(field.annotation, kind.ranges.get(name)), field.default
+        schema, default = _of_type(field.annotation, kind.ranges.get(name)), field.default
         if default is not None and not field.is_required():
-            one["default"] = list(default) if isinstance(default, tuple) else default  # pyright: ignore[reportUnknownArgumentType]
-        found[name] = _named(f"{prefix}{name}", one)
+            schema["default"] = list(default) if isinstance(default, tuple) else default  # pyright: ignore[reportUnknownArgumentType]
+        properties[name] = _named(f"{prefix}{name}", schema)
     return {
         "type": "object",
         "description": (kind.__doc__ or "").partition("\n")[0],
         "additionalProperties": False,
-        "properties": found,
+        "properties": properties,
     }
 
 
@@ -87,15 +87,15 @@ def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:
         kinds = [_of_type(one, limits) for one in arguments if one is not NoneType]
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     if origin is tuple:
-        found: dict[str, Any] = {"type": "array", "items": _of_type(arguments[0], limits)}
+        schema: dict[str, Any] = {"type": "array", "items": _of_type(arguments[0], limits)}
         if arguments[-1] is not Ellipsis:
-            found |= {"minItems": len(arguments), "maxItems": len(arguments)}
-        return found
+            schema |= {"minItems": len(arguments), "maxItems": len(arguments)}
+        return schema
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return _section(annotation, f"{annotation.section}.")
-    found = dict(_TYPES[annotation])
+    schema = dict(_TYPES[annotation])
     if limits is not None:
-        found["exclusiveMinimum" if limits.open_low else "minimum"] = limits.low
+        schema["exclusiveMinimum" if limits.open_low else "minimum"] = limits.low
         if limits.high is not None:
-            found["exclusiveMaximum" if limits.open_high else "maximum"] = limits.high
-    return found
+            schema["exclusiveMaximum" if limits.open_high else "maximum"] = limits.high
+    return schema

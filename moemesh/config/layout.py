@@ -121,25 +121,25 @@ class Layout(Shown):
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Every coordinate of `rank` in all views."""
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for view in VIEWS:
             rest = rank
             for name, degree in reversed(self.dimensions(view).items()):
-                rest, found[name] = divmod(rest, degree)
-        return found
+                rest, coordinates[name] = divmod(rest, degree)
+        return coordinates
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of `axis`, each a tuple of ascending ranks; groups ordered by first rank."""
         whole, _, part = axis.rpartition("_")
         if part in ("shard", "copies") and whole in SHARDED_AXES:
-            found: list[tuple[int, ...]] = []
+            groups: list[tuple[int, ...]] = []
             for group in self.groups(whole):
                 size = gcd(self.shard_group, len(group)) if self.shard_group else len(group)
                 if part == "shard":
-                    found += [group[start : start + size] for start in range(0, len(group), size)]
+                    groups += [group[start : start + size] for start in range(0, len(group), size)]
                 else:
-                    found += [group[start::size] for start in range(size)]
-            return tuple(sorted(found))
+                    groups += [group[start::size] for start in range(size)]
+            return tuple(sorted(groups))
         view, spanned = AXES[axis]
         first, members, distance = [0], [0], self.world_size
         for name, degree in self.dimensions(view).items():
@@ -159,12 +159,12 @@ class Layout(Shown):
         return tuple(sorted(groups))
 
     def sharding_axes(self, axis: str) -> tuple[str, str]:
-        """(ranks that share the states of `axis`, ranks with the same share): names of axes. The
-        first is `axis` itself where it is not cut."""
+        """Names of two axes: of the ranks that share the states of `axis`, and of the ranks with
+        the same share. The first is `axis` itself unless it is divided."""
         return f"{axis}_shard" if self.shard_group else axis, f"{axis}_copies"
 
     def same_ranks(self, axis: str) -> str:
-        """The first of :data:`SHARDED_AXES` whose groups are those of `axis`, one of them."""
+        """The first of :data:`SHARDED_AXES` with the groups of `axis`, which is one of them."""
         shape = self._shape_of_groups(axis)
         return next(one for one in SHARDED_AXES if self._shape_of_groups(one) == shape)
 
@@ -172,25 +172,25 @@ class Layout(Shown):
         """(degree, distance of neighbours in ranks) of the dimensions that a group spans, innermost
         first; dimensions that continue one another are one."""
         view, spanned = AXES[axis]
-        found: list[tuple[int, int]] = []
+        dimensions: list[tuple[int, int]] = []
         distance = 1
         for name, degree in reversed(self.dimensions(view).items()):
             if name in spanned and degree > 1:
-                if found and found[-1][0] * found[-1][1] == distance:
-                    degree_within, distance_within = found.pop()
-                    found.append((degree * degree_within, distance_within))
+                if dimensions and dimensions[-1][0] * dimensions[-1][1] == distance:
+                    degree_within, distance_within = dimensions.pop()
+                    dimensions.append((degree * degree_within, distance_within))
                 else:
-                    found.append((degree, distance))
+                    dimensions.append((degree, distance))
             distance *= degree
-        return found
+        return dimensions
 
     def group_of(self, axis: str, rank: int) -> tuple[int, ...]:
         """The group of `axis` that holds `rank`."""
         if axis == "mirror" or axis.endswith(("_shard", "_copies")):
             return next(group for group in self.groups(axis) if rank in group)
-        # Without listing the world.
-        (view, spanned), at, found = AXES[axis], self.coordinates(rank), [0]
+        # Computed for this rank only, without a list of all groups.
+        (view, spanned), at, ranks = AXES[axis], self.coordinates(rank), [0]
         for name, degree in self.dimensions(view).items():
             places = range(degree) if name in spanned else (at[name],)
-            found = [base * degree + place for base in found for place in places]
-        return tuple(found)
+            ranks = [base * degree + place for base in ranks for place in places]
+        return tuple(ranks)

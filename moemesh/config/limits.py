@@ -1,4 +1,4 @@
-"""Limits of what is read from files, and of the characters that a terminal gets."""
+"""Limits of text that is read from files, and escapes of characters for terminals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Any
 
-#: Characters of the longest JSON text that is read; files of runs and models are far below it.
+#: Characters of the longest accepted JSON text; files of runs and models are far below it.
 LARGEST_JSON = 1 << 29
 #: A key of a hundred parts; tomllib takes time with the square of their number.
 _LONG_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
@@ -24,8 +24,8 @@ def parse_json(
     *,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value of a JSON text. Raises ValueError for what is no JSON, and for a text that is too
-    long or nested too deeply."""
+    """The value of a JSON text. Raises ValueError for invalid JSON, and for a text that is too long
+    or nested too deeply."""
     if len(text) > LARGEST_JSON:
         raise ValueError(f"longer than {LARGEST_JSON:,} characters")
     try:
@@ -35,8 +35,8 @@ def parse_json(
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table of a TOML text. Raises ValueError for what is no TOML, and for a text that is
-    nested too deeply or has a key of too many parts."""
+    """The table of a TOML text. Raises ValueError for invalid TOML, and for a text that is nested
+    too deeply or has a key of too many parts."""
     if match := _LONG_KEY.search(text):
         line = text.count("\n", 0, match.start()) + 1
         raise ValueError(f"a key has more than 100 parts (at line {line}, column 1)")
@@ -52,13 +52,13 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same without ends of lines."""
+    """:func:`visible`, with line ends escaped, too."""
     return visible(text).replace("\n", "\\n")
 
 
 class VisibleText(TextIOWrapper):
-    """A stream in place of `stream`, in whose text every control character is escaped: all that a
-    verb prints may come from a file. `stream` is for what the verbs draw themselves."""
+    """A stream in place of `stream` that escapes every control character of its text: anything that
+    a verb prints may come from a file. The verbs draw on `stream` themselves."""
 
     def __init__(self, stream: TextIOWrapper) -> None:
         super().__init__(

@@ -45,7 +45,7 @@ from moemesh.config.suggest import choices_of, nearest_choice
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
 
-#: What pydantic expected -> the words for it.
+#: Type expected by pydantic -> its name in messages.
 _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
@@ -57,13 +57,13 @@ _EXPECTED = {
     "too_long": "a list of 2 numbers",
     "dict_type": "a table",
 }
-#: Keys whose default follows from others, and from what.
+#: Keys whose default follows from other keys, with the description of the default.
 FOLLOWING = {
     "train.lr": "default by model.path and lora.rank",
     "train.warmup_steps": "default by train.steps: a tenth, at most 20",
 }
 _FOLLOWS = "  # follows from other keys"
-#: How the fix of a value that cannot be mended itself ends.
+#: End of the fix for a value without a correction of its own.
 _DEFAULT = ", the default"
 #: The one key that holds a list of tables.
 SOURCES_KEY = "data.sources"
@@ -75,8 +75,8 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A configuration that passed every check, where each leaf ("plan.ep") came from, and what to
-    tell the user about how it was given."""
+    """A configuration that passed every check, the origin of each leaf ("plan.ep"), and notes for
+    the user."""
 
     config: RunConfig
     origins: dict[str, str]
@@ -84,8 +84,8 @@ class Resolved:
 
 
 class UnresolvedError(ConfigError):
-    """The problems of a configuration, and as much of it as is right: defaults stand in place of
-    the keys that are `broken`."""
+    """The problems of a configuration, and its valid part: the `broken` keys have their
+    defaults."""
 
     def __init__(
         self, problems: Iterable[Problem], config: RunConfig, broken: Collection[str]
@@ -101,8 +101,8 @@ def resolve(
     folder_checks: Sequence[FolderCheck],
     run_checks: Sequence[RunCheck],
 ) -> Resolved:
-    """As :func:`moemesh.sharding.load_run.load_run`, which adds the checks: `folder_checks` of
-    ``model.path``, `run_checks` of sections that are right by themselves."""
+    """Same as :func:`moemesh.sharding.load_run.load_run`, which adds the checks: `folder_checks` of
+    ``model.path``, `run_checks` of valid sections."""
     given = [
         *(read_file(path) for path in files),
         # The one place where the configuration reads the environment.
@@ -126,8 +126,8 @@ def resolve(
             del chosen[IMPLEMENTATION_KEY]  # the folder's reader has chosen
     problems += base.problems
     leaves = {**base.leaves, **chosen}
-    # Of train.steps and train.epochs a stronger source overrules one by giving the other, so that
-    # --set can end a run whose file says it in the other way.
+    # Of train.steps and train.epochs a stronger source overrules a weaker one, so that --set can
+    # end a run whose file has the other key.
     last = {
         key: max((n for n, source in enumerate(given) if key in source.leaves), default=-1)
         for key in ("train.steps", "train.epochs")
@@ -135,16 +135,16 @@ def resolve(
     if min(last.values()) >= 0 and len(set(last.values())) > 1:
         del leaves[min(last, key=lambda key: last[key])]
     if PRESET_KEY in broken or base.problems:
-        # Nothing is known of the model's size: rules over fields that nobody gave mean nothing.
+        # The model's size is unknown: rules over fields that are not given are skipped.
         broken |= {f"model.{name}" for name in ModelConfig.model_fields} - chosen.keys()
 
     sections, section_problems = _sections(leaves)
     problems += section_problems
     broken |= {problem.key for problem in section_problems}
     if path is not None and not base.problems:
-        found = [one for check in folder_checks for one in check(base, chosen, broken)]
-        problems += found
-        broken |= {problem.key for problem in found}
+        folder_problems = [one for check in folder_checks for one in check(base, chosen, broken)]
+        problems += folder_problems
+        broken |= {problem.key for problem in folder_problems}
     if not base.problems:
         sections["model"] = _with_architecture(sections["model"], path)
     config = RunConfig(**sections, model_preset=preset, model_path=path)
@@ -187,7 +187,7 @@ def _read_model(
 def read_recorded(
     path: Path, overrides: Sequence[str], sections: Sequence[str], run_checks: Sequence[RunCheck]
 ) -> RunConfig:
-    """As :func:`moemesh.sharding.load_run.load_recorded`, with its checks."""
+    """Same as :func:`moemesh.sharding.load_run.load_recorded`, without its checks."""
     source, given = read_file(path), read_overrides(overrides)
     problems = [*source.problems, *given.problems, *_unknown_keys([source, given])]
     kept = {key: leaf for key, leaf in source.leaves.items() if key.partition(".")[0] in sections}
@@ -216,8 +216,8 @@ def _with_architecture(model: ModelConfig, path: str | None) -> ModelConfig:
 
 def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
     """`config` with the values that the run in `folder` has recorded for keys that follow from
-    others and that nobody has given, and with its revision of a model of the hub, so that a run
-    goes on with those it was started with."""
+    others, unless they are given, and with its revision of a model of the Hub, so that a resumed
+    run keeps them."""
     if not (folder / RUN_CONFIG).is_file():
         return config
     recorded, kept = read_file(folder / RUN_CONFIG).leaves, dict[str, object]()
@@ -296,7 +296,7 @@ def _plain(value: object) -> object:
 
 
 def _unknown_keys(sources: Sequence[ConfigSource]) -> list[Problem]:
-    """One problem for every leaf of any source that is no key."""
+    """One problem for every leaf of any source whose key does not exist."""
     known, problems = set(all_keys()), list[Problem]()
     for source in sources:
         for key, leaf in source.leaves.items():
@@ -325,7 +325,7 @@ def _choose_model(chosen: Mapping[str, Leaf]) -> tuple[str, str | None, set[str]
         message = f"model.preset and model.path both choose the model ({chosen[PATH_KEY].origin})"
         problems.append(chosen[PRESET_KEY].problem("conflict", PRESET_KEY, message, "keep one"))
     if preset not in preset_names():
-        message = f"there is no preset {format_value(preset)}"
+        message = f"no preset is named {format_value(preset)}"
         fix = nearest_choice(preset.replace("_", "-"), preset_names())
         problems.append(chosen[PRESET_KEY].problem("not-a-choice", PRESET_KEY, message, fix))
         preset = DEFAULT_PRESET
@@ -376,7 +376,7 @@ def type_problems(
 
 
 def _table_problem(key: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
-    """One table of a list of tables that is no such table, or has a wrong key or value."""
+    """The problem of an entry in a list of tables: not a table, or with a wrong key or value."""
     place = f"{key.rpartition('.')[2]}[{detail['loc'][1]}]"
     if len(detail["loc"]) == 2:
         message = f"{place} must be a table"
@@ -415,7 +415,7 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
 
 
 def _rewritten(field: str, value: object, reason: str) -> str:
-    """How a value of a wrong type would have to be written, where that can be told."""
+    """The corrected form of a value of a wrong type, "" if unknown."""
     if reason == "string_type":
         return f"{field} = {format_value(format_value(value))}"
     if reason == "bool_type":

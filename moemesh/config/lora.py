@@ -24,7 +24,7 @@ from typing import ClassVar, NamedTuple
 from moemesh.config.errors import Problem
 from moemesh.config.section import Count, Positive, Section
 
-#: The target that stands for every projection of attention and MLPs, experts included.
+#: Target name for every projection of attention and MLPs, experts included.
 ALL_LINEAR = "all-linear"
 #: The two files of a folder of adapters, as PEFT writes it: sizes, and tensors.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -56,14 +56,16 @@ class LoraConfig(Section):
 
     def check(self) -> list[Problem]:
         """Every rule that the section must keep by itself."""
-        found = self.range_problems()
+        problems = self.range_problems()
         if not self.rank and self.path is not None:
             message = f"path ({self.path}) names adapters, and rank = 0 means that there are none"
-            found.append(self.problem("conflict", "path", message, "rank of the folder", "rank"))
+            problems.append(self.problem("conflict", "path", message, "rank of the folder", "rank"))
         if self.rank and not self.targets:
             message = "targets is empty: no projection would have an adapter"
-            found.append(self.problem("empty", "targets", message, f'targets = ["{ALL_LINEAR}"]'))
-        return found
+            problems.append(
+                self.problem("empty", "targets", message, f'targets = ["{ALL_LINEAR}"]')
+            )
+        return problems
 
     def adapts(self, target: str) -> bool:
         """Whether the projection `target` has an adapter."""
@@ -84,7 +86,7 @@ class TargetPart(NamedTuple):
     size: int = 0
 
     def shape(self, whole: tuple[int, ...], *, is_stack: bool) -> tuple[int, ...]:
-        """Of the part, given that of the parameter."""
+        """The shape of the part, from that of the whole parameter."""
         if self.dim is None:
             return whole
         place = self.dim + is_stack

@@ -1,4 +1,4 @@
-"""The rule book of degrees: what the two meshes, the model and the stages ask of each other.
+"""Rules of degrees: constraints between the two meshes, the model and the stages.
 
 One function a rule group, for anything that has the degrees: a :class:`moemesh.config.plan.Plan`,
 which `moemesh train` runs, and a layout of the planner, which other trainers run, too. They read a
@@ -138,7 +138,7 @@ def _mesh_rules(plan: Degrees, num_experts: int) -> Iterator[Problem]:
 
 
 def server_problems(values: object) -> Iterator[Problem]:
-    """Of the ranks that share dense weights, some serve and at least one only works."""
+    """Servers must be fewer than the ranks that share dense weights: at least one is a worker."""
     plan = Degrees.of(values)
     ranks, keys = plan.dp * plan.cp, ("data", "dp", "cp")
     if plan.servers < 1 or plan.servers < ranks:

@@ -18,7 +18,7 @@ from moemesh.config.suggest import nearest_choice
 from moemesh.config.train import TrainConfig, usual_rate
 from moemesh.config.tuning import Tuning
 
-# The projections of a model by transformers' names, and what [lora] may ask of them.
+# The projections of a model under transformers' names, and the rules of [lora] for them.
 
 
 class Projection(NamedTuple):
@@ -44,21 +44,22 @@ def projections(model: ModelConfig) -> list[Projection]:
             ("kv_b_proj", latent, heads * (model.qk_nope_head_dim + model.v_head_dim)),
         ]
     own.append(("o_proj", heads * model.value_head_dim, hidden))
-    found = [Projection(target, "attention", *sizes) for target, *sizes in own]
+    all_projections = [Projection(target, "attention", *sizes) for target, *sizes in own]
     for block, width in (
         ("mlp", model.intermediate_size if model.num_dense_layers else 0),
         ("shared experts", model.shared_width if model.num_moe_layers else 0),
         ("experts", model.expert_intermediate_size if model.num_moe_layers else 0),
     ):
         if width:
-            found += [Projection(name, block, hidden, width) for name in ("gate_proj", "up_proj")]
-            found.append(Projection("down_proj", block, width, hidden))
-    return found
+            all_projections += [
+                Projection(name, block, hidden, width) for name in ("gate_proj", "up_proj")
+            ]
+            all_projections.append(Projection("down_proj", block, width, hidden))
+    return all_projections
 
 
 def adapter_rules(model: ModelConfig) -> list[Problem]:
-    """Problems of the adapters of `model`: targets it has not, a rank that is no less than
-    full."""
+    """Problems of the adapters of `model`: missing targets, a rank above that of a projection."""
     lora = model.lora
     if not lora.rank:
         return []
@@ -86,7 +87,7 @@ DEFAULT_PRESET = "tiny"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig(Shown):
-    """Everything a run is told. Fields of `model` already include those of the preset, and `model`
+    """The whole configuration of a run. Fields of `model` include those of the preset, and `model`
     has the adapters of `lora`.
 
     `model_path` is the Hugging Face folder whose weights the run starts from, as given.
@@ -116,13 +117,13 @@ class RunConfig(Shown):
         )
 
     def with_following(self, **train: object) -> RunConfig:
-        """The same with the values `train` of [train], and where nobody has given them with the
-        rate and the warm-up that follow from the rest, which do not count as given then."""
+        """This configuration with the values `train` of [train]; the rate and the warm-up follow
+        from them unless they are given, and do not count as given."""
         given = self.train.model_copy(update=train)
         follows = {"lr": self.usual_rate, "warmup_steps": max(min(20, given.steps // 10), 0)}
-        found = {key: value for key, value in follows.items() if key not in given.model_fields_set}
-        copy = given.model_copy(update=found)
-        copy.model_fields_set.difference_update(found)
+        unset = {key: value for key, value in follows.items() if key not in given.model_fields_set}
+        copy = given.model_copy(update=unset)
+        copy.model_fields_set.difference_update(unset)
         return replace(self, train=copy)
 
     @property

@@ -1,4 +1,4 @@
-"""The keys that exist, and what a wrong one was meant to be."""
+"""The keys of the configuration, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SECTIONS: dict[str, type[Section]] = {
 #: one of this version.
 SCHEMA_KEY = "schema_version"
 SCHEMA_VERSION = 1
-#: Keys of [model] that name where its fields come from; they are no fields of ModelConfig.
+#: Keys of [model] that name the source of its fields; they are not fields of ModelConfig.
 PRESET_KEY = "model.preset"
 PATH_KEY = "model.path"
-#: Keys of a section in a message.
+#: Largest number of keys of a section that a message lists.
 _MOST_LISTED = 20
 
 
@@ -54,14 +54,14 @@ def all_keys() -> tuple[str, ...]:
 
 
 def explain_unknown_key(key: str) -> tuple[str, str]:
-    """(what is wrong, what was probably meant) for a dotted key that no section has.
+    """(fault, suggestion) for a dotted key that no section has.
 
-    Order: the same thing's name in another trainer, a sibling that differs by a letter or two, the
-    same leaf in another section, then ever weaker resemblances.
+    Order: the name of another trainer, a key of the section that differs by a letter or two, the
+    same key in another section, then weaker resemblances.
     """
     section, _, leaf = key.rpartition(".")
     if not section and (close := close_names(leaf, SECTIONS)) and not alias_hint(leaf):
-        return f"there is no section [{leaf}]", f"did you mean [{close[0]}]?"
+        return f"no section is named [{leaf}]", f"did you mean [{close[0]}]?"
     elsewhere = [f"{name}.{leaf}" for name in sections_with(leaf)]
     siblings = keys_of(section) if section in SECTIONS else ()
     if fix := alias_hint(key):
@@ -78,8 +78,8 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
             return f"{section} is a value and has no keys", f"did you mean {section}?"
         fix = fix or _did_you_mean(f"[{name}]" for name in close_names(section, SECTIONS))
         fix = fix or alias_hint(section)
-        return f"there is no section [{section}]", fix or f"sections: {', '.join(SECTIONS)}"
-    message = f"[{section}] has no key `{leaf}`" if section else f"`{leaf}` stands in no section"
+        return f"no section is named [{section}]", fix or f"sections: {', '.join(SECTIONS)}"
+    message = f"[{section}] has no key `{leaf}`" if section else f"`{leaf}` is in no section"
     if not siblings:
         return message, fix or f"sections: {', '.join(SECTIONS)}"
     parts = [f"{section}.{name}" for name in siblings if leaf in name.split("_")]

@@ -29,7 +29,7 @@ class Range(NamedTuple):
         return self.high is None or value < self.high or (value == self.high and not self.open_high)
 
     def describe(self, value: float) -> str:
-        """The end of the range that `value` lies beyond, in words."""
+        """The nearer end of the range beyond which `value` lies, as text."""
         if value <= self.low:
             return f"{'above' if self.open_low else 'at least'} {self.low:g}"
         # Sizes are exact integers: `:g` would round 2147483647.
@@ -38,8 +38,8 @@ class Range(NamedTuple):
 
 
 class UsedWith(NamedTuple):
-    """In the type of a field: it has a use where the key `other` of its section is one of `values`,
-    and keeps its default with any other."""
+    """Annotation of a field that has an effect only if the key `other` of its section is one of
+    `values`, and otherwise keeps its default."""
 
     other: str
     values: Collection[object]
@@ -54,15 +54,15 @@ Share = Annotated[float, Range(0.0, 1.0, open_high=True)]
 
 
 def range_in(annotation: object) -> Range | None:
-    """The range of a number in an annotation, or of those in a tuple of numbers."""
-    found = (range_in(part) for part in get_args(annotation))
-    return annotation if isinstance(annotation, Range) else next(filter(None, found), None)
+    """The range of a number in an annotation, or that of a tuple of numbers."""
+    ranges = (range_in(part) for part in get_args(annotation))
+    return annotation if isinstance(annotation, Range) else next(filter(None, ranges), None)
 
 
 def problem_of(
     section: str, values: object, code: str, name: str, message: str, fix: str, *related: str
 ) -> Problem:
-    """:meth:`Section.problem` of other `values` that have an attribute `name`, too."""
+    """Same as :meth:`Section.problem`, for other `values` with an attribute `name`."""
     return Problem(
         code=code,
         key=f"{section}.{name}",
@@ -82,7 +82,7 @@ class Section(Shown, BaseModel):
     section: ClassVar[str] = ""
     #: Field -> the range of its numbers, from its annotation.
     ranges: ClassVar[Mapping[str, Range]] = {}
-    #: Field -> what it is used with, from its annotation.
+    #: Field -> condition of its use, from its annotation.
     uses: ClassVar[Mapping[str, UsedWith]] = {}
 
     @classmethod
@@ -106,20 +106,19 @@ class Section(Shown, BaseModel):
         }
 
     def problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
-        """A problem of the key `name` of this section; `related` are other keys that the rule
-        reads, of this section where they name none."""
+        """A problem of the key `name` of this section; `related` are other keys of the rule, of
+        this section unless they name another."""
         return problem_of(self.section, self, code, name, message, fix, *related)
 
     def unused_problems(self) -> Iterator[Problem]:
-        """One problem for every key that is given beside a value of another with which it has no
-        use."""
+        """One problem for every key that is set although the value of another key disables it."""
         for name, (other, values) in self.uses.items():
             value, unused = getattr(self, name), type(self).model_fields[name].default
             if value != unused and (current := getattr(self, other)) not in values:
-                given, beside = f"{name} = {format_value(value)}", f"{other} = "
-                message = f"{given} has no use with {beside}{format_value(current)}"
+                given, condition = f"{name} = {format_value(value)}", f"{other} = "
+                message = f"{given} has no use with {condition}{format_value(current)}"
                 fix = f"leave {name} out" if unused is None else f"{name} = {format_value(unused)}"
-                fix += f", or {beside}{' or '.join(map(format_value, values))}"
+                fix += f", or {condition}{' or '.join(map(format_value, values))}"
                 yield self.problem("conflict", name, message, fix, other)
 
     def range_problems(self) -> list[Problem]:
@@ -128,7 +127,9 @@ class Section(Shown, BaseModel):
         for name, legal in self.ranges.items():
             value = cast("float | tuple[float, ...] | None", getattr(self, name))
             numbers = value if isinstance(value, tuple) else (value,)
-            for number in [one for one in numbers if one is not None and not legal.holds(one)][:1]:
+            for number in [
+                number_ for number_ in numbers if number_ is not None and not legal.holds(number_)
+            ][:1]:
                 end, is_open = legal.low, legal.open_low
                 if number > legal.low:
                     end, is_open = legal.high, legal.open_high

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sized
 from html import escape
 from typing import Any, ClassVar, cast
 
-#: Characters of a repr, and of a fact in it, at most.
+#: Largest number of characters of a repr, and of a value in it.
 LONGEST, LONGEST_FACT = 400, 120
 #: Name of a class -> the SVG of one of its objects, from `moemesh.api.pictures`.
 PICTURES: dict[str, Callable[[Any], str]] = {}
@@ -43,13 +43,13 @@ class Shown:
 
 def short_repr(thing: object, facts: Mapping[str, object]) -> str:
     """The name of the object's class and its facts, cut at :data:`LONGEST` characters."""
-    said = ", ".join(f"{name}={brief(value)}" for name, value in facts.items())
-    return cut(f"{type(thing).__name__}({said})", LONGEST)
+    parts = ", ".join(f"{name}={brief(value)}" for name, value in facts.items())
+    return cut(f"{type(thing).__name__}({parts})", LONGEST)
 
 
 def brief(value: Any, longest: int = LONGEST_FACT) -> str:
-    """The value in at most so many characters: the type and shape of an array, the number of items
-    of a long collection."""
+    """The value in at most `longest` characters: type and shape of an array, number of items of a
+    long collection."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -63,5 +63,5 @@ def brief(value: Any, longest: int = LONGEST_FACT) -> str:
 
 
 def cut(text: str, longest: int) -> str:
-    """The text in at most so many characters."""
+    """The text, truncated to at most `longest` characters."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

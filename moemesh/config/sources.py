@@ -25,21 +25,21 @@ RUN_CONFIG = "config.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One value as it was given, and where."""
+    """One value as given, and its origin."""
 
     value: object
     origin: str
 
     def problem(self, code: str, key: str, message: str, fix: str = "") -> Problem:
         """A problem of this value of `key`."""
-        found = Problem.of(code, key, self.value, message, fix)
-        return replace(found, origin=self.origin)
+        problem = Problem.of(code, key, self.value, message, fix)
+        return replace(problem, origin=self.origin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSource:
-    """The contents of one source: dotted key -> leaf, what could not be read, and what to tell the
-    user about the rest."""
+    """The contents of one source: dotted key -> leaf, problems of unreadable parts, and notes for
+    the user on the rest."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     problems: tuple[Problem, ...] = ()
@@ -58,9 +58,9 @@ def read_file(path: Path) -> ConfigSource:
     try:
         document = parse_toml(text)
     except ValueError as error:
-        found = re.search(r"\(at line (\d+)", str(error))
+        match = re.search(r"\(at line (\d+)", str(error))
         rows = text.splitlines() or [""]
-        number = int(found.group(1)) if found else len(rows)
+        number = int(match.group(1)) if match else len(rows)
         line = rows[min(number, len(rows)) - 1].strip()
         wrong = Leaf(value=line[:80] or None, origin=f"{name}:{number}")
         fix = _syntax_fix(str(error), line)
@@ -101,7 +101,7 @@ def _later_version(version: int, origin: str) -> Problem:
 
 
 def _mended(text: str) -> str:
-    """Broken TOML as it was probably meant: a list of numbers and texts, a number, or a text."""
+    """Broken TOML in its probable meaning: a list of numbers and texts, a number, or a text."""
     if text[0] != "[":
         bare = text.strip("\"'")
         return format_value(bare if bare[:1] in ("[", "{") else parse_value(bare, "", ""))
@@ -109,18 +109,18 @@ def _mended(text: str) -> str:
     return format_value([parse_value(part, "", "") for part in parts if part])
 
 
-def _syntax_fix(said: str, line: str) -> str:
-    """The fix of a line of TOML that tomllib refuses with the words `said`."""
+def _syntax_fix(reason: str, line: str) -> str:
+    """The fix of a line of TOML that tomllib refuses for `reason`."""
     key, equals, value = (part.strip() for part in line.partition("="))
-    if "Cannot" in said:
+    if "Cannot" in reason:
         return "give each key, and each section, once"
     if not equals and (name := line.partition("#")[0].strip("[] ")) and set(line) & set("[]"):
         return f"[{name}]"
-    if "Unclosed" in said:
+    if "Unclosed" in reason:
         return "close every bracket: the open one may be in a line above"
-    if "Invalid value" in said:
+    if "Invalid value" in reason:
         given = value.strip("= ")
-        return f"{key} = {_mended(given)}" if given else "a value behind the equals sign"
+        return f"{key} = {_mended(given)}" if given else "a value after the equals sign"
     return "each key as key = value, with text in quotes, and every quote closed"
 
 
@@ -173,8 +173,8 @@ def read_environment(environ: Mapping[str, str]) -> ConfigSource:
 
 
 def read_overrides(overrides: Sequence[str]) -> ConfigSource:
-    """The ``a.b=value`` of every --set. Of the same key twice the last one counts, as scripts that
-    add to a command line expect, and a note says so."""
+    """The ``a.b=value`` of every --set. If a key is set twice the last one counts, as scripts that
+    extend a command line expect, with a note."""
     leaves: dict[str, Leaf] = {}
     problems: list[Problem] = []
     notes: list[str] = []

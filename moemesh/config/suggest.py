@@ -47,7 +47,7 @@ def hints() -> list[tuple[tuple[str, ...], str]]:
 
 @cache
 def alias_hint(name: str) -> str:
-    """The fix for a word of other trainers: its key, or what exists in its place; "" for others.
+    """The fix for a word of other trainers: its key, or the alternative that exists; "" for others.
     `name`: a key with or without section, an option ("--data"), or "key=value"."""
     name = name.lower() if name.startswith("--") else name.lower().replace("-", "_")
     places = (name,) if "=" in name else (name, name.rpartition(".")[2])
@@ -65,7 +65,7 @@ def alias_hint(name: str) -> str:
 
 
 def spelled_hint(name: str) -> str:
-    """The same for another spelling of such a word: grad_accumulation, gradient_accumulation."""
+    """:func:`alias_hint` for other spellings of such a word: grad_accumulation."""
     return next((_answers()[word] for word in same_words(name, _answers())), "")
 
 
@@ -77,7 +77,7 @@ def _answers() -> dict[str, str]:
 
 
 def same_words(name: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that differ from `name` in the spelling of words alone."""
+    """Those of `names` that differ from `name` only in the spelling of words."""
     said = _spelled(name)
     return [other for other in names if said and _spelled(other) == said]
 
@@ -90,8 +90,8 @@ def _spelled(name: str) -> frozenset[str]:
 
 
 def nearest_name(value: str, choices: Sequence[str], *, any_number: bool = False) -> str:
-    """The name of a list that is probably meant, "" where none is near. Case and hyphens do not
-    count as differences, and the beginning or another part of a name is enough."""
+    """The name of a list that is probably meant, "" if none is near. Case and hyphens are ignored,
+    and the beginning or another part of a name is enough."""
     folded = value.strip().lower().replace("-", "_").replace(" ", "_")
     parts = [name for name in choices if len(folded) > 3 and folded in name]
     meant = [name for name in (folded, _table()["values"].get(folded)) if name in choices]
@@ -102,8 +102,8 @@ def nearest_name(value: str, choices: Sequence[str], *, any_number: bool = False
 def nearest_choice(
     value: str, choices: Sequence[str], key: str = "", *, any_number: bool = False
 ) -> str:
-    """The fix for a value of `key` outside a list of names: the one that means the same, or the
-    nearest, then all of them, unless they are so many that they would hide it."""
+    """The fix for a value of `key` outside of a list of names: the one of the same meaning, or the
+    nearest, then all of them, unless the list is too long."""
     if key and (hint := alias_hint(f"{key}={value}")):
         return hint
     near, listed = nearest_name(value, choices, any_number=any_number), ", ".join(choices)
@@ -125,9 +125,9 @@ def choices_of(annotation: object) -> tuple[str, ...]:
 
 
 def close_names(word: str, names: Iterable[str], *, any_number: bool = False) -> list[str]:
-    """Up to three names that `word` may be a typing error of, best first; the rest only when nearly
-    as good as the best. Another number is another name, gemma4 is not gemma3, unless `any_number`:
-    then the name with the nearest number comes first."""
+    """Up to three names that `word` may be a typing error of, best first; others only if nearly as
+    good as the best. A name with another number is another name (gemma4, gemma3), unless
+    `any_number`: then the name with the nearest number comes first."""
     folded = word.lower().replace("-", "_")
     numbers = _numbers(folded)
     near: dict[str, float] = {}
@@ -159,8 +159,8 @@ def _is_edit(word: str, name: str) -> bool:
 
 
 def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True) -> str:
-    """Words that name a file or folder of a similar name that `accepts` likes, in the nearest part
-    of `path` that exists; else that folder, or the one that a relative path counts from."""
+    """A suggestion of a file or folder with a similar name that `accepts` returns True for, in the
+    deepest existing folder of `path`; else that folder, or the origin of relative paths."""
     missing, home = path, path.absolute().parent
     while not home.exists() and home != home.parent:
         missing, home = missing.parent, home.parent
@@ -189,7 +189,7 @@ def nearest_divisors(number: int, wanted: int) -> str:
 
 
 def nearest(legal: list[int], wanted: int) -> str:
-    """The same of ascending legal numbers."""
+    """The legal numbers next to `wanted`; `legal` ascends."""
     below = [d for d in legal if d <= wanted][-1:]
     above = [d for d in legal if d > wanted][:1]
     return " or ".join(str(d) for d in below + above)

@@ -1,4 +1,4 @@
-"""TOML beside tomllib: write one value, and tell on which line of a file each key stands."""
+"""TOML besides tomllib: writing a value, and finding the line of each key in a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOKEN = re.compile(
 
 
 def format_value(value: object) -> str:
-    """`value` as TOML text. Objects that TOML does not know are shown as Python would."""
+    """`value` as TOML text. Objects without a TOML form have their Python repr."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -51,7 +51,7 @@ def is_number(text: str) -> bool:
 
 
 def unreadable(error: Exception) -> str:
-    """Why a text is no TOML, in words; `error` is that of decoding or of tomllib."""
+    """The reason why a text is not TOML; `error` is that of decoding or of tomllib."""
     if isinstance(error, UnicodeDecodeError):
         return f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
     return f"not valid TOML: {error}"

@@ -29,7 +29,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def _as_patterns(value: object) -> object:
-    """One pattern may be given without a list around it."""
+    """A single pattern may be given without a list around it."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -37,8 +37,8 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_patterns)]
 
 
 def usual_rate(*, loads_weights: bool, lora_rank: int) -> float:
-    """The peak learning rate of a run whose configuration gives none: from scratch that of the key,
-    of weights that are loaded, and of adapters beside them."""
+    """The default peak learning rate: that of the key for training from scratch, others for loaded
+    weights and for adapters on them."""
     return (1e-4 if lora_rank else 1e-5) if loads_weights else 3e-3
 
 
@@ -48,7 +48,7 @@ class TrainConfig(Section):
     section: ClassVar[str] = "train"
 
     steps: Size = 200
-    #: In place of `steps`: how often a run reads its training samples.
+    #: Number of passes through the training samples, in place of `steps`.
     epochs: Positive | None = None
     #: Counter-based random numbers take a 64-bit key; TOML integers are signed.
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
@@ -63,7 +63,7 @@ class TrainConfig(Section):
     #: Steps of the decay at the end of the run, and its shape; None: a fifth of the steps.
     decay_steps: Annotated[Size | None, UsedWith("lr_schedule", ("wsd",))] = None
     decay_shape: Annotated[DecayShape, UsedWith("lr_schedule", ("wsd",))] = "linear"
-    #: At most the default, and a tenth of the steps, where nobody gives it.
+    #: Steps of the warm-up; by default at most this many, and a tenth of the steps.
     warmup_steps: Count = 20
     #: Decay of AdamW's first and second moment.
     adam_betas: tuple[Share, Share] = (0.9, 0.95)
@@ -82,10 +82,10 @@ class TrainConfig(Section):
     #: Steps between checkpoints; 0 saves only at the end.
     checkpoint_every: Count = 100
     checkpoints_kept: Size = 2
-    #: Where this run alone keeps checkpoints: a folder, or an address of fsspec's, such as
+    #: Folder for the checkpoints of this run only, or an fsspec address such as
     #: ``s3://bucket/prefix``; empty: in the run folder.
     checkpoint_folder: str = ""
-    #: Training goes on while a copy of the state is written, as memory of the host allows.
+    #: Training continues while a copy of the state is written, if the memory of the host allows.
     checkpoint_async: bool = True
     #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
     rebalance_every: Count = 0
@@ -94,19 +94,19 @@ class TrainConfig(Section):
     log_every: Count = 0
     #: Programs that get the rows of metrics besides metrics.jsonl.
     sinks: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
-    #: loads.jsonl sums neighbouring steps: it holds at most twice as many bins; 0: every step.
+    #: loads.jsonl sums neighbouring steps: it holds at most twice this many bins; 0: every step.
     load_bins: Count = 128
     #: Steps between validations; 0 validates only at the end.
     validate_every: Count = 100
     validation_batches: Size = 8
-    #: After a step whose loss or gradient is not finite, which no rank applies: go on without it,
-    #: go back to the newest checkpoint and leave out the data since, or stop.
+    #: Reaction to a step with a non-finite loss or gradient, which no rank applies: continue
+    #: without it, return to the newest checkpoint and skip the data since, or stop.
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
-    #: Most steps in a row that are skipped, and returns to one checkpoint, before a run stops.
+    #: Largest number of consecutive skipped steps, and of returns to one checkpoint.
     max_skips: Size = 5
     #: Size of one replay bundle of such a step, at most; 0 writes none.
     bundle_gib: NotNegative = 8.0
-    #: A loss so many robust standard deviations above those of the last steps is a spike; 0: none.
+    #: Least robust z-score of a spike: standard deviations above the last losses; 0: no spikes.
     spike_sigma: NotNegative = 7.0
     #: After a spike: an event, a step without an update, or as with `on_nonfinite` a rollback.
     on_spike: Literal["alarm", "skip", "rollback"] = "alarm"
@@ -115,7 +115,7 @@ class TrainConfig(Section):
     #: When copies differ: stop, or take the copy that most ranks hold.
     on_mismatch: Literal["stop", "majority"] = "stop"
     resume: Resume = "auto"
-    #: How often ranks that died are started again, from the newest checkpoint, without any progress
+    #: Largest number of restarts of failed ranks, from the newest checkpoint, without any progress
     #: between; 0: never.
     restarts: Count = 2
     device: Device = "auto"
@@ -162,7 +162,7 @@ class TrainConfig(Section):
                 keys = ("steps", "warmup_steps")
                 problems.append(self.problem("too-large", "decay_steps", message, fix, *keys))
         if self.epochs is not None and "steps" in self.model_fields_set:
-            message = "train.epochs and train.steps both say when the run ends"
+            message = "train.epochs and train.steps both set the end of the run"
             problems.append(self.problem("conflict", "epochs", message, "keep one", "steps"))
         kept_at = self.checkpoint_folder
         if kept_at and not kept_at.startswith(("/", "~")) and "://" not in kept_at:

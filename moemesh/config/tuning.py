@@ -2,7 +2,7 @@
 
 A name is that of a tensor in a checkpoint, without ``model.`` in front: every expert by itself
 (``layers.3.feed_forward.experts.12.gate_up``), and the routers' selection biases, too. Patterns are
-those of :mod:`fnmatch`: ``*`` stands for any characters, dots included.
+those of :mod:`fnmatch`: ``*`` matches any characters, dots included.
 
 | train_only | freeze | a parameter trains when its name |
 |---|---|---|
@@ -42,8 +42,8 @@ class Tuning:
         """Whether the parameter (or bias of a router) of that name in checkpoints trains."""
         if self.freeze and matcher(self.freeze)(name):
             return False
-        if self.experts and (found := _EXPERT.match(name)):
-            layer, expert = map(int, found.groups())
+        if self.experts and (match := _EXPERT.match(name)):
+            layer, expert = map(int, match.groups())
             if expert in _table(self.experts).get(layer, ()):
                 return True
         if self.train_only:
@@ -51,15 +51,17 @@ class Tuning:
         return not self.experts
 
     def rows(self, name: str, num_experts: int = 0) -> tuple[int, ...]:
-        """The experts that train of the stack `name` of `num_experts`; of a parameter that is no
-        stack (0): (0,) where it trains, else ()."""
+        """The experts that train in the stack `name` of `num_experts`; for any other parameter
+        (`num_experts` 0): (0,) if it trains, else ()."""
         return _rows(self, name, num_experts)
 
     def chosen(self, layer: int, num_experts: int) -> tuple[int, ...] | None:
         """The experts of a layer of which any weight trains, where that is not none or all."""
         module = f"layers.{layer}.feed_forward.experts"
-        found = {expert for leaf in STACKS for expert in self.rows(f"{module}.{leaf}", num_experts)}
-        return tuple(sorted(found)) if 0 < len(found) < num_experts else None
+        experts = {
+            expert for leaf in STACKS for expert in self.rows(f"{module}.{leaf}", num_experts)
+        }
+        return tuple(sorted(experts)) if 0 < len(experts) < num_experts else None
 
 
 #: (layer, expert) of a name.

@@ -1,10 +1,10 @@
 """Conversations: rendered by the chat template of a tokenizer, with loss on assistant turns only.
 
-Where a template marks its answers (``{% generation %}``), what it marks carries loss, as in
-transformers. Of other templates the answers are found by rendering: an answer begins where the
-template, asked for one, would have ended, and ends with its end-of-turn token. Where it stands in
-the text is told by a second rendering with a mark in its place, so that templates may write a turn
-otherwise when others follow. Templates are programs from outside; they run in jinja's sandbox.
+If a template marks its answers (``{% generation %}``), the marked text carries loss, as in
+transformers. For other templates the answers are located by rendering: an answer begins at the end
+of the generation prompt, and ends with its end-of-turn token. A second rendering with a mark in
+place of the answer gives its position, so templates may write a turn differently when others
+follow. Templates are foreign programs; they run in jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from moemesh.data.records import COMPLETION, PROMPT, BadRecordError, Where
 from moemesh.data.template_limits import LimitedEnvironment, sizes_of
 from moemesh.data.tokenizer import TEMPLATE, DataError, Tokenizer
 
-#: Characters of a message of a template that go into an error.
+#: Most characters of an error message of a template in ours.
 LONGEST_REASON = 300
-#: Variables that stand around the answers that a template marks.
+#: Variables around the answers that a template marks.
 BEGIN, END = "generation_begin", "generation_end"
-#: Characters that a text is looked through for one that it does not hold: those of private use.
+#: Candidates for a character that a text does not contain: the private use area.
 MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 #: Names of the reasoning of a message.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 #: Key of a turn -> the values with which it carries loss, and those with which it does not.
 LOSS_KEYS = {"weight": (1, 0), "train": (True, False)}
-#: A turn that every template takes as the first.
+#: A turn that every template accepts as the first.
 QUESTION = {"role": "user", "content": "?"}
-#: The place of messages that no file holds.
+#: Place of messages that come from no file.
 CHAT = Where("the conversation", "file", 1, None)
 
 Messages: TypeAlias = list[dict[str, Any]]
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, and which of its characters carry loss."""
+    """The text of a conversation, and the characters that carry loss."""
 
     text: str
     learned: tuple[range, ...]
 
     def mask(self, offsets: np.ndarray) -> np.ndarray:
-        """The tokens that carry loss, bool [n]: those with a character that does, and those
-        between; `offsets` [n, 2] are the characters of each."""
-        found = np.zeros(len(offsets), dtype=bool)
+        """The tokens that carry loss, bool [n]: those with such a character, and those between;
+        `offsets` [n, 2] are the characters of each token."""
+        mask = np.zeros(len(offsets), dtype=bool)
         for span in self.learned:
             first = np.searchsorted(offsets[:, 1], span.start, side="right")
-            found[first : np.searchsorted(offsets[:, 0], span.stop)] = True
-        return found
+            mask[first : np.searchsorted(offsets[:, 0], span.stop)] = True
+        return mask
 
 
 class ChatTemplate:
@@ -70,9 +70,8 @@ class ChatTemplate:
         added: Sequence[str] = (),
         day: datetime.date | None = None,
     ) -> None:
-        """Use :meth:`open`. `tokens`: the special tokens by key; `added`: all that a tokenizer
-        takes whole, the end of a turn among them; `day`: the date that a template reads (None:
-        today)."""
+        """Use :meth:`open`. `tokens`: the special tokens by key; `added`: all tokens that are never
+        split, the end of a turn among them; `day`: the date for templates (None: today)."""
         environment = LimitedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -114,8 +113,8 @@ class ChatTemplate:
     def render(self, record: Mapping[str, Any], where: Where) -> Rendered:
         """The text of the conversation under "messages" (and "tools").
 
-        Raises BadRecordError for what is no conversation, has no assistant turn, or makes the
-        template fail.
+        Raises BadRecordError for an invalid conversation, one without an assistant turn, and one
+        for which the template fails.
         """
         tools, (messages, learned) = record.get("tools"), _messages(record, where)
         sizes = sizes_of([messages, tools])
@@ -132,7 +131,7 @@ class ChatTemplate:
         return Rendered(rendering.text, tuple(spans))
 
     def prompt(self, messages: Messages) -> str:
-        """The text of `messages` and the header of an answer to them. Raises DataError."""
+        """The text of `messages` and the header of the next answer. Raises DataError."""
         return self._render(messages, add_generation_prompt=True)
 
     @cached_property
@@ -142,7 +141,7 @@ class ChatTemplate:
 
     @cached_property
     def stop_token(self) -> str | None:
-        """The added token at which an answer ends; None where it ends with other text."""
+        """The added token at which an answer ends; None if it ends with other text."""
         end = self._first_end(self._tail())
         return max(filter(end.endswith, self._added), key=len, default=None)
 
@@ -161,7 +160,7 @@ class ChatTemplate:
 
     @cached_property
     def header(self) -> str:
-        """The text that a template writes before an answer; empty where it is not known."""
+        """The text that a template writes before an answer; empty if unknown."""
         try:
             prompt, question = self.prompt([QUESTION]), self._render([QUESTION])
         except BadRecordError:
@@ -169,20 +168,20 @@ class ChatTemplate:
         return prompt[_shared(prompt, question) :]
 
     def _tail(self, *following: dict[str, Any]) -> str:
-        """The text after an answer, before or in a rendering of the messages that follow it."""
+        """The text after an answer, up to the end of a rendering with the `following` messages."""
         answer = {"role": "assistant", "content": MARKS[0]}
         return self._render([QUESTION, answer, *following]).rpartition(MARKS[0])[2]
 
     def end_of_turn(self, tail: str) -> str:
-        """The beginning of `tail`, which follows an answer, that ends the turn."""
+        """The prefix of `tail`, the text after an answer, that ends the turn."""
         end = self._first_end(tail)
         if self._closing and tail.startswith(self._closing, len(end)):
             end += self._closing
         return end
 
     def _first_end(self, tail: str) -> str:
-        """The beginning of `tail` up to the first added token; without one, to the last character
-        that is no blank."""
+        """The prefix of `tail` up to the first added token; without one, up to the last non-blank
+        character."""
         ends = [tail.index(token) + len(token) for token in self._added if token in tail]
         return tail[: min(ends)] if ends else tail.rstrip() or tail
 
@@ -204,7 +203,7 @@ class ChatTemplate:
             text = self._templates[self._name(tools)].render(
                 messages=messages, tools=tools, documents=None, **values
             )
-            text.encode()  # of escapes in JSON, a text may hold half of a character
+            text.encode()  # escapes in JSON can produce lone surrogates
         except Exception as error:  # a template may raise anything
             reason = f"the chat template ({self._origin}) fails: {str(error)[:LONGEST_REASON]}"
             raise BadRecordError(where, reason) from None
@@ -212,7 +211,7 @@ class ChatTemplate:
 
 
 def completed(record: Mapping[str, str], tokenizer: Tokenizer) -> Rendered:
-    """A prompt and its completion, which carries loss, with the ``eos_token`` of the tokenizer."""
+    """A prompt and its completion, which carries loss, with the tokenizer's ``eos_token``."""
     prompt, completion = record[PROMPT], record[COMPLETION]
     end = tokenizer.settings.special.get("eos_token", "")
     text = prompt + completion + ("" if completion.endswith(end) else end)
@@ -220,7 +219,7 @@ def completed(record: Mapping[str, str], tokenizer: Tokenizer) -> Rendered:
 
 
 class _Rendering:
-    """One conversation, rendered: `text`; :meth:`spans` are the characters of its answers."""
+    """One conversation, rendered to `text`; :meth:`spans` are the characters of its answers."""
 
     def __init__(self, render: Callable[..., str], messages: Messages) -> None:
         self._render, self._messages = render, messages
@@ -229,8 +228,8 @@ class _Rendering:
         self._places: dict[int, tuple[int, int]] = {}
 
     def marked_spans(self, learned: Sequence[bool]) -> list[range] | None:
-        """The characters that the template marks, without those of turns that are not `learned`;
-        None where it marks nothing."""
+        """The characters that the template marks, without turns that are not `learned`; None if
+        the template marks nothing."""
         marked = self._render(self._messages, **{BEGIN: self._mark, END: self._mark})
         ends = np.cumsum([len(piece) for piece in marked.split(self._mark)]).tolist()
         spans = [range(*pair) for pair in zip(ends[0::2], ends[1::2], strict=False)]
@@ -245,9 +244,9 @@ class _Rendering:
         return spans
 
     def spans(self, learned: Sequence[bool], template: ChatTemplate) -> list[range] | None:
-        """Each assistant turn that is `learned` and in the text, without its header, with its
-        end-of-turn token; None where the text has no assistant turn."""
-        turns = [n for n, one in enumerate(self._messages) if one["role"] == "assistant"]
+        """Each assistant turn that is `learned` and written, without its header, with its
+        end-of-turn token; None if the text has no assistant turn."""
+        turns = [n for n, message in enumerate(self._messages) if message["role"] == "assistant"]
         places = {turn: self._place(turn) for turn in turns}
         places = {turn: place for turn, place in places.items() if place[0] <= place[1]}
         if not places:
@@ -269,8 +268,8 @@ class _Rendering:
         ]
 
     def _place(self, turn: int) -> tuple[int, int]:
-        """Where the content of a message stands, from and to: what changes with it. From lies
-        behind to where the text has no such message."""
+        """Begin and end of a message's content in the text: the range that changes with it. Begin
+        exceeds end if the text has no such message."""
         if turn not in self._places:
             message = self._messages[turn]
             marks = (_marked(message, self._mark), {**message, "content": self._mark})
@@ -280,7 +279,7 @@ class _Rendering:
                     break
             end = len(self.text) - _shared(self.text[::-1], other[::-1])
             first = _shared(self.text, other)
-            if other != self.text:  # what is only added may begin as what follows it
+            if other != self.text:  # inserted text may begin like the text after it
                 first = min(first, end)
             self._places[turn] = first, end
         return self._places[turn]
@@ -291,7 +290,7 @@ class _Rendering:
         earlier, before = self._messages[:turn], 0
         try:
             prompt = self._render(earlier, add_generation_prompt=True) if earlier else None
-        except BadRecordError:  # a template need not know a part of a conversation
+        except BadRecordError:  # a template may refuse a part of a conversation
             prompt = None
         if prompt is not None and self.text.startswith(prompt):
             start = len(prompt)
@@ -303,18 +302,18 @@ class _Rendering:
             if not begun <= before <= first:
                 return first
         if prompt is not None:
-            # Earlier turns are written otherwise: the prompt is followed from the last of them on.
+            # Earlier turns are rendered differently: compare from the last of them on.
             marked = [*earlier[:-1], _marked(earlier[-1], self._mark)]
             written = self._render(marked, add_generation_prompt=True).rpartition(self._mark)[2]
             return before + _shared(self.text[before:first], written)
-        # Nothing that the template answers: most of the header of an answer to a question.
+        # No prompt of the template fits: look for most of the header of an answer to a question.
         for length in range(len(header), len(header) // 2, -1):
             if (place := self.text.rfind(header[:length], before, first)) >= 0:
                 return place + length
         return first
 
     def _stop_at(self, turn: int, last: int, stop: str, end_of_turn: Callable[[str], str]) -> int:
-        """The place behind the end-of-turn token of the turn whose content ends at `last`."""
+        """The end of the end-of-turn token of the turn whose content ends at `last`."""
         calls = self._messages[turn].get("tool_calls")
         if not calls and self.text.startswith(stop, last):
             return last + len(stop)
@@ -323,17 +322,17 @@ class _Rendering:
         if stop:
             ends = rest.find(stop) + len(stop) if stop in rest else len(end_of_turn(rest))
             return last + ends
-        # A turn without an end: what the template writes behind the calls when nothing follows.
+        # A turn without an end: the text after its calls when no message follows.
         alone = _Rendering(self._render, self._messages[: turn + 1])
         return last + _shared(rest, alone.text[alone._place(turn)[1] :])
 
 
-def _shared(one: str, other: str) -> int:
-    """Number of characters that both begin with."""
-    known, most = 0, min(len(one), len(other))
+def _shared(text: str, other: str) -> int:
+    """Length of the common prefix."""
+    known, most = 0, min(len(text), len(other))
     while known < most:
         middle = (known + most + 1) // 2
-        if one[known:middle] == other[known:middle]:
+        if text[known:middle] == other[known:middle]:
             known = middle
         else:
             most = middle - 1
@@ -341,18 +340,18 @@ def _shared(one: str, other: str) -> int:
 
 
 def _marked(message: Mapping[str, Any], mark: str, key: str = "arguments") -> dict[str, Any]:
-    """The message with `mark` in place of its content and of the `key` of its calls."""
-    found, content, calls = dict(message), message.get("content"), message.get("tool_calls")
+    """The message with `mark` as its content and as the `key` of its calls."""
+    marked, content, calls = dict(message), message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
-        found["content"] = [
+        marked["content"] = [
             {**part, "text": mark} if isinstance(part, dict) and "text" in part else part
             for part in content
         ]
     elif content or not calls:
-        found["content"] = mark
+        marked["content"] = mark
     if isinstance(calls, list):
-        found["tool_calls"] = [_marked_call(call, mark, key) for call in calls]
-    return found
+        marked["tool_calls"] = [_marked_call(call, mark, key) for call in calls]
+    return marked
 
 
 def _marked_call(call: Any, mark: str, key: str) -> Any:
@@ -365,7 +364,7 @@ def _marked_call(call: Any, mark: str, key: str) -> Any:
 
 class _Generation(Extension):
     """``{% generation %} ... {% endgeneration %}``: its body, between the variables BEGIN and END,
-    which are empty unless the places of the body are asked for."""
+    which are empty except when spans are located."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -377,8 +376,8 @@ class _Generation(Extension):
 
 
 def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[bool]]:
-    """The messages as transformers gives them to a template, reasoning under all of its names, and
-    which of them carry loss where the template writes them."""
+    """The messages in the form that transformers gives to templates, reasoning under all of its
+    names, and whether each carries loss if the template writes it."""
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
         raise BadRecordError(where, '"messages" must be a list of at least one message')

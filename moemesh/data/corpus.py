@@ -1,9 +1,9 @@
-"""Streams of token ids: files read as text and tokenized, or tokens that are there already.
+"""Streams of token ids: files read as text and tokenized, or files of tokens.
 
-A document is a record of :mod:`moemesh.data.records`. Of conversations only the assistant turns
-carry loss (:mod:`moemesh.data.chat`). Empty documents are dropped; behind each text but the last
-document stands one newline: one newline byte, or the tokenizer's ids of it. Tokens of files are one
-stream a file, as they stand (:mod:`moemesh.data.indexed`).
+A document is a record of :mod:`moemesh.data.records`. In conversations only the assistant turns
+carry loss (:mod:`moemesh.data.chat`). Empty documents are dropped; a newline follows each text but
+the last document: a newline byte, or the tokenizer's ids of it. Each pair of token files is an
+unchanged stream (:mod:`moemesh.data.indexed`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from moemesh.trace.machine import usable_cores
 
 #: A single text file at least this large is memory-mapped instead of read.
 MAP_FROM_BYTES = 64 << 20
-#: Tokens whose digest is taken whole; of a larger memory-mapped file without one, `SAMPLED_BLOCKS`
-#: evenly spread blocks of `BLOCK` tokens.
+#: Most tokens whose digest covers all of them; for a larger memory-mapped file without a digest,
+#: `SAMPLED_BLOCKS` evenly spread blocks of `BLOCK` tokens.
 DIGEST_WHOLE, SAMPLED_BLOCKS, BLOCK = 1 << 26, 256, 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """A stream of token ids [num_tokens] (uint8, uint16 or int32) and where it came from.
+    """A stream of token ids [num_tokens] (uint8, uint16 or int32) with its source.
 
-    ``starts`` int64: where each document begins; the newline behind a text belongs to it.
-    ``learned`` bool: which tokens carry loss as targets; None: all, there is no conversation.
-    ``digest``: of all of these, if whoever wrote them has taken it.
+    ``starts`` int64: the first token of each document; the newline after a text belongs to it.
+    ``learned`` bool: tokens that carry loss as targets; None: all, without conversations.
+    ``digest``: digest of all of these, if the writer of the files has computed it.
     """
 
     tokens: np.ndarray
@@ -58,18 +58,18 @@ class Corpus:
         text_key: str = "text",
         log: BadRecordLog | None = None,
     ) -> Corpus:
-        """Reads `path` (file, folder or glob; None: the running Python's standard library sources)
+        """Reads `path` (file, folder or glob; None: the standard library sources of this Python)
         into memory.
 
-        `tokenizer` is "bytes" (ids 0..255) or a folder that holds a tokenizer.json. Raises
-        DataError for anything that cannot be read or does not fit `vocab_size`, naming the file and
-        the place; what `log` takes is left out.
+        `tokenizer` is "bytes" (ids 0..255) or a folder with a tokenizer.json. Raises DataError with
+        file and place for anything that cannot be read or does not fit `vocab_size`; records that
+        `log` takes are left out.
         """
         files, source = find(path, format), "standard library" if path is None else path
         reader = Tokenizer.open(tokenizer) if isinstance(tokenizer, str) else tokenizer
         reader.check(vocab_size)
         if is_whole_file(files, reader):
-            # The bytes of the file, memory-mapped when it is large.
+            # The bytes of the file, memory-mapped if it is large.
             (file,) = files
             check_head(file)
             if file.num_bytes < MAP_FROM_BYTES:
@@ -112,43 +112,43 @@ class Corpus:
         )
 
     @staticmethod
-    def indexed(found: IndexedTokens, vocab_size: int, source: str) -> Corpus:
+    def indexed(tokens: IndexedTokens, vocab_size: int, source: str) -> Corpus:
         """The tokens of a file, memory-mapped."""
-        facts = found.sidecar
+        facts = tokens.sidecar
         digest = None
         if facts is not None:
-            kept = sorted((suffix, one["blake2b-128"]) for suffix, one in facts.files.items())
-            digest = hashlib.blake2b(repr(kept).encode(), digest_size=16).hexdigest()
+            digests = sorted((suffix, file["blake2b-128"]) for suffix, file in facts.files.items())
+            digest = hashlib.blake2b(repr(digests).encode(), digest_size=16).hexdigest()
         return Corpus(
-            tokens=found.tokens,
+            tokens=tokens.tokens,
             vocab_size=vocab_size,
             source=source,
-            learned=found.learned,
-            starts=found.starts,
+            learned=tokens.learned,
+            starts=tokens.starts,
             digest=digest,
         )
 
     def fingerprint(self) -> str:
-        """A digest of tokens, documents and loss mask: `digest`, else taken from all of it, or, of
-        a large memory-mapped file, from its size and evenly spread blocks of it."""
+        """A digest of tokens, documents and loss mask: `digest`, else computed from all of them,
+        or, for a large memory-mapped file, from its size and evenly spread blocks."""
         if self.digest is not None:
             return self.digest
-        found = hashlib.blake2b(digest_size=16)
+        hash_ = hashlib.blake2b(digest_size=16)
         for array in (self.tokens, self.starts, self.learned):
             if array is None:
                 continue
-            found.update(repr((array.dtype.str, len(array))).encode())
+            hash_.update(repr((array.dtype.str, len(array))).encode())
             if len(array) <= DIGEST_WHOLE or not isinstance(array, np.memmap):
-                found.update(np.ascontiguousarray(array).data)
+                hash_.update(np.ascontiguousarray(array).data)
                 continue
             for start in np.linspace(0, len(array) - BLOCK, SAMPLED_BLOCKS).astype(np.int64):
-                found.update(np.ascontiguousarray(array[start : start + BLOCK]).data)
-        return found.hexdigest()
+                hash_.update(np.ascontiguousarray(array[start : start + BLOCK]).data)
+        return hash_.hexdigest()
 
 
 def check_ids(document: Document, vocab_size: int) -> None:
-    """Raises DataError at the first byte that is not below `vocab_size`; a tokenizer was compared
-    with it before."""
+    """Raises DataError at the first byte that is not below `vocab_size`; tokenizers are checked
+    once for all documents."""
     ids = document.ids
     if not len(ids) or int(ids.max()) < vocab_size:
         return
@@ -160,30 +160,30 @@ def check_ids(document: Document, vocab_size: int) -> None:
 
 
 def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:
-    """Whether the stream is one file as it stands."""
-    one = files[0]
-    is_text = one.format in ("text", "bytes") and one.compression == "none"
+    """Whether the stream is one file without any change."""
+    file = files[0]
+    is_text = file.format in ("text", "bytes") and file.compression == "none"
     return len(files) == 1 and is_text and reader.folder is None
 
 
 # Records into documents of token ids, many records at a time.
 #
-# All texts of a training run take this way, read at its start or by ``moemesh tokenize``. The
-# tokenizer's own threads work on one batch of records while Python reads the next.
+# All texts of a training run pass through this code, at its start or in ``moemesh tokenize``. The
+# tokenizer's own threads process one batch of records while Python reads the next.
 #
-# Documents follow one another in a stream, with the ids of :func:`between` behind each text but the
-# last document; behind a conversation stands what its template writes.
+# Documents follow one another in a stream; the ids of :func:`between` follow each text but the last
+# document, and the text of a template follows a conversation.
 
-#: A batch has so many characters for each core, or so many records, and a little more: few, so that
-#: little time passes before the first batch and behind the last.
+#: Characters of a batch, and largest number of its records: few, so that little time passes before
+#: the first batch and after the last.
 BATCH_CHARACTERS, BATCH_RECORDS = (1 << 17) * usable_cores(), 1 << 12
 #: Batches that are read ahead.
 AHEAD = 2
 
 
 class Document(NamedTuple):
-    """Ids [n] of a record, uint8 of bytes, else int32, and which of them carry loss as targets,
-    bool [n]; None: all. Where ``where.continues``, they go on with the document before."""
+    """Ids [n] of a record, uint8 for bytes, else int32, and those that carry loss as targets, bool
+    [n]; None: all. If ``where.continues``, they continue the previous document."""
 
     where: Where
     ids: np.ndarray
@@ -195,17 +195,17 @@ def between(tokenizer: Tokenizer) -> np.ndarray:
     return tokenizer.encode(b"\n", "newline")
 
 
-#: A text; bytes where ids are bytes, too, and no pass over the content is needed.
+#: A text; bytes if ids are bytes, too, so that no pass over the content is needed.
 _Text = tuple[Where, str | bytes | Rendered]
 
 
 def documents_of(
     files: Sequence[DataFile], tokenizer: Tokenizer, text_key: str, log: BadRecordLog
 ) -> Iterator[Document]:
-    """Every document of the files, in order; those without a token are left out. `log` counts the
-    records and takes the bad ones.
+    """Every document of the files, in order, without empty ones. `log` counts the records and takes
+    the bad ones.
 
-    Of a conversation only the assistant turns carry loss (:mod:`moemesh.data.chat`). Raises
+    In a conversation only the assistant turns carry loss (:mod:`moemesh.data.chat`). Raises
     DataError for conversations without a chat template.
     """
     template: ChatTemplate | None = None
@@ -247,7 +247,7 @@ def documents_of(
 def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:
     plain = iter(tokenizer.encode_batch([text for _, text in batch if isinstance(text, str)]))
     chats = [text for _, text in batch if isinstance(text, Rendered)]
-    conversations = iter(tokenizer.encode_with_offsets([one.text for one in chats]))
+    conversations = iter(tokenizer.encode_with_offsets([chat.text for chat in chats]))
     found: list[Document] = []
     for where, text in batch:
         learned = None

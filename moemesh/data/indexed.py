@@ -1,9 +1,9 @@
 """Tokens in files, memory-mapped: Megatron's indexed dataset with a sidecar, read and written.
 
-``PREFIX.bin`` is the stream of token ids, document after document, with nothing between them.
-If documents are conversations, ``PREFIX.mask.bin`` has one byte a token, 1 where the token carries
-loss as a target; Megatron does not look at it. ``PREFIX.meta.json`` is ours: sizes, checksums, the
-tokenizer's fingerprint. ``PREFIX.idx``, little-endian (Megatron-LM,
+``PREFIX.bin`` is the stream of token ids, document after document, with nothing between them. If
+documents are conversations, ``PREFIX.mask.bin`` has one byte a token, 1 for tokens that carry loss
+as targets; Megatron ignores it. ``PREFIX.meta.json`` is ours: sizes, checksums, the tokenizer's
+fingerprint. ``PREFIX.idx``, little-endian (Megatron-LM,
 ``core/datasets/indexed_dataset.py``):
 
     9 bytes  "MMIDIDX" and two zero bytes
@@ -38,14 +38,14 @@ from moemesh.data.tokenizer import DataError
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 #: After the magic: version, dtype code, sequences, entries of the document index.
 HEADER = struct.Struct("<9sQBQQ")
-#: Megatron's codes of dtypes; 6 and 7 are floats, which are no ids.
+#: Megatron's codes of integer dtypes; 6 and 7 are floats, which cannot be ids.
 DTYPES = {
     code: np.dtype(name)
     for code, name in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}.items()
 }
 #: Lengths of sequences are int32; longer documents are several sequences.
 MAX_SEQUENCE = 2**31 - 1
-#: Most bytes of a sidecar.
+#: Largest sidecar in bytes.
 MAX_SIDECAR = 1 << 20
 SIDECAR_FORMAT, SIDECAR_VERSION = "moemesh tokens", 1
 SUFFIXES = BIN, IDX, MASK, META = ".bin", ".idx", ".mask.bin", ".meta.json"
@@ -56,9 +56,9 @@ class Sidecar:
     """The facts in ``PREFIX.meta.json``.
 
     `tokenizer` is the fingerprint of :class:`moemesh.data.tokenizer.Tokenizer`; `vocab_size` counts
-    its ids, and `max_id` is the largest in the file. `end_of_document` are the ids behind each
-    document (behind the last one where `ends_last`). `files` has bytes and blake2b-128 by suffix;
-    `made_from` says what of, in the words of who wrote it.
+    its ids, and `max_id` is the largest in the file. `end_of_document` are the ids after each
+    document (after the last one if `ends_last`). `files` has bytes and blake2b-128 by suffix;
+    `made_from` describes the source, in the form of the writing program.
     """
 
     tokenizer: str
@@ -110,7 +110,7 @@ class HashedFile:
 
 
 def prefix_of(path: str | Path) -> Path:
-    """The prefix of a pair, given itself or one of the files."""
+    """The prefix of a pair of files, from itself or one of the files."""
     path = Path(path).expanduser()
     for suffix in (MASK, META, BIN, IDX):
         if path.name.endswith(suffix):
@@ -118,14 +118,14 @@ def prefix_of(path: str | Path) -> Path:
     return path
 
 
-def beside(prefix: Path, suffix: str) -> Path:
+def path_with(prefix: Path, suffix: str) -> Path:
     """The file of `prefix` with `suffix`; a dot in the prefix stays."""
     return prefix.with_name(prefix.name + suffix)
 
 
 def size_of(path: Path) -> int:
     if not path.is_file():
-        raise DataError(f"{path}: there is no such file ({nearest_path(path)})")
+        raise DataError(f"{path}: the file does not exist ({nearest_path(path)})")
     return path.stat().st_size
 
 
@@ -179,15 +179,15 @@ def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
     if wrong.any():
         number = int(np.argmax(wrong))
         raise DataError(
-            f"{path}: sequence {number} begins at byte {int(pointers[number])} of the .bin; behind "
-            f"the sequences before it is byte {int(offsets[number]) * itemsize} (sequences must "
-            "lie one behind the other, without gaps)"
+            f"{path}: sequence {number} begins at byte {int(pointers[number])} of the .bin; the "
+            f"sequences before it end at byte {int(offsets[number]) * itemsize} (sequences must "
+            "follow each other without gaps)"
         )
     return DTYPES[code], offsets, documents
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
-    path = beside(prefix, META)
+    path = path_with(prefix, META)
     if not path.is_file():
         return None
     if path.stat().st_size > MAX_SIDECAR:
@@ -195,30 +195,30 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
             f"{path} has {path.stat().st_size} bytes; a sidecar has {MAX_SIDECAR} at most"
         )
     try:
-        found = parse_json(path.read_bytes())
-        if found.pop("format") != SIDECAR_FORMAT or found.pop("version") != SIDECAR_VERSION:
+        content = parse_json(path.read_bytes())
+        if content.pop("format") != SIDECAR_FORMAT or content.pop("version") != SIDECAR_VERSION:
             raise ValueError(
                 f'"format" and "version" must be "{SIDECAR_FORMAT}" and {SIDECAR_VERSION}'
             )
-        known = Sidecar(**found)
-        numbers = (known.vocab_size, known.max_id, known.num_tokens, known.num_documents)
+        sidecar = Sidecar(**content)
+        numbers = (sidecar.vocab_size, sidecar.max_id, sidecar.num_tokens, sidecar.num_documents)
         if not all(type(number) is int and number >= 0 for number in numbers):
             raise ValueError("counts must be numbers")
-        if not isinstance(known.tokenizer, str) or not isinstance(known.made_from, dict):
+        if not isinstance(sidecar.tokenizer, str) or not isinstance(sidecar.made_from, dict):
             raise ValueError('"tokenizer" must be a text, and "made_from" an object')
-        if BIN not in known.files or not set(known.files) <= {BIN, IDX, MASK}:
+        if BIN not in sidecar.files or not set(sidecar.files) <= {BIN, IDX, MASK}:
             raise ValueError(f'"files" must name {BIN}, {IDX} and {MASK} at most')
-        for facts in known.files.values():
+        for facts in sidecar.files.values():
             if type(facts["bytes"]) is not int or not isinstance(facts["blake2b-128"], str):
                 raise ValueError('"files" must have "bytes" and "blake2b-128" of each')
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not a sidecar of tokens: {error}") from error
-    return known
+    return sidecar
 
 
-#: Tokens handled at once where a whole file is gone through: bounds the extra memory.
+#: Tokens processed at once in passes over a whole file: bounds the extra memory.
 CHUNK = 1 << 24
-#: Tokens of documents that a writer holds back, since most documents are short.
+#: Tokens of documents that a writer buffers, since most documents are short.
 HELD = 1 << 16
 
 
@@ -226,9 +226,9 @@ HELD = 1 << 16
 class IndexedTokens:
     """An open pair of files.
 
-    ``tokens`` [num_tokens], memory-mapped, in the dtype of the file; ``starts`` int64: where each
-    document begins (empty ones left out); ``learned`` bool [num_tokens]: which tokens carry loss as
-    targets, memory-mapped; None: all. ``sidecar`` is None for files that other programs wrote.
+    ``tokens`` [num_tokens], memory-mapped, in the dtype of the file; ``starts`` int64: the first
+    token of each document (empty ones left out); ``learned`` bool [num_tokens]: tokens that carry
+    loss as targets, memory-mapped; None: all. ``sidecar`` is None for files of other programs.
     """
 
     prefix: Path
@@ -239,11 +239,11 @@ class IndexedTokens:
 
     @staticmethod
     def open(path: str | Path) -> IndexedTokens:
-        """`path` is the prefix or one of the two files. Raises DataError for whatever is missing,
-        is of another format, or contradicts itself; no count is believed before it fits the sizes
-        of the files."""
+        """`path` is the prefix or one of the two files. Raises DataError for files that are
+        missing, of another format, or inconsistent; counts are checked against the file sizes
+        before use."""
         prefix = prefix_of(path)
-        bin_path, idx_path = beside(prefix, BIN), beside(prefix, IDX)
+        bin_path, idx_path = path_with(prefix, BIN), path_with(prefix, IDX)
         bin_bytes = size_of(bin_path)
         dtype, offsets, documents = read_index(idx_path)
         num_tokens = int(offsets[-1])
@@ -253,8 +253,8 @@ class IndexedTokens:
                 f"of {dtype.itemsize} bytes: the files do not belong together, or one is incomplete"
             )
         if not num_tokens:
-            raise DataError(f"{bin_path}: there is no token in it")
-        facts, path = read_sidecar(prefix), beside(prefix, META)
+            raise DataError(f"{bin_path}: the file has no tokens")
+        facts, path = read_sidecar(prefix), path_with(prefix, META)
         starts = np.unique(offsets[documents])
         starts = starts[starts < num_tokens]
         if facts is not None:
@@ -269,9 +269,9 @@ class IndexedTokens:
                     f"{path}: the largest id, {facts.max_id}, is not a number of {dtype.name}"
                 )
             for suffix, known in facts.files.items():
-                if (size := size_of(beside(prefix, suffix))) != known["bytes"]:
+                if (size := size_of(path_with(prefix, suffix))) != known["bytes"]:
                     raise DataError(
-                        f"{beside(prefix, suffix)} has {size} bytes, and {path} has "
+                        f"{path_with(prefix, suffix)} has {size} bytes, and {path} has "
                         f"{known['bytes']}: the files do not belong together, or one is incomplete"
                     )
         return IndexedTokens(
@@ -290,13 +290,13 @@ class IndexedTokens:
         return max(int(self.tokens[i : i + CHUNK].max()) for i in range(0, len(self.tokens), CHUNK))
 
     def check(self, vocab_size: int, tokenizer: str | None = None) -> None:
-        """Raises DataError when an id is not below `vocab_size`, or when the ids were made by
-        another tokenizer than the one of the fingerprint `tokenizer` (None: any)."""
-        facts, bin_path = self.sidecar, beside(self.prefix, BIN)
+        """Raises DataError if an id is not below `vocab_size`, or if the ids were made by a
+        tokenizer with another fingerprint than `tokenizer` (None: any)."""
+        facts, bin_path = self.sidecar, path_with(self.prefix, BIN)
         if facts is not None and tokenizer not in (None, facts.tokenizer):
             raise DataError(
                 f"{bin_path} was made with the tokenizer {facts.tokenizer}, and data.tokenizer is "
-                f"{tokenizer}: name the tokenizer that made the file, or tokenize the text again"
+                f"{tokenizer}: name the tokenizer that made the file, or retokenize the text"
             )
         signed = np.iinfo(self.tokens.dtype).min < 0 and facts is None
         if self.max_id < vocab_size and not signed:
@@ -315,26 +315,26 @@ class IndexedTokens:
                 )
         if self.max_id >= vocab_size:
             raise DataError(
-                f"{beside(self.prefix, META)}: the largest id is said to be {self.max_id}, and "
+                f"{path_with(self.prefix, META)}: max_id is {self.max_id}, and "
                 f"{bin_path} has none above {vocab_size - 1}: the files do not belong together"
             )
 
     def verify(self) -> None:
-        """Reads all bytes and raises DataError for a file that is not as the sidecar says."""
+        """Reads all bytes and raises DataError for a file that differs from the sidecar."""
         for suffix, facts in (self.sidecar.files if self.sidecar else {}).items():
-            path = beside(self.prefix, suffix)
+            path = path_with(self.prefix, suffix)
             with path.open("rb") as file:
-                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
-            if (digest := found.hexdigest()) != facts["blake2b-128"]:
+                hash_ = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+            if (digest := hash_.hexdigest()) != facts["blake2b-128"]:
                 raise DataError(
-                    f"{path}: the checksum is {digest}, and {beside(self.prefix, META)} has "
+                    f"{path}: the checksum is {digest}, and {path_with(self.prefix, META)} has "
                     f"{facts['blake2b-128']}: the file was changed or damaged"
                 )
 
 
 class IndexedWriter:
-    """Writes documents under temporary names; :meth:`commit` gives the files their names, the
-    ``.idx`` last. As a context manager it commits, or on an exception removes what it wrote."""
+    """Writes documents under temporary names; :meth:`commit` renames the files, the ``.idx`` last.
+    As a context manager it commits, or on an exception removes its files."""
 
     def __init__(
         self,
@@ -346,17 +346,19 @@ class IndexedWriter:
         ends_last: bool,
         made_from: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tokenizer` is a fingerprint. `end_of_document` (ids, may be empty) is written behind
-        every text and counted to it, but for the last document; with `ends_last` behind that and
-        behind conversations, too. `made_from` goes into the sidecar.
+        """`tokenizer` is a fingerprint. `end_of_document` (ids, may be empty) is written after
+        every text, as a part of it, except for the last document; with `ends_last` also after the
+        last document and after conversations. `made_from` goes into the sidecar.
 
-        Ids are uint8 up to a vocabulary of 256, then uint16 as far as it goes, then int32. Raises
-        DataError where there are such files.
+        Ids are uint8 up to a vocabulary of 256, uint16 up to one of 65,536, then int32. Raises
+        DataError if the files exist.
         """
         self.prefix = prefix
         for suffix in SUFFIXES:
-            if beside(prefix, suffix).exists():
-                raise DataError(f"{beside(prefix, suffix)} exists: name another output, or move it")
+            if path_with(prefix, suffix).exists():
+                raise DataError(
+                    f"{path_with(prefix, suffix)} exists: name another output, or move it"
+                )
         self.dtype = np.dtype(
             "u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<i4"
         )
@@ -370,14 +372,14 @@ class IndexedWriter:
         #: Whether the newest document is a text.
         self.ends_text = True
         self._mask: HashedFile | None = None
-        self._bin = HashedFile(beside(prefix, BIN))
+        self._bin = HashedFile(path_with(prefix, BIN))
 
     def add(
         self, ids: np.ndarray, learned: np.ndarray | None = None, *, continues: bool = False
     ) -> None:
-        """One document, or where it `continues` more of the newest text: `ids` [n], and `learned`
-        bool [n] of a conversation, None: of a text, all of which carries loss, its end, too. Empty
-        ones are dropped."""
+        """Write a document, or (`continues`) more of the newest text: `ids` [n], and `learned` bool
+        [n] for a conversation; None: a text, which carries loss completely, its end included. Empty
+        documents are dropped."""
         if len(ids):
             if not continues or not self._lengths:
                 self._write_end()
@@ -387,8 +389,8 @@ class IndexedWriter:
             self._owes_end = self.ends_text or self._ends_last
 
     def extend(self, part: IndexedTokens, *, ends_text: bool) -> None:
-        """All documents of `part`, which the same settings have written; `ends_text`: whether the
-        last of them is a text."""
+        """Write all documents of `part`, made with the same settings; `ends_text`: whether its last
+        document is a text."""
         assert part.tokens.dtype == self.dtype
         self._write_end()
         self._write_held()
@@ -398,7 +400,7 @@ class IndexedWriter:
         self.ends_text, self._owes_end = ends_text, ends_text and not self._ends_last
 
     def _write_end(self) -> None:
-        """The end of the newest document. That of a conversation carries no loss."""
+        """Write the end of the newest document. The end of a conversation carries no loss."""
         if self._owes_end and len(self._end):
             self._hold(self._end, None if self.ends_text else np.zeros(len(self._end), dtype=bool))
         self._owes_end = False
@@ -420,8 +422,8 @@ class IndexedWriter:
 
     def _write(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
         if learned is not None and self._mask is None:
-            self._mask = HashedFile(beside(self.prefix, MASK))
-            for start in range(0, self._num_written, CHUNK):  # all that came before are texts
+            self._mask = HashedFile(path_with(self.prefix, MASK))
+            for start in range(0, self._num_written, CHUNK):  # all documents so far are texts
                 self._mask.write(np.ones(min(CHUNK, self._num_written - start), dtype=np.uint8))
         for start in range(0, len(ids), CHUNK):
             chunk = ids[start : start + CHUNK]
@@ -434,10 +436,10 @@ class IndexedWriter:
         self._num_written += len(ids)
 
     def commit(self) -> None:
-        """Writes index and sidecar, and gives all files their names. Raises DataError when no
-        document has a token."""
+        """Writes index and sidecar, and renames all files. Raises DataError if no document has a
+        token."""
         if not self._lengths:
-            raise DataError(f"{self.prefix}: there is no token to write")
+            raise DataError(f"{self.prefix}: the documents have no tokens")
         if self._ends_last:
             self._write_end()
         self._write_held()
@@ -447,7 +449,7 @@ class IndexedWriter:
         sequences = np.full(int(documents[-1]), MAX_SEQUENCE, dtype=np.int64)
         sequences[documents[1:] - 1] = lengths - (counts - 1) * MAX_SEQUENCE
         code = next(code for code, known in DTYPES.items() if known == self.dtype)
-        index = HashedFile(beside(self.prefix, IDX))
+        index = HashedFile(path_with(self.prefix, IDX))
         index.write(HEADER.pack(MAGIC, VERSION, code, len(sequences), len(documents)))
         index.write(sequences.astype("<i4"))
         index.write(((np.cumsum(sequences) - sequences) * self.dtype.itemsize).astype("<i8"))
@@ -465,9 +467,9 @@ class IndexedWriter:
             made_from=self._made_from,
         )
         text = {"format": SIDECAR_FORMAT, "version": SIDECAR_VERSION, **asdict(facts)}
-        meta = HashedFile(beside(self.prefix, META))
+        meta = HashedFile(path_with(self.prefix, META))
         meta.write((json.dumps(text, indent=2) + "\n").encode())
-        # Whoever finds the index finds everything else.
+        # The index comes last: if it exists, the other files are complete.
         for file in (*(file for suffix, file in written.items() if suffix != IDX), meta, index):
             file.commit()
         folder = os.open(self.prefix.parent, os.O_RDONLY)
@@ -477,7 +479,7 @@ class IndexedWriter:
             os.close(folder)
 
     def abandon(self) -> None:
-        """Removes the temporary files that are there."""
+        """Removes the temporary files."""
         for file in (self._bin, self._mask):
             if file is not None:
                 file.abandon()
@@ -494,15 +496,15 @@ class IndexedWriter:
 
 
 def mask_of(learned: np.ndarray | None, count: int) -> np.ndarray:
-    """The mask of `count` tokens, all of which carry loss where there is none."""
+    """The mask of `count` tokens; all carry loss if `learned` is None."""
     return np.ones(count, dtype=bool) if learned is None else learned
 
 
 def _open_mask(prefix: Path, num_tokens: int, sidecar: Sidecar | None) -> np.ndarray | None:
-    path = beside(prefix, MASK)
+    path = path_with(prefix, MASK)
     if sidecar is not None and MASK not in sidecar.files:
         if path.exists():
-            raise DataError(f"{path}: {beside(prefix, META)} knows nothing of a loss mask")
+            raise DataError(f"{path}: {path_with(prefix, META)} describes no loss mask")
         return None
     if sidecar is None and not path.is_file():
         return None

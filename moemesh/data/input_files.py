@@ -1,7 +1,7 @@
 """The files that a path names, and the format of each: by its name, checked by its first bytes.
 
-Nothing is guessed in silence. Compressed or binary content is never read as text, and JSON is read
-as text only where ``data.format`` says "text".
+Formats are never guessed silently. Compressed or binary content is never read as text, and JSON is
+read as text only with ``data.format = "text"``.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ FileFormat = Literal["bytes", "text", "jsonl", "parquet", "dataset"]
 
 Compression = Literal["none", "gzip", "zstd"]
 
-#: Endings of names, after one of a compression is taken off.
+#: Name endings of JSON lines, after the ending of a compression is removed.
 LINES = (".jsonl", ".ndjson")
 COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 #: Marks of a folder that `datasets.Dataset.save_to_disk` has written.
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
-#: Begins the path of a dataset of the Hugging Face Hub, hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
+#: Prefix of the path of a dataset of the Hugging Face Hub: hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
 HUB = "hub:"
 #: Names of files that are downloaded of a dataset, and the form of a commit.
 #: Suffixes of files, which no name of a dataset has.
 _FILES = {".bin", ".gz", ".idx", ".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".zst"}
-#: First bytes of files that are no text -> their name in a message.
+#: First bytes of binary files -> their kind in messages.
 MAGIC = (
     (b"\x1f\x8b", "gzip data"),
     (b"\x28\xb5\x2f\xfd", "zstd data"),
@@ -49,9 +49,9 @@ MAGIC = (
     (b"PAR1", "parquet data"),
     (b"ARROW1", "Arrow data"),
 )
-#: What is looked at before a source is read: bytes at the beginning of a file, and files.
+#: Limits of the checks before a source is read: bytes at the beginning of a file, and files.
 HEAD, CHECKED_FILES = 1 << 16, 1000
-#: The standard library's own tests are 19 of its 31 MB and leave the default corpus.
+#: Skipped folders: the standard library's own tests are 19 of its 31 MB.
 STANDARD_LIBRARY_SKIP = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 )
@@ -59,8 +59,8 @@ STANDARD_LIBRARY_SKIP = frozenset(
 
 class DataFile(NamedTuple):
     """One file to read: a regular file; for the format "dataset" a folder, or a dataset of the Hub,
-    whose path begins with ``hub:``. `named`: the format
-    was asked for, not taken from the file's name."""
+    whose path begins with ``hub:``. `named`: the user set the format, it was not taken from the
+    file's name."""
 
     path: Path
     format: FileFormat
@@ -73,7 +73,7 @@ class DataFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the disk; unknown of the Hub and taken for large."""
+        """Bytes on the disk; a dataset of the Hub has an unknown size and counts as large."""
         if self.is_on_hub:
             return 1 << 40
         with reading(self.path):
@@ -83,12 +83,12 @@ class DataFile(NamedTuple):
 
 
 def find(path: str | None, format: str = "auto") -> list[DataFile]:
-    """The files that `path` (file, folder or glob; None: the running Python's standard library
-    sources) names, in the order of their relative names, hidden ones left out.
+    """The files of `path` (file, folder or glob; None: the standard library sources of this
+    Python), in the order of their relative names, without hidden ones.
 
-    "auto" takes the format of each file from its name: jsonl, parquet, else text. Of a folder or a
-    glob, "jsonl" and "parquet" take only the files with such a name. Raises DataError for a path
-    that names no file to read.
+    "auto" takes the format of each file from its name: jsonl, parquet, else text. In a folder or a
+    glob, "jsonl" and "parquet" select the files with such a name. Raises DataError for a path
+    without files to read.
     """
     if path is None:
         # The ``*.py`` sources of the running Python, without its tests and installed packages.
@@ -116,10 +116,10 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
     except (OSError, ValueError) as error:
         if has_magic(path):
             matches = sorted(Path(match) for match in glob(str(root), recursive=True))
-            found = [match for match in matches if match.is_file()]
-            if not found:
+            files = [match for match in matches if match.is_file()]
+            if not files:
                 raise DataError(f"data.path {path}: the pattern matches no file") from error
-            return [_classified(file, format) for file in found]
+            return [_classified(file, format) for file in files]
         reason = error.strerror if isinstance(error, OSError) else error
         raise DataError(f"data.path {path}: {reason} ({nearest_path(root)})") from error
     if stat.S_ISREG(mode):
@@ -135,16 +135,16 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         return [DataFile(root, "dataset")]
     if format == "dataset":
         raise DataError(
-            f"data.path {path} holds neither {SAVED_DATASET} nor {SAVED_DATASETS}: it is no "
-            "dataset that was saved to disk"
+            f"data.path {path} holds neither {SAVED_DATASET} nor {SAVED_DATASETS}: a dataset that "
+            "was saved to disk has one of them"
         )
-    found = _walk(root, lambda name: name.startswith(".") or name == "__pycache__")
+    files = _walk(root, lambda name: name.startswith(".") or name == "__pycache__")
     if format in ("jsonl", "parquet"):
-        found = [file for file in found if _classified(file, "auto").format == format]
-    if not found:
+        files = [file for file in files if _classified(file, "auto").format == format]
+    if not files:
         kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
         raise DataError(f"data.path {path}: the folder holds no {kind} file")
-    return [_classified(file, format) for file in found]
+    return [_classified(file, format) for file in files]
 
 
 class HubName(NamedTuple):
@@ -155,29 +155,29 @@ class HubName(NamedTuple):
 
 
 def hub_name(path: str | None) -> HubName | None:
-    """The dataset that OWNER/NAME, OWNER/NAME@REVISION or hf://datasets/OWNER/NAME names; None of a
-    path that exists, or has another form."""
+    """The dataset that OWNER/NAME, OWNER/NAME@REVISION or hf://datasets/OWNER/NAME names; None for
+    an existing path, or another form."""
     form = r"(hf://datasets/)?([\w.-]+/[\w.-]+?)(?:@([\w.-]+))?"
-    found = re.fullmatch(form, path or "")
-    if found is None or path is None or path.startswith((".", "/")):
+    match = re.fullmatch(form, path or "")
+    if match is None or path is None or path.startswith((".", "/")):
         return None
-    if found[1] is None and Path(found[2]).suffix in _FILES:  # a file that is not there
+    if match[1] is None and Path(match[2]).suffix in _FILES:  # a missing file
         return None
-    if found[1] is None and (Path(path).exists() or Path(path).parent.exists()):
+    if match[1] is None and (Path(path).exists() or Path(path).parent.exists()):
         return None
-    return HubName(found[2], found[3])
+    return HubName(match[2], match[3])
 
 
 def pinned(path: str | None) -> str | None:
-    """`path` with the commit of a dataset of the Hub; any other as it is."""
+    """`path` with the commit of a dataset of the Hub; any other path is returned unchanged."""
     if (on_hub := hub_name(path)) is None or re.fullmatch(COMMIT, on_hub.revision or ""):
         return path
     return f"{on_hub.name}@{downloaded(on_hub).name}"
 
 
 def downloaded(dataset: HubName) -> Path:
-    """The folder of a dataset in the cache of huggingface_hub, whose name is the commit. What is
-    not there is downloaded, unless HF_HUB_OFFLINE is set."""
+    """The folder of a dataset in the cache of huggingface_hub, whose name is the commit. Missing
+    files are downloaded, unless HF_HUB_OFFLINE is set."""
     name = dataset.name
     try:
         return snapshot(name, dataset.revision, "dataset")
@@ -195,7 +195,7 @@ def downloaded(dataset: HubName) -> Path:
 
 
 def _train_files(path: str, root: Path, format: str) -> list[DataFile]:
-    """The files of a downloaded dataset; of several splits, those of "train"."""
+    """The files of a downloaded dataset; of the split "train" if there are several."""
     every = [file for file in _walk(root, lambda _: False) if file.name.endswith(DATA_ENDINGS)]
     splits = [file for file in every if "train" in str(file.relative_to(root)).lower()]
     if not (files := splits or every):
@@ -207,7 +207,7 @@ def _train_files(path: str, root: Path, format: str) -> list[DataFile]:
 
 def check_head(file: DataFile) -> None:
     """Raises DataError for a file whose first bytes are not of its format: compressed or binary
-    data under the name of a text; JSON, too, unless the format "text" was asked for."""
+    data under the name of a text; also JSON, unless the user set the format "text"."""
     path, format, compression, named = file
     if format in ("bytes", "dataset"):
         return
@@ -221,19 +221,19 @@ def check_head(file: DataFile) -> None:
         return
     with open_stream(path, compression) as stream:
         head = stream.read(HEAD)
-    found = next((name for magic, name in MAGIC if head.startswith(magic)), None)
-    if found is None and b"\x00" in head:
-        found = f"binary data (a zero byte at {head.index(0)})"
-    if found is not None:
+    content = next((name for magic, name in MAGIC if head.startswith(magic)), None)
+    if content is None and b"\x00" in head:
+        content = f"binary data (a zero byte at {head.index(0)})"
+    if content is not None:
         endings = {"gzip data": ".gz", "zstd data": ".zst", "parquet data": ".parquet"}
         advice = (
-            f"let its name end in {endings[found]}, or leave it out"
-            if found in endings
+            f"let its name end in {endings[content]}, or leave it out"
+            if content in endings
             else "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes "
             'as they are with data.format = "bytes"'
         )
         kind = "text" if format == "text" else "JSON"
-        raise DataError(f"{path} holds {found}, which is no {kind}: {advice}")
+        raise DataError(f"{path} holds {content}, not {kind}: {advice}")
     # JSON by the name of the file, or by its first line, which is an object.
     is_json = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix == ".json"
     line, newline, _ = head.partition(b"\n")
@@ -243,12 +243,12 @@ def check_head(file: DataFile) -> None:
     if format == "text" and not named and is_json:
         raise DataError(
             f'{path} holds JSON. Set data.format to "jsonl" to read the records of its lines, or '
-            'to "text" to train on the JSON as it stands'
+            'to "text" to train on the JSON text itself'
         )
 
 
 def _classified(path: Path, format: str) -> DataFile:
-    """The file with the format that was asked for, or ("auto") the one of its name."""
+    """The file with the format that the user set, or ("auto") that of its name."""
     if format == "bytes":
         return DataFile(path, "bytes", named=True)
     if format == "parquet":
@@ -256,7 +256,7 @@ def _classified(path: Path, format: str) -> DataFile:
     if format == "dataset":
         raise DataError(f"{path} is a file: a dataset that was saved to disk is a folder")
     name = path.name.lower()
-    ending = next((one for one in COMPRESSED if name.endswith(one)), "")
+    ending = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
     name, compression = name.removesuffix(ending), COMPRESSED.get(ending, "none")
     if format != "auto":
         kind: FileFormat = "jsonl" if format == "jsonl" else "text"
@@ -281,23 +281,23 @@ def _walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
     def fail(error: OSError) -> None:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from error
 
-    found: list[Path] = []
+    files: list[Path] = []
     for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [name for name in subfolders if not skip(name)]
-        found += [Path(folder, name) for name in names if not skip(name)]
-    return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
+        files += [Path(folder, name) for name in names if not skip(name)]
+    return sorted((f for f in files if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
 
 
 # Bytes of a file, decompressed as they are read.
 
-#: Compressed bytes that are taken at once: few, since a hostile file makes 30,000 times as many.
+#: Compressed bytes that are taken at once: few, since a hostile file expands them 30,000-fold.
 CHUNK = 1 << 13
 
 
 @contextmanager
 def open_stream(path: Path, compression: Compression = "none") -> Iterator[BinaryIO]:
-    """The bytes of `path`, decompressed. DataError for what cannot be read: a missing file, another
-    content than its name says, a stream that is cut short or damaged."""
+    """The bytes of `path`, decompressed. Raises DataError for a missing file, content that
+    contradicts the name, and a truncated or damaged stream."""
     stream: BinaryIO | None = None
     try:
         with path.open("rb") as plain:
@@ -329,8 +329,8 @@ class _BrokenZstd(Exception):
 
 
 class _Zstd(io.RawIOBase):
-    """The frames of a zstd file, one behind the other. `zstandard`'s own reader takes a file that
-    is cut short for a whole one."""
+    """The frames of a zstd file, in sequence. `zstandard`'s own reader accepts a truncated file as
+    complete."""
 
     def __init__(self, path: Path, plain: BinaryIO) -> None:
         try:

@@ -1,7 +1,7 @@
 """Orders: pure functions of seed, epoch and position, the same for every layout and platform.
 
-Random numbers are raw 64-bit words of the Philox counter generator, keyed by (seed, purpose),
-counted by epoch: the same on every platform and under every version of numpy
+Random numbers are raw 64-bit words of the Philox counter generator, with the key (seed, purpose)
+and the epoch in the counter: the same on every platform and under every version of numpy
 (`Generator.permutation` promises neither).
 """
 
@@ -26,7 +26,7 @@ class IdRanges:
 
     @staticmethod
     def joined(parts: Sequence[IdRanges]) -> IdRanges:
-        """The ids of all `parts`, each of which begins behind the one before."""
+        """The ids of all `parts`, each of which begins after the end of the previous one."""
         firsts = [part._firsts for part in parts]
         lasts = [part._firsts + np.diff(part._ends, prepend=0) for part in parts]
         none = [np.empty(0, dtype=np.int64)]
@@ -72,21 +72,21 @@ HELD_OUT_STREAM, ORDER_STREAM = 1, 2
 SOURCE_STRIDE = 1 << 16
 #: Longest period of an interleaving; weights that need a longer one are rounded to shares of it.
 LONGEST_PERIOD = 1 << 16
-#: Numbers up to which a permutation is a table, and rounds of the network behind larger ones.
+#: Largest size of a permutation that is a table, and rounds of the network for larger ones.
 LARGEST_TABLE, ROUNDS = 1 << 20, 8
 
 
 class Permutation:
     """A permutation of 0..size-1, a pure function of its arguments on every platform.
 
-    Small ones are a table: the order of `size` random words. For large ones, of which a rank needs
-    few entries and has no room for all, an entry is computed: a Feistel network permutes the
-    numbers below a power of four, and is applied again until the result is below `size`.
+    Small ones are a table: the order of `size` random words. Of large ones a rank needs few entries
+    and cannot store all, so an entry is computed: a Feistel network permutes the numbers below a
+    power of four, and is repeated until the result is below `size`.
     """
 
     def __init__(self, size: int, seed: int, purpose: int, epoch: int) -> None:
         key = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF, purpose], dtype=np.uint64)
-        # The epoch sits in the counter's highest word: none can run into the next one's numbers.
+        # The epoch is the counter's highest word: epochs never share numbers.
         counter = np.array([0, 0, 0, epoch], dtype=np.uint64)
         words = np.random.Philox(key=key, counter=counter)
         self._size = size
@@ -101,10 +101,10 @@ class Permutation:
         """The entries at `places` [n], int64."""
         if self._table is not None:
             return self._table[places]
-        found = self._network(places.astype(np.uint64))
-        while (outside := found >= np.uint64(self._size)).any():
-            found[outside] = self._network(found[outside])
-        return found.astype(np.int64)
+        numbers = self._network(places.astype(np.uint64))
+        while (outside := numbers >= np.uint64(self._size)).any():
+            numbers[outside] = self._network(numbers[outside])
+        return numbers.astype(np.int64)
 
     def _network(self, numbers: np.ndarray) -> np.ndarray:
         mask = (np.uint64(1) << self._half) - np.uint64(1)
@@ -124,23 +124,23 @@ class Interleaving:
     """The source that each position of a run draws from.
 
     A period of positions repeats; in it, source s is drawn ``counts[s]`` times, as evenly spaced as
-    whole numbers allow. So the shares are those of the weights exactly over every period, and
-    nearly so over any stretch. `counts` int64 [sources], `period` their sum.
+    whole numbers allow. The shares equal the weights exactly over every period, and nearly over any
+    stretch. `counts` int64 [sources], `period` their sum.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
         """`weights` are positive."""
-        # The smallest whole numbers in the ratio of the weights, or, where their sum would be too
-        # large, the nearest ones above zero of the longest period.
-        # A weight is taken as it is written: 0.3 means three tenths, not the nearest binary number.
+        # The smallest whole numbers in the ratio of the weights; if their sum is too large, the
+        # nearest positive ones of the longest period. Weights are decimal: 0.3 means three tenths,
+        # not the nearest binary number.
         exact = [Fraction(str(weight)) for weight in weights]
-        scale = lcm(*(one.denominator for one in exact))
-        whole = [int(one * scale) for one in exact]
+        scale = lcm(*(weight.denominator for weight in exact))
+        whole = [int(weight * scale) for weight in exact]
         divisor = int(np.gcd.reduce(np.array(whole, dtype=object)))
-        whole = [one // divisor for one in whole]
+        whole = [weight // divisor for weight in whole]
         if sum(whole) > LONGEST_PERIOD:
             total = sum(whole)
-            whole = [max(1, round(Fraction(one * LONGEST_PERIOD, total))) for one in whole]
+            whole = [max(1, round(Fraction(weight * LONGEST_PERIOD, total))) for weight in whole]
         self.counts = np.array(whole, dtype=np.int64)
         self.period = int(self.counts.sum())
         # Draw j of c lies at the middle of the j-th of c equal parts of the period. The quotients
@@ -197,13 +197,13 @@ class Epochs:
         """The ids at `draws` [n], ascending: draw d is in epoch ``d // len(ids)``, and each epoch
         holds every id once."""
         epochs, places = np.divmod(draws, len(self.ids))
-        found = np.empty(len(draws), dtype=np.int64)
+        ids = np.empty(len(draws), dtype=np.int64)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
+            in_epoch = epochs == epoch
             # The orders of the two epochs that a batch can span stay cached.
             if epoch not in self._orders:
                 for old in [key for key in self._orders if key != epoch - 1]:
                     del self._orders[old]
                 self._orders[epoch] = Permutation(len(self.ids), self._seed, self._purpose, epoch)
-            found[here] = self.ids.at(self._orders[epoch].at(places[here]))
-        return found
+            ids[in_epoch] = self.ids.at(self._orders[epoch].at(places[in_epoch]))
+        return ids

@@ -26,11 +26,11 @@ class Preview:
     """A sample as training reads it.
 
     `position` counts the samples of the run before it, `sample` is its number among all windows,
-    `offset` the place of its first token in the stream `stream`. ``tokens`` int64 [S + 1]: inputs,
-    and one further, targets; ``learned`` bool [S]: which targets carry loss; ``documents`` int64
-    [S + 1]: the number of each token's document in the stream, -1 at padding; ``positions`` int64
-    [S]: those that the model's position embedding gets. `continued`: how many tokens of the first
-    document stand before the sample. `pieces`: without padding.
+    `offset` the place of its first token in the stream `stream`. ``tokens`` int64 [S + 1]: inputs
+    and shifted targets; ``learned`` bool [S]: targets that carry loss; ``documents`` int64 [S + 1]:
+    the number of each token's document in the stream, -1 at padding; ``positions`` int64 [S]:
+    inputs of the model's position embedding. `continued`: tokens of the first document before the
+    sample. `pieces`: runs of tokens without padding.
     """
 
     position: int
@@ -54,7 +54,7 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
     sources = [
         (split.source.name, corpus) for split in samples.splits for corpus in split.source.corpora
     ]
-    found: list[Preview] = []
+    results: list[Preview] = []
     numbers, (streams, places_BS) = samples.documents(ids), samples.places(ids)
     for row, sample in enumerate(ids.tolist()):
         places, (source, corpus) = places_BS[row], sources[streams[row]]
@@ -65,7 +65,7 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
             begins = np.flatnonzero(np.diff(numbers[row, :-1], prepend=-2))
             positions -= np.repeat(begins, np.diff(np.append(begins, samples.seq_len)))
         held = slice(0, int(np.count_nonzero(places >= 0)))
-        found.append(
+        results.append(
             Preview(
                 position=position + row,
                 sample=sample,
@@ -80,13 +80,13 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
                 pieces=_pieces(tokenizer, windows[row][held], learned_BS[row], documents[held]),
             )
         )
-    return found
+    return results
 
 
 def _pieces(
     tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, documents: np.ndarray
 ) -> tuple[TokenRun, ...]:
-    """The first token of a sample is no target, and goes with the piece of the second."""
+    """The first token of a sample, which is never a target, belongs to the piece of the second."""
     if not len(tokens):
         return ()
     marks = np.concatenate([learned[:1], learned])[: len(tokens)]
@@ -94,11 +94,11 @@ def _pieces(
     borders = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
     ids = tokens.tolist()
     if tokenizer.folder is None and max(ids) >= NUM_BYTES:
-        # Ids of a file that other programs wrote, whose tokenizer is not known.
-        texts = ["".join(f"{one} " for one in ids[start:end]) for start, end in pairwise(borders)]
+        # Token files of other programs: their tokenizer is unknown.
+        texts = ["".join(f"{id_} " for id_ in ids[start:end]) for start, end in pairwise(borders)]
     else:
-        # A token may stand for a part of a character, and a decoder may treat the first token in
-        # its own way: so each text is what its tokens add to the text before them.
+        # A token may be a part of a character, and a decoder may treat the first token specially:
+        # so each text is the difference that its tokens make to the decoded prefix.
         whole = tokenizer.decode(ids, special=True)
         ends = [0]
         for border in borders[1:-1]:

@@ -1,9 +1,9 @@
-"""Files into records: texts and conversations, one after the other, each with its place.
+"""Records of files: texts and conversations in order, each with its place.
 
-A record is a text (bytes; of all formats but "text" and "bytes" they are UTF-8), a conversation
-(a dict with a list under "messages"; records of ShareGPT and Alpaca become one), or a prompt
-with its completion (a dict with these two keys). One record, or one small batch of
-rows, is in memory at a time: a file may be larger than memory.
+A record is a text (bytes, in UTF-8 for all formats but "text" and "bytes"), a conversation (a dict
+with a list under "messages"; records of ShareGPT and Alpaca are converted), or a prompt with its
+completion (a dict with these two keys). One record, or one small batch of rows, is in memory at a
+time: a file may be larger than memory.
 
     format    one record is                                   place
     text      a file; above PIECE bytes in pieces             file, byte
@@ -28,26 +28,25 @@ from moemesh.config.limits import parse_json
 from moemesh.data.input_files import HUB, SAVED_DATASETS, DataFile, check_head, open_stream
 from moemesh.data.tokenizer import DataError
 
-#: A larger text file is read in pieces of about so many bytes, cut at the ends of lines.
+#: Approximate bytes of the pieces of a larger text file, which end at ends of lines.
 PIECE = 1 << 26
-#: No line of JSON is longer; without a bound, a file of one endless line would fill the memory.
+#: Longest line of JSON in bytes: without a bound, an endless line would fill the memory.
 LONGEST_LINE = 1 << 30
 #: Rows of a table that are decoded at once.
 ROWS = 256
 #: Places of bad records that a message names.
 NAMED = 5
-#: Records after which a share of bad ones that is too large ends the reading.
+#: Least number of records after which a too large share of bad ones ends the reading.
 ENOUGH = 1000
 #: The key of a conversation, and those of a prompt and its completion.
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
-#: Keys that other records need -> those that they may have.
+#: Keys that identify a record of another format -> its optional keys.
 SHAPES = {
     ("conversations",): ("system", "tools"),
     ("instruction", "output"): ("input", "system", "history", "tools"),
     (PROMPT, COMPLETION): ("tools",),
 }
-#: Keys of a question and of its answer in records that are not read: the message shows how to
-#: convert them.
+#: Keys of questions and answers in unsupported records, for the advice on how to convert them.
 QUESTIONS, ANSWERS = ("question", "query", "problem", "prompt"), ("answer", "response", "solution")
 #: Names of ShareGPT's roles.
 ROLES = {
@@ -62,7 +61,7 @@ Record: TypeAlias = bytes | dict[str, Any]
 
 class Where(NamedTuple):
     """The place of a record: its number in the file, from 1, and the offset of its first byte in
-    the decompressed file (None where the format has no such thing)."""
+    the decompressed file (None for formats without offsets)."""
 
     file: str
     unit: str
@@ -71,7 +70,7 @@ class Where(NamedTuple):
 
     @property
     def continues(self) -> bool:
-        """Whether the record goes on with the document of the one before: a piece of a text."""
+        """Whether the record continues the document of the previous one: a piece of a text."""
         return self.unit == "file" and bool(self.byte)
 
     def __str__(self) -> str:
@@ -82,7 +81,7 @@ class Where(NamedTuple):
 
 
 class BadRecordError(DataError):
-    """One record that cannot be used; the others of the file can."""
+    """A record that cannot be used; the rest of the file can."""
 
     def __init__(self, where: Where, reason: str) -> None:
         super().__init__(f"{where}: {reason}")
@@ -90,8 +89,8 @@ class BadRecordError(DataError):
 
 
 class BadRecordLog:
-    """Counts the records of one source, `total`, and the bad among them; `places` are the first of
-    these, in words."""
+    """Counts of the records of one source, `total`, and of the bad ones among them, `bad`; `places`
+    describe the first bad ones."""
 
     def __init__(self, policy: BadRecords = "fail", share: float = 0.0, source: str = "") -> None:
         """With "skip", at most `share` of the records may be bad."""
@@ -100,12 +99,12 @@ class BadRecordLog:
         self.places: list[str] = []
 
     def unreadable(self, error: BadRecordError) -> None:
-        """One that a file's format does not make a record, not in `total` yet; see :meth:`add`."""
+        """Count a record that cannot be parsed, which `total` does not include yet."""
         self.total += 1
         self.add(error)
 
     def add(self, error: BadRecordError) -> None:
-        """One that is bad: raises it with the policy "fail", or DataError for one too many."""
+        """Count a bad record: raises it with the policy "fail", or DataError for one too many."""
         if self.policy == "fail":
             raise error
         self.bad += 1
@@ -115,7 +114,7 @@ class BadRecordLog:
             self.check()
 
     def check(self) -> None:
-        """Raises DataError when the share of bad records is too large."""
+        """Raises DataError if the share of bad records is too large."""
         if self.bad > self._share * self.total:
             raise DataError(
                 f"{self.source}: {self.bad} of {self.total} records are bad, more than the "
@@ -140,9 +139,9 @@ def read(
     """The records of one file, in order. `text_key`: the key of a text; a record with "messages" is
     a conversation.
 
-    `log` takes the bad ones, which are left out; None: the first ends the reading. Raises DataError
-    for a file that cannot be read as its format at all: damaged, of another content, without such a
-    column.
+    `log` takes the bad records, which are left out; None: the first one ends the reading. Raises
+    DataError for a file that cannot be read in its format: damaged, of another content, or without
+    the column.
     """
     log = log or BadRecordLog()
     check_head(file)
@@ -160,7 +159,8 @@ def read(
                     place += len(line)
                     if len(line) == LONGEST_LINE:
                         raise DataError(
-                            f"{where}: a line of more than {LONGEST_LINE:,} bytes is no record"
+                            f"{where}: the line has more than {LONGEST_LINE:,} bytes, the limit of "
+                            "a record"
                         )
                     if not line.strip():
                         continue
@@ -176,8 +176,8 @@ def read(
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
-    """A whole file, or pieces of it: cut behind a newline that no blank follows, where tokenizers
-    cut, too."""
+    """A whole file, or pieces of it that end after a newline without a following blank, where
+    tokenizers split, too."""
     rest, place = b"", 0
     while piece := stream.read(PIECE):
         piece = rest + piece
@@ -189,7 +189,7 @@ def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
                     cut = newline + 1
                     break
                 end = newline
-            else:  # before the last character, so that no UTF-8 sequence is cut in two
+            else:  # before the last byte, so that no UTF-8 sequence is cut
                 cut = len(piece) - 1
                 while cut > len(piece) - 4 and piece[cut] & 0xC0 == 0x80:
                     cut -= 1
@@ -202,7 +202,7 @@ def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
 
 
 def _parsed(line: bytes, where: Where) -> object:
-    """The JSON of a line; an error is placed at the byte where it stands."""
+    """The JSON of a line; errors have the byte offset of the fault."""
     assert where.byte is not None
     start = where.byte
     if start == 0 and line.startswith(BOM_UTF8):
@@ -223,7 +223,9 @@ def _record(found: object, text_key: str, where: Where) -> Record:
     """A conversation, a prompt with its completion, or the UTF-8 bytes of a text."""
     advice = ""
     if isinstance(found, dict):
-        fields = {key: one for key, one in cast("dict[str, Any]", found).items() if one is not None}
+        fields = {
+            key: value for key, value in cast("dict[str, Any]", found).items() if value is not None
+        }
         if MESSAGES in fields:
             return without_nulls(fields)
         if isinstance(text := fields.get(text_key), str):
@@ -264,7 +266,7 @@ def _encoded(text: str, where: Where) -> bytes:
 
 
 def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
-    """The record that is equal to `fields`, which have the shape with `key`."""
+    """The record with the content of `fields`, whose format is identified by `key`."""
     if key == PROMPT:
         prompt, completion = fields[PROMPT], fields[COMPLETION]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -302,15 +304,15 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
 
 
 def _turn(turn: Any, number: int, where: Where) -> Any:
-    """A message of a turn of ShareGPT; a message as it is."""
+    """The message of a turn of ShareGPT; a message is returned unchanged."""
     if not isinstance(turn, dict) or "from" not in turn:
         return turn
     role, rest = turn["from"], {key: turn[key] for key in turn if key not in ("from", "value")}
     if role == "function_call":
         calls = _json(turn.get("value"), f"turn {number}", where)
         calls = [
-            {"type": "function", "function": one}
-            for one in ([calls] if isinstance(calls, dict) else calls)
+            {"type": "function", "function": call}
+            for call in ([calls] if isinstance(calls, dict) else calls)
         ]
         return {"role": "assistant", "tool_calls": calls, **rest}
     if role not in ROLES:
@@ -320,16 +322,16 @@ def _turn(turn: Any, number: int, where: Where) -> Any:
 
 
 def _json(value: Any, name: str, where: Where) -> Any:
-    """The list or object in a text; others as they are."""
+    """The list or object in a text; other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadRecordError(where, f"{name}: not valid JSON ({error})") from error
-    if not isinstance(found, dict | list):
-        raise BadRecordError(where, f"{name}: expected a list or an object, found {_kind(found)}")
-    return found
+    if not isinstance(parsed, dict | list):
+        raise BadRecordError(where, f"{name}: expected a list or an object, found {_kind(parsed)}")
+    return parsed
 
 
 def _rows(
@@ -344,7 +346,7 @@ def _rows(
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
-    """Rows in small batches; of a row group only the columns that are needed are read."""
+    """Rows in small batches, with the needed columns only."""
     try:
         from pyarrow import ArrowException, parquet  # pyright: ignore  # optional
     except ImportError as error:
@@ -361,7 +363,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
 
 
 def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Mapping[str, Any]]]:
-    """Rows of a dataset, memory-mapped; of several splits, those of "train"."""
+    """Rows of a memory-mapped dataset; of the split "train" if there are several."""
     try:
         import datasets  # pyright: ignore  # optional
     except ImportError as error:
@@ -369,17 +371,17 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
     try:
         if is_on_hub:  # the split "train"; without a network, from the package's cache
             name, _, subset = str(path).removeprefix(HUB).partition(":")
-            found = datasets.load_dataset(name, subset or None, split="train")
+            dataset = datasets.load_dataset(name, subset or None, split="train")
         else:
-            found = datasets.load_from_disk(str(path))
+            dataset = datasets.load_from_disk(str(path))
         if not is_on_hub and (path / SAVED_DATASETS).is_file():
-            if "train" not in found:
+            if "train" not in dataset:
                 raise DataError(
-                    f'{path} holds the splits {_some(found)}, but no "train": name the folder of '
+                    f'{path} holds the splits {_some(dataset)}, but no "train": name the folder of '
                     "one of them"
                 )
-            found = found["train"]
-        table = found.select_columns(_columns(found.column_names, path, text_key))
+            dataset = dataset["train"]
+        table = dataset.select_columns(_columns(dataset.column_names, path, text_key))
         for batch in table.with_format("arrow").iter(ROWS):
             yield batch.to_pylist()
     except DataError:
@@ -407,12 +409,12 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A table has every key of its type in each row, and so has JSON that is written from one: a
-    null means a key that is missing."""
+    """`value` without nulls: a table has every key of its type in each row, and so has JSON written
+    from one; a null means a missing key."""
     if isinstance(value, dict):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(one) for one in value]
+        return [without_nulls(item) for item in value]
     return value
 
 

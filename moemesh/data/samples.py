@@ -4,10 +4,10 @@
                                       └──seeded permutation an epoch and source──▶
                                          sources interleaved by weight──▶ steps
 
-Window `i` of a stream reads its tokens ``i*seq_len .. (i+1)*seq_len``: seq_len inputs and, one
-further, seq_len targets. Neighbours share one token, so a token is a target at most once. Of a
-stream with conversations a window holds whole documents and padding.
-Windows are numbered on from stream to stream. :mod:`moemesh.data.order` has the order.
+Window `i` of a stream reads its tokens ``i*seq_len .. (i+1)*seq_len``: seq_len inputs and, shifted
+by one, seq_len targets. Neighbours share one token, so a token is a target at most once. In a
+stream with conversations a window holds whole documents and padding. Numbers of windows continue
+from stream to stream. :mod:`moemesh.data.order` has the order.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from moemesh.data.indexed import mask_of
 from moemesh.data.order import Epochs, IdRanges, Interleaving, held_out_blocks
 from moemesh.data.tokenizer import DataError
 
-#: Tokens handled at once where a whole stream is counted: bounds the extra memory.
+#: Tokens counted at once in a pass over a whole stream: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
-#: Tokens counted for the unigram model of a source; of a larger one, windows evenly spread.
+#: Most tokens counted for the unigram model of a source; in a larger one, evenly spread windows.
 UNIGRAM_TOKENS = 1 << 26
-#: Part of the fingerprint: another order of the same data has another number.
+#: Version in the fingerprint, raised with every change of the order of the same data.
 ORDER_VERSION = 1
-#: The same of the sequences that conversations are packed into.
+#: Version of the packing of conversations into sequences.
 PACKING_VERSION = 1
-#: Samples that a source of conversations makes at least, if it has so many, so that the one that is
-#: held out is a small share.
+#: Least number of samples of a source of conversations, as far as it has enough, so that a held-out
+#: sample is a small share.
 FEWEST = 20
 #: The place of padding.
 PADDING = -1
 
 
 class Windows:
-    """The windows of token streams, in their order. `num_samples` of them."""
+    """The windows of token streams in order, `num_samples` in all."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Windows:
         at_least: int = 1,
     ) -> None:
         """`documents` and `long` are ``data.documents`` and ``data.long_conversations``;
-        `at_least`: windows of a stream with so many conversations. Raises DataError by `long`."""
+        `at_least`: least number of windows of a stream that has enough conversations. Raises
+        DataError by `long`."""
         self.corpora = (corpora,) if isinstance(corpora, Corpus) else tuple(corpora)
         self.seq_len = seq_len
         self.packed = [
@@ -63,9 +64,10 @@ class Windows:
             for corpus in self.corpora
         ]
         self._masked = [
-            documents == "mask" or (documents == "auto" and one is not None) for one in self.packed
+            documents == "mask" or (documents == "auto" and pack is not None)
+            for pack in self.packed
         ]
-        #: Whether documents of some stream do not see one another; tokens of all streams.
+        #: Whether documents of some stream are masked from one another.
         self.masks_documents = any(self._masked)
         self.num_tokens = sum(len(corpus.tokens) for corpus in self.corpora)
         sizes = [
@@ -75,19 +77,19 @@ class Windows:
         #: Number of the first window of each stream, and of all: int64 [streams + 1].
         self.firsts = np.cumsum([0, *sizes], dtype=np.int64)
         self.num_samples = int(self.firsts[-1])
-        #: Samples of padding alone, numbered behind the others.
+        #: Samples that are only padding, numbered after the others.
         self.num_empty = 0
 
     @property
     def notes(self) -> list[str]:
         """Sentences for the user: on long conversations, and on steps that are not full."""
-        found = [one.note for one in self.packed if one is not None and one.note is not None]
+        notes = [pack.note for pack in self.packed if pack is not None and pack.note is not None]
         if self.num_empty:
-            found.append(
+            notes.append(
                 f"{self.corpora[0].source}: a step reads all training conversations, and "
                 f"{self.num_empty} of its sequences are padding"
             )
-        return found
+        return notes
 
     def batch(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens [B, seq_len] and targets [B, seq_len], int64, of the samples `ids` [B]."""
@@ -95,32 +97,35 @@ class Windows:
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
     def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The parts of a batch of the samples `ids` by name: tokens and targets, and where they say
-        anything, documents, valid and loss_mask."""
+        """The arrays of a batch of the samples `ids` by name: tokens and targets, and if they are
+        needed, documents, valid and loss_mask."""
         tokens, targets = self.batch(ids)
         masks = {"documents": self.documents(ids), "valid": self.valid(ids)}
         masks["loss_mask"] = self.loss_mask(ids)
-        found = {name: np.ascontiguousarray(one) for name, one in masks.items() if one is not None}
-        return {"tokens": tokens, "targets": targets} | found
+        masks = {name: np.ascontiguousarray(one) for name, one in masks.items() if one is not None}
+        return {"tokens": tokens, "targets": targets} | masks
 
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
-        """Number of the document, in its stream, of each token of the samples `ids` [B], and of the
-        last target: int64 [B, seq_len + 1], -1 at padding; None where documents are ignored."""
+        """Number of the document, in its stream, of each token of the samples `ids` [B] and of the
+        last target: int64 [B, seq_len + 1], -1 at padding; None if documents are ignored."""
         return self._numbers(ids, self._masked) if self.masks_documents else None
 
     def valid(self, ids: np.ndarray) -> np.ndarray | None:
-        """Tokens of the samples `ids` [B] that are no padding, bool [B, seq_len]; None: all."""
+        """Tokens of the samples `ids` [B] other than padding, bool [B, seq_len]; None: all."""
         return self.places(ids)[1][:, :-1] >= 0 if any(self.packed) else None
 
     def loss_mask(self, ids: np.ndarray) -> np.ndarray | None:
-        """Which targets of the samples `ids` [B] carry loss, bool [B, seq_len]; None: all. Where
-        documents are kept apart, the first token of one is not predicted from the one before."""
+        """Targets of the samples `ids` [B] that carry loss, bool [B, seq_len]; None: all. If
+        documents are masked, the first token of a document is not predicted from the previous
+        one."""
 
         def learned(stream: int, places: np.ndarray) -> np.ndarray:
             mask = self.corpora[stream].learned
             return mask_of(None if mask is None else mask[places], len(places))
 
-        apart = [bool(one) or masked for one, masked in zip(self.packed, self._masked, strict=True)]
+        apart = [
+            bool(pack) or masked for pack, masked in zip(self.packed, self._masked, strict=True)
+        ]
         if not any(apart):
             return None
         documents = self._numbers(ids, apart)
@@ -129,23 +134,25 @@ class Windows:
 
     def windows(self, ids: np.ndarray) -> np.ndarray:
         """The windows [B, seq_len + 1] of `ids` [B], int64. Raises DataError for ids outside the
-        vocabulary: a file that was sound when it was opened may have been damaged."""
-        found = self._gather(ids, lambda one, places: self.corpora[one].tokens[places], np.int64)
+        vocabulary: the file may have been damaged since it was checked."""
+        windows = self._gather(
+            ids, lambda stream, places: self.corpora[stream].tokens[places], np.int64
+        )
         vocab_size = self.corpora[0].vocab_size
-        wrong = (found < 0) | (found >= vocab_size)
+        wrong = (windows < 0) | (windows >= vocab_size)
         if wrong.any():
-            row, place = (int(one) for one in np.argwhere(wrong)[0])
+            row, place = (int(index) for index in np.argwhere(wrong)[0])
             streams, places = self.places(ids)
             raise DataError(
                 f"{self.corpora[streams[row]].source}, token {places[row, place]}: id "
-                f"{found[row, place]} is not below model.vocab_size {vocab_size}, though the file "
-                "was checked: it was changed or damaged"
+                f"{windows[row, place]} is not below model.vocab_size {vocab_size}, though the "
+                "file was checked: it was changed or damaged"
             )
-        return found
+        return windows
 
     def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The stream of each of the samples `ids` [B], and the places of its tokens there, int64
-        [B, seq_len + 1], -1 at padding. Samples behind the last one are padding alone."""
+        """The stream of each of the samples `ids` [B], and the places of its tokens in the stream,
+        int64 [B, seq_len + 1], -1 at padding. Samples after the last one are only padding."""
         ids = np.asarray(ids, dtype=np.int64)
         assert ids.ndim == 1
         assert ((ids >= 0) & (ids < self.num_samples + self.num_empty)).all(), (
@@ -156,15 +163,15 @@ class Windows:
         places = np.full((len(ids), self.seq_len + 1), PADDING)
         for stream in np.unique(streams).tolist():
             rows = (streams == stream) & (ids < self.num_samples)
-            numbers, own = ids[rows] - self.firsts[stream], self.packed[stream]
-            if own is None:
+            numbers, pack = ids[rows] - self.firsts[stream], self.packed[stream]
+            if pack is None:
                 places[rows] = numbers[:, None] * self.seq_len + np.arange(self.seq_len + 1)
             else:
-                places[rows] = own.places(numbers, self.seq_len + 1)
+                places[rows] = pack.places(numbers, self.seq_len + 1)
         return streams, places
 
     def _numbers(self, ids: np.ndarray, apart: Sequence[bool]) -> np.ndarray:
-        """The documents of :meth:`documents`, in the streams that are `apart`; else 0."""
+        """The document numbers of :meth:`documents` in the streams that are `apart`, else 0."""
 
         def numbers(stream: int, places: np.ndarray) -> np.ndarray:
             starts = self.corpora[stream].starts if apart[stream] else [0]
@@ -179,19 +186,18 @@ class Windows:
         dtype: type[np.generic],
         padding: int = 0,
     ) -> np.ndarray:
-        """`take` of the number of a stream and places in it [n], for each window: [B, seq_len + 1]
-        of `dtype`."""
+        """`take(stream, places [n])` for each window: [B, seq_len + 1] of `dtype`."""
         streams, places = self.places(ids)
-        found = np.full(places.shape, padding, dtype=dtype)
+        gathered = np.full(places.shape, padding, dtype=dtype)
         for stream in np.unique(streams).tolist():
-            here = (streams == stream)[:, None] & (places >= 0)
-            found[here] = take(stream, places[here])
-        return found
+            mask = (streams == stream)[:, None] & (places >= 0)
+            gathered[mask] = take(stream, places[mask])
+        return gathered
 
 
 class SampleSource(NamedTuple):
-    """Streams of one source: several for several files of tokens. Sources are drawn from in
-    proportion to their weights."""
+    """Streams of one source, several for several token files. Sources are sampled in proportion to
+    their weights."""
 
     name: str
     corpora: tuple[Corpus, ...]
@@ -199,8 +205,8 @@ class SampleSource(NamedTuple):
 
 
 class WindowSplit(NamedTuple):
-    """The windows of one source: those of `training` by epoch, and `held_out`. `num_learned` of its
-    tokens carry loss (None: all), and `without_loss` conversations have none and are left out."""
+    """The windows of one source: those of `training` by epoch, and `held_out`. `num_learned` tokens
+    carry loss (None: all); `without_loss` conversations have none and are left out."""
 
     source: SampleSource
     training: Epochs
@@ -216,8 +222,8 @@ class WindowSplit(NamedTuple):
 class Samples(Windows):
     """The windows of all sources, split into training and validation, in a seeded order.
 
-    All answers are functions of (sources, validation, seq_len, seed, held_out) alone: no rank,
-    layout or earlier call enters.
+    All methods are pure functions of (sources, validation, seq_len, seed, held_out): ranks, layout
+    and earlier calls have no effect.
     """
 
     def __init__(
@@ -232,12 +238,12 @@ class Samples(Windows):
         long: LongConversations = "truncate",
         validation: Sequence[Corpus] = (),
     ) -> None:
-        """With `validation` streams the samples of validation are theirs, and no share `held_out`
-        (of each source at least one sample) is kept from training. Where one source of
-        conversations makes fewer than `global_batch` training samples, padding fills the step.
+        """`validation` streams are the samples of validation; without them a share `held_out` of
+        each source (at least one sample) is kept from training. If a single source of conversations
+        makes fewer than `global_batch` training samples, padding fills the step.
 
-        Raises DataError when there are fewer than `global_batch` training samples, none in some
-        source, or none for validation.
+        Raises DataError for fewer than `global_batch` training samples, none in some source, or
+        none for validation.
         """
         if seq_len < 1:
             raise DataError(f"data.seq_len is {seq_len}; it must be at least 1")
@@ -263,22 +269,22 @@ class Samples(Windows):
             count = 0 if validation else max(1, round(len(usable) * held_out))
             blocks = held_out_blocks(len(usable), min(count, len(usable)), seed, number)
             held, training = usable.divided(blocks)
-            chats = [one for one in self.packed[first:last] if one is not None]
+            chats = [pack for pack in self.packed[first:last] if pack is not None]
             texts = zip(self.corpora[first:last], self.packed[first:last], strict=True)
-            plain = sum(len(corpus.tokens) for corpus, one in texts if one is None)
+            plain = sum(len(corpus.tokens) for corpus, pack in texts if pack is None)
             self.splits.append(
                 WindowSplit(
                     source=source,
                     training=Epochs(training, seed, number),
                     held_out=held,
-                    num_learned=plain + sum(one.num_learned for one in chats) if chats else None,
-                    without_loss=sum(one.without_loss for one in chats),
+                    num_learned=plain + sum(pack.num_learned for pack in chats) if chats else None,
+                    without_loss=sum(pack.without_loss for pack in chats),
                 )
             )
             first = last
         self.long = long
         if len(sources) == 1 and self.splits[0].num_learned and self.num_training:
-            # Padding as training samples, where a step would read some sample twice.
+            # Padding samples, since a step would read some sample twice otherwise.
             (split,) = self.splits
             self.num_empty = max(0, global_batch - len(split.training))
             bounds = self.num_samples + np.array([0, self.num_empty])
@@ -299,7 +305,7 @@ class Samples(Windows):
             self._held_out = IdRanges.joined([split.held_out for split in self.splits])
         refuse_together([DataError(problem) for problem in problems])
         self._own_validation = bool(validation)
-        #: Samples that validation can draw from.
+        #: Number of samples for validation.
         self.num_validation = len(self._held_out)
 
     @property
@@ -321,16 +327,16 @@ class Samples(Windows):
         """Sample ids [count], int64, of the global positions ``position .. position+count-1``."""
         positions = np.arange(position, position + count, dtype=np.int64)
         sources, draws = self.interleaving.draws(positions)
-        found = np.empty(count, dtype=np.int64)
+        ids = np.empty(count, dtype=np.int64)
         for number, split in enumerate(self.splits):
-            here = sources == number
-            if here.any():
-                found[here] = split.training.at(draws[here])
-        return found
+            drawn = sources == number
+            if drawn.any():
+                ids[drawn] = split.training.at(draws[drawn])
+        return ids
 
     def validation_ids(self, count: int) -> np.ndarray:
-        """Up to `count` validation samples, evenly spread over own files for validation, or over
-        the held-out part of each source, in the sources' shares."""
+        """Up to `count` validation samples, evenly spread over the validation files, or over the
+        held-out part of each source in the shares of the sources."""
         if self._own_validation or len(self.splits) == 1:
             return self._held_out.spread(count)
         counts = self.interleaving.drawn(count).tolist()
@@ -338,17 +344,16 @@ class Samples(Windows):
         return np.concatenate(parts)
 
     def epochs(self, num_samples: int) -> list[float]:
-        """Times that a run of `num_samples` reads the training samples of each source."""
+        """Epochs of each source that a run of `num_samples` reads."""
         drawn = self.interleaving.drawn(num_samples).tolist()
         return [n / len(split.training) for n, split in zip(drawn, self.splits, strict=True)]
 
     def steps(self, epochs: float, global_batch: int) -> int:
-        """Steps in which a run reads the training samples of all sources `epochs` times."""
+        """Steps after which a run has read the training samples of all sources `epochs` times."""
         return math.ceil(epochs * self.num_training / global_batch)
 
     def reading(self, steps: int, global_batch: int) -> list[str]:
-        """Lines for the terminal: each source with its tokens, and the epochs of it that a run
-        reads."""
+        """Lines for the terminal: each source with its tokens, and the epochs that a run reads."""
         batch = f"{global_batch} x {self.seq_len} a step"
         epochs = self.epochs(steps * global_batch)
         shares = self.interleaving.counts / self.interleaving.period
@@ -361,11 +366,11 @@ class Samples(Windows):
         return [f"data     {len(self.splits)} sources, {batch}", *lines]
 
     def unigram_loss(self) -> float:
-        """Cross-entropy of validation, nats a token, of the training targets' unigram model: of
-        each source add-one, mixed in their shares.
+        """Cross-entropy of validation, nats a token, of the unigram model of training targets
+        (add-one for each source, mixed in their shares).
 
-        What a model scores that has learned how often each token occurs and nothing of its context:
-        a training run that does not get below it has learned nothing else.
+        This is the score of a model that has learned the frequency of each token and nothing of
+        its context: a training run above it has learned less.
         """
         most = max(1, UNIGRAM_TOKENS // self.seq_len)
         held_V = self._count_targets(self._held_out.spread(most))
@@ -377,7 +382,7 @@ class Samples(Windows):
         return float(-(held_V * np.log(probability_V)).sum() / max(held_V.sum(), 1))
 
     def _count_targets(self, ids: np.ndarray) -> np.ndarray:
-        """Counts of each token as a target that carries loss in the samples `ids`, int64 [V]."""
+        """Number of times each token is a target with loss in the samples `ids`, int64 [V]."""
         counts_V = np.zeros(self.corpora[0].vocab_size, dtype=np.int64)
         rows = max(1, CHUNK_TOKENS // self.seq_len)
         for start in range(0, len(ids), rows):
@@ -390,12 +395,12 @@ class Samples(Windows):
     def fingerprint(self) -> dict[str, str]:
         """Digests of the tokens of each source ("source 1") and of the order ("order"): equal only
         for runs that read the same samples in the same order."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         for number, split in enumerate(self.splits, start=1):
             digest = hashlib.blake2b(digest_size=16)
             for corpus in split.source.corpora:
                 digest.update(corpus.fingerprint().encode())
-            found[f"source {number}"] = digest.hexdigest()
+            digests[f"source {number}"] = digest.hexdigest()
         facts = [
             ORDER_VERSION,
             self.seq_len,
@@ -404,10 +409,10 @@ class Samples(Windows):
             self.interleaving.counts.tolist(),
             [len(split.training) for split in self.splits],
         ]
-        if any(one is not None for one in self.packed):
+        if any(pack is not None for pack in self.packed):
             facts.append([PACKING_VERSION, self.long])
-        found["order"] = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-        return found
+        digests["order"] = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        return digests
 
     def _size_problems(self, global_batch: int, held_out: float | None) -> Iterator[str]:
         for number, split in enumerate(self.splits):
@@ -419,26 +424,26 @@ class Samples(Windows):
                 )
         if self.num_training >= global_batch:
             return
-        one = self.splits[0]
+        split = self.splits[0]
         names = ", ".join(split.source.name for split in self.splits)
         if held_out is None:
             needed = global_batch * self.seq_len + 1
         else:
-            # The smallest stream that leaves so many samples beside the held-out share. Rounding
-            # moves the answer by less than one training sample's worth: start that far below.
+            # The smallest stream with enough samples besides the held-out share. Rounding changes
+            # the answer by less than one training sample: start that far below.
             samples = max(global_batch + 1, int((global_batch - 1) / (1 - held_out)))
             while samples - max(1, round(samples * held_out)) < global_batch:
                 samples += 1
             needed = samples * self.seq_len + 1
-        # A sequence takes whole conversations, however many tokens that makes, and padding.
-        is_text, is_alone = one.num_learned is None, len(self.splits) == 1
+        # A sequence of conversations holds whole ones, whatever their lengths, and padding.
+        is_text, is_alone = split.num_learned is None, len(self.splits) == 1
         exactly = f", so at least {needed} tokens" if is_text and is_alone else ""
         yield (
             f"data.path {names} holds {sum(split.num_tokens for split in self.splits)} tokens, "
             f"which make {self.num_training} training samples of data.seq_len {self.seq_len}"
-            f"{_besides(one)}; a step needs {1 if is_alone and not is_text else global_batch}"
+            f"{_besides(split)}; a step needs {1 if is_alone and not is_text else global_batch}"
             f"{' besides the held-out ones' if held_out is not None else ''}{exactly}: add data, "
-            f"or {_other_length(one)} or data.global_batch"
+            f"or {_other_length(split)} or data.global_batch"
         )
 
 
@@ -452,17 +457,17 @@ def _other_length(split: WindowSplit) -> str:
     return f"{'raise' if split.without_loss else 'lower'} data.seq_len"
 
 
-# Whole conversations in sequences: cut by nothing but the length of a sequence, and padded.
+# Whole conversations in sequences: cut only at the length of a sequence, and padded.
 #
-# The longest come first, each into the fullest sequence that has room (best fit, decreasing): a
-# pure function of the lengths, so that no layout, seed or epoch changes which share a sequence.
+# The longest come first, each into the fullest sequence with room (best fit, decreasing): a pure
+# function of the lengths, so layout, seed and epoch do not change which documents share a sequence.
 
 
 class DocumentPacks(NamedTuple):
     """The documents of a stream in sequences: ``begins`` and ``sizes`` int64 [pieces] are places in
     the stream, ``bounds`` int64 [sequences + 1] the pieces of each sequence. A conversation is one
-    piece, a text beside it as many as it is long. `num_learned` targets carry loss; `without_loss`
-    counts the pieces that have none and are left out, `note` tells of them and of long ones."""
+    piece, a text has a piece for each started sequence length. `num_learned` targets carry loss;
+    `without_loss` pieces have none and are left out; `note` describes them and long ones."""
 
     begins: np.ndarray
     sizes: np.ndarray
@@ -472,27 +477,29 @@ class DocumentPacks(NamedTuple):
     note: str | None
 
     def places(self, numbers: np.ndarray, width: int) -> np.ndarray:
-        """Places in the stream of the tokens of the sequences `numbers` [n], and PADDING behind:
+        """Places in the stream of the tokens of the sequences `numbers` [n], followed by PADDING:
         int64 [n, width]."""
-        found = np.full((len(numbers), width), PADDING, dtype=np.int64)
+        places_NS = np.full((len(numbers), width), PADDING, dtype=np.int64)
         for row, number in enumerate(numbers.tolist()):
-            own = slice(self.bounds[number], self.bounds[number + 1])
-            pieces = zip(self.begins[own].tolist(), self.sizes[own].tolist(), strict=True)
+            pieces_of = slice(self.bounds[number], self.bounds[number + 1])
+            pieces = zip(
+                self.begins[pieces_of].tolist(), self.sizes[pieces_of].tolist(), strict=True
+            )
             places = np.concatenate([np.arange(begin, begin + size) for begin, size in pieces])
-            found[row, : len(places)] = places
-        return found
+            places_NS[row, : len(places)] = places
+        return places_NS
 
 
 def packed(
     corpus: Corpus, seq_len: int, long: LongConversations, at_least: int = 1
 ) -> DocumentPacks:
     """The documents of `corpus`, which has conversations, in sequences of up to `seq_len` tokens;
-    of few documents in shorter ones, about `at_least`. Raises DataError for conversations that are
-    longer where `long` is "fail"."""
+    few documents go into shorter ones, about `at_least`. Raises DataError for longer conversations
+    if `long` is "fail"."""
     learned, starts = corpus.learned, corpus.starts
     assert learned is not None
     lengths = np.diff(starts, append=len(corpus.tokens))
-    is_text = learned[starts]  # a conversation begins with a header, or with what is asked
+    is_text = learned[starts]  # a conversation begins with a header, or with the question
     is_long = (lengths > seq_len) & ~is_text
     note = None
     if is_long.any():
@@ -518,7 +525,7 @@ def packed(
     begins, sizes = starts[owners] + offsets, np.minimum(lengths[owners] - offsets, seq_len)
     edges = np.stack([begins, begins + sizes], axis=1).reshape(-1)
     counts = np.add.reduceat(learned, edges[edges < len(learned)], dtype=np.int64)[::2]
-    counts -= learned[begins]  # the first token of a piece is no target
+    counts -= learned[begins]  # the first token of a piece is never a target
     kept = counts > 0
     begins, sizes = begins[kept], sizes[kept]
     capacity = max(int(sizes.max(initial=1)), int(sizes.sum()) // at_least)
@@ -529,16 +536,16 @@ def packed(
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(len(firsts) + 1))
     if without_loss := int((~kept).sum()):
-        told = f"{without_loss:,} conversations have no target that carries loss and are left out"
-        note = f"{note}; {told}" if note else f"{corpus.source}: {told}"
+        text = f"{without_loss:,} conversations have no target that carries loss and are left out"
+        note = f"{note}; {text}" if note else f"{corpus.source}: {text}"
     return DocumentPacks(begins[order], sizes[order], bounds, int(counts.sum()), without_loss, note)
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The number of each piece's sequence, int64 [pieces]."""
-    found = np.empty(len(sizes), dtype=np.int64)
-    rooms: list[int] = []  # ascending: the rooms that sequences have left
-    free: dict[int, list[int]] = {}  # the sequences by room
+    """Index of each piece's sequence, int64 [pieces]."""
+    numbers = np.empty(len(sizes), dtype=np.int64)
+    rooms: list[int] = []  # free lengths of sequences, ascending
+    free: dict[int, list[int]] = {}  # sequences by free length
     num_opened = 0
     order = np.argsort(-sizes, kind="stable")
     for piece, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
@@ -549,9 +556,9 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
             if not free[room]:
                 del free[room], rooms[at]
         num_opened += number == num_opened
-        found[piece] = number
+        numbers[piece] = number
         if room > size:
             if room - size not in free:
                 insort(rooms, room - size)
             free.setdefault(room - size, []).append(number)
-    return found
+    return numbers

@@ -1,12 +1,11 @@
 """Tokenizers: text into ids and ids into text.
 
-A folder means what ``AutoTokenizer`` of transformers reads. Where other files of the folder can
-change ``tokenizer.json``, that class reads it, or, without the package, it is refused;
-otherwise the file is read alone, which takes no import of transformers.
+A folder has the meaning of ``AutoTokenizer`` in transformers. If other files of the folder can
+change ``tokenizer.json``, that class reads the folder, or, without the package, it is refused;
+otherwise the file is read alone, without an import of transformers.
 
-No special token is added to a text: neither the beginning nor the end that a tokenizer may have
-(``bos_token``, ``eos_token``). Those that a chat template writes, or that stand in a text, become
-their ids.
+No special token is added to a text: neither a beginning nor an end of the tokenizer (``bos_token``,
+``eos_token``). Those that a chat template writes, or that occur in a text, become their ids.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from moemesh.config.suggest import nearest_path
 
 FILE, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 ADDED, TEMPLATE, TEMPLATES = "added_tokens.json", "chat_template.jinja", "additional_chat_templates"
-#: Chat template of a processor, read where the tokenizer has none.
+#: Chat template of a processor, the fallback of the tokenizer's own.
 PROCESSOR_TEMPLATE = "chat_template.json"
-#: The function by which a chat template reads the date.
+#: Function of chat templates that returns the date.
 CLOCK = "strftime_now"
-#: Classes of transformers that take a tokenizer.json as it is; the first is that of no name.
+#: Classes of transformers that use a tokenizer.json unchanged; the first is the default.
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-#: Endings of the files that a tokenizer is made of.
+#: Endings of the files of a tokenizer.
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".bpe")
-#: Characters of an error of another package that are shown.
+#: Most characters of another package's error in a message.
 LONGEST_REASON = 300
-#: Largest file of settings that is read.
+#: Largest accepted file of settings, in bytes.
 MAX_SETTINGS = 64 << 20
 
 
 class DataError(UserError):
-    """The data cannot be used as the configuration asks; the message says what to change."""
+    """The data cannot be used with this configuration; the message has the remedy."""
 
 
 class TokenizerSettings(NamedTuple):
@@ -81,7 +80,7 @@ class Tokenizer:
         is_file = path.is_file() and path.suffix == ".json" and path.name != SETTINGS
         folder = path.parent if is_file else path
         file = path if is_file else folder / FILE
-        parts = [one for one in _files(folder) if one.suffix in ENDINGS]
+        parts = [file_ for file_ in _files(folder) if file_.suffix in ENDINGS]
         if not parts or not (is_file or path.is_dir()):
             missing = nearest_path(file if path.exists() else path)
             raise DataError(
@@ -123,22 +122,22 @@ class Tokenizer:
 
     @cached_property
     def added(self) -> list[str]:
-        """The tokens that are taken whole wherever they stand in a text, such as special ones."""
+        """The tokens that are never split in a text, such as special ones."""
         if self._loaded is None:
             return []
         return [token.content for token in self._loaded.get_added_tokens_decoder().values()]
 
     @property
     def template_facts(self) -> list[object]:
-        """Templates, special tokens, and the date where a template reads it: all that decides the
-        text of a conversation."""
-        reads_clock = any(CLOCK in one for one in self.settings.templates.values())
+        """Templates, special tokens, and the date if a template reads it: everything that
+        determines the text of a conversation."""
+        reads_clock = any(CLOCK in template for template in self.settings.templates.values())
         day = str(self.day or date.today()) if reads_clock else None
         return [dict(self.settings.templates), dict(self.settings.special), day]
 
     def check(self, vocab_size: int) -> None:
-        """Raises DataError when a file's ids go beyond a model's `vocab_size`. (Of bytes, a text
-        may need fewer than all.)"""
+        """Raises DataError if a file's ids exceed a model's `vocab_size`. (Bytes are not checked: a
+        text may need fewer than 256.)"""
         if self._loaded is not None and self.vocab_size > vocab_size:
             raise DataError(
                 f"data.tokenizer {self.folder} has ids up to {self.vocab_size - 1}, and "
@@ -147,7 +146,7 @@ class Tokenizer:
             )
 
     def encode(self, text: bytes, where: object) -> np.ndarray:
-        """Ids [n], uint8 of bytes, else int32; `where` names the text in an error."""
+        """Ids [n], uint8 for bytes, else int32; `where` names the text in an error."""
         if self._loaded is None:
             return np.frombuffer(text, dtype=np.uint8)
         try:
@@ -157,44 +156,43 @@ class Tokenizer:
         return self.encode_batch([decoded])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids [n] of each text, by all cores; other threads of Python run meanwhile."""
+        """Ids [n] of each text, on all cores; releases the GIL."""
         if self._loaded is None:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
-        # "fast": without the places in the text, which take a tenth of the time.
-        found = self._loaded.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int32) for one in found]
+        # "fast": without offsets in the text, which take a tenth of the time.
+        encodings = self._loaded.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids [n] of each text, and the characters that each stands for, from and to, int64
-        [n, 2]."""
+        """Ids [n] of each text, and the range of characters of each id, int64 [n, 2]."""
         if self._loaded is None:
-            found: list[tuple[np.ndarray, np.ndarray]] = []
+            encodings: list[tuple[np.ndarray, np.ndarray]] = []
             for text in texts:
                 sizes = [len(character.encode()) for character in text]
                 places = np.repeat(np.arange(len(text), dtype=np.int64), sizes)
                 ids = np.frombuffer(text.encode(), dtype=np.uint8)
-                found.append((ids, np.stack([places, places + 1], axis=1)))
-            return found
+                encodings.append((ids, np.stack([places, places + 1], axis=1)))
+            return encodings
         return [
             (
-                np.array(one.ids, dtype=np.int32),
-                np.fromiter(chain.from_iterable(one.offsets), dtype=np.int64).reshape(-1, 2),
+                np.array(encoding.ids, dtype=np.int32),
+                np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64).reshape(-1, 2),
             )
-            for one in self._loaded.encode_batch(texts, add_special_tokens=False)
+            for encoding in self._loaded.encode_batch(texts, add_special_tokens=False)
         ]
 
     def id_of(self, token: str) -> int:
-        """The id of a token by its name. Raises DataError where there is none."""
-        found = None if self._loaded is None else self._loaded.token_to_id(token)
-        if found is None:
+        """The id of a token by its name. Raises DataError without one."""
+        id_ = None if self._loaded is None else self._loaded.token_to_id(token)
+        if id_ is None:
             raise DataError(
                 f'data.tokenizer {self.folder or "bytes"} has no token "{token}"'
                 + ("" if self.folder else ": bytes have no special tokens")
             )
-        return found
+        return id_
 
     def end_of_text(self) -> int:
-        """The id of the ``eos_token`` of the settings. Raises DataError where there is none."""
+        """The id of the ``eos_token`` of the settings. Raises DataError without one."""
         if self.folder is None:
             raise DataError('data.tokenizer is "bytes", which has no token for the end of a text')
         if (token := self.settings.special.get("eos_token")) is not None:
@@ -204,24 +202,24 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of `ids`, with the names of special tokens where `special`; what is no text
-        becomes U+FFFD."""
+        """The text of `ids`, with the names of special tokens if `special`; invalid UTF-8 becomes
+        U+FFFD."""
         if self._loaded is not None:
             return self._loaded.decode(list(ids), skip_special_tokens=not special)
-        return bytes(one if one < 256 else 0xFF for one in ids).decode(errors="replace")
+        return bytes(id_ if id_ < 256 else 0xFF for id_ in ids).decode(errors="replace")
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file. Raises DataError."""
+    """The object in a JSON file; empty if the file does not exist. Raises DataError."""
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_SETTINGS:
-        raise DataError(f"{path} has {path.stat().st_size} bytes; {MAX_SETTINGS} are the most")
+        raise DataError(f"{path} has {path.stat().st_size} bytes; the limit is {MAX_SETTINGS}")
     try:
-        found = parse_json(read_whole(path))
+        settings = parse_json(read_whole(path))
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error})") from error
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 # Files of a folder into a tokenizer.

@@ -2,13 +2,13 @@
 
 The cache keeps the tokens of a run's text, so that a text is tokenized once, by one process. An
 entry is a pair of token files whose name follows from the names, sizes and times of the files, the
-tokenizer, its chat template and the settings of reading. Whoever comes first writes it under a
+tokenizer, its chat template and the settings of reading. The first process writes the entry under a
 lock; every other process waits, and maps it into memory. Entries can be deleted at any time.
 
-``moemesh tokenize`` goes file by file, so that a run that was ended can go on: each input file
-becomes a part in the folder ``OUT.parts``; at the end the parts are put together under temporary
-names, which are renamed, and the folder is removed. A run that goes on makes the parts that are
-missing, and its result has the bytes of one that was never ended.
+``moemesh tokenize`` processes one file after the other and can resume: each input file becomes a
+part in the folder ``OUT.parts``; at the end the parts are joined under temporary names, which are
+renamed, and the folder is removed. A resumed run makes the missing parts; its result has the bytes
+of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moemesh.data.indexed import (
     HashedFile,
     IndexedTokens,
     IndexedWriter,
-    beside,
+    path_with,
     prefix_of,
     read_sidecar,
 )
@@ -51,8 +51,8 @@ from moemesh.data.records import NAMED, BadRecordLog
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.trace.machine import usable_cores
 
-Say = Callable[[str], None]
-#: Told about progress: bytes of input, tokens, files.
+Log = Callable[[str], None]
+#: Progress callback: increments of bytes of input, tokens, files.
 Advance: TypeAlias = Callable[[int, int, int], None]
 
 
@@ -62,7 +62,7 @@ def token_writer(
     end: np.ndarray | None = None,
     made_from: Mapping[str, Any] | None = None,
 ) -> IndexedWriter:
-    """A writer of token files: `end` behind each document, or (None) a newline between texts."""
+    """A writer of token files: `end` follows each document, or (None) a newline separates texts."""
     return IndexedWriter(
         prefix,
         vocab_size=tokenizer.vocab_size,
@@ -78,8 +78,8 @@ def write_tokens(
     documents: Iterable[Document],
     on_document: Callable[[Document, int], None],
 ) -> int:
-    """Writes `documents`; no file where they hold no token. `on_document` gets each document and
-    the number of tokens with it. Returns that of all."""
+    """Writes `documents`; no file if they have no token. `on_document` gets each document and the
+    number of tokens so far, including it. Returns the number of all tokens."""
     count = 0
     try:
         for document in documents:
@@ -95,9 +95,9 @@ def write_tokens(
 
 @contextmanager
 def _locked(path: Path, on_busy: Callable[[], None], problem: str) -> Iterator[None]:
-    """Alone with `path` among the processes of all machines that share the file system; its folder
-    is made. `on_busy` is called where another process is, before it is waited for. `problem`: the
-    DataError for a folder {0} that cannot be written, for the reason {1}."""
+    """Exclusive access to `path` among the processes of all machines that share the file system;
+    its folder is made. `on_busy` is called before waiting for another process. `problem`: message
+    of the DataError for a folder {0} that cannot be written, for the reason {1}."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
@@ -118,14 +118,14 @@ def _digest(value: object, size: int = 16) -> str:
 
 # The token cache of runs.
 
-#: Part of every name: another way to make tokens of text has another number.
+#: Version in every name; raised when the same text makes other tokens.
 CACHE_VERSION = 3
-#: Seconds between two lines about how far the tokenizing is.
+#: Seconds between two lines of progress.
 REPORT_EVERY = 10.0
 
 
 def cache_beside(run: Path) -> Path:
-    """The folder of the cache of a run: one for all runs in a folder."""
+    """The cache folder of a run, shared by all runs in the same parent folder."""
     return run.absolute().parent / "token_cache"
 
 
@@ -133,35 +133,34 @@ def cached_tokens(
     folder: Path,
     files: Sequence[DataFile],
     reader: Tokenizer,
-    log: BadRecordLog,
+    bad_records: BadRecordLog,
     text_key: str,
     vocab_size: int,
-    say: Say,
-    say_progress: Say,
+    log: Log,
+    log_progress: Log,
 ) -> IndexedTokens:
-    """The tokens of `files`, from the entry for them in `folder`, which is written first where
-    there is none or it is damaged. Raises DataError for whatever is wrong with the files, and for a
-    folder that cannot be written."""
-    source = log.source
+    """The tokens of `files`, from their entry in `folder`, which is written if it is missing or
+    damaged. Raises DataError for faults of the files, and for a folder that cannot be written."""
+    source = bad_records.source
     stats: list[object] = []
     for file in files:
         with reading(file.path):
             parts = sorted(file.path.rglob("*")) if file.path.is_dir() else [file.path]
-            if file.is_on_hub:  # the entry of a name stays, so that later starts need no network
+            if file.is_on_hub:  # the key has the name only, so that later starts need no network
                 parts = []
             sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
         stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
     template = _digest(reader.template_facts)
-    facts = [CACHE_VERSION, stats, reader.fingerprint, template, text_key, log.policy]
+    facts = [CACHE_VERSION, stats, reader.fingerprint, template, text_key, bad_records.policy]
     name = _digest(facts, 12)
     prefix, notes = folder / name, folder / f"{name}.skipped.txt"
 
     def documents() -> Iterator[Document]:
-        for document in documents_of(files, reader, text_key, log):
+        for document in documents_of(files, reader, text_key, bad_records):
             check_ids(document, vocab_size)
             yield document
         notes.unlink(missing_ok=True)
-        if note := log.note():
+        if note := bad_records.note():
             notes.write_text(note + "\n", encoding="utf-8")
 
     start = reported = time.monotonic()
@@ -171,47 +170,47 @@ def cached_tokens(
         if (now := time.monotonic()) - reported >= REPORT_EVERY:
             reported = now
             rate = count / (now - start)
-            say_progress(f"tokens   {count:,} so far, {rate:,.0f} a second, at {document.where}")
+            log_progress(f"tokens   {count:,} so far, {rate:,.0f} a second, at {document.where}")
 
     problem = (
         "{0}: cannot keep tokens there ({1}): set data.cache to a folder that can be written and "
         "locked"
     )
-    busy = f"tokens   {source}: another process is at work on them; waiting"
-    with _locked(folder / f".{name}.lock", lambda: say(busy), problem):
-        found = None
-        if beside(prefix, IDX).exists():
+    busy = f"tokens   {source}: another process is tokenizing them; waiting"
+    with _locked(folder / f".{name}.lock", lambda: log(busy), problem):
+        tokens = None
+        if path_with(prefix, IDX).exists():
             with suppress(DataError):
-                found = IndexedTokens.open(prefix)
-        if found is None:
-            for suffix in SUFFIXES:  # nothing is left of an entry that cannot be used
-                beside(prefix, suffix).unlink(missing_ok=True)
+                tokens = IndexedTokens.open(prefix)
+        if tokens is None:
+            for suffix in SUFFIXES:  # remove an unusable entry completely
+                path_with(prefix, suffix).unlink(missing_ok=True)
             size = sum(file.num_bytes for file in files if not file.is_on_hub) / 1e6
             held = f"{len(files)} file(s), {size:,.1f} MB, " if size else ""
-            say_progress(f"tokens   {source}: {held}into {folder}")
+            log_progress(f"tokens   {source}: {held}into {folder}")
             start = reported = time.monotonic()
             count = write_tokens(token_writer(prefix, reader), documents(), report)
             if not count:
                 raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
             seconds = time.monotonic() - start
-            say_progress(f"tokens   {count:,} of {source} in {seconds:.1f} s")
-            found = IndexedTokens.open(prefix)
+            log_progress(f"tokens   {count:,} of {source} in {seconds:.1f} s")
+            tokens = IndexedTokens.open(prefix)
     if notes.exists():
-        say(f"note: {notes.read_text(encoding='utf-8').strip()}")
-    return found
+        log(f"note: {notes.read_text(encoding='utf-8').strip()}")
+    return tokens
 
 
-# `moemesh tokenize`: the tokens of one input file each, made once, and all of them together.
+# `moemesh tokenize`: a part for each input file, made once, and the joined result.
 
-#: Enters the digest of the settings: another number makes the parts of earlier versions useless.
+#: Version in the digest of the settings: another number makes parts of earlier versions invalid.
 PARTS_VERSION = 3
-#: Bytes of a file between two reports of progress.
+#: Bytes of a file between two progress reports.
 REPORT_BYTES = 1 << 20
-#: Seconds between two looks at the progress of other processes.
+#: Seconds between two checks of the progress of other processes.
 LOOK_SECONDS = 0.2
-#: The file of the facts of a part, written last: whoever finds it finds the tokens.
+#: File with the facts of a part, written last: if it exists, the tokens are complete.
 _DONE = ".done.json"
-#: The name of the tokenizer's own token for the end of a text.
+#: Stands for the tokenizer's own end-of-text token.
 EOS = "eos"
 
 
@@ -219,9 +218,9 @@ EOS = "eos"
 class TokenSettings:
     """Rules by which text becomes tokens.
 
-    Behind each text but the last document stands a newline, as in a corpus that a run reads; with
-    `end_of_document`, the name of a token or "eos" (the tokenizer's own), that token instead,
-    behind conversations and the last one, too. The others are as in the section ``[data]``.
+    A newline follows each text but the last document, as in a corpus that a run reads. With
+    `end_of_document`, the name of a token or "eos" (the tokenizer's own), that token follows
+    instead, and also conversations and the last document. Other fields: see ``[data]``.
     """
 
     tokenizer: str
@@ -231,7 +230,7 @@ class TokenSettings:
     bad_record_share: float = 0.01
 
     def end(self, tokenizer: Tokenizer) -> np.ndarray | None:
-        """The ids behind every document, if there are any."""
+        """The ids after every document; None without any."""
         if self.end_of_document is None:
             return None
         if self.end_of_document == EOS:
@@ -240,8 +239,8 @@ class TokenSettings:
 
 
 class TokenPart(NamedTuple):
-    """An input file, with its size in bytes and its time of change, and the prefix of its tokens
-    in the folder of parts."""
+    """An input file with its size in bytes, its modification time, and the prefix of its tokens in
+    the folder of parts."""
 
     file: DataFile
     size: int
@@ -255,21 +254,21 @@ class TokenPart(NamedTuple):
         digest = _digest(name.encode(errors="surrogateescape"))
         paths = [path for path in file.path.rglob("*") if path.is_file()] or [file.path]
         with reading(file.path):
-            found = [path.stat() for path in paths]
-        size, changed = sum(one.st_size for one in found), max(one.st_mtime_ns for one in found)
+            stats = [path.stat() for path in paths]
+        size, changed = sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
         return TokenPart(file, size, changed, folder / digest)
 
     def facts(self) -> dict[str, Any] | None:
-        """Those of a finished part whose file has not changed since."""
+        """The facts of a finished part whose file has not changed since, else None."""
         try:
-            found = parse_json(beside(self.prefix, _DONE).read_bytes())
-            if (found["size"], found["changed"]) != (self.size, self.changed):
+            facts = parse_json(path_with(self.prefix, _DONE).read_bytes())
+            if (facts["size"], facts["changed"]) != (self.size, self.changed):
                 return None
-            if found["num_tokens"]:
+            if facts["num_tokens"]:
                 IndexedTokens.open(self.prefix)
         except (OSError, ValueError, KeyError, TypeError):  # a DataError is a ValueError
             return None
-        return found
+        return facts
 
     def make(
         self, settings: TokenSettings, tokenizer: Tokenizer, advance: Advance
@@ -277,11 +276,11 @@ class TokenPart(NamedTuple):
         """Writes the tokens and returns the facts. Raises DataError."""
         for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
             path.unlink()
-        log = BadRecordLog(settings.bad_records, 1.0, str(self.file.path))
+        bad_records = BadRecordLog(settings.bad_records, 1.0, str(self.file.path))
         told_bytes = told_tokens = 0
 
         def report(document: Document, count: int) -> None:
-            # By the places of its records where those are places in the file itself.
+            # Places of records are offsets in the file itself only for uncompressed text.
             nonlocal told_bytes, told_tokens
             place = document.where.byte if self.file.compression == "none" else None
             if place is not None and place - told_bytes >= REPORT_BYTES:
@@ -289,18 +288,18 @@ class TokenPart(NamedTuple):
                 told_bytes, told_tokens = place, count
 
         writer = token_writer(self.prefix, tokenizer, settings.end(tokenizer))
-        documents = documents_of([self.file], tokenizer, settings.text_key, log)
+        documents = documents_of([self.file], tokenizer, settings.text_key, bad_records)
         num_tokens = write_tokens(writer, documents, report)
         facts = {
             "size": self.size,
             "changed": self.changed,
             "num_tokens": num_tokens,
             "ends_text": writer.ends_text,
-            "records": log.total,
-            "bad": log.bad,
-            "places": log.places,
+            "records": bad_records.total,
+            "bad": bad_records.bad,
+            "places": bad_records.places,
         }
-        _write(beside(self.prefix, _DONE), json.dumps(facts))
+        _write(path_with(self.prefix, _DONE), json.dumps(facts))
         advance(self.size - told_bytes, num_tokens - told_tokens, 1)
         return facts
 
@@ -317,12 +316,12 @@ class TokenizeJob:
 
     @staticmethod
     def open(source: str, out: str, settings: TokenSettings, format: str = "auto") -> TokenizeJob:
-        """Finds the files of `source` (file, folder or glob; `format` as ``data.format``) and opens
+        """Lists the files of `source` (file, folder or glob; `format` as ``data.format``) and opens
         the tokenizer; `out` is a prefix or a folder. Reads no text. Raises DataError."""
         prefix = output_prefix(source, out)
         tokenizer = Tokenizer.open(settings.tokenizer)
         settings.end(tokenizer)
-        folder = beside(prefix, ".parts")
+        folder = path_with(prefix, ".parts")
         root = Path(source).expanduser()
         if root.is_dir() and prefix.resolve().is_relative_to(root.resolve()):
             raise DataError(
@@ -338,7 +337,7 @@ class TokenizeJob:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files, as they are on disk."""
+        """Bytes of all files on disk."""
         return sum(part.size for part in self.parts)
 
     def run(
@@ -348,20 +347,20 @@ class TokenizeJob:
         on_note: Callable[[str], None] = lambda _: None,
         advance: Advance = lambda *_: None,
     ) -> dict[str, Any]:
-        """Makes the dataset and returns its facts; nothing is done where it is there already.
+        """Makes the dataset and returns its facts; no-op if it exists.
 
-        `on_note` gets sentences for the user. Raises DataError for whatever cannot be read or
-        written, and where there is another dataset.
+        `on_note` gets sentences for the user. Raises DataError for files that cannot be read or
+        written, and if another dataset has this name.
         """
-        folder, made_from = beside(self.prefix, ".parts"), self._made_from()
-        useless = beside(self.prefix, ".parts.old")
+        folder, made_from = path_with(self.prefix, ".parts"), self._made_from()
+        useless = path_with(self.prefix, ".parts.old")
         shutil.rmtree(useless, ignore_errors=True)
-        if not folder.exists() and beside(self.prefix, IDX).exists():
+        if not folder.exists() and path_with(self.prefix, IDX).exists():
             facts = self._facts()
             if {key: facts["made_from"].get(key) for key in made_from} != made_from:
                 raise DataError(
-                    f"{beside(self.prefix, IDX)} exists, and was made of other files or with other "
-                    "settings: name another output, or move it"
+                    f"{path_with(self.prefix, IDX)} exists, and was made of other files or with "
+                    "other settings: name another output, or move it"
                 )
             on_note(f"{self.prefix} is complete: it was made of these files with these settings")
             return facts
@@ -370,53 +369,52 @@ class TokenizeJob:
             raise DataError(f"another process is writing {folder}")
 
         with _locked(folder / "lock", refuse, "{0}: {1}"):
-            # Earlier parts that these settings have made are kept, and what an end in the middle of
-            # the renaming left is removed.
+            # Keep earlier parts of these settings; remove files of an interrupted renaming.
             settings = made_from["settings"]
-            own = folder / "settings"
-            earlier = own.read_text() if own.is_file() else None
+            settings_file = folder / "settings"
+            earlier = settings_file.read_text() if settings_file.is_file() else None
             if earlier is not None and earlier != settings:
-                on_note(f"{folder} is of other settings: its parts are made again")
+                on_note(f"{folder} has parts of other settings: they are replaced")
             if earlier != settings:
                 for path in folder.iterdir():
                     if path.name != "lock":
                         path.unlink()
-                _write(own, settings)
+                _write(settings_file, settings)
             for suffix in SUFFIXES:
                 if (folder / "renaming").exists():
-                    beside(self.prefix, suffix).unlink(missing_ok=True)
-                if beside(self.prefix, suffix).exists():
+                    path_with(self.prefix, suffix).unlink(missing_ok=True)
+                if path_with(self.prefix, suffix).exists():
                     raise DataError(
-                        f"{beside(self.prefix, suffix)} exists: name another output, or move it"
+                        f"{path_with(self.prefix, suffix)} exists: name another output, or move it"
                     )
-            log, num_tokens = self._make_parts(processes, on_note, advance)
+            bad_records, num_tokens = self._make_parts(processes, on_note, advance)
             if not num_tokens:
                 raise DataError(f"{self.source}: {len(self.parts)} file(s), but no text in them")
             end = self.settings.end(self.tokenizer)
-            facts = made_from | {"records": log.total, "bad_records": log.bad}
+            facts = made_from | {"records": bad_records.total, "bad_records": bad_records.bad}
             with token_writer(self.prefix, self.tokenizer, end, facts) as writer:
                 for part in self.parts:
                     if (known := part.facts()) is not None and known["num_tokens"]:
                         writer.extend(IndexedTokens.open(part.prefix), ends_text=known["ends_text"])
                 _write(folder / "renaming", "")
-        # Removed at once, as far as the next run can see.
+        # A rename, so that the next run never sees a half-removed folder.
         folder.rename(useless)
         shutil.rmtree(useless, ignore_errors=True)
         return self._facts()
 
     def _made_from(self) -> dict[str, Any]:
-        """Facts that the result depends on: digests of the settings, and of names and sizes."""
+        """Facts that determine the result: digests of the settings, and of names and sizes."""
         template = self.tokenizer.template_facts
-        own = asdict(self.settings) | {"tokenizer": self.tokenizer.fingerprint}
+        settings = asdict(self.settings) | {"tokenizer": self.tokenizer.fingerprint}
         end = self.settings.end(self.tokenizer)
-        behind = (between(self.tokenizer) if end is None else end).tolist()
+        following = (between(self.tokenizer) if end is None else end).tolist()
         top = os.path.commonpath([part.file.path.absolute().parent for part in self.parts])
         inputs = [
             (os.path.relpath(part.file.path, top), part.file.format, part.size)
             for part in self.parts
         ]
         return {
-            "settings": _digest([PARTS_VERSION, own, behind, template]),
+            "settings": _digest([PARTS_VERSION, settings, following, template]),
             "inputs": _digest(inputs),
             "files": len(self.parts),
             "bytes": self.num_bytes,
@@ -435,29 +433,29 @@ class TokenizeJob:
                 advance(part.size, known["num_tokens"], 1)
         made = make_all(missing, self.settings, self.tokenizer, advance, processes=processes)
         facts |= dict(zip(missing, made, strict=True))
-        found = [known for known in facts.values() if known is not None]
+        all_facts = [known for known in facts.values() if known is not None]
         settings = self.settings
-        log = BadRecordLog(settings.bad_records, settings.bad_record_share, self.source)
-        log.bad = sum(known["bad"] for known in found)
-        log.total = sum(known["records"] for known in found)
-        log.places = [place for known in found for place in known["places"]][:NAMED]
-        log.check()
-        if note := log.note():
+        bad_records = BadRecordLog(settings.bad_records, settings.bad_record_share, self.source)
+        bad_records.bad = sum(part["bad"] for part in all_facts)
+        bad_records.total = sum(part["records"] for part in all_facts)
+        bad_records.places = [place for part in all_facts for place in part["places"]][:NAMED]
+        bad_records.check()
+        if note := bad_records.note():
             on_note(note)
-        return log, sum(known["num_tokens"] for known in found)
+        return bad_records, sum(known["num_tokens"] for known in all_facts)
 
     def _facts(self) -> dict[str, Any]:
         facts = read_sidecar(self.prefix)
         if facts is None:
             raise DataError(
-                f"{beside(self.prefix, IDX)} exists, and was not made by moemesh: name another "
+                f"{path_with(self.prefix, IDX)} exists, and was not made by moemesh: name another "
                 "output, or move it"
             )
         return {"prefix": str(self.prefix), **asdict(facts)}
 
 
 def output_prefix(source: str, out: str) -> Path:
-    """The prefix that `out` names: itself, or in a folder one by the name of `source`."""
+    """The prefix that `out` means: itself, or the name of `source` in the folder `out`."""
     path = Path(out).expanduser()
     if not path.is_dir() and not out.endswith(os.sep):
         return prefix_of(path)
@@ -473,12 +471,12 @@ def make_all(
     *,
     processes: int = 1,
 ) -> list[dict[str, Any]]:
-    """The facts of all `parts`, made by this process or by several, one file each at a time."""
+    """The facts of all `parts`, made in this process or in several, one file at a time each."""
     processes = min(processes, len(parts))
     if processes <= 1:
         return [part.make(settings, tokenizer, advance) for part in parts]
-    # Processes that start meanwhile, the first queue's helper too, import nothing from the current
-    # directory (``python -P``); an empty text counts as none.
+    # Processes that start now, including the helper of the first queue, import nothing from the
+    # current directory (``python -P``); an empty text counts as unset.
     given = os.environ.get("PYTHONSAFEPATH", "")
     os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("spawn")
@@ -499,7 +497,7 @@ def make_all(
         return [future.result() for future in futures]
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenized was killed (for want of memory?): the same command goes on "
+            "a process that tokenized was killed (for want of memory?): the same command resumes "
             "where it stopped, and fewer --processes need less memory"
         ) from error
     finally:
@@ -508,13 +506,13 @@ def make_all(
         os.environ["PYTHONSAFEPATH"] = given
 
 
-#: Of a process that makes parts for another.
+#: Settings, tokenizer and progress callback in a process that makes parts.
 _here: tuple[TokenSettings, Tokenizer, Advance] | None = None
 
 
 def _start(told: Any, ends: Any, settings: TokenSettings, threads: int) -> None:
-    """First in such a process: it ends when the other end of `ends` does, and leaves Ctrl-C to the
-    one that started it."""
+    """Initializer of such a process: it ends with its parent (the other end of `ends`), and ignores
+    Ctrl-C, which the parent handles."""
     global _here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -533,7 +531,7 @@ def _make_here(part: TokenPart) -> dict[str, Any]:
     try:
         return part.make(*_here)
     except DataError as error:
-        # Of its kinds only this one has nothing but a message, and can go to another process.
+        # A DataError with only a message can be pickled; its subclasses cannot.
         raise DataError(str(error)) from None
 
 

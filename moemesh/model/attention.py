@@ -206,7 +206,7 @@ def attend(
 ) -> Tensor:
     """Attention of heads that have their positions, over this and earlier slices: [T, A].
 
-    Heads of a token stand together in memory: so does then the output, without a copy.
+    The heads of a token are contiguous in memory, so the output needs no copy.
     """
     query_BNSD, key_BMSD, value_BMSD = (
         x.transpose(1, 2) for x in (query_BSND, key_BSMD, value_BSMD)

@@ -57,7 +57,7 @@ def attention(
     has_kernel = sinks_N is None and query_BNSD.numel() > 0
     seen = None if torch.is_grad_enabled() else visible.by_the_last
     if has_kernel and seen is not None:
-        # A token of generated text: one query behind all keys, which needs no mask.
+        # A token of generated text: one query after all keys, which needs no mask.
         y_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BMCD[:, :, seen], value_BMCD[:, :, seen], scale=scale, enable_gqa=True
         )
@@ -114,10 +114,10 @@ class _Attention(torch.autograd.Function):
         inputs = (query_BNSD, key_BMCD, value_BMCD)
         given = gradient_BNSD, Partial(*whole), *inputs
         if (own := ctx.visible.documents(query_BNSD, value_BMCD)) is not None:
-            found = packed_backward(*given, own, ctx.visible.window, scale=ctx.scale)
+            gradients_qkv = packed_backward(*given, own, ctx.visible.window, scale=ctx.scale)
         else:
-            found = gradients_of(*given, ctx.visible, scale=ctx.scale)
-        gradients = (x.to(like.dtype) for x, like in zip(found, inputs, strict=True))
+            gradients_qkv = gradients_of(*given, ctx.visible, scale=ctx.scale)
+        gradients = (x.to(like.dtype) for x, like in zip(gradients_qkv, inputs, strict=True))
         return *gradients, sink_gradient(gradient_BNSD, Partial(*whole), sinks_N), None, None
 
 
@@ -131,7 +131,7 @@ def attend_to(
 ) -> Partial:
     """Attention over the keys given, without gradient; to be merged with that over others."""
     value_size = value_BMCD.shape[-1]
-    found = nothing_seen(query_BNSD, value_size)
+    total = nothing_seen(query_BNSD, value_size)
     value_BMCD = _padded(value_BMCD, query_BNSD)
     fused = is_fused(query_BNSD, value_BMCD)
     for rows, tiles in _plan(visible, fused=fused):
@@ -150,9 +150,9 @@ def attend_to(
             whole = parts[0]
             for part in parts[1:]:
                 whole = merge(whole, part)
-            found.y_BNSD[:, :, rows] = whole.y_BNSD[..., :value_size]
-            found.lse_BNS[:, :, rows] = whole.lse_BNS
-    return found
+            total.y_BNSD[:, :, rows] = whole.y_BNSD[..., :value_size]
+            total.lse_BNS[:, :, rows] = whole.lse_BNS
+    return total
 
 
 def gradients_of(
@@ -178,7 +178,7 @@ def gradients_of(
         gradient_BNSD = gradient_BNSD.contiguous()
     for rows, tiles in _plan(visible, fused=fused):
         for tile in tiles:
-            found = block_backward(
+            tile_gradients = block_backward(
                 gradient_BNSD[:, :, rows],
                 Partial(whole.y_BNSD[:, :, rows], whole.lse_BNS[:, :, rows]),
                 query_BNSD[:, :, rows],
@@ -188,9 +188,9 @@ def gradients_of(
                 causal=tile.causal,
                 scale=scale,
             )
-            total.query_BNSD[:, :, rows] += found.query_BNSD
-            total.key_BMCD[:, :, tile.keys] += found.key_BMCD
-            total.value_BMCD[:, :, tile.keys] += found.value_BMCD
+            total.query_BNSD[:, :, rows] += tile_gradients.query_BNSD
+            total.key_BMCD[:, :, tile.keys] += tile_gradients.key_BMCD
+            total.value_BMCD[:, :, tile.keys] += tile_gradients.value_BMCD
     return total._replace(value_BMCD=total.value_BMCD[..., :value_size])
 
 

@@ -10,16 +10,16 @@ microbatch of all ranks ("global"). With V valid tokens in it, counts c and prob
 
 (Switch; Fedus et al., 2021. ST-MoE; Zoph et al., 2022.) Counts are summed over the ranks of the
 scope before, so that the ranks' parts add up to L and their gradients need no correction. The
-objective takes the mean over the scopes of the step; a scope without valid tokens is none.
+objective takes the mean over the scopes of the step, without those that have no valid token.
 
 Every layer has losses of its own (``model.aux_loss_layers = "each"``), or c, p and V are those of
 all layers together ("together"), as in transformers' ``load_balancing_loss_func``, which leaves out
 the K of f. Then the sums travel through the layers, and through the stages of a pipeline, to the
 head, where the loss is; its gradient comes back the same way, so no layer has to know the others.
 
-Where sequences come in slices (:class:`~moemesh.model.seams.SliceState`), each adds its counts,
-probabilities and squares to those of the slices before it, and the last one has the loss of the
-whole.
+If sequences come in slices (:class:`~moemesh.model.seams.SliceState`), each adds its counts,
+probabilities and squares to those of the previous slices, and the last one has the loss of the
+whole sequences.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def joint_loss(sums_QX: Tensor, config: ModelConfig, context: Context, tokens: T
 def layer_sums(
     routing: Routing, config: ModelConfig, context: Context, layer: int
 ) -> ScopeSums | None:
-    """The sums of one layer over the tokens of whole sequences, without squares where there is no
-    z-loss; None when there is no loss, or before the last slice."""
+    """The sums of one layer over the tokens of whole sequences, without squares if the z-loss is
+    off; None without a loss, or before the last slice."""
     if not config.has_aux_loss:
         return None
     scope_T, probabilities_TE = context.sequence_T, routing.probabilities_TE
@@ -128,7 +128,7 @@ def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Toke
 
 
 def count(experts_TK: Tensor, scope_T: Tensor, num_scopes: int, num_experts: int) -> Tensor:
-    """Choices of each expert in each scope, int64 [Q, E]; -1 is no choice."""
+    """Choices of each expert in each scope, int64 [Q, E]; -1 means none."""
     key_TK = _keys(experts_TK, scope_T, num_experts)
     return count_ids(key_TK.flatten(), num_scopes * num_experts).view(num_scopes, num_experts)
 

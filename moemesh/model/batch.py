@@ -18,10 +18,10 @@ from moemesh.ops.host_copy import upload
 
 
 class Ahead(NamedTuple):
-    """A microbatch as an extra prediction layer sees it, `depth` tokens further (all [B, S]):
-    at position s the token s + depth, which is known, and the one behind it, which is predicted.
-    Of the masks of :class:`Batch`: ``valid_BS`` is False at padding and where the sequence ends
-    before the known token, ``loss_BS`` where there is no token to predict, too."""
+    """A microbatch for an extra prediction layer, `depth` tokens further (all [B, S]): at position
+    s the token s + depth, which is an input, and the next one, which is the target. Masks
+    as in :class:`Batch`: ``valid_BS`` is False at padding and if the sequence ends before the input
+    token, ``loss_BS`` also if the target does not exist."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -43,8 +43,8 @@ class Batch:
     none), in place of the router's choice; the weights still come from the router.
 
     ``documents_BS`` numbers the documents that are packed in a sequence: the numbers of neighbours
-    differ where a document begins. Attention does not cross documents, and rotary positions begin
-    anew in each. None: a sequence is one document.
+    differ at the start of a document. Attention does not cross documents, and rotary positions
+    restart in each. None: a sequence is one document.
 
     A part of longer sequences (:meth:`take`) holds the positions ``runs`` of ``length``, taken from
     ``whole``; documents are those of the whole sequences. ``slices`` holds the state of the slices
@@ -123,14 +123,14 @@ class Batch:
             loss_BS = loss_BS & (_shifted(starts_BS, depth) == starts_BS)
             known_BS = known_BS & (_shifted(starts_BS, depth - 1) == starts_BS)
 
-        def here(x_BS: Tensor) -> Tensor:
+        def local(x_BS: Tensor) -> Tensor:
             return x_BS if self.runs is None else x_BS[:, position_ids(self.runs, device)]
 
         return Ahead(
-            here(_shifted(whole.targets_BS, depth - 1)),
-            here(_shifted(whole.targets_BS, depth)),
-            None if valid_BS is None and depth == 1 else here(known_BS),
-            here(loss_BS),
+            local(_shifted(whole.targets_BS, depth - 1)),
+            local(_shifted(whole.targets_BS, depth)),
+            None if valid_BS is None and depth == 1 else local(known_BS),
+            local(loss_BS),
         )
 
     def slice(self, start: int, stop: int, slices: SliceState) -> Batch:

@@ -9,8 +9,8 @@ H hidden. Dispatchers are siblings that inherit nothing from one another; all pa
 | dispatch | x [T, H], weights [T, K] | the local experts' :class:`ExpertRows` | rows, weights |
 | combine | y [R, H] | unweighted sum per token [T, H] | rows |
 
-dispatch and combine return at once with something :class:`~moemesh.ops.pending.Pending`: a
-dispatcher may have started an exchange that ends when it is waited for. The backward of dispatch is
+dispatch and combine return a :class:`~moemesh.ops.pending.Pending` at once: a dispatcher may have
+started an exchange that ends in its wait. The backward of dispatch is
 a combine and the other way round, with the same plan. Rows of an expert ascend by owner and token.
 Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives run in all cases.
 """
@@ -54,14 +54,14 @@ class DispatchedRows(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """See the table above. The type of a plan is the dispatcher's own business. It defines `plan`,
-    or `plan_chunks` where it can make all plans in one exchange, and one wait."""
+    """See the table above. The type of a plan is private to the dispatcher. It defines `plan`, or
+    `plan_chunks` if it can make all plans in one exchange, with one wait."""
 
     def plan(self, experts_TK: Tensor) -> Any:
         return self.plan_chunks([experts_TK])[0]
 
     def plan_complete(self, experts_TK: Tensor) -> Any:
-        """:meth:`plan` where the caller knows, on the host, that there is no -1."""
+        """:meth:`plan` if the caller knows, on the host, that no entry is -1."""
         return self.plan(experts_TK)
 
     def plan_chunks(self, chunks: Sequence[Tensor], *, is_complete: bool = False) -> list[Any]:
@@ -88,26 +88,26 @@ class LocalPlan(NamedTuple):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are here: sort by expert, compute, sum back. Nothing is sent.
+    """All experts are local: sort by expert, compute, sum back. Nothing is sent.
 
-    The host never waits for an accelerator: pairs without an expert have rows, too, behind all
-    others, which no expert computes and nobody reads.
+    The host never waits for an accelerator: pairs without an expert become padding rows at the end,
+    neither computed nor read.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
     def plan(self, experts_TK: Tensor) -> LocalPlan:
-        found = SortedByExpert(experts_TK, self.num_experts)
+        sorted_ = SortedByExpert(experts_TK, self.num_experts)
         if experts_TK.device.type == "cpu":
-            return LocalPlan(*found.rows(int(found.counts_E.sum())), found.counts_E)
-        return LocalPlan(*found.rows_and_rest(), found.counts_E, experts_TK < 0)
+            return LocalPlan(*sorted_.rows(int(sorted_.counts_E.sum())), sorted_.counts_E)
+        return LocalPlan(*sorted_.rows_and_rest(), sorted_.counts_E, experts_TK < 0)
 
     def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
         if experts_TK.device.type == "cpu":
             return self.plan(experts_TK)
-        found = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
-        return LocalPlan(*found.rows(experts_TK.numel()), found.counts_E)
+        sorted_ = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
+        return LocalPlan(*sorted_.rows(experts_TK.numel()), sorted_.counts_E)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
@@ -143,8 +143,8 @@ class _PickWeights(torch.autograd.Function):
 def pick_own_weights(
     weights_TK: Tensor, tokens: RowMap, slot_R: Tensor, none_TK: Tensor | None
 ) -> Tensor:
-    """:func:`pick_weights` where every pair of a token and a slot has one row at most: its gradient
-    is written to its place, and added to nothing. `none_TK`: pairs whose rows nobody computes."""
+    """:func:`pick_weights` if every pair of a token and a slot has at most one row: its gradient is
+    written, not added. `none_TK`: pairs with padding rows."""
     return _PickWeights.apply(weights_TK, tokens, slot_R, none_TK)
 
 

@@ -25,10 +25,10 @@ class Experts(AdaptedModule):
     Where the width of experts is sharded, every rank has a part of each row's sum: ``down_bias``
     then is the part from channel ``column`` on, which no other rank adds.
 
-    ``max_rows`` bounds memory under any routing: more rows than that are computed in blocks, each
-    once more in the backward instead of kept. Slower, but one rank that gets the rows of all never
-    has more than ``max_rows`` x 2 F numbers of its own beside the rows it was sent. None: no bound.
-    ``recomputes``: so are all rows; of the forward only the rows and their weights are kept.
+    ``max_rows`` bounds memory under any routing: more rows are computed in blocks, each recomputed
+    in the backward instead of kept. This is slower, but a rank that gets the rows of all others
+    never allocates more than ``max_rows`` x 2 F elements besides the rows it received. None:
+    unbounded. ``recomputes``: all rows are recomputed; only the rows and their weights are kept.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class Experts(AdaptedModule):
         self.add_adapters(lora, "gate_up", "down", is_stack=True)
         #: Weight gradients can be left to a :class:`~moemesh.ops.expert_mlp.DeferredProducts`.
         self.can_defer = True
-        #: Experts behind these: those of the layer that do not train where these do.
+        #: Experts after these: those of the layer that do not train if these do.
         self.rest: Experts | None = None
         self.form, self.column = form, 0
         self.max_rows: int | None = None
-        #: Calls with more rows than that, each computed in blocks; whoever reads it sets it back.
+        #: Number of calls with more rows than that, computed in blocks; reset by its reader.
         self.num_bounded = 0
         self.recomputes = False
 
     def forward(self, rows: ExpertRows, deferred: DeferredProducts | None = None) -> Tensor:
-        """Weighted outputs [R, H]; calls of one layer that are given the same `deferred` compute
-        their weight gradients together, at its end."""
-        # Rows with a rest are few: whoever sends them has bounded them.
+        """Weighted outputs [R, H]; calls of one layer with the same `deferred` compute their weight
+        gradients together, at its end."""
+        # Rows with padding are few: their sender has bounded them.
         max_rows = None if rows.map.has_rest else self.max_rows
         if max_rows is not None and rows.map.num_rows > max_rows:
             self.num_bounded += 1
@@ -70,8 +70,7 @@ class Experts(AdaptedModule):
 
     @torch.no_grad()
     def split(self, own: Sequence[int], others: Sequence[int]) -> None:
-        """Keep the experts in the places `own`, in this order; those in `others` go behind them, to
-        `rest`."""
+        """Keep the experts in the places `own`, in this order; move those in `others` to `rest`."""
         rest = Experts.__new__(Experts)
         AdaptedModule.__init__(rest)
         for name, parameter in list(self.named_parameters(recurse=False)):

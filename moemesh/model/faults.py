@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-#: "Nothing is wrong", larger than every code.
+#: Code of a layer without faults, larger than every other code.
 NO_FAULT = 2**63 - 1
 
 
@@ -72,9 +72,9 @@ def check_experts(
         (bad_TK, f"is not one of the experts 0 to {num_experts - 1}, nor -1 (none)"),
         (twice_TK, "is chosen twice"),
     ):
-        found = wrong_TK.nonzero()
-        if len(found):
-            row, slot = found[0].tolist()
+        wrong_pairs = wrong_TK.nonzero()
+        if len(wrong_pairs):
+            row, slot = wrong_pairs[0].tolist()
             token = row if token_ids_T is None else int(token_ids_T[row])
             expert = int(experts_TK[row, slot])
             raise RoutingError(f"{where}, token {token}: expert {expert} {why}")

@@ -1,7 +1,7 @@
 """Norm, dense SwiGLU MLP, embedding and head: the parts without attention or experts.
 
-Low-rank adapters of a block's weights (Hu et al., 2021), too: which parameters there are, and what
-they are called, says :mod:`moemesh.config.lora`.
+Low-rank adapters of a block's weights (Hu et al., 2021), too; :mod:`moemesh.config.lora` defines
+their parameters and names.
 
 Legend: T tokens, H hidden, F MLP width, V vocabulary.
 """

@@ -81,8 +81,8 @@ class PlainExchange:
 
 
 def computes_directly(moe: MoE, routing: Routing, context: Context) -> bool:
-    """Whether experts of a few tokens of generated text are computed where they lie, and nothing is
-    sorted or sent: all are here, on a CPU, and rows so few that they hardly share any."""
+    """Whether experts of a few tokens of generated text are computed in place, without sorting or
+    sending: all are local, on a CPU, and the rows are so few that they hardly share experts."""
     return (
         not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
         and isinstance(moe.dispatcher, LocalDispatcher)
@@ -93,7 +93,7 @@ def computes_directly(moe: MoE, routing: Routing, context: Context) -> bool:
     )
 
 
-#: Made once a forward.
+#: Factory of exchanges, called once a forward.
 Runner: TypeAlias = Callable[[Dispatcher, Flow], ExpertExchange]
 #: (gates [T, K], experts [T, K]) of a forward.
 Observer: TypeAlias = Callable[[Tensor, Tensor], None]
@@ -117,7 +117,7 @@ class MoE(nn.Module):
         )
         width = config.shared_width
         self.shared = MLP(config.hidden_size, width, form, config.lora) if width else None
-        #: Of the shared experts' output.
+        #: Gate weight of the shared experts' output, [1, H]; None without one.
         self.shared_gate = (
             nn.Parameter(torch.empty(1, config.hidden_size)) if config.shared_gate else None
         )
@@ -148,7 +148,7 @@ class MoE(nn.Module):
         return MoEOutput(y_TH, aux, counts_E, routing.num_dropped, routing.fault)
 
     def apply_experts(self, x_TH: Tensor, routing: Routing, context: Context) -> Tensor:
-        """The layer behind its router: dispatch, compute, combine."""
+        """The layer after its router: dispatch, compute, combine."""
         config, experts_TK = self.config, routing.experts_TK
         if self.place_E is not None:
             # From logical ids, which the router and its losses know, to the dispatcher's.
@@ -159,7 +159,7 @@ class MoE(nn.Module):
         if not (is_direct := computes_directly(self, routing, context)):
             rows = exchange.dispatch(*given, is_complete=routing.is_complete)
         shared_TH = None
-        if self.shared is not None:  # while rows are under way
+        if self.shared is not None:  # while rows are in flight
             shared_TH = self.shared(x_TH, context.num_tokens)
             if self.shared_gate is not None:
                 shared_TH = linear(x_TH, self.shared_gate).sigmoid() * shared_TH

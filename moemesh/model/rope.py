@@ -95,7 +95,7 @@ class _Rotation(torch.autograd.Function):
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:
     if x.device.type != "cpu":
-        # For one position, that of a token being generated, torch would compile once more.
+        # A single position, that of a token being generated, would need a compilation of its own.
         is_compiled = len(x) and x.shape[1] > 1
         function = fusion.compiled(_rotated) if is_compiled else _rotated
         return function(x, cosine, sine, interleaved, backwards)

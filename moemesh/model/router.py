@@ -32,7 +32,7 @@ class WholeSequences:
     def __init__(self, context: Context, tokens: Tokens) -> None:
         self._context, self._tokens = context, tokens
         ids_T = context.token_ids_T
-        # One exchange for both: the complement of an id says that it is padding.
+        # One exchange for both: the complement of an id marks padding.
         key_T = ids_T if context.valid_T is None else torch.where(context.valid_T, ids_T, ~ids_T)
         key_N = self._gather(key_T)
         self._order_N = torch.argsort(torch.where(key_N < 0, ~key_N, key_N))
@@ -62,8 +62,8 @@ class WholeSequences:
 #: Rounds of Sinkhorn's algorithm; always all of them, so that no rank stops before another.
 SINKHORN_ROUNDS = 8
 
-#: So many are sorted in less time than the calls take that make keys of them (8 and 35
-#: microseconds of 128, 40 and 39 of 2,048; one thread).
+#: Below this size sorting directly beats building sort keys (8 and 35 microseconds for 128, 40 and
+#: 39 for 2,048; one thread).
 FEW_SCORES = 1024
 
 
@@ -205,7 +205,7 @@ JITTER_STREAM = 3
 class Routing(NamedTuple):
     """The experts of each token: made once per layer and microbatch, then only read.
 
-    ``weights_TK`` fp32 with gradient, 0 where there is no expert; ``experts_TK`` int64 logical ids,
+    ``weights_TK`` fp32 with gradient, 0 without an expert; ``experts_TK`` int64 logical ids,
     -1 = none; ``probabilities_TE`` fp32, rows summing to 1 (0 for padding), for balance losses;
     ``logits_TE`` fp32; ``preferred_TK`` the plain top-k of the scores, without bias, groups,
     balancing or capacity: what the balance loss counts (DeepSeek-V3, arXiv:2412.19437, eq. 18);
@@ -267,7 +267,7 @@ class Router(nn.Module):
         bias_E, flow = self.selection_bias, context.flow
         routing = route(logits_TE, config, bias_E, context.valid_T, chosen_TK, flow)
         by_tokens = config.router_selection != "expert_choice" or not context.training
-        # In generated text a token does not wait for those behind it, with which it would compete.
+        # A generated token must not compete with later tokens, which do not exist yet.
         is_whole = context.training or context.slices is NO_SLICES
         if config.capacity_factor and by_tokens and is_whole and given_TK is None:
             routing = limit_to_capacity(routing, config, context, tokens or Tokens())
@@ -349,7 +349,7 @@ def route(
 
     Equal scores go to the lowest id, on every backend: `torch.topk` promises no order of ties. The
     indices are the truth: a chosen expert stays chosen when its weight underflows to 0, and when
-    the forward is computed again.
+    the forward is recomputed.
     """
     gates_TE = score(logits_TE, config)
     scores_TE = gates_TE if config.router_when == "before" else logits_TE

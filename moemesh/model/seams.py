@@ -161,19 +161,19 @@ class Memory:
 
 class WeightGate:
     """The presence of a unit's weights; units are those of :mod:`moemesh.sharding.buckets`
-    ("embedding", "layers.3", "head"), and what reads the weights stands between two calls."""
+    ("embedding", "layers.3", "head"). The code that reads the weights is between two calls."""
 
     def fetch(self, unit: str) -> None:
         """The weights of `unit` are about to be read."""
 
     def enter(self, unit: str, x: Tensor) -> Tensor:
-        """As :meth:`fetch`. In the backward they have been read when it reaches this `x`, the input
-        of the unit."""
+        """Same as :meth:`fetch`. In the backward the weights have been read when it reaches this
+        `x`, the input of the unit."""
         return x
 
-    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
-        """The weights have been read. In the backward they are about to be read again, unless not
-        `read_again`, when it reaches this `x`, the output of the unit."""
+    def leave(self, unit: str, x: Tensor, *, read_in_backward: bool = True) -> Tensor:
+        """The weights have been read. The backward will read them (if `read_in_backward`) when it
+        reaches this `x`, the output of the unit."""
         return x
 
 
@@ -189,20 +189,20 @@ class Flow:
     def unread(
         self, send: Callable[[Tensor, Any], Pending[Tensor]], y_RH: Tensor, plan: Any, rows: int
     ) -> Pending[Tensor]:
-        """``send(y, plan)``, as many `rows` [rows, H], of which no backward reads anything: a
+        """``send(y, plan)`` of `rows` rows [rows, H], whose result no backward reads: a
         recomputation does not send."""
         return send(y_RH, plan)
 
     def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        """``send(...)``, to be waited for behind the next pause."""
+        """Start ``send(...)``; its result is waited for after the next pause."""
         return send(*args, **kwargs)
 
     def cut(self, x: Tensor) -> Tensor:
-        """`x`, for use behind the next pause."""
+        """`x`, for use after the next pause."""
         return x
 
     def pause(self) -> None:
-        """Exchanges are under way: something else may run now."""
+        """Exchanges are in flight: other work may run now."""
 
 
 #: Sequences are whole.

@@ -27,8 +27,8 @@ from moemesh.model.seams import (
     Vocabulary,
     WeightGate,
 )
+from moemesh.monitor.progress import at_layer
 from moemesh.ops.linear import linear
-from moemesh.watch.progress_words import at_layer
 
 
 class Layer(nn.Module):
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        #: Of what a block adds to the residual stream.
+        #: Factor of a block's output before it is added to the residual stream.
         self.multiplier = config.residual_multiplier
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = build_attention(config, index)
@@ -60,7 +60,7 @@ class Layer(nn.Module):
         return y_TH if self.multiplier == 1.0 else y_TH * self.multiplier
 
 
-# Multi-token prediction: extra layers behind the last, each of which looks one token further.
+# Multi-token prediction: extra layers after the last, each of which predicts one token further.
 #
 # DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.2. Module k reads at
 # position s the stream of module k - 1 (of the model's last layer, for k = 1) and the embedding
@@ -73,8 +73,8 @@ class Layer(nn.Module):
 
 
 class PredictionLayer(Layer):
-    """A layer with what is in front of it: ``projection`` [H, 2 H] and two norms. The norm behind
-    it stands beside the head (:mod:`moemesh.model.transformer`)."""
+    """A layer with its input projection: ``projection`` [H, 2 H] and two norms. The norm after the
+    layer belongs to the head (:mod:`moemesh.model.transformer`)."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__(config, index)
@@ -107,12 +107,12 @@ class ModelPart(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Results of a forward of a part. ``x_TH``: the residual stream behind its last layer, None
-    behind the head; ``losses_T``: negative log-likelihood (nats) of all tokens of the microbatch,
+    """Results of a forward of a part. ``x_TH``: the residual stream after its last layer, None
+    after the head; ``losses_T``: negative log-likelihood (nats) of all tokens of the microbatch,
     None before the head; ``aux``: this rank's part of the auxiliary losses, summed over the part's
     layers and scopes; ``sums``: where all layers have one loss, the sums for it of the layers so
-    far (:func:`moemesh.model.balance_loss.auxiliary_sums`), None behind the head, where its loss
-    is; of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
+    far (:func:`moemesh.model.balance_loss.auxiliary_sums`), None after the head, where its loss is
+    computed; counts of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
     each expert, ``dropped_L`` choices that found their expert full, ``fault_L`` the first fault
     (:mod:`moemesh.model.faults`); ``moe_layers`` the numbers of those layers; ``ahead_losses`` as
     ``losses_T``, of each extra prediction layer."""
@@ -129,7 +129,7 @@ class Output(NamedTuple):
 
     @property
     def for_next(self) -> list[Tensor]:
-        """The tensors that the next part takes; empty behind the head."""
+        """The tensors that the next part takes; empty after the head."""
         return [x for x in (self.x_TH, self.sums) if x is not None]
 
 
@@ -161,7 +161,7 @@ class Transformer(nn.Module):
                 | {str(index): PredictionLayer(config, index) for index in ahead}
             )
             self.norm = RMSNorm(config.hidden_size, config.norm_eps) if predicts else None
-            #: In front of the head, behind each extra prediction layer.
+            #: Norms between each extra prediction layer and the head.
             self.ahead_norms = nn.ModuleDict(
                 {str(index): RMSNorm(config.hidden_size, config.norm_eps) for index in ahead}
             )
@@ -227,7 +227,7 @@ class Transformer(nn.Module):
         assert self.embedding is not None
         self.weights.fetch("embedding")
         x_TH = self.vocabulary.embed(tokens_BS.flatten(), self.embedding.weight)
-        x_TH = self.weights.leave("embedding", x_TH, read_again=False)
+        x_TH = self.weights.leave("embedding", x_TH, read_in_backward=False)
         multiplier = self.config.embedding_multiplier
         return x_TH if multiplier == 1.0 else x_TH * multiplier
 
@@ -253,7 +253,7 @@ class Transformer(nn.Module):
         return self.weights.leave("head", logits_TV)
 
     def stream(self, batch: Batch) -> Tensor:
-        """The residual stream behind the last layer [T, H], of a model in one part."""
+        """The residual stream after the last layer [T, H], of a model in one part."""
         return self(batch, whole(self.config)._replace(last=False)).x_TH
 
     def _before_head(self, x_TH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -268,7 +268,7 @@ class Transformer(nn.Module):
         self, batch: Batch, x_TH: Tensor, context: Context, loads: Loads
     ) -> tuple[Tensor, ...]:
         """The losses of every extra prediction layer, each on the stream of the one before."""
-        found: list[Tensor] = []
+        losses: list[Tensor] = []
         for depth, index in enumerate(self.config.mtp_layers, start=1):
             ahead, norm = batch.ahead(depth), self.ahead_norms[str(index)]
             assert isinstance(norm, RMSNorm)
@@ -280,8 +280,8 @@ class Transformer(nn.Module):
             x_TH = loads.run(self, index, x_TH, context, known_TH)
             losses_T = self.losses(x_TH, norm, ahead.targets_BS)
             is_last = depth == self.config.num_mtp_layers
-            found.append(losses_T if is_last else context.flow.cut(losses_T))
-        return tuple(found)
+            losses.append(losses_T if is_last else context.flow.cut(losses_T))
+        return tuple(losses)
 
     def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
         """The parameters of this part of the model."""
@@ -362,8 +362,8 @@ class Loads:
         context: Context,
         known_TH: Tensor | None = None,
     ) -> Tensor:
-        """The stream behind layer `index` of `model`; `known_TH`: embeddings of the tokens that an
-        extra prediction layer knows."""
+        """The stream after layer `index` of `model`; `known_TH`: embeddings of the input tokens of
+        an extra prediction layer."""
         at_layer(index)
         layer, unit = model.layers[str(index)], f"layers.{index}"
         x_TH = model.weights.enter(unit, model.begin_graph(unit, x_TH))

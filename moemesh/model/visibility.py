@@ -2,7 +2,7 @@
 
 Legend: B sequences, L positions of a whole sequence, S queries held here, E keys of a tile.
 
-A query at position p sees the keys at the positions ``lowest .. p``: all before it, none behind it;
+A query at position p sees the keys at the positions ``lowest .. p``: earlier ones and its own;
 ``lowest`` is the start of its document, or of its window, whichever is later. Queries and keys are
 contiguous runs of positions, any number of them, in any order: a whole sequence, a slice of it, or
 the chunks that a context-parallel rank holds.
@@ -42,8 +42,8 @@ class Visibility:
 
     @property
     def by_the_last(self) -> slice | None:
-        """The keys that a lone query behind all of them sees, as places among those held here; None
-        where there are more queries, or documents."""
+        """The keys that a lone query after all of them sees, as places among the local keys; None
+        for several queries, or with documents."""
         if len(self.queries) != 1 or len(self.queries[0]) != 1 or self.starts_BL is not None:
             return None
         stop = self.queries[0].stop
@@ -53,7 +53,7 @@ class Visibility:
 
     @property
     def is_triangle(self) -> bool:
-        """Whether nothing but the order of positions bounds what is seen."""
+        """Whether only the order of positions bounds the visible keys."""
         longest = max((run.stop for run in self.queries), default=0)
         return self.starts_BL is None and (self.window is None or self.window >= longest)
 
@@ -67,10 +67,10 @@ class Visibility:
         return self._with_starts(replace(self, queries=queries, keys=keys))
 
     def within(self, window: int) -> Visibility:
-        """The same, and no query sees more than the last `window` positions."""
-        found = self._with_starts(replace(self, window=window))
-        found.__dict__["_documents"] = self._documents  # all layers share them
-        return found
+        """The same rules with a window of at most `window` positions."""
+        narrowed = self._with_starts(replace(self, window=window))
+        narrowed.__dict__["_documents"] = self._documents  # all layers share them
+        return narrowed
 
     @cached_property
     def _documents(self) -> dict[tuple[int, torch.device], Documents]:

@@ -127,7 +127,7 @@ def rms_norm(part, parts, x, weight, epsilon, y):
     """x [B, H] over the root of its mean square, times the weight [H]."""
     size = x.shape[1]
     for row in _share(part, parts, x.shape[0]):
-        numbers, found = x[row], y[row]
+        numbers, result = x[row], y[row]
         squares = np.float32(0.0)
         for column in range(size):
             number = _number(numbers[column])
@@ -135,7 +135,7 @@ def rms_norm(part, parts, x, weight, epsilon, y):
         root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
         for column in range(size):
             scale = _number(weight[column])
-            _store(found, column, _number(numbers[column]) * root * scale)
+            _store(result, column, _number(numbers[column]) * root * scale)
 
 
 @_compiled
@@ -144,7 +144,7 @@ def rms_norm_backward(part, parts, grad, x, weight, epsilon, grad_x, grad_weight
     size = x.shape[1]
     grad_weight = grad_weights[part]
     for row in _share(part, parts, x.shape[0]):
-        given, numbers, found = grad[row], x[row], grad_x[row]
+        given, numbers, result = grad[row], x[row], grad_x[row]
         squares, product = np.float32(0.0), np.float32(0.0)
         for column in range(size):
             number = _number(numbers[column])
@@ -155,7 +155,7 @@ def rms_norm_backward(part, parts, grad, x, weight, epsilon, grad_x, grad_weight
         for column in range(size):
             number, grad_y = _number(numbers[column]), _number(given[column])
             scale = _number(weight[column])
-            _store(found, column, root * grad_y * scale - along * number)
+            _store(result, column, root * grad_y * scale - along * number)
             grad_weight[column] += np.float64(grad_y * number * root)
 
 
@@ -171,20 +171,20 @@ def rotate(part, parts, x, cosine, sine, pairs_lie_together, sign, y):
         row = position % cosine.shape[0]
         cosines, sines = cosine[row], sine[row]
         for head in range(num_heads):
-            numbers, found = x[position, head], y[position, head]
+            numbers, result = x[position, head], y[position, head]
             if pairs_lie_together:
                 for pair in range(half):
                     first, second = 2 * pair, 2 * pair + 1
                     one, other = _number(numbers[first]), _number(numbers[second])
                     across, along = sign * _number(sines[second]), _number(cosines[first])
-                    _store(found, first, one * along - other * across)
-                    _store(found, second, other * along + one * across)
+                    _store(result, first, one * along - other * across)
+                    _store(result, second, other * along + one * across)
             else:
                 for first in range(half):
                     second = first + half
                     one, other = _number(numbers[first]), _number(numbers[second])
                     across, along = sign * _number(sines[second]), _number(cosines[first])
-                    _store(found, first, one * along - other * across)
-                    _store(found, second, other * along + one * across)
+                    _store(result, first, one * along - other * across)
+                    _store(result, second, other * along + one * across)
             for channel in range(rotated, size):
-                found[channel] = numbers[channel]
+                result[channel] = numbers[channel]

@@ -194,10 +194,10 @@ class _ExactExperts(torch.autograd.Function):
             )
 
         needed = ctx.needs_input_grad[-len(tensors) :]
-        found = [gradient(*one) for one in zip(needed, ctx.leaves, factors, strict=True)]
+        weight_gradients = [gradient(*one) for one in zip(needed, ctx.leaves, factors, strict=True)]
         grad_x_RH = rows.unpad(grad_x_QH)
         grad_weights_R = rows.unpad(grad_weights_Q).to(weights_R.dtype)
-        return grad_x_RH, grad_weights_R, None, None, None, *found
+        return grad_x_RH, grad_weights_R, None, None, None, *weight_gradients
 
 
 def _gate_and_up(

@@ -80,8 +80,8 @@ def expert_mlp_loop(
         y = product @ experts.down[expert].t()
         y = add_products_loop(experts.of_down, product, y, experts.scale, expert)
         if experts.down_bias is not None:
-            here = experts.down_bias[expert]
-            y = y + F.pad(here, (experts.column, y.shape[1] - experts.column - len(here)))
+            bias = experts.down_bias[expert]
+            y = y + F.pad(bias, (experts.column, y.shape[1] - experts.column - len(bias)))
         outputs.append(y * weights_R[start : start + count, None].to(x.dtype))
         start += count
     return torch.cat(outputs)
@@ -126,8 +126,8 @@ class _Anchor(torch.autograd.Function):
             return (None,) * (1 + ctx.num_weights)
         by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
         ctx.calls.clear()
-        found = list(map(WeightGradient.compute_sum, by_weight))
-        return None, *found, *(None for _ in range(ctx.num_weights - len(found)))
+        sums = list(map(WeightGradient.compute_sum, by_weight))
+        return None, *sums, *(None for _ in range(ctx.num_weights - len(sums)))
 
 
 class _ExpertMLP(torch.autograd.Function):

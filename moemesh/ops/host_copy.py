@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moemesh.watch import progress_words
+from moemesh.monitor import progress
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
@@ -50,9 +50,9 @@ class HostCopy:
     def tensor(self) -> Tensor:
         """The copy, on the CPU; waits for it."""
         if self._event is not None:
-            progress_words.waiting_for_device()
+            progress.waiting_for_device()
             self._event.synchronize()
-            progress_words.left()
+            progress.left()
             self._event = None
         return self._tensor
 

@@ -84,8 +84,8 @@ def packed_backward(
     # No dropout: the kernel reads no seed.
     none = query_BNSD.new_zeros(2, dtype=torch.uint64)
     rules, options = _rules(within, window, scale)
-    found = _BACKWARD(*inputs, lse_NT, *rules, none, none[:0], **options)
-    query, key, value = (_by_head(x, batch) for x in found)
+    gradients = _BACKWARD(*inputs, lse_NT, *rules, none, none[:0], **options)
+    query, key, value = (_by_head(x, batch) for x in gradients)
     return Gradients(query, key, value[..., :value_size])
 
 

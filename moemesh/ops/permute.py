@@ -189,9 +189,9 @@ def group_by_expert(
     rows per expert (int64 [num_experts]). One stable sort gives all three. The host waits for the
     number of rows.
     """
-    found = SortedByExpert(experts_TK, num_experts, owner_T, num_owners)
-    rows, flat_R = found.rows(int(found.counts_E.sum()))
-    return rows, flat_R, found.counts_E
+    sorted_ = SortedByExpert(experts_TK, num_experts, owner_T, num_owners)
+    rows, flat_R = sorted_.rows(int(sorted_.counts_E.sum()))
+    return rows, flat_R, sorted_.counts_E
 
 
 def at_least_one_row(rows: Tensor, value: int = 0) -> Tensor:

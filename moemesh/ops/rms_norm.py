@@ -38,9 +38,9 @@ class _RMSNorm(torch.autograd.Function):
         x, weight_H = ctx.saved_tensors
         size, grad_x = len(weight_H), torch.empty_like(x)
         totals_PH = torch.zeros(num_parts(), size, dtype=torch.float64)
-        given, numbers, found = (one.view(-1, size) for one in (grad.contiguous(), x, grad_x))
+        given, numbers, result = (one.view(-1, size) for one in (grad.contiguous(), x, grad_x))
         scales, least = _copied(weight_H), np.float32(ctx.epsilon)
-        run_in_one_pass("rms_norm_backward", given, numbers, scales, least, found, totals_PH)
+        run_in_one_pass("rms_norm_backward", given, numbers, scales, least, result, totals_PH)
         return grad_x, totals_PH.sum(0).to(weight_H.dtype), None
 
 

@@ -100,9 +100,9 @@ class SavedForBackward:
         if not size or address in self._ignored:
             return
         if not self._uses[address]:
-            found = self._running[-1] if kind is None else kind
-            self._kind_of[address] = found
-            self._alive[found] += size
+            kind_now = self._running[-1] if kind is None else kind
+            self._kind_of[address] = kind_now
+            self._alive[kind_now] += size
             self._alive_bytes += size
             self.total_bytes += size
             if self._alive_bytes > self.peak_bytes:

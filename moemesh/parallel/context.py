@@ -59,7 +59,7 @@ def in_position_order(x_L: Tensor, ranks: int) -> Tensor:
 
 # Keys and values gathered: every rank attends with its own queries to all of them.
 #
-# Nothing of the other ranks is kept: the backward gathers again, then scatters the gradients.
+# No data of other ranks is kept: the backward repeats the gather, then scatters the gradients.
 
 
 class SpreadKeyValues(KeyValues):
@@ -108,9 +108,9 @@ class _GatheredAttention(torch.autograd.Function):
         query_BNSD, key_BMCD, value_BMCD, sinks_N, *saved = ctx.saved_tensors
         whole, visible = Partial(*saved), ctx.visible
         pair = _gather(key_BMCD, value_BMCD, visible.length, ctx.axis, "backward")
-        found = gradients_of(gradient_BNSD, whole, query_BNSD, *pair, visible, scale=ctx.scale)
+        gradients = gradients_of(gradient_BNSD, whole, query_BNSD, *pair, visible, scale=ctx.scale)
         # Gradients of all keys and values -> their sums over the ranks, of the own ones.
-        all_BMCD = torch.cat([found.key_BMCD, found.value_BMCD], dim=3).to(key_BMCD.dtype)
+        all_BMCD = torch.cat([gradients.key_BMCD, gradients.value_BMCD], dim=3).to(key_BMCD.dtype)
         rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), ctx.axis.size)
         num_sequences, _, num_own, width = key_BMCD.shape
         sizes = [size * num_sequences for size in context_sizes(visible.length, ctx.axis.size)]
@@ -120,7 +120,15 @@ class _GatheredAttention(torch.autograd.Function):
         own_BMCD = own.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
         by_key, by_value = own_BMCD.split([width, rows_CBMD.shape[3] - width], dim=3)
         by_sinks = sink_gradient(gradient_BNSD, whole, sinks_N)
-        return found.query_BNSD.to(query_BNSD.dtype), by_key, by_value, by_sinks, None, None, None
+        return (
+            gradients.query_BNSD.to(query_BNSD.dtype),
+            by_key,
+            by_value,
+            by_sinks,
+            None,
+            None,
+            None,
+        )
 
 
 def _gather(
@@ -129,7 +137,7 @@ def _gather(
     """Keys and values of all positions, in their order."""
     own_CBMD = torch.cat([key_BMCD, value_BMCD], dim=3).permute(2, 0, 1, 3)
     num_sequences = len(key_BMCD)
-    # A row is a token: there may be none, but none is empty.
+    # A row is a token: the number of rows may be 0, their width is not.
     sizes = [size * num_sequences for size in context_sizes(length, axis.size)]
     rows = transfers.all_gather(
         own_CBMD.flatten(0, 1), axis, sizes, phase=phase, caller="context.keys"
@@ -140,7 +148,7 @@ def _gather(
     return key_BMCD, value_BMCD
 
 
-# Heads for positions: every rank attends with some heads to whole sequences.
+# Heads for positions: every rank computes some heads over whole sequences.
 #
 # Jacobs et al., "DeepSpeed Ulysses", 2023 (arXiv:2309.14509). Where the query heads of several
 # ranks read one key/value head, it goes to each of them: its gradient is the sum of theirs.
@@ -241,17 +249,17 @@ class HeadShards(KeyValues):
 # Ring attention: keys and values travel once round the ranks while these compute.
 #
 # Liu et al., "Ring Attention with Blockwise Transformers", 2023 (arXiv:2310.01889). In the backward
-# a block collects its gradient on its way: it leaves the rank behind its owner with that rank's
-# part, and the last rank hands it to the owner. Sums are at least fp32. A message is under way
-# while the block before it is computed. Ranks skip the queries that see nothing of a block.
+# a block collects its gradient while it travels: the first rank after its owner sends it with its
+# part, and the last rank returns it to the owner. Sums are at least fp32. A message is in flight
+# while the previous block is computed. Ranks skip the queries that see nothing of a block.
 
 
-#: Messages of blocks and of their gradients meet on the same pairs of ranks.
+#: Tags: messages of blocks and of their gradients share pairs of ranks.
 _KEYS_TAG, _GRADIENTS_TAG = 1, 2
 
 
 class _Ring:
-    """The messages of one attention: who holds which positions, and how large the blocks are."""
+    """The messages of one attention: positions of each rank, and sizes of the blocks."""
 
     def __init__(
         self, axis: Axis, visible: Visibility, key_BMCD: Tensor, value_BMCD: Tensor
@@ -262,14 +270,14 @@ class _Ring:
         self.sizes = context_sizes(visible.length, axis.size)
 
     def source(self, step: int) -> int:
-        """The rank whose block is here at `step`."""
+        """The rank whose block is local at `step`."""
         return (self.axis.index - step) % self.axis.size
 
     def blocks(
         self, key_BMCD: Tensor, value_BMCD: Tensor, phase: str
     ) -> Iterator[tuple[Tensor, Tensor, Visibility]]:
-        """Keys, values and what the queries see of them, block after block, the own one first;
-        the next one is under way meanwhile."""
+        """Keys, values and their visibility for the queries, block after block, the local one
+        first; the next one is in flight meanwhile."""
         block = self.pack(key_BMCD, value_BMCD)
         for step in range(self.axis.size):
             following, works = block, []
@@ -296,8 +304,8 @@ class _Ring:
     def send_on(
         self, block: Tensor, step: int, *, phase: str, caller: str, tag: int
     ) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send `block`, which is here at `step`, to the next rank, and to receive what
-        comes then; keep both until all works have been waited for."""
+        """Start to send `block`, the one of `step`, to the next rank, and to receive the next one;
+        keep both until all works have been waited for."""
         axis = self.axis
         rows = self.num_sequences * self.num_heads * self.sizes[self.source(step + 1)]
         into = block.new_empty(rows * (self.key_size + self.value_size))
@@ -319,12 +327,12 @@ class _RingAttention(torch.autograd.Function):
         axis: Axis,
     ) -> Tensor:
         ring = _Ring(axis, visible, key_BMCD, value_BMCD)
-        found = nothing_seen(query_BNSD, ring.value_size)
+        partial = nothing_seen(query_BNSD, ring.value_size)
         for block in ring.blocks(key_BMCD, value_BMCD, "forward"):
-            found = merge(found, attend_to(query_BNSD, *block, scale=scale))
+            partial = merge(partial, attend_to(query_BNSD, *block, scale=scale))
             del block  # before the next one is received
         ctx.scale, ctx.ring = scale, ring
-        return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, found).y_BNSD
+        return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, partial).y_BNSD
 
     @staticmethod
     @once_differentiable
@@ -333,24 +341,24 @@ class _RingAttention(torch.autograd.Function):
         whole, ring = Partial(*saved), ctx.ring
         by_query = torch.zeros_like(query_BNSD, dtype=wide(query_BNSD.dtype))
         own = collected = query_BNSD
-        on_the_way: list[dist.Work] = []
+        pending: list[dist.Work] = []
         for step, block in enumerate(ring.blocks(key_BMCD, value_BMCD, "backward")):
-            found = gradients_of(gradient_BNSD, whole, query_BNSD, *block, scale=ctx.scale)
+            gradients = gradients_of(gradient_BNSD, whole, query_BNSD, *block, scale=ctx.scale)
             del block
-            by_query += found.query_BNSD
-            gradient = ring.pack(found.key_BMCD, found.value_BMCD)
+            by_query += gradients.query_BNSD
+            gradient = ring.pack(gradients.key_BMCD, gradients.value_BMCD)
             if step == 0:
                 own = gradient
             else:
-                # What the ranks before have collected for this block has arrived meanwhile.
-                for work in on_the_way:
+                # The gradients that earlier ranks have collected for this block have arrived.
+                for work in pending:
                     work.wait()
                 collected = gradient if step == 1 else gradient.add_(collected)
                 sent = collected
-                collected, on_the_way = ring.send_on(
+                collected, pending = ring.send_on(
                     sent, step, phase="backward", caller="context.gradients", tag=_GRADIENTS_TAG
                 )
-        for work in on_the_way:
+        for work in pending:
             work.wait()
         if ring.axis.size > 1:
             own += collected
@@ -366,7 +374,7 @@ class _RingAttention(torch.autograd.Function):
         )
 
 
-#: `plan.context` -> how queries reach the keys of positions that other ranks hold.
+#: `plan.context` -> attention over positions of other ranks.
 CONTEXTS: dict[str, Callable[[Axis], KeyValues]] = {
     "ring": partial(SpreadKeyValues, _RingAttention),
     "all_gather": partial(SpreadKeyValues, _GatheredAttention),

@@ -58,9 +58,9 @@ def gradient_squares(
     *,
     axis: str | None = None,
 ) -> Tensor:
-    """The float64 vector of :func:`gradient_norm`, summed over `axis` (None: this rank's addend);
-    the host has waited for nothing. The norm is not finite, either, if any of `others` on any rank
-    (its losses, say) is not: ranks agree on both in one sum."""
+    """The float64 vector of :func:`gradient_norm`, summed over `axis` (None: this rank's addend),
+    without a wait of the host. The norm is non-finite, too, if any of `others` on any rank (its
+    losses, for example) is: ranks agree on both in one sum."""
     sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
     # The sums stay where the gradients are: no rank waits for its device, tensor by tensor.
     places: list[int] = []
@@ -83,7 +83,7 @@ def gradient_squares(
     if pieces:
         squares[constant(places, mesh.device)] = sums_of_squares(pieces)
     if others is not None and len(squares):
-        # Nothing is added for numbers that are finite: 0 x is 0, 0 NaN and 0 infinity are NaN.
+        # Finite numbers add nothing: 0 x is 0, 0 NaN and 0 infinity are NaN.
         squares[:1] += (0.0 * others.double()).sum()
     if axis is not None:
         all_reduce_(squares, mesh[axis], caller="gradient_norm", phase="optimizer")
@@ -96,13 +96,13 @@ def sums_of_squares(pieces: list[Tensor]) -> Tensor:
         # Single rows in one kernel, where these would be three for each.
         single = [piece for piece in pieces if len(piece) == 1]
         norms = iter(torch._foreach_norm(single, 2.0, dtype=torch.float64) if single else ())
-        found = [
+        norms_of_pieces = [
             next(norms).view(1)
             if len(piece) == 1
             else torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64)
             for piece in pieces
         ]
-        return torch.cat(found).square()
+        return torch.cat(norms_of_pieces).square()
     # A copy of a piece in float64 would cost more than the rest of its update. The norms of spans
     # are short sums of the piece's own dtype; what is added over spans is added in float64.
     norms_of_spans: list[Tensor] = []

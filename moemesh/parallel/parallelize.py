@@ -46,13 +46,13 @@ from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
 from moemesh.sharding.parameters import first_stage, first_unit, places, units_without_backward
 
-# Chosen experts: where some of a layer train and others do not, they are stacks of their own.
+# Chosen experts: in a layer where only some experts train, the others are stacks of their own.
 #
 # Legend: E experts of a layer, P ranks of ep.
 #
-# Every rank of ep puts its chosen experts first, in ``experts.gate_up`` and so on, the others
-# behind them in ``experts.rest``. How many are chosen may differ from rank to rank, and be none.
-# The router, losses, loads and checkpoints name experts by logical id, as where experts migrate
+# Every rank of ep puts its chosen experts first, in ``experts.gate_up`` and so on, the others after
+# them in ``experts.rest``. The number of chosen ones may differ from rank to rank, and be 0.
+# The router, losses, loads and checkpoints name experts by logical id, as with migrated experts
 # (:mod:`moemesh.parallel.expert.homes`): ids become places right before the dispatcher.
 
 
@@ -63,8 +63,8 @@ def split_experts(
     tuning: Tuning,
     mesh: Mesh,
 ) -> None:
-    """Split the stacks of every layer of which some experts train: the parameters held here, and
-    the placements of all ranks. All weights have their values."""
+    """Split the stacks of every layer of which some experts train: the local parameters, and the
+    placements of all ranks. All weights have their values."""
     whole = list(placements.values())
     placements.clear()
     for module, stacks in groupby(whole, key=lambda where: where.name.rpartition(".")[0]):
@@ -106,8 +106,8 @@ def split_experts(
 class RankModel:
     """The model of one rank: its stages with their seams set, the placements of the parameters of
     all ranks, the reducer of its gradients, the executor of its schedule, `notes` on decisions for
-    the log, whether experts have replicas on any rank, and the `homes` of experts that have
-    migrated, and what trains (`tuning`)."""
+    the log, whether experts have replicas on any rank, the `homes` of migrated experts, and the
+    trained parameters (`tuning`)."""
 
     model: Transformer
     mesh: Mesh
@@ -144,11 +144,11 @@ def parallelize(
 ) -> RankModel:
     """Build this rank's part of the model; on a mesh of one rank that is the plain model.
 
-    `tokens_per_rank` (see :meth:`Plan.tokens_per_rank`) sizes what is sized before the routing is
-    known: the bound on expert memory, low-latency buffers, the choice of a dispatcher. `schedule`
-    None makes that of the plan. `tuning` tells which parameters train: others have no gradient and
-    no state, and the backward ends where nothing before trains. Raises ValueError when it cannot be
-    made, with the numbers.
+    `tokens_per_rank` (see :meth:`Plan.tokens_per_rank`) determines sizes that do not depend on the
+    routing: the bound on expert memory, low-latency buffers, the choice of a dispatcher. `schedule`
+    None: that of the plan. `tuning`: the parameters that train; others have no gradient and no
+    state, and the backward ends where no earlier parameter trains. Raises ValueError, with the
+    numbers, if the model cannot be made.
     """
     schedule = schedule or build_step(plan, config)
     if plan.data == "zero3" and schedule.split_backwards:
@@ -234,8 +234,8 @@ def fill(
     seed: int,
     dtype: torch.dtype,
 ) -> None:
-    """Memory and initial values of what this rank holds. The weights of a model of transformers
-    always come from a folder or a checkpoint: they are zero until then."""
+    """Allocate and initialize the local parameters. The weights of a model of transformers always
+    come from a folder or a checkpoint: they are zero until then."""
 
     held = {name for name, _ in model.named_parameters()}
 

@@ -10,11 +10,11 @@ From that one rule everything follows (no averaging, no factor):
 | latents up to heads (MLA), row-parallel W_o | dense | tp | dp_cp |
 | dense and shared MLP, vocabulary rows | dense | tp | dp_cp |
 | other norms, router, output bias | dense | - | stage (dp, cp, tp) |
-| down to latents (MLA), whole W_o behind the all_to_all exit | dense | - | stage (dp, cp, tp) |
+| down to latents (MLA), whole W_o after the all_to_all exit | dense | - | stage (dp, cp, tp) |
 | routed experts | expert | ep, etp | edp |
 | factors of adapters | as their weight | where it is, in the dims they have | see `config.lora` |
 
-Pipeline ranks hold different parameters. Where two of them hold the same one (mirrored pipes, an
+Pipeline ranks hold different parameters. If two of them hold the same one (mirrored pipes, an
 embedding tied to the head), its gradient is then summed over the axis `mirror`, too.
 """
 
@@ -39,17 +39,17 @@ from moemesh.model.layers import MLP, AdaptedModule, VocabularyRows
 from moemesh.model.transformer import Transformer
 from moemesh.sharding.parameters import tensors
 
-# Ownership: which numbers of a parameter a rank updates, counts in the norm, and saves.
+# Ownership: the elements of a parameter that a rank updates, counts in the norm, and saves.
 #
-# Under ``plan.data = replicate`` that is its whole local tensor. Where states are sharded it is a
-# range of the flattened local tensor, which begins and ends anywhere: as a part of a logical tensor
-# it is a few boxes.
+# Under ``plan.data = replicate`` that is its whole local tensor. With sharded states it is a range
+# of the flattened local tensor, with any begin and end: as a part of a logical tensor it is a few
+# boxes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRange:
-    """The `numbers` of a flattened local tensor (row-major) whose states this rank keeps; whether
-    it is the one rank that counts and saves them."""
+    """The `numbers` of a flattened local tensor (row-major) whose states this rank keeps;
+    `is_first`: it is the one rank that counts and saves them."""
 
     numbers: range
     is_first: bool
@@ -107,11 +107,11 @@ def part_of(tensor: Tensor, own: OwnRange, numbers: range) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A parameter's logical shape, which axis shards which dim, where gradients sum,
-    which pipeline ranks hold it (ascending), and whether it trains. ``places``: of a stack of
-    experts, the logical id of the one in each place; None: they are in order. ``per_rank``: of a
-    stack that holds some experts of a layer only, how many each rank of ep has. ``unit``: the part
-    of the forward that reads it, where its name does not say so."""
+    """A parameter's logical shape, the axes that shard its dims, the axis over which gradients sum,
+    the pipeline ranks that hold it (ascending), and whether it trains. ``places``: logical ids of
+    the experts in the places of a stack; None: in order. ``per_rank``: number of experts of each
+    rank of ep, for a stack of some experts of a layer. ``unit``: the part of the forward that reads
+    it, if its name does not contain it."""
 
     name: str
     shape: tuple[int, ...]
@@ -144,7 +144,7 @@ class Placement:
         return held if self.places is None else self.places[held.start : held.stop]
 
     def counts(self, own: OwnRange, mesh: Mesh) -> bool:
-        """Whether this rank is the one that counts (norm) and saves (checkpoint) what it owns."""
+        """Whether this rank counts (norm) and saves (checkpoint) the range that it owns."""
         return own.is_first and mesh["pp"].index == self.holders[0]
 
     @property
@@ -183,8 +183,8 @@ def placements(
 ) -> dict[str, Placement]:
     """Placements of all parameters of the model of `config`.
 
-    `holders`: parameter name -> pipeline ranks that hold it; None: there is one. `tuning`: which of
-    them train.
+    `holders`: parameter name -> pipeline ranks that hold it; None: one pipeline rank. `tuning`: the
+    trained ones.
     """
     found: dict[str, Placement] = {}
     if config.architecture is not None:
@@ -205,7 +205,7 @@ def placements(
             name = f"{prefix}.{leaf}"
             shards, summed_over = rules.get(leaf) or _rule(module, leaf, plan)
             if isinstance(module, AdaptedModule):
-                # The adapter parameters of this weight come behind it.
+                # The adapter parameters of this weight follow it.
                 shape, is_stack = tuple(parameter.shape), isinstance(module, Experts)
                 for factor in factors_of(
                     module.lora, leaf, shape, shards, summed_over, is_stack=is_stack

@@ -1,4 +1,4 @@
-"""Activation recomputation: parts of a forward are computed again in the backward, not kept.
+"""Activation recomputation: parts of a forward are recomputed in the backward, not kept.
 
 | plan.recompute | kept of a layer | recomputed | communication repeated |
 |---|---|---|---|
@@ -6,22 +6,22 @@
 | selective | inputs of matrix products, and most outputs | see below | keys of other cp ranks |
 | full | the residual stream before it | its forward | what enters its blocks, dispatch |
 
-``selective`` computes again
+``selective`` recomputes
 
 - with ``recompute_attention`` what lies between the two projections of an attention block (norms,
   rotary positions, scaled dot-product attention; Korthikanti et al., "Reducing Activation
-  Recomputation in Large Transformer Models", 2022): keys and values that other ranks of cp hold
-  are exchanged again;
-- with ``recompute_experts`` gate and up of the routed experts from the rows that they were sent: of
-  the experts' three products with weights two are done twice, and nothing is exchanged again;
+  Recomputation in Large Transformer Models", 2022): keys and values of other ranks of cp are
+  exchanged a second time;
+- with ``recompute_experts`` gate and up of the routed experts from their received rows: two of the
+  experts' three products with weights are repeated, without any exchange;
 - the product ``silu(gate) * up`` of dense and shared MLPs. (Routed experts never keep theirs.)
 
 ``full``: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, a layer at a time. The
-layer is computed once more, as far as its backward reads it, when its backward begins: inside `I`
-where the backward is split, and the deferred weight gradients keep the inputs that were computed
-there. Choices of experts, exchanged counts and dispatch plans are replayed: nothing is routed or
-counted twice. Exchanges behind the last saved tensor are not repeated: the combine of a MoE layer,
-the exit of a dense MLP. (A shared expert's exit is: it lies before the routed experts.)
+layer is recomputed, as far as its backward reads it, when its backward begins: inside `I` if the
+backward is split, and the deferred weight gradients keep the inputs that were computed there.
+Choices of experts, exchanged counts and dispatch plans are replayed: no token is routed or counted
+twice. Exchanges after the last saved tensor are not repeated: the combine of a MoE layer, the exit
+of a dense MLP. (A shared expert's exit is: it comes before the routed experts.)
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ P = ParamSpec("P")
 
 
 def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
-    """Let `model` keep what `plan` says; exchanges that are repeated enter `ledger` as
-    "recompute"."""
+    """Apply `plan.recompute` to `model`; repeated exchanges enter `ledger` as "recompute"."""
     memory = Recomputation(ledger)
     match plan.recompute:
         case "none":
@@ -77,7 +76,7 @@ def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
 
 
 class Recomputation(Memory):
-    """Keeps the input of a part, and computes the part again in its backward."""
+    """Keeps the input of a part, and recomputes the part in its backward."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -92,18 +91,18 @@ class Recomputation(Memory):
 
 
 class _Place:
-    """Stands in autograd's graph for a tensor that is computed again when it is wanted."""
+    """Placeholder in autograd's graph of a tensor that is recomputed on demand."""
 
     def __init__(self, frame: _Frame, index: int) -> None:
         self.frame, self.index = frame, index
 
 
 class _Frame:
-    """One run of a part: its input, and the places of the tensors that its backward wants.
+    """One run of a part: its input, and the places of the tensors that its backward reads.
 
-    As ``torch.utils.checkpoint`` without reentrance, with early stop; but what is computed again
-    counts as kept (:class:`~moemesh.ops.saved.Held`), which torch's does not let anyone see. No
-    state of random number generators is kept: our numbers are functions of ids.
+    Same as ``torch.utils.checkpoint`` without reentrance, with early stop; but recomputed tensors
+    count as kept (:class:`~moemesh.ops.saved.Held`), which torch's does not expose. The state of
+    random number generators is not kept: our random numbers are functions of ids.
     """
 
     def __init__(self, part: Callable[[Any, Context], Any], x: Any, context: Context) -> None:
@@ -133,19 +132,21 @@ class _Frame:
                     raise _Enough
                 return tensor.detach()
 
-            again = [
+            recomputed = [
                 held and held.tensor.detach().requires_grad_(held.tensor.requires_grad)
                 for held in self._inputs
             ]
             tape, hooks = self.context.flow, saved_tensors_hooks(pack, lambda tensor: tensor)
             assert isinstance(tape, RecomputeTape)
             with suppress(_Enough), tape, torch.enable_grad(), hooks:
-                self.part(again[0] if self._kind is None else self._kind(*again), self.context)
+                self.part(
+                    recomputed[0] if self._kind is None else self._kind(*recomputed), self.context
+                )
         return self._computed.pop(index).tensor
 
 
 class _Enough(Exception):
-    """All that was saved is there again."""
+    """All saved tensors have been recomputed."""
 
 
 class RecomputeTape(Flow):
@@ -164,7 +165,7 @@ class RecomputeTape(Flow):
         self._scope.__enter__()
 
     def __exit__(self, *failure: object) -> None:
-        # By an exception, as soon as all that was saved is there again.
+        # Left by an exception, as soon as all saved tensors have been recomputed.
         self._scope.__exit__(None, None, None)
         self._playing = None
 

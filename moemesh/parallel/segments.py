@@ -1,19 +1,19 @@
-"""A forward that pauses while an exchange is under way, and a backward that pauses there too.
+"""A forward that pauses while an exchange is in flight, and a backward that pauses there, too.
 
-A MoE layer pauses twice, whatever its tokens: while its dispatch and while its combine are under
-way. Between pauses lies a segment. A :class:`SegmentTape` cuts the autograd graph there: every
-tensor that a later segment reads goes on as a leaf. The backward then runs the segments one after
-the other, from the last to the first, each from the gradients of its leaves, and pauses in between,
-while a transposed exchange that it has started is under way.
+A MoE layer pauses twice, whatever its tokens: while its dispatch and while its combine are in
+flight. Between pauses is a segment. A :class:`SegmentTape` cuts the autograd graph there: every
+tensor that a later segment reads continues as a leaf. The backward then runs the segments in
+reverse order, each from the gradients of its leaves, and pauses in between, while a transposed
+exchange that it has started is in flight.
 
 | segment of a layer | reads | its backward ends by starting |
 |---|---|---|
-| attention, router, shared experts, dispatch starts | the stream | (goes on in the layer before) |
-| dispatch ends, experts, combine starts | rows and weights under way | the dispatch's backward |
-| combine ends, sums | results under way, stream, shared experts | the combine's backward |
+| attention, router, shared experts, dispatch starts | the stream | (continues one layer earlier) |
+| dispatch ends, experts, combine starts | rows and weights in flight | the dispatch's backward |
+| combine ends, sums | results in flight, stream, shared experts | the combine's backward |
 
-Cutting changes no number: inside a segment autograd runs the same nodes in the same order, and
-adds to what came from later segments, which it would have met first anyway.
+Cutting does not change the results: inside a segment autograd runs the same nodes in the same
+order, and adds to the gradients of later segments, which come first in the whole graph, too.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ class PausingFlow(Flow):
 
 @dataclass(frozen=True)
 class _Crossing:
-    """A tensor that leaves its segment: its place in the graph, and the leaf that goes on.
+    """A tensor that leaves its segment: its edge in the graph, and the leaf that replaces it.
 
-    The gradient of an exchange under way comes with the exchange: the leaf holds none.
+    If it is in flight, its gradient comes with the exchange: the leaf has none.
     """
 
     edge: GradientEdge
     leaf: Tensor
-    is_under_way: bool
+    is_in_flight: bool
 
     def gradient(self) -> Tensor | None:
-        """The sum of what later segments have added."""
-        if self.is_under_way:
+        """The sum of the gradients of later segments."""
+        if self.is_in_flight:
             return self.leaf.new_zeros(()).expand(self.leaf.shape)
         gradient, self.leaf.grad = self.leaf.grad, None
         return gradient
@@ -89,7 +89,7 @@ class SegmentTape(PausingFlow):
         pending = send(*args, **kwargs)
         exchanges = [exchange for exchange in pending.exchanges if not exchange.is_waited]
         if not exchanges:
-            # Nothing is under way: the value, a tensor or a named tuple, belongs to this segment.
+            # Nothing is in flight: the value, a tensor or a named tuple, belongs to this segment.
             value: Any = pending.wait()
             if isinstance(value, Tensor):
                 return Pending.ready(cast(T, self.cut(value)))
@@ -98,17 +98,17 @@ class SegmentTape(PausingFlow):
                 value._replace(**{name: self.cut(x) for name, x in tensors.items()})
             )
         for exchange in exchanges:
-            exchange.place = self._cut(exchange.place, is_under_way=True)
+            exchange.place = self._cut(exchange.place, is_in_flight=True)
         return pending
 
     def cut(self, x: Tensor) -> Tensor:
-        return self._cut(x, is_under_way=False)
+        return self._cut(x, is_in_flight=False)
 
-    def _cut(self, x: Tensor, *, is_under_way: bool) -> Tensor:
+    def _cut(self, x: Tensor, *, is_in_flight: bool) -> Tensor:
         if not x.requires_grad:
             return x
         leaf = x.detach().requires_grad_()
-        self._open.append(_Crossing(get_gradient_edge(x), leaf, is_under_way))
+        self._open.append(_Crossing(get_gradient_edge(x), leaf, is_in_flight))
         return leaf
 
     def pause(self) -> None:
@@ -122,24 +122,24 @@ class SegmentTape(PausingFlow):
         """The backward of all segments; `roots` belong to the last one. Once."""
         crossings, self._open = self._open, []
         if crossings and roots:
-            # What was cut behind the last pause belongs to the last segment, too: its own roots are
-            # those cuts, with the gradients that the given roots have there.
-            found = torch.autograd.grad(
+            # Tensors cut after the last pause belong to the last segment, too: its roots are these
+            # cuts, with the gradients that the given roots have there.
+            pairs = torch.autograd.grad(
                 roots,
                 [crossing.leaf for crossing in crossings],
                 gradients,
                 retain_graph=True,
                 allow_unused=True,
             )
-            reached = [(c.edge, g) for c, g in zip(crossings, found, strict=True) if g is not None]
+            reached = [(c.edge, g) for c, g in zip(crossings, pairs, strict=True) if g is not None]
             roots = [*roots, *(edge for edge, _ in reached)]
             gradients = [*gradients, *(gradient for _, gradient in reached)]
         run_backward(roots, gradients)
         while self._closed:
             yield
             crossings = self._closed.pop()
-            found = [(crossing.edge, crossing.gradient()) for crossing in crossings]
-            reached = [(edge, gradient) for edge, gradient in found if gradient is not None]
+            pairs = [(crossing.edge, crossing.gradient()) for crossing in crossings]
+            reached = [(edge, gradient) for edge, gradient in pairs if gradient is not None]
             run_backward([edge for edge, _ in reached], [gradient for _, gradient in reached])
 
 

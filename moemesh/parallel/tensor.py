@@ -154,7 +154,7 @@ class ShardedTokens(Tokens):
 
 class ShardedVocabulary(Vocabulary):
     """Rank i of the axis holds the i-th block of vocabulary rows; blocks may differ by one row, and
-    are empty behind the end of a vocabulary smaller than the axis."""
+    are empty after the end of a vocabulary smaller than the axis."""
 
     def __init__(self, axis: Axis, vocab_size: int) -> None:
         self.axis, self.vocab_size = axis, vocab_size

@@ -589,7 +589,7 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
     step = stages.step
     if step.ranks == 1:
         return (0,)
-    many = step.of(step.settled(8 * step.ranks))
+    many = step.of(step.rounded_up(8 * step.ranks))
     moments = alive(many)
 
     def exceeds(rival: int, rank: int) -> bool:

@@ -20,6 +20,7 @@ from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
+from moemesh.monitor.failures import CAUSES, cause_of, culprit_of, is_disk_full
 from moemesh.report.bounds import BOUNDS, Evidence, evidence_of
 from moemesh.report.document import plural
 from moemesh.report.page import NO_STEP, command_of
@@ -37,7 +38,6 @@ from moemesh.trace.run import (
     newest_checkpoint,
     state_of,
 )
-from moemesh.watch.failures import CAUSES, cause_of, culprit_of, is_disk_full
 
 # Health of a run: losses, skipped steps, survived failures.
 

@@ -116,13 +116,13 @@ class Schedule(Shown):
 
     def stages_of(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(pipe, stage) of everything placed on `rank`, ordered by stage, then pipe."""
-        found = (
+        placed = (
             (stage, pipe)
             for pipe, ranks in enumerate(self.placement)
             for stage, owner in enumerate(ranks)
             if owner == rank
         )
-        return tuple((pipe, stage) for stage, pipe in sorted(found))
+        return tuple((pipe, stage) for stage, pipe in sorted(placed))
 
     def ops(self, rank: int) -> Iterator[Op]:
         """Operations of `rank` in order, blocks flattened."""
@@ -151,14 +151,14 @@ class Schedule(Shown):
         kind, stage, microbatch, pipe, slice = op
         if kind == "W":
             return (op._replace(kind="I"),)
-        found = [] if kind == "F" else [op._replace(kind="F")]
+        predecessors = [] if kind == "F" else [op._replace(kind="F")]
         if (before := predecessor(self, op)) is not None:
-            found.append(before)
+            predecessors.append(before)
         if kind == "F" and slice > 0:
-            found.append(op._replace(slice=slice - 1))
+            predecessors.append(op._replace(slice=slice - 1))
         if kind != "F" and slice < self.num_slices - 1:
-            found.append(self.backward(stage, microbatch, pipe, slice + 1))
-        return tuple(found)
+            predecessors.append(self.backward(stage, microbatch, pipe, slice + 1))
+        return tuple(predecessors)
 
 
 # The messages of an ordered pair of ranks form a queue in the *sender's* program order, which both

@@ -209,7 +209,7 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
     # Brings numpy along, which nothing else here needs.
     from moemesh.schedule.search import search
 
-    found = search(
+    searched = search(
         ranks,
         microbatches,
         costs,
@@ -217,13 +217,13 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
         weight_memory=held,
         stages_per_rank=(1, 2) if request.stages_per_rank is None else request.stages_per_rank,
     )
-    made = ", ".join(f"{name} {short(cost)}" for name, cost in found.hand_made.items())
+    made = ", ".join(f"{name} {short(cost)}" for name, cost in searched.hand_made.items())
     notes = (
-        f"searched: span {short(found.cost)} ({found.origin}), "
-        + ("the optimum" if found.proven else f"at most {found.gap:.2%} above the optimum"),
+        f"searched: span {short(searched.cost)} ({searched.origin}), "
+        + ("the optimum" if searched.proven else f"at most {searched.gap:.2%} above the optimum"),
         f"hand-made schedules that fit: {made or 'none'}",
     )
-    return found.schedule, notes, found.lower_bound
+    return searched.schedule, notes, searched.lower_bound
 
 
 def read(path: Path, request: ScheduleRequest) -> Schedule:
@@ -289,8 +289,8 @@ def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]
 
 
 def _numbers(option: str, given: str, problems: list[str]) -> Cost:
-    found = [_number(option, part, problems) for part in given.split(",")]
-    return tuple(found) if len(found) > 1 else found[0]
+    costs = [_number(option, part, problems) for part in given.split(",")]
+    return tuple(costs) if len(costs) > 1 else costs[0]
 
 
 def _number(option: str, given: str, problems: list[str]) -> float:
@@ -368,7 +368,7 @@ def compare(request: ScheduleRequest) -> list[Compared]:
             chunks = None
         elif chunks is None and (request.ranks or 0) > 1:
             chunks = CHUNKS
-        asked = replace(
+        single = replace(
             request,
             name=name,
             stages_per_rank=chunks,
@@ -377,7 +377,7 @@ def compare(request: ScheduleRequest) -> list[Compared]:
             max_in_flight=request.max_in_flight if "max_in_flight" in options else None,
         )
         try:
-            found.append(Compared(name=name, answer=answer(asked)))
+            found.append(Compared(name=name, answer=answer(single)))
         except UserError as error:
             found.append(Compared(name=name, answer=None, refused=str(error).replace("\n", "; ")))
     if all(one.answer is None for one in found):

@@ -295,15 +295,15 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 def put_off(stage: int, num_microbatches: int, *, warm_up: int, delay: int) -> tuple[Entry, ...]:
     """One rank's order: `warm_up` forwards, then ``I``, a ``W`` that is `delay` late, ``F``."""
     warm_up = min(num_microbatches, warm_up)
-    found = [Op("F", stage, microbatch) for microbatch in range(warm_up)]
+    ops = [Op("F", stage, microbatch) for microbatch in range(warm_up)]
     for microbatch in range(num_microbatches):
-        found.append(Op("I", stage, microbatch))
+        ops.append(Op("I", stage, microbatch))
         if microbatch >= delay:
-            found.append(Op("W", stage, microbatch - delay))
+            ops.append(Op("W", stage, microbatch - delay))
         if microbatch + warm_up < num_microbatches:
-            found.append(Op("F", stage, microbatch + warm_up))
+            ops.append(Op("F", stage, microbatch + warm_up))
     left = range(max(num_microbatches - delay, 0), num_microbatches)
-    return single(*found, *(Op("W", stage, microbatch) for microbatch in left))
+    return single(*ops, *(Op("W", stage, microbatch) for microbatch in left))
 
 
 # ZB-H2: more forwards in flight and later weight gradients, until no bubble is left.

@@ -99,7 +99,7 @@ def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
             "plan.schedule = search estimates its costs from the model and the length of its "
             "sequences: give both, or plan.schedule_costs = the folder of a run"
         )
-    found = search(
+    searched = search(
         plan.pp,
         plan.microbatches,
         costs,
@@ -108,7 +108,7 @@ def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
         # A step that updates all stages together ends when its last rank does.
         objective="span" if plan.optimizer_validation == "after" else "makespan",
     )
-    return fitting(found.schedule, plan, "search")
+    return fitting(searched.schedule, plan, "search")
 
 
 def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:

@@ -77,8 +77,8 @@ def measured_costs(records: Sequence[WorkRecord]) -> Costs:
     table = {key: median(times or halves) for key, times in alone.items()}
 
     def of(op: Op) -> float:
-        if (found := table.get((op.kind, op.stage))) is not None:
-            return found
+        if (seconds := table.get((op.kind, op.stage))) is not None:
+            return seconds
         if op.kind == "B":
             return sum(table.get((half, op.stage), 0.0) for half in "IW")
         return table.get(("B", op.stage), 0.0) / 2 if op.kind in "IW" else 0.0
@@ -117,10 +117,10 @@ def costs_of_run(folder: Path) -> tuple[Costs, int]:
         assert callable(cost)
         return [cost(Op(kind, stage, 0)) for stage in range(num_stages)]
 
-    found = Costs(
+    stage_costs_ = Costs(
         forward=by_stage(costs.forward, "F"),
         input_gradient=by_stage(costs.input_gradient, "I"),
         weight_gradient=by_stage(costs.weight_gradient, "W"),
         backward=by_stage(costs.backward, "B"),
     )
-    return found, num_stages
+    return stage_costs_, num_stages

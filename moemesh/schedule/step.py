@@ -113,7 +113,7 @@ class PipelineStep(NamedTuple):
     def of(self, microbatches: int) -> PipelineStep:
         return self._replace(microbatches=microbatches)
 
-    def settled(self, at_least: int) -> int:
+    def rounded_up(self, at_least: int) -> int:
         """The smallest number of microbatches from `at_least` on that differs from this step's by
         whole units."""
         return at_least + (self.microbatches - at_least) % self.unit
@@ -147,7 +147,7 @@ def duration(
     rank, whole = -rank, busy * step.microbatches
     if step.is_stream:
         return Duration(whole, whole, whole, rank)
-    count = step.settled(2 * step.ranks + 2 * step.unit)
+    count = step.rounded_up(2 * step.ranks + 2 * step.unit)
     while count < step.microbatches:
         before, after = (_laid_out(step.of(n), costs) for n in (count - step.unit, count))
         slope = busy * step.unit
@@ -155,7 +155,7 @@ def duration(
         if all(abs(more - slope) <= _ROUNDING * slope for more in grown):
             rest = busy * (step.microbatches - count)
             return Duration(after[0] + rest, after[1] + rest, whole, rank)
-        count = step.settled(2 * count)
+        count = step.rounded_up(2 * count)
     return Duration(*_laid_out(step, costs), whole, rank)
 
 
@@ -201,7 +201,7 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
     most = step.microbatches * step.share
     # Later microbatches add nothing; fewer than a schedule can run with are a part of those.
     units = step.of(-(-step.microbatches // step.unit) * step.unit)
-    count = units.settled(2 * step.ranks + 2 * step.unit)
+    count = units.rounded_up(2 * step.ranks + 2 * step.unit)
     if not step.is_stream:
         least, _ = _legal_counts(step.schedule, step.ranks, step.chunks)
         count = min(count, max(units.microbatches, least))

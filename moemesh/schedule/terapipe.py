@@ -178,7 +178,7 @@ def stage_costs(model: ModelConfig, layers: Sequence[range]) -> list[tuple[int, 
     """Per stage: multiply-adds of a token with weights, and with each token that it looks at."""
     weights = layer_costs(model)
     scores = model.num_heads * (model.query_head_dim + model.value_head_dim)
-    found = [(sum(weights[index] for index in cut), scores * len(cut)) for cut in layers]
-    weight, scored = found[-1]
-    found[-1] = (weight + last_stage_cost(model), scored + scores * model.num_mtp_layers)
-    return found
+    costs = [(sum(weights[index] for index in cut), scores * len(cut)) for cut in layers]
+    weight, scored = costs[-1]
+    costs[-1] = (weight + last_stage_cost(model), scored + scores * model.num_mtp_layers)
+    return costs

@@ -227,8 +227,8 @@ def _parse_value(text: str) -> int | float | str | None:
 def _schedule(lines: Sequence[_Line]) -> Schedule:
     """The schedule of a header and its labelled lines."""
     if not lines or lines[0].label != MAGIC:
-        found = f"line {lines[0].number}, {lines[0].label!r}" if lines else "no line at all"
-        raise TextError(f"{found}: expected {MAGIC!r} and its header")
+        first_line = f"line {lines[0].number}, {lines[0].label!r}" if lines else "no line at all"
+        raise TextError(f"{first_line}: expected {MAGIC!r} and its header")
     first, tokens = lines[0], _header_tokens(lines[0])
 
     def count(key: str) -> int:

@@ -68,11 +68,11 @@ def versions(
                 problem = stages[op.pipe, op.stage].run(op)
                 if problem:
                     breaches.append(ScheduleFault(problem, rank, index, op))
-    found = {
+    versions_ = {
         place: StageVersions(stage.used, stage.lag, stage.copies, stage.newest)
         for place, stage in stages.items()
     }
-    return found, breaches
+    return versions_, breaches
 
 
 class _Stage:

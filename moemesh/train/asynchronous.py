@@ -85,8 +85,9 @@ class TrainingStream:
     at the same step on every rank.
 
     ``batches(step)`` gives this rank's microbatches, ``stop_requested()`` whether this rank was
-    asked to stop, ``on_step(step, result, seconds)`` is called on every rank for each step but the
-    last few, which :meth:`drain` returns. `reach`: microbatches under way at once, at most.
+    ``batches(step)`` gives this rank's microbatches, ``stop_requested()`` whether this rank has a
+    stop request, ``on_step(step, result, seconds)`` is called on every rank for each step but the
+    last few, which :meth:`drain` returns. `reach`: largest number of microbatches in flight.
     """
 
     def __init__(
@@ -111,16 +112,16 @@ class TrainingStream:
         self.before_update: Callable[[], object] = lambda: None
         self._batches_of, self._stop_requested, self._on_step = batches, stop_requested, on_step
         self._end = (last - first + 1) * num_microbatches
-        # A step that is this far back has gone through every stage and come back: its sum is there
-        # or about to be. One step more than that, so that it is there.
+        # A step that is this far back has passed every stage and returned: its sum has arrived
+        # or is about to. One step more, so that it has arrived.
         self._patience = 2 + math.ceil(reach / num_microbatches)
         self._batches: dict[int, Sequence[Batch]] = {}
         self._held: dict[int, Batch] = {}
-        #: What an update window counts, and its sums; the second take what a forward that is run
-        #: once more reports, and are never read.
+        #: Counts of an update window, and its sums; the second sums take the reports of recomputed
+        #: forwards, and are never read.
         self._windows: dict[int, tuple[StepCounts, StepSums, StepSums]] = {}
         self._steps: dict[int, _OwnStep] = {}
-        #: A step's sum over all ranks, under way: (sum, work, the step, time at which it was done).
+        #: Pending sum of a step over all ranks: (sum, work, the step, time of its last operation).
         self._reports: dict[int, tuple[Tensor, dist.Work | None, _OwnStep, float]] = {}
         self._num_read = self._num_finished = 0
         self._read_at = time.perf_counter()
@@ -130,7 +131,7 @@ class TrainingStream:
 
     @property
     def last(self) -> int:
-        """The last step that has gone through here."""
+        """The last step that this rank has finished."""
         return self.first - 1 + self._num_finished
 
     def batch(self, sample: int) -> Batch:
@@ -147,14 +148,14 @@ class TrainingStream:
             self._batches[step] = self._batches_of(self.first + step)
         return self._batches[step][place]
 
-    def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
+    def objective(self, sample: int, part: ModelPart, output: Output, *, recompute: bool) -> Tensor:
         index = sample // self.window
         if index not in self._windows:
             samples = range(index * self.window, (index + 1) * self.window)
-            counts = count_over_step(self.parallel, [self._whole(one) for one in samples])
+            counts = count_over_step(self.parallel, [self._whole(sample_) for sample_ in samples])
             first, second = (StepSums(self.parallel, counts) for _ in range(2))
             self._windows[index] = counts, first, second
-        sums = self._windows[index][2 if again else 1]
+        sums = self._windows[index][2 if recompute else 1]
         return sums.objective(part, output, self.batch(sample))
 
     def update(self, window: int, versions: WeightVersions) -> None:
@@ -183,14 +184,14 @@ class TrainingStream:
 
         versions.update(step if norm.is_finite else lambda: None)
         skips, squares = not norm.is_finite, norm.value * norm.value
-        if (own := self._steps.get(index)) is None:
+        if (partial := self._steps.get(index)) is None:
             self._steps[index] = _OwnStep(counts, sums.losses, sums.loads, squares, skips)
         else:
-            own.counts = own.counts.plus(counts)
-            own.losses = own.losses + sums.losses
-            own.loads = [a + b for a, b in zip(own.loads, sums.loads, strict=True)]
-            own.squares += squares
-            own.num_skipped += skips
+            partial.counts = partial.counts.plus(counts)
+            partial.losses = partial.losses + sums.losses
+            partial.loads = [a + b for a, b in zip(partial.loads, sums.loads, strict=True)]
+            partial.squares += squares
+            partial.num_skipped += skips
 
     def end(self, sample: int) -> int:
         step, place = divmod(sample, self.num_microbatches)
@@ -226,7 +227,7 @@ class TrainingStream:
             self._num_finished += 1
 
     def drain(self) -> list[tuple[int, StepResult, float]]:
-        """(step, result, seconds) of the steps that :attr:`on_step` has not been told of."""
+        """(step, result, seconds) of the steps not yet passed to :attr:`on_step`."""
         return [self._read() for _ in range(self._num_read, self._num_finished)]
 
     def _read(self) -> tuple[int, StepResult, float]:
@@ -274,7 +275,7 @@ class StreamRecorder(TimelineRecorder):
         self.step = max(self.step or newest, newest)
 
 
-#: Operations of all ranks in one segment, at most: its lists stay small beside the weights.
+#: Largest number of operations of all ranks in one segment, so that its lists stay small.
 SEGMENT_OPERATIONS = 50_000
 
 

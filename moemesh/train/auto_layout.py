@@ -1,9 +1,9 @@
-"""`moemesh train --auto-layout`: a plan for the ranks that are there, if the plan needs others.
+"""`moemesh train --auto-layout`: a plan for the present ranks, if the plan needs another number.
 
-The search of `moemesh plan`, kept to what `moemesh train` carries out, picks the layout; what the
-search does not know (a global batch that no number of replicas divides) falls back to the legal
-plan that is nearest to the old one. Model, data order and global batch stay; a checkpoint of any
-layout is read by any other.
+The search of `moemesh plan`, restricted to plans that `moemesh train` carries out, picks the
+layout. Cases outside of the search (a global batch that no number of replicas divides) fall back to
+the legal plan that is nearest to the old one. Model, data order and global batch stay; a
+checkpoint can be read in any layout.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from moemesh.config.run import RunConfig
 from moemesh.config.suggest import divisors
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
+from moemesh.monitor.devices import num_visible_gpus
 from moemesh.planner.layout_sources import plan_of
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import NothingFits, plan_named
 from moemesh.planner.search.search import Candidate
-from moemesh.watch.devices import num_visible_gpus
 
-#: Machines by which layouts are compared where `train.cluster` names none.
+#: Clusters by which layouts are compared if `train.cluster` names none.
 _CPUS, _GPUS = "laptop_cpu", "dgx_h100"
-#: Plan keys that depend on the degrees: a nearest plan tries their defaults, too.
+#: Plan keys that depend on the degrees: for them a nearest plan tries the defaults, too.
 _DEPENDENT = (
     "schedule", "stages_per_rank", "layers_per_stage", "ranks_per_node", "shard_group", "servers",
     "slices", "spare_slots", "etp", "microbatches",
 )  # fmt: skip
-#: Plan keys that change what is computed, or in which order it is added up.
+#: Plan keys that change the results or the order of sums.
 _KEPT = ("combine", "payload")
-#: Plan keys that may have no value, which `--set` cannot say of one that has.
+#: Plan keys that may be unset; `--set` cannot unset a key that has a value.
 _WITHOUT_VALUE = tuple(name for name, field in Plan.model_fields.items() if field.default is None)
 
 
@@ -47,17 +47,17 @@ class NoLayout(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A plan for `ranks` ranks. `how`: who chose it."""
+    """A plan for `ranks` ranks. `how`: origin of the plan."""
 
     before: Plan
     plan: Plan
     ranks: int
     how: str
-    #: Whether this process is the one to say it.
-    is_told: bool = True
+    #: Whether this process prints the layout.
+    is_printed: bool = True
 
     def overrides(self) -> list[str]:
-        """Values of ``--set`` that turn the old plan into it."""
+        """Values of ``--set`` that turn the old plan into the new one."""
         return [f"plan.{name}={format_value(value)}" for name, value in _changes(self).items()]
 
     def text(self) -> str:
@@ -67,8 +67,8 @@ class Fitted:
             f"layout   for {self.ranks} ranks in place of {self.before.world_size}: {self.how}"
         ]
         for title, plan in (("before", self.before), ("now", self.plan)):
-            said = "  ".join(f"{name}={getattr(plan, name)}" for name in changed)
-            lines.append(f"{title:<9}{said}")
+            values = "  ".join(f"{name}={getattr(plan, name)}" for name in changed)
+            lines.append(f"{title:<9}{values}")
         return "\n".join(lines)
 
 
@@ -79,23 +79,23 @@ def _changes(fitted: Fitted) -> dict[str, object]:
 
 def fit_here(config: RunConfig, ranks: int | None, environment: Mapping[str, str]) -> Fitted:
     """:func:`fit` for the ranks that torchrun or Slurm started, for `ranks` to be started here, or
-    (None) for one on each GPU of this machine. Raises NoLayout where nothing says how many."""
+    (None) for one on each GPU of this machine. Raises NoLayout if the number is unknown."""
     joined = ranks_of(environment)
     gpus = num_visible_gpus(environment) if config.train.device != "cpu" else 0
     on_gpus = gpus > 0
     if joined:
         world, per_node = int(joined["WORLD_SIZE"]), int(joined["LOCAL_WORLD_SIZE"])
-        found = fit(config, world, per_node, on_gpus=on_gpus)
-        return replace(found, is_told=int(joined["RANK"]) == 0)
+        fitted = fit(config, world, per_node, on_gpus=on_gpus)
+        return replace(fitted, is_printed=int(joined["RANK"]) == 0)
     if ranks is None and not on_gpus:
-        raise NoLayout("without GPUs nothing says how many ranks shall run here: give --ranks N")
+        raise NoLayout("without GPUs the number of ranks is unknown: give --ranks N")
     return fit(config, ranks or gpus, None, on_gpus=on_gpus)
 
 
 def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: bool) -> Fitted:
-    """The plan to train `config` with on `ranks` ranks; that of `config` where it needs as many.
+    """The plan to train `config` with on `ranks` ranks; its own plan if it has this number.
 
-    Raises NoLayout when there is none.
+    Raises NoLayout if none can be trained.
     """
     if config.plan.world_size == ranks:
         return Fitted(before=config.plan, plan=config.plan, ranks=ranks, how="as it was")
@@ -112,7 +112,7 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
     candidates: Sequence[Candidate] = ()
     with suppress(ConfigError, NothingFits):
         data = config.data
-        # The search prices what is trained in bfloat16, whatever train.dtype is.
+        # The search assumes bfloat16 for trained weights, whatever train.dtype is.
         request = PlanRequest(
             config.model, machine, data.seq_len, data.global_batch, trainable=True
         )
@@ -148,24 +148,24 @@ def is_trained(config: RunConfig, plan: Plan) -> bool:
 
 
 def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:
-    """Legal plans of `ranks` ranks, those first whose degrees differ least from the old ones."""
+    """Legal plans of `ranks` ranks, in the order of the distance to the old degrees."""
     old = config.plan
     defaults = {name: type(old).model_fields[name].default for name in _DEPENDENT}
 
     def distance(degrees: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
         olds = (old.pp, old.cp, old.tp, old.ep, old.dp)
         ratios = [abs(math.log2(a / b)) for a, b in zip(degrees, olds, strict=True)]
-        # Other replicas change least of what a run computes with: a change of dp counts half.
+        # Other replicas change the computation least: a change of dp counts half.
         return sum(ratios) - ratios[-1] / 2, degrees
 
-    found = [
+    candidates = [
         (pp, cp, tp, ep, ranks // (pp * cp * tp))
         for pp in divisors(ranks)
         for cp in divisors(ranks // pp)
         for tp in divisors(ranks // (pp * cp))
         for ep in divisors(ranks // pp)
     ]
-    for pp, cp, tp, ep, dp in sorted(found, key=distance):
+    for pp, cp, tp, ep, dp in sorted(candidates, key=distance):
         degrees = {"pp": pp, "cp": cp, "tp": tp, "ep": ep, "dp": dp}
         for others in ({}, defaults, defaults | {"dispatcher": "all_to_all"}):
             try:

@@ -1,4 +1,4 @@
-"""`moemesh train`: check everything that can be checked, then start ranks or be one."""
+"""`moemesh train`: run all checks, then start ranks or be one."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ from moemesh.config.run import RunConfig
 from moemesh.data import sources
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizing import cache_beside
+from moemesh.monitor import progress
+from moemesh.monitor.detector import FLOOR_SECONDS, Limits, Verdict
+from moemesh.monitor.lease import LeaseLost
+from moemesh.monitor.progress import FINISH, SETUP
+from moemesh.monitor.supervisor import STOPPING, StopRequest, SupervisorResult, describe
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train import preparation
 from moemesh.train.asynchronous import StreamedSteps
@@ -34,7 +39,7 @@ from moemesh.train.opening import schedule_of_run
 from moemesh.train.post_validated import ValidatedSteps
 from moemesh.train.preparation import Preparation, RunRequest, prepare
 from moemesh.train.records import failure, provenance
-from moemesh.train.records.kept_schedules import settle
+from moemesh.train.records.kept_schedules import update_schedule
 from moemesh.train.records.run_folder import (
     DATA_CHANGE,
     LOGS,
@@ -46,15 +51,10 @@ from moemesh.train.records.run_folder import (
 )
 from moemesh.train.session import Session, Steps, SynchronousSteps
 from moemesh.train.watcher import watcher_command
-from moemesh.watch import progress_words
-from moemesh.watch.lease import LeaseLost
-from moemesh.watch.progress_words import FINISH, SETUP
-from moemesh.watch.supervisor import STOPPING, Ended, StopRequest, describe
-from moemesh.watch.verdict import FLOOR_SECONDS, Limits, Verdict
 
-#: A step on a GPU may compile a kernel in the middle of a run, on cores that all ranks share.
+#: Floor of a step's limit on GPUs: any step may compile a kernel, on cores that all ranks share.
 _CUDA_FLOOR_SECONDS = 180.0
-#: The ranks have ended: the question where to go on may take its time, but not forever.
+#: Seconds in which the checkpoint store must return the newest step after the end of the ranks.
 _STORE_SECONDS = 60.0
 
 #: Errors that break a run, though a user may have caused them.
@@ -64,21 +64,21 @@ CAME_TWICE = "it came twice at the same place"
 
 
 class Budget:
-    """The number of restarts that ranks may still have; progress renews it."""
+    """The number of restarts that ranks have left; progress renews it."""
 
     def __init__(self, restarts: int) -> None:
-        """`restarts`: how many are allowed without any progress between."""
+        """`restarts`: number of restarts without any progress in between."""
         self.restarts = self.left = restarts
         self._from = -1
         self._before: Verdict | None = None
 
     def refuses(self, verdict: Verdict, step: int | None) -> str | None:
-        """None if the ranks may be started again after `verdict`, from the checkpoint of `step`
-        (None: from the beginning), which is counted; else why not."""
-        told, before, start = verdict.seen.told, self._before, -1 if step is None else step
+        """None if the ranks may restart after `verdict`, from the checkpoint of `step` (None: from
+        the beginning), which consumes a restart; else the reason for the refusal."""
+        reported, before, start = verdict.status.error, self._before, -1 if step is None else step
         self._before = verdict
-        if told is not None and told.is_final:
-            return "the same would happen again"
+        if reported is not None and reported.is_final:
+            return "a restart would fail in the same way"
         if before is not None and start > self._from:
             self.left = self.restarts
         elif before is not None and _place(before) == _place(verdict) is not None:
@@ -91,16 +91,17 @@ class Budget:
 
 
 def _place(verdict: Verdict) -> tuple[object, ...] | None:
-    """Where an exception, an exit or a mismatch came: from the same place a third one would. None
-    for other kinds. A rank that told of its exception may or may not have ended by then."""
+    """The place of an exception, an exit or a mismatch: a restart that fails at the same place
+    would fail a third time. None for other kinds. The exit code counts for exits only: a rank that
+    reported an exception may or may not have ended by then."""
     if verdict.kind not in ("exception", "exited", "mismatch"):
         return None
-    word, code = verdict.seen.word, verdict.kind == "exited" and verdict.seen.exit_code
-    return failure.kind_of(verdict), verdict.rank, word.step if word is not None else None, code
+    record, code = verdict.status.record, verdict.kind == "exited" and verdict.status.exit_code
+    return failure.kind_of(verdict), verdict.rank, record.step if record is not None else None, code
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """The seconds that ranks of a run may be without progress."""
+    """The limits, in seconds without progress, for ranks of a run."""
     on_cpu = _on_cpu(config)
     floor = FLOOR_SECONDS if on_cpu else _CUDA_FLOOR_SECONDS
     patience = config.train.timeout_seconds
@@ -112,12 +113,12 @@ def train_supervised(
     folder: RunFolder,
     arguments: Sequence[str],
     *,
-    run: Callable[..., Ended] = launch.run_ranks,
+    run: Callable[..., SupervisorResult] = launch.run_ranks,
     is_last: bool = False,
 ) -> int:
-    """Run the ranks of `config` until they have ended well, were asked to stop, or failed for good;
-    returns the exit code. `arguments`: those of ``moemesh`` for every rank; `is_last` as of
-    :class:`~moemesh.watch.supervisor.Supervisor`."""
+    """Run the ranks of `config` until they have finished, were stopped, or failed finally; returns
+    the exit code. `arguments`: those of ``moemesh`` for every rank; `is_last`: see
+    :class:`~moemesh.monitor.supervisor.Supervisor`."""
     path, logs = folder.path, folder.path / LOGS
     budget, events = Budget(config.train.restarts), Events(folder)
     command = ["moemesh", *arguments]
@@ -130,7 +131,7 @@ def train_supervised(
             limits=limits_of(config),
             answer=STOPPING,
             check=folder.check_lease,
-            notice=lambda slow: failure.tell_slow(slow, events),
+            notice=lambda slow: failure.report_straggler(slow, events),
             is_last=is_last,
         )
         verdict = ended.verdict
@@ -144,23 +145,23 @@ def train_supervised(
                 failure.write_verdict(
                     place, ended, epoch=folder.epoch, action=action, advice=advice
                 )
-            failure.say(f"moemesh: {lost}\n{advice}")
+            failure.log(f"moemesh: {lost}\n{advice}")
             return 1
         step = failure.newest_step(path, seconds=_STORE_SECONDS)
         refused = budget.refuses(verdict, step)
-        goes_on = refused is None
-        failure.say(
-            describe(ended, logs, kept=failure.kept_in(path, folder.epoch) if goes_on else logs)
+        restarts = refused is None
+        failure.log(
+            describe(ended, logs, kept=failure.kept_in(path, folder.epoch) if restarts else logs)
         )
-        since = f"step {step}" if step is not None else "the beginning: there is no checkpoint"
-        word = verdict.seen.word
-        at = word.step if word is not None else None
+        since = f"step {step}" if step is not None else "the beginning, without a checkpoint"
+        record = verdict.status.record
+        at = record.step if record is not None else None
         events.add("failed", verdict.message, at)
         if refused is not None:
             advice = failure.advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
             action = f"ended the run: {refused}"
             failure.write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
-            failure.say(f"{failure.details(path)}; not started again: {refused}\n{advice}")
+            failure.log(f"{failure.details(path)}; not restarted: {refused}\n{advice}")
             return ended.code
         text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
         hint = failure.hint_on(verdict)
@@ -168,11 +169,11 @@ def train_supervised(
         events.add("restart", text, at)
         kept = failure.keep_failure(path, have_ended=True)
         where = failure.details(path) if kept is None else f"details in {kept}"
-        failure.say("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
+        failure.log("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
         try:
             folder.raise_epoch()
         except RunFolderError as error:
-            failure.say(f"moemesh: not started again: {error}\n{failure.go_on(path, command)}")
+            failure.log(f"moemesh: not restarted: {error}\n{failure.go_on(path, command)}")
             return ended.code
 
 
@@ -181,18 +182,18 @@ def _on_cpu(config: RunConfig) -> bool:
 
 
 class WorldSizeError(UserError):
-    """The number of ranks that were started is not the number that the plan needs."""
+    """The number of started ranks differs from the number that the plan needs."""
 
 
 def train(
     request: RunRequest, prepared: Preparation | None = None, *, in_this_process: bool = True
 ) -> int:
-    """Train the run; returns the exit code. `prepared`: what was checked already, before torch was
-    imported; `in_this_process`: a single rank is this process itself.
+    """Train the run; returns the exit code. `prepared`: results of the checks, made before torch
+    was imported; `in_this_process`: a single rank is this process itself.
 
-    Called in three situations that differ only in who does what: by a user (checks, locks the
-    folder and starts the ranks, or is the only rank), as a rank of ours (the folder is locked
-    already), and as a rank of torchrun (rank 0 locks it).
+    There are three kinds of callers: a user (checks, locks the folder and starts the ranks, or is
+    the only rank), a rank of ours (the folder is locked by the launcher), and a rank of torchrun
+    (rank 0 locks the folder).
     """
     launch.attach()
     config, path = request.config, request.path
@@ -208,9 +209,9 @@ def train(
         return _rank(request, config, is_last=in_this_process)
     prepared = prepared or prepare(request, _say_once)
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
-    if not torch.cuda.is_available():  # though the machine may have a driver
+    if not torch.cuda.is_available():  # even if the machine has a driver
         preparation.refuse_too_large(request.readable.config)
-    # Errors in the data before any process starts; those in weights are told by then.
+    # Report errors in the data before any process starts; those in weights were reported.
     for note in prepared.notes:
         _say_once(note)
     samples = prepared.samples or open_samples(config, path)
@@ -226,19 +227,19 @@ def train(
 
 
 def open_samples(config: RunConfig, path: Path) -> Samples:
-    """The samples of the run in `path`; DataError says what is wrong with the data."""
+    """The samples of the run in `path`. Raises DataError for faults of the data."""
     return sources.open_samples(
         config.data,
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
         cache=cache_beside(path),
-        say=_say_once,
-        say_progress=lambda text: _say_once(text, rank=0),
+        log=_say_once,
+        log_progress=lambda text: _say_once(text, rank=0),
     )
 
 
 def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
-    """`config` with the steps that its epochs make of the data."""
+    """`config` with the number of steps that its epochs need."""
     if (epochs := config.train.epochs) is None:
         return config
     batch = config.data.global_batch
@@ -250,17 +251,17 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
 
 
 def _say_once(text: str, rank: int | None = None) -> None:
-    """Print before there is a run, once for all ranks: unless the launcher has said it already."""
+    """Print a line before the run starts, once for all ranks: not if the launcher printed it."""
     if not launch.launched() and (launch.own_rank() if rank is None else rank) == 0:
         with suppress(OSError, ValueError):
             print(text, flush=True)
 
 
 def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> RunFolder:
-    """Open and lock the run folder; refuse to go on with another model or other data in it."""
+    """Open and lock the run folder; refuse to resume with another model or other data."""
     allowed = request.allowed_changes
     folder = RunFolder.open(request.path, config.train.resume, config.train.checkpoint_folder)
-    folder.lock(takeover=request.takeover, say=lambda text: print(text, flush=True))
+    folder.lock(takeover=request.takeover, log=lambda text: print(text, flush=True))
     changes = folder.changes(resolved_toml(config), allowed)
     if folder.has_run and not any(changes_samples(change.key) for change in changes):
         refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed)
@@ -282,7 +283,7 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
         from moemesh.train.inference.esft import keep_table  # late: few runs need it
 
         keep_table(config, folder)
-    for note in settle(config, folder, changes):
+    for note in update_schedule(config, folder, changes):
         print(note, flush=True)
     return folder
 
@@ -298,7 +299,7 @@ def _rank(
     """Be one rank, from the process group to the exit code; `is_last`: then the process ends."""
     path, rank = request.path, launch.own_rank()
     stop = StopRequest(alone=not launch.joined(), after=request.stop_after)
-    progress_words.phase(SETUP)
+    progress.phase(SETUP)
     try:
         ranks = launch.start(
             config.train.device,
@@ -315,7 +316,7 @@ def _rank(
         samples = samples or open_samples(config, path)
         config = with_steps(config, samples)
         if folder is None:
-            # Rank 0 opens and locks the folder; what it refuses, every rank refuses.
+            # Rank 0 opens and locks the folder; all ranks raise its refusal.
             problem = None
             if mesh.rank == 0:
                 try:
@@ -342,7 +343,7 @@ def _rank(
         )
         if is_last and not code:
             stop.ignore()  # there is nothing left to stop
-        # Rank 0 writes the report alone; whoever called this on another rank may read the folder.
+        # Rank 0 writes the report alone; a caller on another rank may read the folder next.
         barrier(mesh.control)
         launch.stop(code)
         folder.release()  # of a rank of torchrun; ours have it from their launcher
@@ -351,19 +352,20 @@ def _rank(
         launch.stop(2)
         raise
     except Exception as error:
-        is_told = isinstance(error, BROKE) or launch.launched() or launch.watched()
-        if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_told):
+        is_reported = isinstance(error, BROKE) or launch.launched() or launch.watched()
+        if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_reported):
             raise
         return _fail(error, rank, path, folder)
 
 
 class _Refused(RunFolderError):
-    """No rank may use the folder. No failure of this run: its report would be written into it."""
+    """The folder is refused on all ranks. Not a failure of this run: a report would be written
+    into a foreign folder."""
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:
-    """A run that broke: one message and failure.json; returns the exit code. The launcher does both
-    for its ranks, since it knows which of them failed first."""
+    """Report a run that broke: one message and failure.json; returns the exit code. For ranks of
+    the launcher, the launcher does both, since it sees which one failed first."""
     is_final = is_user_error(error) or getattr(error, "is_final", False)
     launch.report_failure(error, is_final=is_final)
     if launch.launched() or launch.watched():
@@ -374,7 +376,7 @@ def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> 
     advice = str((getattr(error, "facts", None) or {}).get("advice", ""))
     if not advice and not is_final:
         advice = failure.go_on(path, ["moemesh", *sys.argv[1:]])
-    advice = advice or "checkpoints are untouched; the same command would fail again"
+    advice = advice or "checkpoints are untouched; the same command would fail in the same way"
     lines = [f"moemesh: rank {rank} failed: {type(error).__name__}: {error}"]
     place = path if folder is None else folder.present_path()
     if place is not None:
@@ -396,37 +398,38 @@ def train_rank(
     stop: StopRequest,
     profile_steps: int | None = None,
 ) -> int:
-    """Train to the last step, or until asked to stop. Returns the process's exit code.
+    """Train to the last step, or until a stop request. Returns the exit code of the process.
 
-    `profile_steps`: so many steps behind a warm-up are profiled on every rank, and the run ends.
+    `profile_steps`: number of steps that are profiled on every rank after a warm-up, before the run
+    ends.
     """
-    console.say(banner(config, folder.path, samples, mesh.device), "start")
+    console.log(banner(config, folder.path, samples, mesh.device), "start")
     if config.plan.world_size > 1:
         console.keep(what_is_compared(config), "note")
     schedule = schedule_of_run(config, folder, mesh)
     ranks_here = mesh.layout.ranks_per_node or mesh.world_size
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
     for warning in preparation.preflight_warnings(config, on_cpu, schedule):
-        console.say(f"note: {warning}", "note")
+        console.log(f"note: {warning}", "note")
     if mesh.rank == 0 and (warning := preparation.disk_warning(config, folder.checkpoints)):
-        console.say(f"note: {warning}", "note")
+        console.log(f"note: {warning}", "note")
     session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last = session.done, config.train.steps
     if done >= last:
-        console.say(preparation.already_trained(folder.path, done, last), "finished")
+        console.log(preparation.already_trained(folder.path, done, last), "finished")
         return 0
     if stop.after is not None and done >= stop.after:
         text = f"already trained to step {done}; --stop-after {stop.after} is before it"
-        console.say(text, "stopped")
+        console.log(text, "stopped")
         return 0
     session.artifacts.begin(done, samples)
     provenance.record_start(folder, config, mesh, samples, done + 1)
     for note in session.parallel.notes:
-        console.say(note)
+        console.log(note)
     if warning := config.model.layout_warning:
-        console.say(f"warning: {warning}", "warning")
+        console.log(f"warning: {warning}", "warning")
     if done:
-        console.say(f"resumed from step {done}; {last - done} steps to go", "resumed")
+        console.log(f"resumed from step {done}; {last - done} steps to go", "resumed")
     steps: Steps = SynchronousSteps(session)
     if schedule.update is not None:
         steps = StreamedSteps(session)
@@ -447,21 +450,21 @@ def train_rank(
             console.warn(f"the run ended before {profile_steps} steps were profiled")
             return 1
         saved = session.train(steps)
-    progress_words.phase(FINISH)
+    progress.phase(FINISH)
     session.artifacts.finish()
     if mesh.rank == 0:
         provenance.record_end(folder, saved)
     session.parallel.close()
     if saved < last:
-        text = f"stopped at step {saved}, saved; the same command goes on from there"
-        console.say(text, "stopped")
+        text = f"stopped at step {saved}, saved; the same command resumes from there"
+        console.log(text, "stopped")
         return 0 if saved == stop.after else session.exit_code()
-    console.say(session.artifacts.summary(), "finished")
+    console.log(session.artifacts.summary(), "finished")
     return 0
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Raise WorldSizeError, with layouts of as many ranks, unless the plan needs `world_size`."""
+    """Raise WorldSizeError, with layouts of `world_size` ranks, unless the plan needs as much."""
     needed = config.plan.world_size
     if world_size == needed:
         return
@@ -469,10 +472,10 @@ def check_world_size(config: RunConfig, world_size: int) -> None:
 
     plan = config.plan
     fitted = (
-        Fitted(before=plan, plan=one, ranks=world_size, how="")
-        for one in islice(nearest(config, world_size), 3)
+        Fitted(before=plan, plan=layout, ranks=world_size, how="")
+        for layout in islice(nearest(config, world_size), 3)
     )
-    texts = [" ".join(one.overrides()) for one in fitted]
+    texts = [" ".join(layout.overrides()) for layout in fitted]
     layouts = "; ".join(texts) or "none that can be trained"
     raise WorldSizeError(
         f"{world_size} ranks were started, the plan needs pp*dp*cp*tp = "

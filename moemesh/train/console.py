@@ -25,22 +25,22 @@ from moemesh.trace.duration import duration
 from moemesh.trace.run import MetricsRow
 from moemesh.train.records.run_folder import Events
 
-# Progress of a run: when a line is due where there is no terminal, and how long it will take.
+# Progress of a run: when to print a line without a terminal, and the remaining time.
 
 
-#: A line at most once in so many seconds ...
+#: Least seconds between two lines ...
 MOST_OFTEN_SECONDS = 60.0
-#: ... but at least once in so many steps, and in this share of all.
+#: ... and most steps between two lines, absolute and as a share of all.
 LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE = 50, 0.25
-#: Share of the newest step in the mean time of a step.
+#: Weight of the newest step in the moving average of the time of a step.
 _NEWEST = 0.1
 
 
 class Progress:
     """Progress through `total` steps, of which earlier calls have taken `done`.
 
-    `log_every`: steps between lines; 0 goes by time and steps, as the constants say. Steps are
-    timed from one call of :meth:`finished` to the next, so with validation and saving.
+    `log_every`: steps between lines; 0: by the constants above. The time of a step is that between
+    two calls of :meth:`finished`, so it includes validation and saving.
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Expected seconds to the last step; None before there are two steps to go by."""
+        """Expected seconds to the last step; None before the second step."""
         return None if self._mean is None else self._mean * (self._total - self.step)
 
 
-#: Plan keys of the first line of a plan; what else differs from its default fills a second one.
+#: Plan keys of the first line of a plan; other keys with non-default values fill a second one.
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
-#: The panel is drawn at most once in so many seconds.
+#: Least seconds between two drawings of the panel.
 _DRAW_SECONDS = 0.5
 
 
@@ -122,14 +122,14 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
 
 
 class Console:
-    """Prints for one rank; a silent one prints nothing, so that no caller asks who it is.
+    """Prints for one rank; a silent one prints nothing, so that callers need not check the rank.
 
-    A console that is gone (a closed pipe, a full disk behind it) stops no run: from the first
-    failure on nothing is printed any more, and ``events.jsonl`` says so.
+    A lost console (a closed pipe, a full disk) stops no run: after the first failure nothing more
+    is printed, which ``events.jsonl`` records.
     """
 
     def __init__(self, *, silent: bool, events: Events | None = None, log_every: int = 0) -> None:
-        """`events` None: none are kept. `log_every`: as of :class:`Progress`."""
+        """`events` None: none are kept. `log_every`: see :class:`Progress`."""
         self._silent, self._log_every = silent, log_every
         self._events = events or Events(None)
         self._terminal = not silent and sys.stdout.isatty()
@@ -139,17 +139,17 @@ class Console:
         self._drawn_at = 0.0
         self._progress = Progress(0, 0)
 
-    def say(self, text: str, kind: str = "note") -> None:
-        """Print `text` and keep it as an event of this `kind`."""
+    def log(self, text: str, kind: str = "note") -> None:
+        """Print `text` and record it as an event of this `kind`."""
         self.keep(text, kind)
         self._print(text)
 
     def keep(self, text: str, kind: str) -> None:
-        """Keep `text` as an event alone, for readers of `events.jsonl`."""
+        """Record `text` as an event only, for readers of `events.jsonl`."""
         self._events.add(kind, text, self._progress.step)
 
     def warn(self, text: str) -> None:
-        """To stderr; also from a silent console, since a warning of one rank concerns the run."""
+        """Print to stderr, also from a silent console: a warning of a rank concerns the run."""
         self._events.add("warning", text, self._progress.step)
         with suppress(OSError, ValueError):
             print(f"moemesh: {text}", file=sys.stderr, flush=True)
@@ -173,7 +173,7 @@ class Console:
             self._safely(live.stop)
 
     def step(self, row: MetricsRow, total: int) -> None:
-        """One finished step: shown in the panel, or printed as a line where one is due."""
+        """Show a finished step in the panel, or print it as a line if one is due."""
         text = (
             f"loss {row.loss:.4f}  grad norm {row.grad_norm:.3f}  "
             f"{row.tokens_per_second:,.0f} tokens/s"
@@ -187,11 +187,11 @@ class Console:
         elif is_due:
             more = [f"lr {row.lr:.2e}", *facts(row), *filter(None, [left])]
             self._print("  ".join([f"step {row.step}/{total}", text, *more]))
-        if row.validation_loss is not None and row.step < total:  # the summary tells the last
+        if row.validation_loss is not None and row.step < total:  # the summary has the last
             self._print(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")
 
     def _draw(self, *, is_due: bool = False) -> None:
-        """Draw the panel, unless it was drawn a moment ago: drawing takes milliseconds."""
+        """Draw the panel, at most every `_DRAW_SECONDS`: drawing takes milliseconds."""
         live, now = self._live, time.monotonic()
         if live is None or not (is_due or now - self._drawn_at >= _DRAW_SECONDS):
             return
@@ -206,17 +206,17 @@ class Console:
             self._safely(lambda: print(text, flush=True))
 
     def _safely(self, show: Callable[[], object]) -> None:
-        """Call `show`; where the console turns out to be gone, be silent from now on."""
+        """Call `show`; if the console is lost, stay silent from now on."""
         if self._silent:
             return
         try:
             show()
         except (OSError, ValueError) as error:  # ValueError: a stream that was closed
             self._silent, self._terminal, self._live = True, False, None
-            # Let stdout lead nowhere: what is still in its buffer is then no error at the end.
+            # Redirect stdout to the null device: its buffer would cause an error at the end.
             with suppress(OSError, ValueError):
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, sys.stdout.fileno())
                 os.close(nothing)
             why = f"{type(error).__name__}: {error}"
-            self._events.add("console", f"nobody reads the console any more ({why})")
+            self._events.add("console", f"the console is lost ({why})")

@@ -16,7 +16,7 @@ from moemesh.trace.run import Run
 
 
 class TrainingError(RuntimeError):
-    """A run that did not come to its end; `exit_code` as of ``moemesh train``."""
+    """A run that failed; `exit_code`: that of ``moemesh train``."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -27,13 +27,13 @@ class TrainingError(RuntimeError):
 def train(
     config: RunConfig, out: str | Path | None = None, *, allow_change: tuple[str, ...] = ()
 ) -> Run:
-    """Train as ``moemesh train`` does, and read back what the run wrote.
+    """Train as ``moemesh train`` does, and return the finished run.
 
-    Called in a plain program, it starts the ranks of ``config.plan`` as processes of their own
+    In a plain program, the call starts the ranks of ``config.plan`` as processes of their own
     (``python -m moemesh``, so a script needs no ``if __name__ == "__main__"``) and waits for them;
-    this process trains nothing. Called by every rank that torchrun started, before a process group
-    is initialized, it is that rank. `out`: the folder of the run (default ``runs/<preset>``), in
-    which an earlier run goes on; `allow_change`: keys that may differ from it.
+    this process trains nothing. In every rank that torchrun started, before a process group is
+    initialized, the call runs that rank. `out`: the folder of the run (default ``runs/<preset>``);
+    an earlier run in it is resumed. `allow_change`: keys that may differ from it.
 
     Raises ConfigError for what cannot be trained, other ValueErrors for data and folders, and
     TrainingError when a rank fails; KeyboardInterrupt when the run was stopped by Ctrl-C.
@@ -60,8 +60,8 @@ def train(
         raise KeyboardInterrupt
     if code:
         try:
-            found = parse_json((folder / "failure.json").read_text(encoding="utf-8"))
-            reason = f"rank {found['rank']} failed: {found['message']}"
+            report = parse_json((folder / "failure.json").read_text(encoding="utf-8"))
+            reason = f"rank {report['rank']} failed: {report['message']}"
         except (OSError, ValueError, KeyError, TypeError):
             reason = "the run did not come to its end"
         raise TrainingError(f"{folder}: {reason} (exit code {code})", code)
@@ -69,8 +69,8 @@ def train(
 
 
 def overrides_of(config: RunConfig) -> list[str]:
-    """Returns ``section.key=value`` for every key of `config` that has a value, but for those that
-    follow from others."""
+    """Returns ``section.key=value`` for every key of `config` that has a value, except for derived
+    ones."""
     return [
         f"{section}.{key}={format_value(value)}"
         for section, fields in config_values(config).items()

@@ -33,16 +33,16 @@ def own_batches(
 ) -> list[Batch]:
     """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
 
-    `seed` and `step` (from 1; 0 = none) key the random numbers of a training forward. Shares may
-    differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
+    `seed` and `step` (from 1; 0 = none) are the key of the random numbers of a training forward.
+    Shares may differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
     """
 
     dp = mesh["dp"]
-    found: list[Batch] = []
-    own = shard_range(len(ids), dp.size, dp.index)
+    batches: list[Batch] = []
+    local = shard_range(len(ids), dp.size, dp.index)
     for index in range(num_parts):
-        part = shard_range(len(own), num_parts, index)
-        rows = slice(own.start + part.start, own.start + part.stop)
+        part = shard_range(len(local), num_parts, index)
+        rows = slice(local.start + part.start, local.start + part.stop)
         arrays = {name: torch.from_numpy(one) for name, one in samples.arrays(ids[rows]).items()}
         batch = Batch(
             tokens_BS=arrays["tokens"],
@@ -54,19 +54,19 @@ def own_batches(
             seed=seed,
             step=step,
         )
-        found.append(batch.to(mesh.device))
-    return found
+        batches.append(batch.to(mesh.device))
+    return batches
 
 
-# The schedule of a run on its ranks: one for all, whatever each could read by itself.
+# The schedule of a run: the same on all ranks, whatever files each could read.
 
 
 def schedule_of_run(config: RunConfig, folder: RunFolder, mesh: Mesh) -> Schedule:
     """The schedule of a step, the same on every rank; all ranks call, after
-    :func:`moemesh.train.records.kept_schedules.settle`."""
+    :func:`moemesh.train.records.kept_schedules.update_schedule`."""
     if has_name(config.plan):
         return build_step(config.plan)
-    # Files may differ between nodes: that of rank 0 counts.
+    # Files may differ between nodes: rank 0 reads for all.
     text = (folder.path / SCHEDULE).read_text(encoding="utf-8") if mesh.rank == 0 else None
     return from_text(gather_json(text, mesh.control)[0])
 

@@ -2,18 +2,18 @@
 
 At the end of a step each pipeline rank knows the squared gradients of its own stages and of those
 before it (:mod:`moemesh.parallel.pipeline.post_validation`). When these give no reason to clip or
-skip, it copies what a step changes, steps, and goes on to the warm-up of the next step. There it
-receives the whole sum. When the step was right, the copy is dropped; otherwise the step is undone
-from it and taken as it should have been, clipped or not at all, and the warm-up runs again. The
-result is that of a synchronous run, bit by bit.
+skip, the rank copies the state that a step changes, steps, and continues with the warm-up of the
+next step. During it the rank receives the whole sum. If the step was right, the copy is dropped;
+otherwise the step is undone from the copy and repeated correctly, clipped or skipped, and the
+warm-up is repeated. The result is that of a synchronous run, bit by bit.
 
 An AdamW step could also be inverted without a copy, but not safely: ``(v - (1 - b2) g g) / b2``
 cancels where the gradient has just jumped, which is when a step is undone, and in fp32 gives second
 moments with large errors, negative ones among them.
 
-All that ranks exchange about a step travels in one vector with the squares: losses, loads, a stop
-request. So no step waits for all stages; in return its row of metrics is written a step later, and
-a stop request takes effect one step later.
+All reports of ranks about a step share one vector with the squares: losses, loads, a stop request.
+So no step waits for all stages; in return its row of metrics is written a step later, and a stop
+request takes effect one step later.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from moemesh.train.step import (
     update,
 )
 
-#: Steps in a row without a clip or a skip after which ranks step early. Where most steps are
-#: clipped (the start of a run, say) stepping early would mean to run most warm-ups twice.
+#: Consecutive steps without a clip or a skip after which ranks step early. While most steps are
+#: clipped (at the start of a run, for example), stepping early would repeat most warm-ups.
 ARM_AFTER = 3
 
 
 @dataclass(kw_only=True)
 class Step:
-    """A step, with its recorder and this rank's `seconds`. `result` comes when the step stands;
-    `undo` is there from the time this rank steps early until then."""
+    """A step, with its recorder and this rank's `seconds`. `result` is set when the step is
+    confirmed; `undo` exists from the early step until then."""
 
     number: int
     lr: float
@@ -72,7 +72,7 @@ class Step:
 
 
 class _Undo:
-    """A copy of all state that an update changes: the optimizer's, and the routers' biases."""
+    """A copy of the state that an update changes: that of the optimizer, and routers' biases."""
 
     def __init__(self, parallel: RankModel, optimizer: Optimizer) -> None:
         self._optimizer, self._snapshot = optimizer, optimizer.snapshot()
@@ -80,12 +80,12 @@ class _Undo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copies; numbers of updates, a scalar each, are left out."""
+        """Bytes of the copies, without numbers of updates, a scalar each."""
         kinds = self._optimizer.state_names()
         state = self._snapshot["torch"]["state"].values()
         copies = [
             *self._snapshot["masters"].values(),
-            *(one.get(kind) for one in state for kind in kinds),
+            *(values.get(kind) for values in state for kind in kinds),
             *(before for _, before in self._buffers),
         ]
         return sum(copy.numel() * copy.element_size() for copy in copies if copy is not None)
@@ -97,10 +97,10 @@ class _Undo:
 
 
 class PostValidation:
-    """The steps of one rank. `settled` holds those that stand and were not :meth:`taken <take>`;
-    `stopping` is set, on all ranks with the same step, when one of them was asked to stop.
+    """The steps of one rank. :meth:`take` returns those that are confirmed;
+    `stopping` is set, on all ranks in the same step, once one of them has a stop request.
 
-    `arm_after`: see :data:`ARM_AFTER`; it changes when things happen, not what comes out.
+    `arm_after`: see :data:`ARM_AFTER`; it changes the timing, not the results.
     """
 
     def __init__(
@@ -114,23 +114,23 @@ class PostValidation:
         judge: Callable[[int, StepResult], StepResult] | None = None,
     ) -> None:
         """All ranks call this. ``judge(number, result)``: the result of each whole step, marked as
-        skipped where no rank shall apply it; None: only steps that are not finite are skipped, and
-        a router whose logits are not raises RoutingError."""
+        skipped if no rank may apply it; None: only non-finite steps are skipped, and non-finite
+        router logits raise RoutingError."""
         self.parallel, self.optimizer, self.train = parallel, optimizer, train
         self.stopping = False
         self._stop_requested, self._arm_after = stop_requested, arm_after
         self._judge = judge
         self._pipeline = ValidatedPipeline(parallel.pipeline, parallel.mesh)
         self._num_clean = 0
-        #: The step that has run here while other ranks' part in it is not known.
+        #: The step that has run here while the reports of other ranks are pending.
         self._waiting: Step | None = None
-        self._settled: list[Step] = []
-        #: The most bytes that copies for undoing a step have taken.
+        self._confirmed: list[Step] = []
+        #: Largest total of bytes that copies for undoing a step have taken.
         self.snapshot_bytes = 0
 
     def run(self, number: int, batches: Sequence[Batch], recorder: TimelineRecorder) -> None:
-        """Step `number` (from 1) on `batches`. Raises RoutingError, on all ranks, when a router of
-        this step or, found late, of the step before gave a logit that is not finite."""
+        """Run step `number` (from 1) on `batches`. Raises RoutingError, on all ranks, if a router
+        of this step, or, detected late, of the previous one, gave a non-finite logit."""
         start, parallel = time.perf_counter(), self.parallel
         refuse_replayed(parallel, batches)
         counts = count_over_step(parallel, batches)
@@ -149,7 +149,7 @@ class PostValidation:
             return step.sums.objective
 
         def confirm() -> bool:
-            return self._waiting is None or self._settle(self._waiting, recorder)
+            return self._waiting is None or self._validate(self._waiting, recorder)
 
         self._pipeline.run(batches, begin, recorder, confirm)
         self._end(step)
@@ -158,20 +158,20 @@ class PostValidation:
             self.flush()
 
     def flush(self) -> None:
-        """Wait until the last step stands: before anybody reads weights, and at the end."""
+        """Wait until the last step is confirmed: before weights are read, and at the end."""
         step, start = self._waiting, time.perf_counter()
         if step is not None:
-            self._settle(step, step.recorder)
+            self._validate(step, step.recorder)
             step.seconds += time.perf_counter() - start
 
     @property
-    def is_settled(self) -> bool:
-        """Whether the last step stands: all stages hold its weights."""
+    def is_confirmed(self) -> bool:
+        """Whether the last step is confirmed: all stages hold its weights."""
         return self._waiting is None
 
     def take(self) -> list[Step]:
-        """The steps that stand and were not taken yet, in order."""
-        taken, self._settled = self._settled, []
+        """The confirmed steps that were not taken yet, in order."""
+        taken, self._confirmed = self._confirmed, []
         return taken
 
     def _end(self, step: Step) -> None:
@@ -179,16 +179,16 @@ class PostValidation:
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
-            # This rank's addend to the vector of the step, float64: a stop request, the losses, the
-            # loads (exact in float64), and the squares.
+            # This rank's summand of the vector of the step, float64: a stop request, the losses,
+            # the loads (exact in float64), and the squares.
             reducer = parallel.reducer
             squares = gradient_squares(
                 reducer.gradients, parallel.trained, reducer.owned, parallel.mesh, step.sums.losses
             )
             stop = squares.new_tensor([float(self._stop_requested())])
-            own = torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
-            all_reduce_(own, parallel.mesh["stage"], caller="step.report", phase="optimizer")
-            so_far = self._read(step, self._pipeline.chain.pass_on(own.cpu()))
+            vector = torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
+            all_reduce_(vector, parallel.mesh["stage"], caller="step.report", phase="optimizer")
+            so_far = self._read(step, self._pipeline.chain.pass_on(vector.cpu()))
         self._waiting = step
         if self._num_clean >= self._arm_after and self._is_clean(so_far):
             with recorder.span("optimizer"):
@@ -196,8 +196,9 @@ class PostValidation:
                 self.snapshot_bytes = max(self.snapshot_bytes, step.undo.num_bytes)
                 self._step(step, so_far)
 
-    def _settle(self, step: Step, recorder: TimelineRecorder) -> bool:
-        """Receive the whole sum of `step`, correct its update if need be; whether it is clean."""
+    def _validate(self, step: Step, recorder: TimelineRecorder) -> bool:
+        """Receive the whole sum of `step`, correct its update if needed; returns whether it was
+        clean."""
         with recorder.span("validate"):
             total = self._pipeline.chain.answer()
         step.result = self._read(step, total)
@@ -205,7 +206,7 @@ class PostValidation:
             step.result = self._judge(step.number, step.result)
         self.stopping |= bool(total[0] > 0)
         self._waiting = None
-        self._settled.append(step)
+        self._confirmed.append(step)
         clean = self._is_clean(step.result)
         self._num_clean = self._num_clean + 1 if clean else 0
         if step.undo is None or not clean:
@@ -223,7 +224,7 @@ class PostValidation:
 
     def _is_clean(self, result: StepResult) -> bool:
         """Whether a step is neither clipped nor skipped. Squares only add up, and a rounded sum
-        never falls when an addend grows: what is not clean for some ranks is not for all."""
+        never falls when a summand grows: a step that is unclean for some ranks is so for all."""
         clip = self.train.clip
         return not result.skipped and not 0 < clip < result.grad_norm
 
@@ -238,7 +239,7 @@ class PostValidation:
 
 
 class ValidatedSteps:
-    """Steps that a rank may take before it knows the whole gradient, and corrects if it must."""
+    """Steps that a rank may take before it has the whole gradient norm, and corrects if needed."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -267,10 +268,10 @@ class ValidatedSteps:
                 assert step.result is not None
                 facts = {"recorder": step.recorder, "seconds": step.seconds}
                 finished.append(FinishedStep(number=step.number, result=step.result, **facts))
-            is_settled = steps.is_settled
-            while len(finished) > is_settled:
+            is_confirmed = steps.is_confirmed
+            while len(finished) > is_confirmed:
                 session.report(finished.pop(0))
-            if is_settled:
+            if is_confirmed:
                 break
         return finished[0]
 

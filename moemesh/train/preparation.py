@@ -1,4 +1,4 @@
-"""All that `moemesh train` can check and tell before torch is imported and a rank is started.
+"""All checks of `moemesh train` that come before the import of torch and the start of ranks.
 
 Settings, device, memory, data, tokenizer, weights, adapters, the run folder and its earlier run.
 Nothing is written.
@@ -38,6 +38,9 @@ from moemesh.data.samples import Samples
 from moemesh.data.sources import validation_source
 from moemesh.data.tokenizer import DataError, reads_clock
 from moemesh.data.tokenizing import cache_beside
+from moemesh.monitor import devices
+from moemesh.monitor.devices import num_gpus
+from moemesh.monitor.lease import Lease
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
@@ -53,19 +56,16 @@ from moemesh.train.weights.weight_sources import (
     check_folder,
     check_headers,
 )
-from moemesh.watch import devices
-from moemesh.watch.devices import num_gpus
-from moemesh.watch.lease import Lease
 
-#: Ranks a core carries in a test of a layout; with more, starting alone takes minutes.
+#: Largest number of ranks a core in a test of a layout; with more, starting alone takes minutes.
 RANKS_PER_CORE = 4
 #: Share of waiting in a step above which a pipeline gets a warning.
 LARGE_BUBBLE = 0.5
-#: Up to so many ranks may be meant for one machine, and have their memory predicted one by one.
+#: Largest number of ranks that may be meant for one machine: memory is predicted for each.
 MOST_RANKS = 8
-#: Files of a source, and lines of a file, that are looked at.
+#: Largest number of files of a source, and of lines of a file, that are checked.
 _FEW = 20
-#: Tokens of the shortest sequences that are proposed.
+#: Shortest proposed sequences in tokens.
 _SHORTEST = 64
 
 # Refusals: legal settings that `moemesh train` cannot carry out.
@@ -73,7 +73,7 @@ _SHORTEST = 64
 
 def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]:
     """Legal settings that `moemesh train` would have to ignore, or from which nothing can come; it
-    refuses them instead. `folder`: of the run, which may go on with what it has."""
+    refuses them. `folder`: run folder, whose saved files may replace missing inputs."""
     config, origins = resolved.config, resolved.origins
     plan, batch = config.plan, config.data.global_batch
     found = [*refusals(config), *step_problems(plan, config.model, config.data.seq_len)]
@@ -97,8 +97,8 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
     is_new = not (folder and (folder / "plan.json").exists())
     if is_new and config.lora.rank and config.model_path is None and not config.train.train_only:
         message = (
-            f"adapters of rank {config.lora.rank} would train beside random weights that stay as "
-            "they are: no model.path says which weights they adapt"
+            f"adapters of rank {config.lora.rank} would train on random weights that do not train: "
+            "model.path is missing, the folder of the weights that they adapt"
         )
         fix = "model.path = FOLDER, or rank = 0 to train all weights"
         found.append(config.lora.problem("missing", "rank", message, fix))
@@ -108,7 +108,7 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
 # Room on the disk for the checkpoints of a run.
 
 
-#: Bytes of a number of the masters, and of the model itself, by `train.dtype`.
+#: Bytes of an element of the masters, and of the model itself, by `train.dtype`.
 _MASTER_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
@@ -118,8 +118,8 @@ class DiskError(UserError):
 
 
 class DiskNeed(NamedTuple):
-    """In bytes: one checkpoint; the most that a run has at a time, which is those that stay and the
-    one that is being written; the checkpoints that are there already; what is free."""
+    """Bytes of: one checkpoint; the largest total of a run (kept ones and one being written); the
+    checkpoints present now; the free space."""
 
     checkpoint: int
     most: int
@@ -142,9 +142,9 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
-    """Bytes that the run needs in the folder `checkpoints`, which need not exist yet."""
+    """Space that the run needs in the folder `checkpoints`, which need not exist yet."""
     size = checkpoint_bytes(config)
-    present = 0  # of a store without bounds
+    present = 0  # for a store without limits
     if isinstance(checkpoints, Path):
         files = (file for file in checkpoints.glob("step-*/*") if file.is_file())
         present = sum(file.stat().st_size for file in files)
@@ -153,8 +153,7 @@ def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
 
 
 def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
-    """Raise DiskError where not one more checkpoint fits, or may be written; returns what is
-    needed."""
+    """Raise DiskError if no further checkpoint fits, or may be written; returns the need."""
     need = disk_need(config, checkpoints)
     limit, part = file_limit(), need.checkpoint // config.plan.world_size
     if isinstance(checkpoints, Path) and limit is not None and part > limit:
@@ -173,15 +172,15 @@ def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
 
 
 def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
-    """A sentence where the first checkpoint fits, and a later one will not."""
+    """A sentence if the first checkpoint fits and a later one will not."""
     need = disk_need(config, checkpoints)
     if need.most <= need.present + need.free:
         return None
     kept = config.train.checkpoints_kept
     return (
-        f"{kept} checkpoint(s) that stay and one that is written take {format_bytes(need.most)}; "
-        f"{format_bytes(need.free + need.present)} are there for them: a later one will find the "
-        "disk full; train.checkpoints_kept says how many stay"
+        f"{kept} kept checkpoint(s) and one being written take {format_bytes(need.most)}, and "
+        f"{format_bytes(need.free + need.present)} are available: a later one will find the "
+        "disk full; train.checkpoints_kept is the number of kept ones"
     )
 
 
@@ -193,8 +192,8 @@ class TooLargeError(UserError):
 
 
 def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None:
-    """Raise TooLargeError where all ranks of a run on this machine's CPU together need more for
-    weights, gradients and optimizer alone than it has; `memory_bytes` None asks the machine."""
+    """Raise TooLargeError if weights, gradients and optimizer of all ranks of a run on this
+    machine's CPU exceed its memory; `memory_bytes` None: that of this machine."""
     available = _memory_bytes() if memory_bytes is None else memory_bytes
     plan = config.plan
     needed = 0
@@ -209,12 +208,12 @@ def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None
         raise TooLargeError(
             f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this "
             f"machine has {format_bytes(available)}: take a smaller model (model.preset, "
-            "model.num_layers), or machines for it; `moemesh estimate` and `moemesh plan` say which"
+            "model.num_layers), or more machines; `moemesh estimate` and `moemesh plan` find them"
         )
 
 
 def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
-    """Memory that a rank of a run holds in a step, with uniform routing."""
+    """Memory of a rank of a run in a step, with uniform routing."""
     # Late: every rank reads this file, and none before its first step needs the planner.
     from moemesh.planner.traffic.own_memory import predict_memory
 
@@ -231,20 +230,20 @@ def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
 
 
 def predicted_peaks(config: RunConfig) -> int:
-    """Peaks of all ranks together."""
+    """Sum of the peaks of all ranks."""
     return sum(predicted_memory(config, rank).peak for rank in range(config.plan.world_size))
 
 
 def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | None:
-    """Where all ranks of a run on this machine's CPU together will probably need more memory than
-    it has: both numbers, and the smallest change after which they fit. None where they fit, and
-    for so many ranks that no machine is meant to have them."""
+    """A warning if all ranks of a run on this machine's CPU will probably need more memory than it
+    has: both numbers, and the smallest change that fits. None if they fit, and for more than
+    `MOST_RANKS` ranks, which are meant for other machines."""
     if config.plan.world_size > MOST_RANKS:
         return None
     available = _memory_bytes() if memory_bytes is None else memory_bytes
     ranks, first = config.plan.world_size, predicted_memory(config, 0)
-    # Where the states alone exceed the machine, no batch is small enough, and large models take
-    # long to price.
+    # If the states alone exceed the machine, no batch is small enough, and large models take long
+    # to predict.
     is_hopeless = ranks * (first.peak - first.activations) > available
     needed = ranks * first.peak if is_hopeless else predicted_peaks(config)
     if needed <= available:
@@ -253,8 +252,8 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
         f"{ranks} rank(s) need {format_bytes(needed)} by prediction, this machine has "
         f"{format_bytes(available)}"
     )
-    # Configurations that need less: first those of the same losses, then those of another batch,
-    # then of shorter sequences.
+    # Candidates that need less: first those with the same losses, then another batch, then shorter
+    # sequences.
     plan, data = config.plan, config.data
     smaller: list[dict[str, dict[str, object]]] = []
     most, least = plan.microbatches, plan.dp * plan.microbatches
@@ -291,32 +290,32 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
 def preflight_warnings(
     config: RunConfig, ranks_on_cpu: int = 0, schedule: Schedule | None = None
 ) -> Iterator[str]:
-    """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu` share the
-    cores of this machine; `schedule` None: that of the plan."""
+    """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu`: ranks that
+    share the cores of this machine; `schedule` None: that of the plan."""
     plan, train, data = config.plan, config.train, config.data
-    optimizer, options = OPTIMIZERS[train.optimizer], dict[str, str]()
-    for row in OPTIMIZERS.values():
-        options |= row.options
-    others = tuple(key for key in options if key not in optimizer.options)
-    idle = (  # what makes keys idle, and in which words
-        (plan.pp == 1, plan, ("schedule", "stages_per_rank"), "plan.pp = 1 is no pipeline"),
-        (plan.data != "parameter_server", plan, ("servers",), f"plan.data is {plan.data}"),
+    optimizer = OPTIMIZERS[train.optimizer]
+    idle = [  # condition, section, keys without effect, requirement of their effect
+        (plan.pp == 1, plan, ("schedule", "stages_per_rank"), "plan.pp > 1"),
+        (plan.data != "parameter_server", plan, ("servers",), "plan.data = parameter_server"),
         (
             plan.recompute != "selective",
             plan,
             ("recompute_attention", "recompute_experts"),
-            f"plan.recompute = {plan.recompute} is not selective",
+            "plan.recompute = selective",
         ),
-        (plan.ep == 1, plan, ("spare_slots",), "plan.ep = 1 is even"),
-        (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep = 1 moves no token"),
-        (plan.ep == 1, train, ("rebalance_every",), "plan.ep = 1 holds all experts"),
-        (True, train, others, f"train.optimizer is {train.optimizer}"),
-    )
-    for is_idle, section, names, why in idle:
+        (plan.ep == 1, plan, ("spare_slots",), "plan.ep > 1"),
+        (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep > 1"),
+        (plan.ep == 1, train, ("rebalance_every",), "plan.ep > 1"),
+    ]
+    options = {key for row in OPTIMIZERS.values() for key in row.options}
+    for key in sorted(options - {*optimizer.options}):
+        names = [name for name, row in OPTIMIZERS.items() if key in row.options]
+        idle.append((True, train, (key,), f"train.optimizer = {' or '.join(names)}"))
+    for is_idle, section, names, needed in idle:
         for name in names if is_idle else ():
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
                 shown = value if isinstance(value, str) else format_value(value)
-                yield f"{section.section}.{name} = {shown} does nothing: {why}"
+                yield f"{section.section}.{name} = {shown} has no effect: it needs {needed}"
     usual = config.usual_rate
     if train.lr >= optimizer.high_rate * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"
@@ -337,13 +336,13 @@ def preflight_warnings(
     if train.epochs is None and train.warmup_steps >= train.steps:
         reached = train.lr * train.steps / train.warmup_steps
         yield (
-            f"train.warmup_steps = {train.warmup_steps} is no less than train.steps = "
+            f"train.warmup_steps = {train.warmup_steps} must be below train.steps = "
             f"{train.steps}: the learning rate ends at {reached:.1e}"
-            f" and never falls; warm up for {max(train.steps // 10, 1)}, say"
+            f" and never falls; warm up for {max(train.steps // 10, 1)} steps, for example"
         )
     if plan.pp > 1:
         schedule = schedule or build_step(plan, config.model, data.seq_len)
-        if schedule.update is None:  # else it never drains
+        if schedule.update is None:  # asynchronous ones never drain
             simulation = simulate(schedule)
             rate = simulation.rank_idle / simulation.makespan
             if rate > LARGE_BUBBLE:
@@ -357,7 +356,7 @@ def preflight_warnings(
 
 
 def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
-    """Warnings for ranks that would be started on this machine, before there are any."""
+    """Warnings for ranks to be started on this machine, before their start."""
     plan, device = config.plan, config.train.device
     ranks = plan.ranks_per_node or plan.world_size
     gpus = 0 if device == "cpu" else num_gpus()
@@ -369,20 +368,20 @@ def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
 
 
 def _json_as_text(data: DataConfig) -> Iterator[str]:
-    """Files of JSON lines that are trained on as they stand, because their format was named."""
+    """Warnings about files of JSON lines that are trained on as text, because of their format."""
     named = [("data.format", source) for source in data.all_sources]
     if data.validation is not None:
         named.append(("data.validation_format", validation_source(data)))
     for key, source in named:
         if source.format not in ("text", "bytes"):
             continue
-        with suppress(DataError, OSError):  # told where the data is looked at
+        with suppress(DataError, OSError):  # reported by the check of the data
             for file in find(source.path, source.format)[:_FEW]:
                 with open_stream(file.path, file.compression) as stream:
                     lines = stream.read(HEAD).splitlines()[:_FEW]
                 if num_objects := sum(line.startswith(b'{"') for line in lines):
                     yield (
-                        f"{key} = {source.format} trains on {file.path} as it stands: {num_objects}"
+                        f"{key} = {source.format} trains on {file.path} as text: {num_objects}"
                         f" of its first {len(lines)} lines are JSON, whose braces and keys are "
                         "learned like the rest; jsonl reads the records"
                     )
@@ -393,16 +392,16 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-#: The page that a run ends with.
+#: Final page of a run.
 REPORT = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A run as it was asked for, resolved once in each process: the configuration of `config_file`
-    and `overrides`, the run folder `out` (None: see :attr:`path`), keys that may differ from those
-    of the run in it, whether to take it from a run at work there, a step behind which the run is
-    saved and ends, and the number of steps that are profiled on every rank before it ends."""
+    """A requested run, resolved once in each process: the configuration of `config_file` and
+    `overrides`, the run folder `out` (None: see :attr:`path`), keys that may differ from those of
+    the run in it, whether to take it over from an active run, a step after which the run is saved
+    and ends, and the number of steps that are profiled on every rank before it ends."""
 
     resolved: Resolved
     config_file: Path | None = None
@@ -415,8 +414,8 @@ class RunRequest:
 
     @cached_property
     def path(self) -> Path:
-        """`out`, or the folder of a run that is the configuration, or ``runs/<name of the file, of
-        the model's folder, or of the preset>``: the same command finds the same run again."""
+        """`out`, or the folder of a run that is the configuration, or ``runs/NAME`` with the name
+        of the file, of the model's folder, or of the preset: a repeated command finds its run."""
         file, out, config = self.config_file, self.out, self.resolved.config
         if file is not None and file.is_dir():
             out = out or file
@@ -425,9 +424,8 @@ class RunRequest:
 
     @cached_property
     def config(self) -> RunConfig:
-        """The configuration, with what follows from that of an earlier run in the folder. Of a
-        first start, the commits of datasets of the Hub, and the day where a chat template reads
-        it."""
+        """The configuration, completed from that of an earlier run in the folder; in a first start,
+        with the commits of datasets of the Hub, and the day if a chat template reads it."""
         config = with_recorded(self.resolved.config, self.path)
         data = config.data.with_paths(pinned)
         if data.date is None and reads_clock(data.tokenizer):
@@ -436,17 +434,17 @@ class RunRequest:
 
     @cached_property
     def readable(self) -> Resolved:
-        """The same with the run folder's copy in place of a schedule file that is gone."""
+        """The resolved configuration, with the run folder's copy of a lost schedule file."""
         plan = readable(self.config.plan, self.path)
         return replace(self.resolved, config=replace(self.config, plan=plan))
 
     def inspect(self) -> RunFolder:
-        """The run folder as it is, or is not yet."""
+        """The run folder in its present state, existing or not."""
         train = self.config.train
         return RunFolder.inspect(self.path, train.resume, train.checkpoint_folder)
 
     def arguments(self) -> list[str]:
-        """The command line of a rank that carries it out."""
+        """The command line of a rank of this run."""
         words = ["train", *([str(self.config_file)] if self.config_file else [])]
         words += [word for override in self.overrides for word in ("--set", override)]
         words += ["--out", str(self.path)]
@@ -458,10 +456,10 @@ class RunRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """A run that nothing speaks against, and what is found in its folder.
+    """The result of all checks of a run, and the state of its folder.
 
-    `steps`: of the checkpoints, newest first; `disk`: what they need; `samples`: where the data is
-    read in about a second, else None; `notes` on the data.
+    `steps`: those of the checkpoints, newest first; `disk`: their need; `samples`: None unless the
+    data is read in about a second; `notes` on the data.
     """
 
     request: RunRequest
@@ -473,10 +471,10 @@ class Preparation:
     notes: Sequence[str]
 
 
-def prepare(request: RunRequest, say: Callable[[str], None] = lambda text: None) -> Preparation:
-    """Look at everything: first at the folder of the run, which a run may hold (unless it is to be
-    taken over), then at the rest. Raises a UserError with all that is wrong with settings, inputs
-    and this machine together. `say` gets the first line of a run, before data is read."""
+def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None) -> Preparation:
+    """Check everything: first the run folder, which an active run may hold (unless it is taken
+    over), then the rest. Raises a UserError with all faults of settings, inputs and this machine.
+    `log` gets the first line of a run, before data is read."""
     refuse_unknown_permissions(request.allowed_changes)
     config, path, folder = request.config, request.path, request.inspect()
     if not request.takeover:
@@ -498,11 +496,11 @@ def prepare(request: RunRequest, say: Callable[[str], None] = lambda text: None)
         also=(
             lambda: None if untrainable(kept, path) else check_room(kept.config),
             partial(check_sources, config),
-            # The newest checkpoint may turn out damaged: then the run goes on from an older one.
+            # The newest checkpoint may be damaged: then the run resumes from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
             partial(look, config, folder.checkpoints),
         ),
-        before_data=lambda: say(f"starting reads {', '.join(read)}; then {processes}"),
+        before_data=lambda: log(f"starting reads {', '.join(read)}; then {processes}"),
         folder=path,
     )
     return Preparation(
@@ -517,8 +515,8 @@ def prepare(request: RunRequest, say: Callable[[str], None] = lambda text: None)
 
 
 def finished(request: RunRequest) -> str | None:
-    """What is said of a run that is at its last step already, where its folder and its newest
-    checkpoint say so without its data; None where there is something to do, or to find out."""
+    """The message about a run that has taken its last step, if its folder and its newest checkpoint
+    show that without its data; None if there is work left, or if that is unknown."""
     config, path = request.config, request.path
     if config.train.epochs is not None or not (path / REPORT).exists():
         return None
@@ -534,7 +532,7 @@ def finished(request: RunRequest) -> str | None:
 
 
 def already_trained(path: Path, done: int, last: int) -> str:
-    """The message about a run in `path` that has `done` steps of `last` behind it."""
+    """The message about a run in `path` that has taken `done` steps of `last`."""
     return (
         f"report   {path / REPORT}\n"
         f"To train longer: --set train.steps={2 * last}. To start a new run: --out NEW_DIR.\n"
@@ -551,11 +549,11 @@ def check_inputs(
     before_data: Callable[[], None] = lambda: None,
     folder: Path | None = None,
 ) -> tuple[Samples | None, list[str]]:
-    """What is trained at all, a device that was named, tokenizer, data, weights that are here, and
-    what the checks of `also` find. Raises a UserError with all that is wrong.
+    """Check that something trains, the device, tokenizer, data, local weights, and the checks of
+    `also`. Raises a UserError with all faults.
 
-    Data that is read in about a second is opened, so that data that is too short is found, too;
-    returns its samples and notes on it. `before_data` is called first where nothing else is wrong.
+    Data that is read in about a second is opened, which finds data that is too short; returns its
+    samples and notes on it. `before_data` is called first, if everything else is valid.
     """
     config = resolved.config
     opened: list[Samples] = []
@@ -566,59 +564,59 @@ def check_inputs(
             seed, vocab_size = config.train.seed, config.model.vocab_size
             opened.append(
                 sources.open_samples(
-                    config.data, seed=seed, vocab_size=vocab_size, cache=cache, say=notes.append
+                    config.data, seed=seed, vocab_size=vocab_size, cache=cache, log=notes.append
                 )
             )
 
     problems = untrainable(resolved, folder)
-    found: list[Exception] = [ConfigError(problems)] if problems else []
+    errors: list[Exception] = [ConfigError(problems)] if problems else []
     device = partial(devices.refuse_missing, config.train.device, config.plan.world_size)
     weights = partial(check_headers, config), partial(check_adapter_headers, config)
     for check in (device, *weights, *also):
-        found += found_by(check)
+        errors += found_by(check)
     data = data_errors(config, config_file)
-    if not found and not data:
+    if not errors and not data:
         before_data()
-    refuse_together([*found, *(data or found_by(open_small))])
+    refuse_together([*errors, *(data or found_by(open_small))])
     return next(iter(opened), None), notes
 
 
-#: Keys of [data] that say nothing of its files.
+#: Keys of [data] without effect on its files.
 _NOT_OF_FILES = {f"data.{key}" for key in ("seq_len", "global_batch", "held_out", "documents")}
 
 
 def data_errors(
     config: RunConfig, config_file: Path | None, broken: Collection[str] = ()
 ) -> list[Exception]:
-    """Faults of tokenizer and data files, as :func:`moemesh.data.sources.check` finds them; none
-    where one of the keys that are `broken` may say where they are."""
+    """Faults of tokenizer and data files, from :func:`moemesh.data.sources.check`; none if one of
+    the `broken` keys may set their path."""
     if any(key.startswith("data.") and key not in _NOT_OF_FILES for key in broken):
         return []
     is_known = "model.vocab_size" not in broken
-    found: list[Exception] = []
+    errors: list[Exception] = []
     home = Path() if config_file is None else config_file.parent
     named = [source.path for source in config.data.all_sources]
     named += [config.data.validation, config.data.tokenizer]
     for error in sources.check(config.data, config.model.vocab_size if is_known else 1 << 62):
-        # Of a file that stands beside the configuration and not where the path points.
+        # The file exists in the folder of the configuration, but not at the path.
         for name in filter(None, named):
             is_beside = not Path(name).expanduser().exists() and (home / name).exists()
             if is_beside and re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])", str(error)):
-                where = f"{home / name} is there, but paths do not count from the folder of"
+                where = f"{home / name} exists, but paths do not start from the folder of"
                 error = DataError(f"{error}; {where} {config_file}")
                 break
-        found.append(error)
-    return found
+        errors.append(error)
+    return errors
 
 
 def check_room(config: RunConfig) -> None:
-    """Raises TooLargeError where the ranks of a run would fill the memory of this machine."""
+    """Raises TooLargeError if the ranks of a run would exceed the memory of this machine."""
     if config.train.device == "cpu" or not devices.signs_of_gpus():
         refuse_too_large(config)
 
 
 def check_sources(config: RunConfig) -> None:
-    """Raises a UserError where the weights that a run starts from are not here."""
+    """Raises a UserError if the weights that a run starts from do not exist here."""
     if config.model_path is not None:
         check_folder(Path(config.model_path))
     if config.lora.path is not None:

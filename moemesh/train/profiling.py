@@ -1,4 +1,4 @@
-"""Profiling of some steps on every rank: torch's traces, and what aligns their clocks."""
+"""Profiling of some steps on every rank: torch's traces, and the offsets of their clocks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moemesh.comm.collectives import barrier, gather_json
+from moemesh.monitor import progress
 from moemesh.report.verdict import MARK
 from moemesh.trace.machine import boot_name
 from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
 from moemesh.train.session import Session, Steps
 from moemesh.train.step import FinishedStep
-from moemesh.watch import progress_words
 
 _HANDSHAKES = 8
 
 
 class ProfileTaken(Exception):
-    """The steps are profiled and their traces written: on all ranks, behind the same step."""
+    """The steps are profiled and their traces written; raised on all ranks after the same step."""
 
 
 class ProfiledSteps:
-    """Steps of which `num_steps` behind the warm-up and the plain ones are profiled; every rank
-    then writes its trace to the folder `profile` of the run, with the clock readings that align it,
-    and raises ProfileTaken."""
+    """Profiles `num_steps` steps after the warm-up and the plain ones; every rank then writes its
+    trace to the folder `profile` of the run, with clock readings for the alignment, and raises
+    ProfileTaken."""
 
     def __init__(self, session: Session, steps: Steps, num_steps: int) -> None:
         self._session, self._steps, self._num_steps = session, steps, num_steps
@@ -38,13 +38,13 @@ class ProfiledSteps:
         self._seconds = self._waited = 0.0
 
     def advance(self, first: int) -> FinishedStep:
-        """As of the steps that are profiled."""
+        """See :class:`Steps`."""
         self._taken += 1
         if self._taken == WARM_UP + PLAIN + 1:
             mesh, kinds = self._session.mesh, [ProfilerActivity.CPU]
             if mesh.device.type == "cuda":
                 kinds.append(ProfilerActivity.CUDA)
-            # Every entry of the ledger leaves a mark in the trace: which collective begins.
+            # Every entry of the ledger marks the beginning of its collective in the trace.
             ledger, enter = mesh.ledger, mesh.ledger.record
 
             def record(**entry: Any) -> None:
@@ -57,12 +57,12 @@ class ProfiledSteps:
             self._profile = profile(activities=kinds)
             self._profile.start()
         if self._profile is None:
-            waited = progress_words.waited_in_steps() or 0.0
+            waited = progress.waited_in_steps() or 0.0
             finished = self._steps.advance(first)
             if self._taken > WARM_UP:
                 self._plain += finished.recorder.timeline().to_json()["records"]
                 self._seconds += finished.seconds
-                self._waited += (progress_words.waited_in_steps() or 0.0) - waited
+                self._waited += (progress.waited_in_steps() or 0.0) - waited
             return finished
         with record_function(f"step {first}"):
             finished = self._steps.advance(first)
@@ -78,8 +78,8 @@ class ProfiledSteps:
         file = folder / f"rank-{rank:05d}.json"
         self._profile.export_chrome_trace(str(file))
         self._profile = None
-        # Calendar seconds before and after exchanges of all ranks, from none of which a rank
-        # returns before every rank has begun it.
+        # Calendar seconds before and after exchanges of all ranks: no rank returns from one before
+        # every rank has begun it.
         readings: list[tuple[float, float]] = []
         for _ in range(_HANDSHAKES):
             before = time.time()
@@ -92,16 +92,16 @@ class ProfiledSteps:
             "trace": file.name,
             "num_steps": self._num_steps,
             "readings": readings,
-            # The recorder's clock is monotonic, the profiler's is that of the calendar.
+            # The recorder's clock is monotonic, the profiler's is the calendar.
             "epoch_minus_monotonic": time.time() - time.monotonic(),
             "phases": self._phases,
             "plain": self._plain,
-            # The host of a GPU goes on at once, and its device waits.
+            # On a GPU the host continues at once, and the device waits.
             "waited": None if session.mesh.device.type != "cpu" else self._waited / self._seconds,
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
         raise ProfileTaken
 
     def is_stopping(self) -> bool:
-        """As of the steps that are profiled."""
+        """See :class:`Steps`."""
         return self._steps.is_stopping()

@@ -1,4 +1,4 @@
-"""`moemesh repro`: the first steps of a run once more, and the losses compared bit by bit."""
+"""`moemesh repro`: repeat the first steps of a run, and compare the losses bit by bit."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from moemesh.trace.provenance import ProvenancePart, differences, parts_of, read
 from moemesh.trace.run import MetricsRow, read_metrics
 from moemesh.train.records.run_folder import MARKS
 
-#: Schedules whose order of operations follows from when messages arrive.
+#: Schedules whose order of operations depends on the arrival of messages.
 _BY_ARRIVAL = ("ampnet",)
-#: What is compared of every step.
+#: Compared keys of every step.
 COMPARED = ("loss", "grad_norm", "aux_loss", "mtp_loss", "validation_loss")
 
 
 class ReproError(UserError):
-    """A run cannot be repeated; the message says why."""
+    """A run cannot be repeated; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Of both runs: the steps that were compared, and at the first step that differs the key, the
-    value then and the value now."""
+    """Comparison of two runs: the number of compared steps, and for the first step that differs the
+    key, the old value and the new value."""
 
     steps: int
     first_step: int | None = None
@@ -44,11 +44,10 @@ class Comparison:
 
 
 def covering_parts(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
-    """:func:`parts_of` the steps 1 to `last`. Raises ReproError where the records do not cover
-    them."""
-    parts = [one for one in parts_of(starts, last) if one.first <= last]
-    ends = [0, *(one.last for one in parts)]
-    if not parts or any(one.first != end + 1 for one, end in zip(parts, ends, strict=False)):
+    """:func:`parts_of` the steps 1 to `last`. Raises ReproError for steps without a record."""
+    parts = [part for part in parts_of(starts, last) if part.first <= last]
+    ends = [0, *(part.last for part in parts)]
+    if not parts or any(part.first != end + 1 for part, end in zip(parts, ends, strict=False)):
         raise ReproError("the records of the run's starts do not cover its first steps")
     return parts
 
@@ -56,9 +55,9 @@ def covering_parts(starts: Sequence[Mapping[str, Any]], last: int) -> list[Prove
 def compare_rows(
     before: Mapping[int, MetricsRow], after: Mapping[int, MetricsRow], steps: int
 ) -> Comparison:
-    """The rows of steps 1 to `steps` that the first run has, bit by bit: NaN equals NaN.
+    """Compare the rows of steps 1 to `steps` of the first run, bit by bit: NaN equals NaN.
 
-    Raises ReproError where the second run has not taken one of them, or none can be compared.
+    Raises ReproError if the second run lacks one of them, or none can be compared.
     """
     wanted = sorted(step for step in before if step <= steps)
     if not wanted:
@@ -81,7 +80,7 @@ def compare_rows(
         key=key,
         before=old,
         after=new,
-        num_different=len({one[0] for one in different}),
+        num_different=len({difference[0] for difference in different}),
         largest=max(losses, default=0.0),
     )
 
@@ -90,21 +89,21 @@ def repro(
     run: Path,
     out: Path | None = None,
     steps: int = 20,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
     *,
     shows_steps: bool = True,
     python: str = sys.executable,
 ) -> tuple[Comparison, list[str], Path]:
-    """Repeat the first `steps` steps of `run` in the folder `out` (default: beside it).
+    """Repeat the first `steps` steps of `run` in the folder `out` (default: next to it).
 
-    Each part of a run that was resumed runs under the configuration that it had. `shows_steps`: the
-    second run prints to stdout. Returns the comparison, what differs between the two runs' records
-    (packages, hardware, ...), and the folder of the second run. Raises ReproError where that is not
-    possible.
+    Each part of a resumed run is repeated under its own configuration. `shows_steps`: the second
+    run prints to stdout. Returns the comparison, the differences between the two runs' records
+    (packages, hardware, ...), and the folder of the second run. Raises ReproError if it is
+    impossible.
     """
     rows = {row.step: row for row in read_metrics(run)}
     if not rows:
-        raise ReproError(f"{run} holds no run with steps: there is no row in its metrics.jsonl")
+        raise ReproError(f"{run} holds no run with steps: its metrics.jsonl has no row")
     last = min(steps, max(rows))
     starts = read_starts(run)
     if not starts:
@@ -113,12 +112,12 @@ def repro(
         except (OSError, UnicodeDecodeError) as error:
             raise ReproError(f"{run / 'config.toml'}: cannot be read ({error})") from error
         starts = [{"first_step": 1, "config": text}]
-        say(f"note: {run} has no provenance.json; its config.toml alone is repeated")
+        log(f"note: {run} has no provenance.json; only its config.toml is repeated")
     parts = covering_parts(starts, last)
     out = _free_folder(run, out)
     directory = Path(str(parts[0].record.get("directory") or Path.cwd()))
     if not directory.is_dir():
-        say(f"note: {directory}, where the run was started, is gone; paths count from here")
+        log(f"note: {directory}, where the run was started, is gone; paths count from here")
         directory = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="moemesh-repro-") as temporary:
         before = ""
@@ -133,7 +132,7 @@ def repro(
             for change in compare(before, text) if before else []:
                 command += ["--allow-change", change.key] if change.kind == "training" else []
             command += ["--stop-after", str(part.last)]
-            say(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
+            log(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
             output = None if shows_steps else subprocess.DEVNULL
             # Without overrides of the configuration: config.toml has them all.
             environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
@@ -143,15 +142,15 @@ def repro(
             if code:
                 raise ReproError(f"the second run ended with exit code {code}: see {out}")
             before = text
-    again = {row.step: row for row in read_metrics(out)}
-    found = compare_rows(rows, again, last)
+    repeated = {row.step: row for row in read_metrics(out)}
+    comparison = compare_rows(rows, repeated, last)
     ours = read_starts(out)
     record = parts[0].record
-    return found, differences(record, ours[0]) if ours and record.get("packages") else [], out
+    return comparison, differences(record, ours[0]) if ours and record.get("packages") else [], out
 
 
 def _free_folder(run: Path, out: Path | None) -> Path:
-    """An absolute path that no run is in."""
+    """An absolute path without a run."""
     if out is not None:
         if any((out / mark).exists() for mark in MARKS):
             raise ReproError(f"{out} holds a run already: choose another folder with --out")
@@ -165,18 +164,18 @@ def _free_folder(run: Path, out: Path | None) -> Path:
 
 
 def _overrides(run: Path, record: Mapping[str, Any]) -> list[str]:
-    """Keys for what the run folder has a copy of, and for node borders that the launcher gave."""
-    found = ['train.resume="auto"']
+    """Keys for files that the run folder has copies of, and for node borders of the launcher."""
+    overrides = ['train.resume="auto"']
     text = str(record["config"])
     if (run / "schedule.txt").exists():
-        found.append(f"plan.schedule={json.dumps(str((run / 'schedule.txt').resolve()))}")
+        overrides.append(f"plan.schedule={json.dumps(str((run / 'schedule.txt').resolve()))}")
     if (run / "esft.json").exists() and "\nesft = " in text:
-        found.append(f"train.esft={json.dumps(str((run / 'esft.json').resolve()))}")
+        overrides.append(f"train.esft={json.dumps(str((run / 'esft.json').resolve()))}")
     if len(record.get("hosts") or ()) > 1 and "\nranks_per_node = " not in text:
-        found.append(f"plan.ranks_per_node={record['ranks_per_node']}")
+        overrides.append(f"plan.ranks_per_node={record['ranks_per_node']}")
     if any(f'\nschedule = "{name}"' in text for name in _BY_ARRIVAL) and "\nreplay = " not in text:
         raise ReproError(
-            "the order of ampnet's operations follows from when messages arrive: no second run has "
-            "the same; to carry out the orders that were recorded, set plan.replay"
+            "the order of ampnet's operations depends on the arrival of messages: no second run "
+            "has the same; to repeat the recorded orders, set plan.replay"
         )
-    return found
+    return overrides

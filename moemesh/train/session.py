@@ -1,4 +1,4 @@
-"""A training session: the state of a run on one rank, and what happens around its steps."""
+"""A training session: the state of a run on one rank, and the work between its steps."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.model.batch import Batch
+from moemesh.monitor import progress
+from moemesh.monitor.failures import is_disk_full
+from moemesh.monitor.progress import CHECK, DATA, SAVE, STEP, VALIDATE
+from moemesh.monitor.supervisor import StopRequest
 from moemesh.schedule.action import Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
+from moemesh.train.migration import ExpertMigration
 from moemesh.train.numerics import nan_check
 from moemesh.train.numerics.hub_proof import prove
 from moemesh.train.numerics.nan_policy import Diverged, NaNPolicy
@@ -30,7 +35,6 @@ from moemesh.train.records.expert_loads import RowBounds
 from moemesh.train.records.failure import newest_step
 from moemesh.train.records.provenance import record_return
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import (
     FinishedStep,
     Observer,
@@ -41,10 +45,6 @@ from moemesh.train.step import (
 )
 from moemesh.train.weights import saving
 from moemesh.train.weights.saving import Checkpoints
-from moemesh.watch import progress_words
-from moemesh.watch.failures import is_disk_full
-from moemesh.watch.progress_words import CHECK, DATA, SAVE, STEP, VALIDATE
-from moemesh.watch.supervisor import StopRequest
 
 #: Seconds between two attempts to save the last step on a disk that is full.
 _ROOM_SECONDS = 5.0
@@ -55,12 +55,12 @@ class Steps(Protocol):
 
     def advance(self, first: int) -> FinishedStep:
         """Take steps from number `first` (from 1) on until all stages hold the weights of one step;
-        returns that step. Those before it are told to :meth:`Session.report`, in order."""
+        returns that step. Earlier ones are passed to :meth:`Session.report`, in order."""
         ...
 
     def is_stopping(self) -> bool:
-        """Whether any rank was asked to stop, by the end of :meth:`advance`: all ranks call, and
-        get the same answer."""
+        """Whether any rank has a stop request at the end of :meth:`advance`: all ranks call, and
+        get the same result."""
         ...
 
 
@@ -78,22 +78,22 @@ class Session:
         stop: StopRequest,
         schedule: Schedule,
     ) -> None:
-        """Build the model and its optimizer, and resume from the newest checkpoint if there is one.
+        """Build the model and its optimizer, and resume from the newest checkpoint, if any.
 
-        All ranks call. Raises ValueError for a plan that cannot be carried out, CheckpointError
-        when there are checkpoints and none of them can be read.
+        All ranks call. Raises ValueError for a plan that cannot be carried out, CheckpointError if
+        all checkpoints are unreadable.
         """
         train, plan = config.train, config.plan
         self.config, self.mesh, self.folder, self.samples = config, mesh, folder, samples
         self.console, self.stop = console, stop
         is_proven = config.model.architecture is None or mesh.world_size == 1
         if not is_proven and (note := prove(config, mesh)):
-            console.say(note)
+            console.log(note)
         self.parallel = parallel = construct(config, mesh, schedule)
         self.optimizer = optimizer = Optimizer.of(parallel, train)
-        self.artifacts = Artifacts(folder, config, parallel, optimizer, console.say)
-        self.rehoming = Rehoming(parallel, optimizer, train.rebalance_every, console.say)
-        self.nan_policy = NaNPolicy(train, console.say)
+        self.artifacts = Artifacts(folder, config, parallel, optimizer, console.log)
+        self.migration = ExpertMigration(parallel, optimizer, train.rebalance_every, console.log)
+        self.nan_policy = NaNPolicy(train, console.log)
         self.done = self.saved = position = 0
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
@@ -103,105 +103,105 @@ class Session:
             from moemesh.train.weights.conversion import keep_source, open_adapters, open_weights
 
             if config.model_path is not None:
-                weights = open_weights(config, console.say)
+                weights = open_weights(config, console.log)
                 saving.load_weights(weights, parallel, optimizer)
                 if mesh.rank == 0:
                     keep_source(weights, folder)
             if (adapters := open_adapters(config)) is not None:
                 saving.load_weights(adapters, parallel, optimizer)
-        #: A step, and the place in the data order behind what it and those before have read. Where
-        #: a run goes back to an earlier step, the place does not.
+        #: (step, position in the data order after that step). The position stays when a run returns
+        #: to an earlier step.
         self._cursor = self.done, position
         self.checkpoints = Checkpoints(folder, parallel, optimizer, train, console)
-        self.checksums = ReplicaChecksums(parallel, optimizer, train, console.say)
+        self.checksums = ReplicaChecksums(parallel, optimizer, train, console.log)
         self.row_bounds = RowBounds(
-            parallel, plan.microbatches, self.done, keep=console.keep, say=console.say
+            parallel, plan.microbatches, self.done, keep=console.keep, log=console.log
         )
 
     def _restore(self) -> Checkpoint | None:
-        """Load the newest checkpoint that can be read, if there is one; all ranks call."""
+        """Load the newest readable checkpoint, if any; all ranks call."""
         checkpoint = saving.newest(
             self.folder,
             self.parallel,
             lambda step, why: self.console.warn(f"checkpoint {step} skipped: {why}"),
         )
         if checkpoint is not None:
-            self.rehoming.load_state(checkpoint.state)
+            self.migration.load_state(checkpoint.state)
             self.nan_policy.load_state(checkpoint.state)
             saving.load(checkpoint, self.parallel, self.optimizer)
         return checkpoint
 
     def train(self, steps: Steps) -> int:
-        """Take `steps` to the last of the run, or until asked to stop; returns the last one saved.
+        """Take `steps` to the last of the run, or until a stop request; returns the last one saved.
 
         All ranks call.
         """
         last, step = self.config.train.steps, self.done
 
-        def validate_and_record(behind: StepBoundary) -> None:
-            validates = behind.is_due(self.config.train.validate_every)
-            self.record(behind.step, self.validate() if validates else None)
+        def validate_and_record(boundary: StepBoundary) -> None:
+            validates = boundary.is_due(self.config.train.validate_every)
+            self.record(boundary.step, self.validate() if validates else None)
 
-        def decide(behind: StepBoundary) -> None:
-            behind.stopping = steps.is_stopping() or behind.number == self.stop.after
+        def decide(boundary: StepBoundary) -> None:
+            boundary.stopping = steps.is_stopping() or boundary.number == self.stop.after
             # A checkpoint without an update would take the place of an older, better one.
-            is_due = behind.is_due(self.config.train.checkpoint_every)
-            wanted = is_due and (behind.is_last or not self.nan_policy.skipped)
-            behind.saves = behind.stopping or wanted
+            is_due = boundary.is_due(self.config.train.checkpoint_every)
+            wanted = is_due and (boundary.is_last or not self.nan_policy.skipped)
+            boundary.saves = boundary.stopping or wanted
 
-        def save(behind: StepBoundary) -> str | None:
-            if not behind.saves:
+        def save(boundary: StepBoundary) -> str | None:
+            if not boundary.saves:
                 return None
             if damage := nan_check.examine_state(self.parallel, self.optimizer):
-                return self.nan_policy.damaged(behind.number, damage)
-            self.save(behind.number, is_last=behind.stopping or behind.is_last)
-            self.saved = behind.number
+                return self.nan_policy.damaged(boundary.number, damage)
+            self.save(boundary.number, is_last=boundary.stopping or boundary.is_last)
+            self.saved = boundary.number
             return None
 
-        # All that happens behind a step, in this order.
+        # All work between two steps, in this order.
         observers: Sequence[Observer] = (
-            lambda _: self.nan_policy.settle(self.examine),
+            lambda _: self.nan_policy.decide(self.examine),
             validate_and_record,
-            self.rehoming.after,
+            self.migration.after,
             decide,
-            lambda _: self.checkpoints.look(),
+            lambda _: self.checkpoints.report_problems(),
             self.checksums.after,
             self.row_bounds.after,
             save,
         )
         try:
             while step < last:
-                progress_words.at_step(step + 1, self.mesh["pp"].index)
+                progress.at_step(step + 1, self.mesh["pp"].index)
                 finished = steps.advance(step + 1)
-                progress_words.stepped()
-                behind = StepBoundary(step=finished, began=step, is_last=finished.number == last)
-                reasons = (reason for observe in observers if (reason := observe(behind)))
+                progress.stepped()
+                boundary = StepBoundary(step=finished, began=step, is_last=finished.number == last)
+                reasons = (reason for observe in observers if (reason := observe(boundary)))
                 if reason := next(reasons, None):
                     step = self.saved = self.go_back(finished.number, reason)
                     continue
                 step = finished.number
-                if behind.stopping:
+                if boundary.stopping:
                     break
             return self.saved
         except KeyboardInterrupt:
             self.checkpoints.abandon()
             raise
         except (Diverged, CopiesDiffer):
-            # Raised on all ranks: their advice names the newest checkpoint, so it is to be whole.
+            # Raised on all ranks: their advice names the newest checkpoint, which must be complete.
             self.checkpoints.finish(hurry=True)
             raise
         finally:
             self.artifacts.close()
 
     def report(self, step: FinishedStep) -> None:
-        """Take a finished step while the next one is under way."""
-        progress_words.stepped()
+        """Record a finished step while the next one is running."""
+        progress.stepped()
         self.record(step)
-        progress_words.at_step(step.number + 1, self.mesh["pp"].index)
+        progress.at_step(step.number + 1, self.mesh["pp"].index)
 
     def batches(self, step: int) -> list[Batch]:
         """This rank's microbatches of step `step` (from 1)."""
-        progress_words.phase(DATA)
+        progress.phase(DATA)
         train, plan = self.config.train, self.config.plan
         batches = own_batches(
             self.samples,
@@ -211,11 +211,11 @@ class Session:
             seed=train.seed,
             step=step,
         )
-        progress_words.phase(STEP)
+        progress.phase(STEP)
         return batches
 
     def num_read(self, step: int) -> int:
-        """The samples read by the steps up to `step`, left out ones included."""
+        """The samples read by the steps up to `step`, including skipped ones."""
         at, position = self._cursor
         return position + (step - at) * self.config.data.global_batch
 
@@ -226,9 +226,9 @@ class Session:
     def examine(
         self, step: int, wants_bundle: bool
     ) -> tuple[nan_check.NonfiniteOrigin, str | None]:
-        """Where step `step`, which nobody has applied, is not finite first, and the path of its
-        replay bundle, if there is one; all ranks call, behind the step."""
-        progress_words.phase(CHECK)
+        """The first non-finite value of step `step`, which was not applied, and the path of its
+        replay bundle, if any; all ranks call, after the step."""
+        progress.phase(CHECK)
         ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
         parameters = nan_check.nonfinite_gradients(self.parallel)
         bundle, run = None, self.folder.path
@@ -236,16 +236,16 @@ class Session:
             model = self.parallel, self.optimizer
             bundle = begin_bundle(run, self.config, *model, step, self.samples, ids)
         batches = self.batches(step)
-        progress_words.phase(CHECK)
-        found = nan_check.examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
+        progress.phase(CHECK)
+        origin = nan_check.examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
-            finish_bundle(bundle, found, weights_of, self.mesh)
-        return found, None if bundle is None else str(bundle)
+            finish_bundle(bundle, origin, weights_of, self.mesh)
+        return origin, None if bundle is None else str(bundle)
 
     def go_back(self, step: int, reason: str) -> int:
-        """From behind step `step` to the newest checkpoint, whose step is returned; the samples
-        read since are left out. All ranks call; raises Diverged when there is nowhere to go."""
-        progress_words.phase(CHECK)
+        """Return from step `step` to the newest checkpoint, whose step is returned; the samples
+        read since are skipped. All ranks call; raises Diverged without a checkpoint."""
+        progress.phase(CHECK)
         self.checkpoints.finish()
         checkpoint = self._restore()
         if checkpoint is None:
@@ -267,7 +267,7 @@ class Session:
 
     def validate(self) -> float:
         """Loss on the held-out split: up to `validation_batches` global batches of it."""
-        progress_words.phase(VALIDATE)
+        progress.phase(VALIDATE)
         size, train = self.config.data.global_batch, self.config.train
         ids = self.samples.validation_ids(train.validation_batches * size)
         batches: list[Batch] = []
@@ -278,18 +278,18 @@ class Session:
 
     def save(self, step: int, *, is_last: bool) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
-        progress_words.phase(SAVE)
+        progress.phase(SAVE)
         self.folder.check_lease()
         self.artifacts.flush()
         state: dict[str, object] = {
             **self.artifacts.identity,
             "step": step,
             "position": self.num_read(step),
-            **self.rehoming.state(),
+            **self.migration.state(),
             **self.nan_policy.state(),
         }
-        tells = True
-        # A stop that was requested before is what this checkpoint is for.
+        is_new = True
+        # A stop request before the save is the reason of this checkpoint.
         was_requested = bool(self.stop.requested)
 
         def hurries() -> bool:
@@ -299,23 +299,23 @@ class Session:
             try:
                 return self.checkpoints.save(step, state, is_last=is_last, hurries=hurries)
             except CheckpointError as error:
-                # The same on all ranks. A run that is to stop has no time to wait for room.
+                # The same on all ranks. A run that stops does not wait for space.
                 if step < self.config.train.steps or not is_disk_full(str(error)):
                     raise
                 lost = f"steps {(newest_step(self.folder.path) or 0) + 1} to {step} are lost"
                 if self.largest(self.stop.requested):
                     raise CheckpointError(f"{error}; {lost}", error.facts) from error
-                if tells and self.mesh.rank == 0:
+                if is_new and self.mesh.rank == 0:
                     self.console.warn(
                         f"{error}; the run waits for room on the disk; Ctrl-C ends it, and {lost}"
                     )
-            tells = False
+            is_new = False
             end = time.monotonic() + _ROOM_SECONDS
             while time.monotonic() < end and not self.stop.requested:
                 time.sleep(0.1)
 
     def next_drain(self, first: int) -> int:
-        """The next step from `first` on behind which a validation, a checkpoint or the end comes,
+        """The next step from `first` on that is followed by a validation, a checkpoint or the end,
         so that all stages must hold the weights of one step."""
         train, after = self.config.train, self.stop.after
         ends = [train.steps]
@@ -326,9 +326,9 @@ class Session:
         return min(ends)
 
     def exit_code(self) -> int:
-        """The exit code of a run that was asked to stop, whichever rank was; all ranks call."""
-        own = self.stop.exit_code if self.stop.requested else 0
-        return self.largest(own) or self.stop.exit_code
+        """The exit code of a stopped run, whichever rank had the request; all ranks call."""
+        local = self.stop.exit_code if self.stop.requested else 0
+        return self.largest(local) or self.stop.exit_code
 
     def largest(self, number: int) -> int:
         """The largest `number` of any rank; all ranks call."""

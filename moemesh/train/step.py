@@ -36,10 +36,10 @@ from moemesh.train.optimizer import Optimizer
 
 
 def refuse_replayed(parallel: RankModel, microbatches: Sequence[Batch]) -> None:
-    """Raise RoutingError on every rank when a routing to be replayed is none, on any rank.
+    """Raise RoutingError on every rank if a routing to replay is invalid on any rank.
 
     Either all ranks replay or none does; all ranks call. Nothing raises between two collectives: a
-    fault is kept as a sentence, or as a number, until a point where the ranks meet anyway.
+    fault is kept as a sentence, or as a number, until the next point where the ranks communicate.
     """
     if all(batch.experts is None for batch in microbatches):
         return
@@ -65,29 +65,29 @@ def refuse_replayed(parallel: RankModel, microbatches: Sequence[Batch]) -> None:
                     raise RoutingError(f"layer {layer}: microbatches differ in experts per token")
     except RoutingError as error:
         problem = str(error)
-    told = gather_json([problem, sorted(widths.items())], parallel.mesh.control)
-    for rank, (other, _) in enumerate(told):
+    reports = gather_json([problem, sorted(widths.items())], parallel.mesh.control)
+    for rank, (other, _) in enumerate(reports):
         if other is not None:
             raise RoutingError(f"rank {rank}: {other}")
-    if any(other != told[0][1] for _, other in told):
+    if any(other != reports[0][1] for _, other in reports):
         raise RoutingError(
             "replayed routings of one layer differ in experts per token between ranks: "
-            + "; ".join(f"rank {rank}: {dict(other)}" for rank, (_, other) in enumerate(told))
+            + "; ".join(f"rank {rank}: {dict(other)}" for rank, (_, other) in enumerate(reports))
         )
 
 
 def refuse_bad_logits(parallel: RankModel, fault_L: Tensor, seq_len: int) -> None:
-    """Raise RoutingError on every rank when a router's logit was not finite on any rank.
+    """Raise RoutingError on every rank if a router's logit was not finite on any rank.
 
-    `fault_L`: the first fault here in each MoE layer of the model. All ranks call, and they do so
-    only when the gradient norm, which they share, is not finite: a good step pays nothing.
+    `fault_L`: the first local fault in each MoE layer of the model. All ranks call, and only if the
+    gradient norm, which they share, is not finite: a good step pays nothing.
     """
     model, mesh = parallel.model, parallel.mesh
     if not fault_L.numel():
         return
     faults = fault_L.clone()
     all_reduce_(faults, mesh["world"], op="min", caller="step.faults", phase="optimizer")
-    # The first layer is where it began: what comes after has read its results.
+    # The first faulty layer is the origin: later layers have read its results.
     for layer, code in zip(model.config.routed_layers, faults.tolist(), strict=True):
         if code != NO_FAULT:
             raise RoutingError(describe_logit(layer, code, model.config.num_experts, seq_len))
@@ -96,12 +96,12 @@ def refuse_bad_logits(parallel: RankModel, fault_L: Tensor, seq_len: int) -> Non
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepResult(Shown):
     """The result of a whole step, the same on every rank. ``loss``: mean negative log-likelihood in
-    nats; ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: the mean over extra
-    prediction layers of theirs in nats, without its weight, None for a model that has none; per MoE
+    nats; ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: mean over the extra
+    prediction layers of their losses in nats, without its weight, None without such layers; per MoE
     layer (int64) ``counts_LE``: tokens of each expert, ``dropped_L``: choices for which an expert
     had no room, ``rank_LP``: tokens that each rank of ep computed (None: those of its own experts);
-    ``skipped``: a loss or a gradient was not finite, or the run's policy refuses it, so no rank
-    updates."""
+    ``skipped``: a loss or a gradient was not finite, or the run's policy refuses the step, so no
+    rank updates."""
 
     loss: float
     aux_loss: float
@@ -116,7 +116,7 @@ class StepResult(Shown):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedStep:
-    """A step that no rank will take back; `seconds` and `recorder` are this rank's."""
+    """A step that no rank will undo; `seconds` and `recorder` are this rank's."""
 
     number: int
     result: StepResult
@@ -126,10 +126,10 @@ class FinishedStep:
 
 @dataclass(kw_only=True)
 class StepBoundary:
-    """The moment behind a step at which all stages hold the weights of that step.
+    """End of a step: all stages hold its weights.
 
-    `began`: the last step of the boundary before it; `is_last`: no step of the run is left. Set on
-    the way: `stopping`: some rank was asked to stop; `saves`: a checkpoint of this step is due.
+    `began`: the last step of the previous boundary; `is_last`: the run has no further step. Set by
+    observers: `stopping`: some rank has a stop request; `saves`: a checkpoint of this step is due.
     """
 
     step: FinishedStep
@@ -140,29 +140,29 @@ class StepBoundary:
 
     @property
     def number(self) -> int:
-        """The step, from 1."""
+        """The number of the step, from 1."""
         return self.step.number
 
     def is_due(self, every: int) -> bool:
-        """Whether what is done every so many steps (0: never), and behind the last, is due."""
+        """Whether work for every `every` steps (0: never), and for the last step, is due."""
         return self.is_last or bool(every and self.number % every == 0)
 
 
-#: Something that happens behind a step: it returns the reason to go back to a checkpoint, or None
-#: to go on; to end the run in an error it raises. All ranks call the same ones in the same order.
+#: A function that is called after a step: it returns the reason to return to a checkpoint, or None
+#: to continue, and raises to end the run. All ranks call the same ones in the same order.
 Observer = Callable[[StepBoundary], str | None]
 
 
 class StepCounts(NamedTuple):
-    """Of a step, or a part of it, over all replicas: tokens that carry loss, scopes of auxiliary
-    losses, and tokens that carry loss at each depth of the extra prediction layers."""
+    """Counts of a step, or a part of it, over all replicas: tokens that carry loss, scopes of
+    auxiliary losses, and tokens that carry loss at each depth of the extra prediction layers."""
 
     num_tokens: int = 0
     num_scopes: int = 0
     ahead: tuple[int, ...] = ()
 
     def plus(self, other: StepCounts) -> StepCounts:
-        """The counts of two parts of a step together."""
+        """The summed counts of two parts of a step."""
         ahead = zip(self.ahead or (0,) * len(other.ahead), other.ahead, strict=True)
         return StepCounts(
             self.num_tokens + other.num_tokens,
@@ -179,8 +179,8 @@ def step_result(
     like: Sequence[Tensor],
     norm: GradientNorm,
 ) -> StepResult:
-    """From the sums over all ranks: `losses` as those of :class:`StepSums`, and `packed` as of
-    :func:`pack_loads`, of loads of the shapes of `like`."""
+    """The result from sums over all ranks: `losses` as in :class:`StepSums`, and `packed` from
+    :func:`pack_loads`, of loads with the shapes of `like`."""
     loss, aux, *ahead = losses.tolist()
     parts = packed.round().long().cpu().split([part.numel() for part in like])
     loads = [part.view(shape.shape) for part, shape in zip(parts, like, strict=True)]
@@ -200,7 +200,7 @@ def step_result(
 
 
 def pack_loads(loads: Sequence[Tensor]) -> list[Tensor]:
-    """Integers as float64, in which they are exact, to travel in one vector with other sums."""
+    """Integers as float64, which is exact, so that they join other sums in one vector."""
     return [part.flatten().double() for part in loads]
 
 
@@ -228,10 +228,10 @@ def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepC
         ]
     )
     if mesh["cp"].index:
-        # These ranks are given the same sequences: the first of them counts.
+        # These ranks have the same sequences: the first of them counts.
         counts.zero_()
-    # Between hosts, which know the counts and need not wait until their devices have done the step
-    # before; only of one stage, since stages come here at points of their own.
+    # A collective of hosts, which have the counts and need not wait until their devices finish the
+    # previous step; within one stage, since stages arrive at different times.
     all_reduce_(counts, mesh.host("dp_cp"), caller="step.counts", phase="forward")
     num_tokens, *rest = counts.tolist()
     ahead, scopes = rest[: len(depths)], rest[len(depths) :]
@@ -241,12 +241,12 @@ def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepC
 
 
 class StepSums:
-    """Sums over the microbatches of a step, whichever stage computes which part of them.
+    """Sums over the microbatches of a step, over the parts that any stage computes.
 
     ``losses``: sums of token losses, of auxiliary losses, and of token losses at each depth of the
     extra prediction layers; the loads of every MoE layer of the model, ``counts_LE``,
-    ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks; ``rank_LP`` the same
-    for the tokens of each rank, where experts have replicas.
+    ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks; ``rank_LP`` the tokens
+    of each rank, if experts have replicas.
     """
 
     def __init__(self, parallel: RankModel, counts: StepCounts) -> None:
@@ -255,7 +255,7 @@ class StepSums:
         config = parallel.model.config
         layers = config.routed_layers
         self._places = {layer: place for place, layer in enumerate(layers)}
-        #: Of each depth: what a token's loss is multiplied by.
+        #: Loss weight per token at each MTP depth.
         self._ahead = [
             config.mtp_loss_weight / len(counts.ahead) / max(number, 1) for number in counts.ahead
         ]
@@ -276,18 +276,18 @@ class StepSums:
 
     @property
     def loads(self) -> list[Tensor]:
-        """The counts, int64: ``counts_LE``, ``dropped_L`` and ``rank_LP`` if there is one."""
-        found = [self.counts_LE, self.dropped_L]
-        return found if self.rank_LP is None else [*found, self.rank_LP]
+        """The counts, int64: ``counts_LE``, ``dropped_L`` and ``rank_LP`` if it exists."""
+        loads = [self.counts_LE, self.dropped_L]
+        return loads if self.rank_LP is None else [*loads, self.rank_LP]
 
     def objective(self, part: ModelPart, output: Output, batch: Batch) -> Tensor:
-        """This part's share of J; what it reports is added to the sums."""
+        """This part's share of J; adds its losses and loads to the sums."""
         if output.moe_layers:
             places = [self._places[layer] for layer in output.moe_layers]
-            own = constant(places, self._mesh.device)
-            self.counts_LE.index_add_(0, own, output.counts_LE)
-            self.dropped_L.index_add_(0, own, output.dropped_L)
-            self.fault_L.scatter_reduce_(0, own, output.fault_L, "amin")
+            places_here = constant(places, self._mesh.device)
+            self.counts_LE.index_add_(0, places_here, output.counts_LE)
+            self.dropped_L.index_add_(0, places_here, output.dropped_L)
+            self.fault_L.scatter_reduce_(0, places_here, output.fault_L, "amin")
         if self.rank_LP is not None:
             self.rank_LP += take_rank_tokens(self._model, self._mesh)
         self.losses[1] += output.aux.detach()
@@ -305,7 +305,7 @@ class StepSums:
         return share
 
     def reduce(self) -> None:
-        """Over all ranks: those that run the same stages, then the stages."""
+        """Sum over all ranks: first those of the same stages, then the stages."""
         named = [("step.losses", self.losses)]
         if self.counts_LE.numel():
             named.append(("step.loads", self.counts_LE))
@@ -319,7 +319,7 @@ class StepSums:
 
 
 def forget_rank_tokens(parallel: RankModel) -> None:
-    """Tokens that replicas computed outside of a step: in validation, or a warm-up taken back."""
+    """Discard tokens that replicas computed outside of a step: validation, or an undone warm-up."""
     if parallel.has_replicas:
         take_rank_tokens(parallel.model, parallel.mesh)
 
@@ -332,8 +332,8 @@ def gradients_of_step(
     refuses: bool = True,
 ) -> StepResult:
     """Run every microbatch and sum the gradients; they stay in ``parallel.reducer``. `refuses`:
-    raise RoutingError on all ranks when a router's logit was not finite; without it the result says
-    that the step is skipped."""
+    raise RoutingError on all ranks if a router's logit was not finite; otherwise the result has the
+    step marked as skipped."""
     reducer, mesh = parallel.reducer, parallel.mesh
     refuse_replayed(parallel, microbatches)
     counts = count_over_step(parallel, microbatches)
@@ -343,9 +343,9 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        found = (reducer.gradients, parallel.trained, reducer.owned, mesh)
-        squares = gradient_squares(*found, sums.losses, axis="world")
-        # All that the host has to know of the step, in one copy: it waits once.
+        inputs = (reducer.gradients, parallel.trained, reducer.owned, mesh)
+        squares = gradient_squares(*inputs, sums.losses, axis="world")
+        # All numbers that the host needs of the step, in one copy, so that it waits once.
         total = squares.sum(0, keepdim=True)
         copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(sums.loads)])).tensor()
     own, losses, packed = copied.split([1, len(sums.losses), len(copied) - 1 - len(sums.losses)])
@@ -358,9 +358,9 @@ def gradients_of_step(
 def update(
     parallel: RankModel, optimizer: Optimizer, result: StepResult, *, lr: float, clip: float
 ) -> None:
-    """Clip, step the optimizer, move the routers' biases; nothing when the step is skipped.
+    """Clip, step the optimizer, move the routers' biases; no-op if the step is skipped.
 
-    Decided from reduced values, so by all ranks together.
+    The decision uses reduced values, so all ranks make the same.
     """
     if result.skipped:
         return
@@ -370,7 +370,7 @@ def update(
 
 
 def move_selection_biases(parallel: RankModel, counts_LE: Tensor) -> None:
-    """One step of the routers' biases here; `counts_LE`: tokens of each expert, of all layers."""
+    """One step of the local routers' biases; `counts_LE`: tokens of each expert, of all layers."""
     model = parallel.model
     places = {layer: place for place, layer in enumerate(model.config.routed_layers)}
     for layer, (name, bias_E) in model.selection_biases().items():
@@ -391,7 +391,7 @@ def sum_losses(parallel: RankModel, batches: Sequence[Batch]) -> tuple[float, fl
     number, over all ranks; all ranks call."""
     sums = torch.zeros(2, dtype=torch.float64, device=parallel.mesh.device)
     experts = [moe.experts for moe in parallel.model.moe_layers().values()]
-    bounded = [one.num_bounded for one in experts]
+    bounded = [expert.num_bounded for expert in experts]
 
     def add(part: ModelPart, output: Output, batch: Batch) -> Tensor:
         if output.losses_T is not None:
@@ -403,7 +403,7 @@ def sum_losses(parallel: RankModel, batches: Sequence[Batch]) -> tuple[float, fl
         parallel.pipeline.evaluate([replace(batch, training=False) for batch in batches], add)
         for axis in ("dp_cp", "pp"):
             all_reduce_(sums, parallel.mesh[axis], caller="evaluate", phase="forward")
-    for one, number in zip(experts, bounded, strict=True):
-        one.num_bounded = number  # these batches are larger than those of the bound
+    for expert, number in zip(experts, bounded, strict=True):
+        expert.num_bounded = number  # these batches are larger than those of the bound
     total, count = sums.tolist()
     return total, count

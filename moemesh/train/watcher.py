@@ -1,8 +1,8 @@
 """The watcher of a node: names the rank at fault where another launcher has started the ranks.
 
-It is a process beside the ranks of its node, which the first of them starts
-(`moemesh.watch.meeting`). After a verdict it writes the report, tells the cause and ends the ranks,
-so that torchrun or Slurm starts them again or ends the job. It leaves with the ranks.
+It runs besides the ranks of its node; the first rank starts it (`moemesh.monitor.rendezvous`).
+After a verdict it writes the report, prints the cause and ends the ranks, so that torchrun or Slurm
+restarts them or ends the job. It ends with the ranks.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from typing import Any
 
 from moemesh.config.limits import parse_json
 from moemesh.config.python import python_command
+from moemesh.monitor.detector import Limits, RankStatus, Verdict
+from moemesh.monitor.lease import read_start
+from moemesh.monitor.peers import Peers, inherited
+from moemesh.monitor.progress import ProgressFile
+from moemesh.monitor.rendezvous import WORDS, Node, ProcessHandles, lock, torchrun_file
+from moemesh.monitor.supervisor import RankWatcher, describe
 from moemesh.train.records.failure import (
     advice_on,
     details,
+    log,
     report_id,
-    say,
-    tell_slow,
+    report_straggler,
     write_verdict,
 )
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder
-from moemesh.watch.lease import read_start
-from moemesh.watch.meeting import WORDS, Guests, Node, lock, torchrun_file
-from moemesh.watch.peers import Peers, inherited
-from moemesh.watch.progress_words import WordFile
-from moemesh.watch.supervisor import RankWatcher, describe
-from moemesh.watch.verdict import Limits, Seen, Verdict
 
-#: Signals with which a job is asked to end; ranks see to them.
-_ASKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: Without any rank for so long there will be none.
+#: Signals that end a job; ranks handle them.
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+#: Seconds without any rank after which none is expected.
 _EMPTY_SECONDS = 60.0
-#: The launcher takes the rank that leaves first for the cause.
+#: Seconds between the ends of the rank at fault and of the others: the launcher reports the first.
 _CULPRIT_FIRST_SECONDS = 0.4
-#: A report takes less than this, stacks included, or does not come.
+#: Longest time of a report in seconds, stacks included.
 _REPORT_SECONDS = 8.0
 _COMMANDS = {
     "torchrun": ["torchrun", "...", "--no-python", "moemesh"],
     "srun": ["srun", "...", "moemesh"],
 }
-_STARTS_AGAIN = {
-    "torchrun": "torchrun starts them again as often as --max-restarts says",
-    "srun": "Slurm starts the job again where it may (--requeue)",
+_RESTARTS = {
+    "torchrun": "torchrun restarts them up to --max-restarts times",
+    "srun": "Slurm restarts the job if allowed (--requeue)",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatcherSpec:
-    """The task of a watcher: where ranks meet, where the run is, and the words of the command."""
+    """The task of a watcher: rendezvous folder, run folder, and the command of the run."""
 
     node: Node
     folder: str
@@ -70,14 +70,14 @@ class WatcherSpec:
 
     @staticmethod
     def of(text: str) -> WatcherSpec:
-        """From the JSON of its fields, as the command line has it."""
+        """The inverse of the JSON of its fields, which the command line has."""
         found: dict[str, Any] = parse_json(text)
         found |= {"node": Node(**found["node"]), "limits": Limits(**found["limits"])}
         return WatcherSpec(**found)
 
 
 def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> list[str]:
-    """The command of the watcher of `node`, whose ranks meet in `folder`; `path`: of the run."""
+    """The command of the watcher of `node` with rendezvous `folder`; `path`: the run folder."""
     command = [*_COMMANDS.get(node.launcher, ["moemesh"]), *sys.argv[1:]]
     spec = WatcherSpec(
         node=node, folder=str(folder), path=str(path.absolute()), limits=limits, command=command
@@ -89,79 +89,81 @@ class Watcher:
     """Watches the ranks of one node until they are gone; see :meth:`run`."""
 
     def __init__(self, spec: WatcherSpec, listener: socket.socket | None = None) -> None:
-        """`listener`: for the watchers of other nodes."""
+        """`listener`: accepts the watchers of other nodes."""
         self._spec, self._path, self._folder = spec, Path(spec.path), Path(spec.folder)
-        self._guests, self._earlier = Guests(), report_id(self._path)
+        self._processes, self._earlier = ProcessHandles(), report_id(self._path)
         self._peers = Peers(spec.node.first, listener, self._folder)
 
     def run(self) -> None:
-        """Until all ranks have left, or were ended after a failure."""
+        """Watch until all ranks have left, or were ended after a failure."""
         node, limits = self._spec.node, self._spec.limits
-        words = WordFile(self._folder / WORDS, node.world_size, is_there=True)
+        records = ProgressFile(self._folder / WORDS, node.world_size, exists=True)
         watcher = RankWatcher(
             self._folder,
-            words,
+            records,
             node.ranks,
-            self._guests,
+            self._processes,
             limits,
-            lambda slow: tell_slow(slow, Events(RunFolder(self._path, has_run=True))),
+            lambda slow: report_straggler(slow, Events(RunFolder(self._path, has_run=True))),
         )
         handle = lock(self._folder)
         try:
-            if (found := self._watch(watcher)) is not None:
-                verdict, seen = found
-                # The disk of the run may be behind the network that is cut, and never answer.
-                report = Thread(target=self._report, args=(watcher, verdict, seen), daemon=True)
+            if (failure := self._watch(watcher)) is not None:
+                verdict, statuses = failure
+                # If the network is cut, the disk of the run may never answer.
+                report = Thread(target=self._report, args=(watcher, verdict, statuses), daemon=True)
                 report.start()
                 report.join(_REPORT_SECONDS)
                 if report.is_alive():
                     why = f"{self._path} does not answer: no report is in it"
-                    say(f"moemesh: {verdict.message}; {why}")
-                # Nobody meets here any more, and ranks that wait for the verdict have it.
+                    log(f"moemesh: {verdict.message}; {why}")
+                # The folder has no more users: ranks that wait for the verdict have it.
                 shutil.rmtree(self._folder, ignore_errors=True)
-                self._guests.send(verdict.rank, signal.SIGKILL)
+                self._processes.send(verdict.rank, signal.SIGKILL)
                 time.sleep(_CULPRIT_FIRST_SECONDS)
-                for one in seen:
-                    self._guests.send(one.rank, signal.SIGKILL)
-            # Not after an error of its own: ranks see by a free lock that nobody speaks for them.
+                for status in statuses:
+                    self._processes.send(status.rank, signal.SIGKILL)
+            # Skipped after an error of this watcher: a free lock shows the ranks that it is gone.
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
-            words.unmap()
+            records.unmap()
             self._peers.close()
             os.close(handle)
 
-    def _watch(self, watcher: RankWatcher) -> tuple[Verdict, list[Seen]] | None:
-        judge, empty_until = watcher.judge, time.monotonic() + _EMPTY_SECONDS
+    def _watch(self, watcher: RankWatcher) -> tuple[Verdict, list[RankStatus]] | None:
+        detector, empty_until = watcher.detector, time.monotonic() + _EMPTY_SECONDS
         while True:
-            # A rank that does not come, or does not take part, is its launcher's.
-            seen = [one for one in watcher.look() if one.word is not None]
-            if not seen and time.monotonic() > empty_until:
+            # A rank that never starts or writes no record is left to its launcher.
+            statuses = [status for status in watcher.poll() if status.record is not None]
+            if not statuses and time.monotonic() > empty_until:
                 return None
-            for one in seen:
-                if one.exit_code is not None and -one.exit_code in _ASKED:
-                    judge.stopping = -one.exit_code
-            judge.lost = self._peers.look(time.monotonic())
-            if (verdict := watcher.verdict(time.monotonic(), seen)) is not None:
-                return verdict, seen
-            are_gone = bool(seen) and all(one.exit_code is not None for one in seen)
-            if are_gone and not judge.is_deciding:
+            for status in statuses:
+                if status.exit_code is not None and -status.exit_code in _STOP_SIGNALS:
+                    detector.stopping = -status.exit_code
+            detector.lost = self._peers.poll(time.monotonic())
+            if (verdict := watcher.verdict(time.monotonic(), statuses)) is not None:
+                return verdict, statuses
+            are_gone = bool(statuses) and all(status.exit_code is not None for status in statuses)
+            if are_gone and not detector.is_deciding:
                 return None
-            self._guests.wait(watcher.pause)
+            self._processes.wait(watcher.pause)
 
-    def _report(self, watcher: RankWatcher, verdict: Verdict, seen: Sequence[Seen]) -> None:
-        node, told = self._spec.node, verdict.seen.told
-        # A run that has lost its folder names its present one, or None.
-        facts = {} if told is None else told.facts
+    def _report(
+        self, watcher: RankWatcher, verdict: Verdict, statuses: Sequence[RankStatus]
+    ) -> None:
+        node, error = self._spec.node, verdict.status.error
+        # The present folder of a run that has lost its own, or None.
+        facts = {} if error is None else error.facts
         path = Path(facts.get("run_folder", self._path) or os.devnull)
         logs = path / LOGS
-        ended = watcher.failed(verdict, seen, logs)
+        ended = watcher.failed(verdict, statuses, logs)
         with suppress(OSError):
             logs.mkdir(exist_ok=True)
             for rank, trace in ended.traces.items():
                 (logs / f"rank-{rank}.err").write_text(trace)
         advice = advice_on(verdict, path, self._spec.command)
-        again = _STARTS_AGAIN.get(node.launcher)
-        action = "ended the ranks of this node" + (f"; {again}" if again else "")
+        restart = _RESTARTS.get(node.launcher)
+        action = "ended the ranks of this node" + (f"; {restart}" if restart else "")
         lines = [describe(ended, logs, kept=logs if path.is_dir() else None)]
         if path.is_dir():
             is_first = write_verdict(
@@ -174,12 +176,12 @@ class Watcher:
                 earlier=self._earlier,
             )
             if is_first:
-                word = verdict.seen.word
+                record = verdict.status.record
                 Events(RunFolder(path, has_run=True)).add(
-                    "failed", verdict.message, word.step if word else None
+                    "failed", verdict.message, record.step if record else None
                 )
             lines.append(f"moemesh: {action}; {details(path)}")
-        # The message that torchrun's own report shows of the rank at fault.
+        # The message of the rank at fault in torchrun's own report.
         with suppress(OSError):
             if name := torchrun_file(self._folder, verdict.rank).read_text():
                 extra = {"py_callstack": verdict.message, "timestamp": str(int(time.time()))}
@@ -187,16 +189,16 @@ class Watcher:
                 temporary = Path(f"{name}.{os.getpid()}")
                 temporary.write_text(text)
                 os.replace(temporary, name)
-        say("\n".join([*lines, advice]))
+        log("\n".join([*lines, advice]))
 
 
 def main() -> None:
-    """Be the watcher that the command line describes."""
-    # One to each other node; many systems allow 1,024 files until a process asks.
+    """Run the watcher that the command line describes."""
+    # Each other node needs a file; many systems allow only 1,024 by default.
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    for number in (*_ASKED, signal.SIGQUIT, signal.SIGUSR2):
+    for number in (*_STOP_SIGNALS, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     spec = WatcherSpec.of(sys.argv[1])
     Watcher(spec, inherited(sys.stdin.fileno()) if spec.node.has_others else None).run()

@@ -25,7 +25,7 @@ from moemesh.checkpoint.digests import WRITTEN, digest_text, hash_bytes
 from moemesh.checkpoint.huggingface.contents import FolderContents
 from moemesh.checkpoint.store import CheckpointError, open_checkpoint
 from moemesh.config.errors import UserError
-from moemesh.data.indexed import IDX, META, IndexedTokens, beside
+from moemesh.data.indexed import IDX, META, IndexedTokens, path_with
 from moemesh.data.tokenizer import DataError
 from moemesh.sharding.load_run import load_run
 from tests.checkpoint.simulate import cut, manifest_of, replace_manifest, save_as_ranks
@@ -219,7 +219,7 @@ def of_data(folder: Path) -> dict[str, Case]:
     with writer(prefix) as made:
         for length in (2, 1, 3):
             made.add(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool))
-    index, sidecar = beside(prefix, IDX), beside(prefix, META)
+    index, sidecar = path_with(prefix, IDX), path_with(prefix, META)
     whole, said = index.read_bytes(), sidecar.read_text()
     tokens = IndexedTokens.open(prefix).tokens
 
@@ -329,7 +329,7 @@ def test_sixty_ways_out_of_a_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="not a plain file name"):
         FolderContents(tmp_path / "theirs")
-    sidecar = beside(tmp_path / "data" / "a", META)
+    sidecar = path_with(tmp_path / "data" / "a", META)
     said = json.loads(sidecar.read_text())
     said["files"][name] = said["files"].pop(".bin")
     sidecar.write_text(json.dumps(said))

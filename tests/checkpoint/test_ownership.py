@@ -23,7 +23,7 @@ from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.saver import Saver
 from moemesh.checkpoint.store import latest
 from moemesh.checkpoint.stored import candidates, examine
-from moemesh.watch.lease import RunFolderError
+from moemesh.monitor.lease import RunFolderError
 from tests.checkpoint.simulate import TENSOR, never, one_rank, shards
 from tests.checkpoint.simulate import save_with as save
 

@@ -79,7 +79,7 @@ def test_what_is_shown_is_what_a_step_reads(folder: Path, documents: str, invoke
     assert code == 0
     shown = json.loads(out)["samples"]
     config = load_run([], given[1::2]).config
-    samples = open_samples(config.data, seed=0, vocab_size=300, cache=None, say=print)
+    samples = open_samples(config.data, seed=0, vocab_size=300, cache=None, log=print)
     (batch,) = own_batches(samples, Mesh.single("cpu"), samples.ids_at(0, 4), 1, seed=0)
     assert batch.loss_mask_BS is not None
     tokens = torch.tensor([one["tokens"] for one in shown])
@@ -106,7 +106,7 @@ def test_characters_in_two_pieces_are_shown_once(tmp_path: Path) -> None:
     """Bytes: a window may end, and loss may begin, inside a character."""
     (tmp_path / "a.txt").write_text("ü" * 200)
     config = load_run([], [f"data.path={tmp_path}/a.txt", "data.seq_len=7"]).config
-    samples = open_samples(config.data, seed=0, vocab_size=256, cache=None, say=print)
+    samples = open_samples(config.data, seed=0, vocab_size=256, cache=None, log=print)
     for one in previews(samples, Tokenizer.open("bytes"), 0, 4):
         assert "".join(piece.text for piece in one.pieces).strip("\ufffd") in ("üüü", "üüüü")
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moemesh.comm import cuda
-from moemesh.watch.devices import DeviceError
+from moemesh.monitor.devices import DeviceError
 
 CPU = "--set train.device=cpu"
 

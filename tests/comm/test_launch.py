@@ -14,8 +14,8 @@ import torch
 
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
-from moemesh.watch import meeting
-from moemesh.watch.supervisor import STOPPING_SOON
+from moemesh.monitor import rendezvous
+from moemesh.monitor.supervisor import STOPPING_SOON
 from tests import commands
 from tests.waiting import PATIENCE, until
 
@@ -24,7 +24,7 @@ import os, resource, signal, sys, time
 import torch
 import torch.distributed as dist
 from moemesh.comm import launch
-from moemesh.watch.devices import DeviceError
+from moemesh.monitor.devices import DeviceError
 
 what, folder = sys.argv[1:]
 if what == "orphan" and os.environ["RANK"] == "1":
@@ -146,16 +146,16 @@ def test_logs_that_cannot_be_written_end_no_run(tmp_path, capfd):
 def test_ranks_meet_elsewhere_where_shared_memory_is_full(tmp_path, monkeypatch):
     shared, other = tmp_path / "shared", tmp_path / "other"
     shared.mkdir(), other.mkdir()
-    monkeypatch.setattr(meeting, "shared_memory", lambda: shared)
-    monkeypatch.setattr(meeting.tempfile, "tempdir", str(other))
-    with meeting.meeting_place(4096) as folder:
+    monkeypatch.setattr(rendezvous, "shared_memory", lambda: shared)
+    monkeypatch.setattr(rendezvous.tempfile, "tempdir", str(other))
+    with rendezvous.rendezvous_folder(4096) as folder:
         assert folder.parent == shared
     full = shutil.disk_usage(tmp_path)._replace(free=2 << 20)
-    monkeypatch.setattr(meeting.shutil, "disk_usage", lambda place: full)
-    with meeting.meeting_place(4096) as folder:
+    monkeypatch.setattr(rendezvous.shutil, "disk_usage", lambda place: full)
+    with rendezvous.rendezvous_folder(4096) as folder:
         assert folder.parent == shared
-    with meeting.meeting_place(2 << 20) as folder:
-        assert folder.parent == other and meeting.has_supervisor(folder)
+    with rendezvous.rendezvous_folder(2 << 20) as folder:
+        assert folder.parent == other and rendezvous.has_supervisor(folder)
     assert not [*shared.iterdir(), *other.iterdir()]
 
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.header import read_header
 from moemesh.config.limits import one_line, parse_json, parse_toml, visible
+from moemesh.monitor.lease import RunFolderError, read_claim
 from moemesh.report import svg
 from moemesh.report.watch import Watched
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.watch.lease import RunFolderError, read_claim
 from tests.test_cli import Invoke, run_guarded
 
 #: A title of the window, a clear screen, C1, a line of another direction, a line separator.

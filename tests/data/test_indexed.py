@@ -12,7 +12,7 @@ import pytest
 
 from moemesh.data import indexed
 from moemesh.data.corpus import Corpus
-from moemesh.data.indexed import BIN, IDX, MASK, META, IndexedTokens, IndexedWriter, beside
+from moemesh.data.indexed import BIN, IDX, MASK, META, IndexedTokens, IndexedWriter, path_with
 from moemesh.data.samples import Windows
 from moemesh.data.tokenizer import DataError
 
@@ -49,8 +49,8 @@ def megatron(
     content += struct.pack(f"<{len(lengths)}i", *lengths)
     content += struct.pack(f"<{len(starts)}q", *starts)
     content += struct.pack(f"<{len(documents)}q", *documents)
-    beside(prefix, IDX).write_bytes(content)
-    beside(prefix, BIN).write_bytes(np.array(tokens, dtype=dtype).tobytes())
+    path_with(prefix, IDX).write_bytes(content)
+    path_with(prefix, BIN).write_bytes(np.array(tokens, dtype=dtype).tobytes())
 
 
 def test_a_pair_of_megatron_is_read(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_a_pair_of_ours_has_the_bytes_of_megatron(tmp_path: Path) -> None:
             ours.add(document)
     megatron(tmp_path / "theirs", [2, 1], [0, 1, 2], [1, 2, 999], code=8, dtype="<u2")
     for suffix in (BIN, IDX):
-        ours_path = beside(tmp_path / "ours", suffix)
-        assert ours_path.read_bytes() == beside(tmp_path / "theirs", suffix).read_bytes()
+        ours_path = path_with(tmp_path / "ours", suffix)
+        assert ours_path.read_bytes() == path_with(tmp_path / "theirs", suffix).read_bytes()
     assert sorted(path.name for path in tmp_path.glob("ours*")) == [
         "ours.bin",
         "ours.idx",
@@ -110,7 +110,7 @@ def test_parts_give_the_file_of_one_writer(
         for name, last in (("one", 0), ("two", 2)):
             joined.extend(IndexedTokens.open(tmp_path / name), ends_text=masks[last] is None)
     for suffix in (BIN, IDX, MASK, META):
-        first, second = (beside(tmp_path / name, suffix) for name in ("whole", "joined"))
+        first, second = (path_with(tmp_path / name, suffix) for name in ("whole", "joined"))
         assert first.exists() == second.exists() == (suffix != MASK or bool(masked))
         if first.exists():
             assert first.read_bytes() == second.read_bytes()
@@ -146,7 +146,9 @@ def test_long_documents_are_several_sequences(
         code=8,
         dtype="<u2",
     )
-    assert beside(tmp_path / "a", IDX).read_bytes() == beside(tmp_path / "b", IDX).read_bytes()
+    assert (
+        path_with(tmp_path / "a", IDX).read_bytes() == path_with(tmp_path / "b", IDX).read_bytes()
+    )
     found = IndexedTokens.open(tmp_path / "a")
     assert found.starts.tolist() == [0, 9, 13]
     assert found.tokens.tolist() == [*range(9), *range(4), 0]
@@ -160,14 +162,14 @@ def test_nothing_is_left_of_a_writer_that_fails(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no token"), writer(tmp_path / "a"):
         pass
     assert not list(tmp_path.iterdir())
-    beside(tmp_path / "a", META).write_text("{}")
+    path_with(tmp_path / "a", META).write_text("{}")
     with pytest.raises(DataError, match=r"a\.meta\.json exists"):
         writer(tmp_path / "a")
 
 
 def damaged(place: int, content: bytes) -> Callable[[Path], None]:
     def damage(prefix: Path) -> None:
-        path = beside(prefix, IDX)
+        path = path_with(prefix, IDX)
         found = bytearray(path.read_bytes())
         found[place : place + len(content)] = content
         path.write_bytes(found)
@@ -177,7 +179,7 @@ def damaged(place: int, content: bytes) -> Callable[[Path], None]:
 
 def cut(suffix: str, count: int) -> Callable[[Path], None]:
     def damage(prefix: Path) -> None:
-        path = beside(prefix, suffix)
+        path = path_with(prefix, suffix)
         content = path.read_bytes()
         path.write_bytes(content[:-count] if count > 0 else content + bytes(-count))
 
@@ -186,7 +188,7 @@ def cut(suffix: str, count: int) -> Callable[[Path], None]:
 
 def said(**facts: object) -> Callable[[Path], None]:
     def damage(prefix: Path) -> None:
-        path = beside(prefix, META)
+        path = path_with(prefix, META)
         path.write_text(json.dumps(json.loads(path.read_text()) | facts))
 
     return damage
@@ -209,7 +211,7 @@ HUGE = struct.pack("<Q", 2**63)
         (cut(IDX, 1), "101 bytes"),
         (cut(IDX, -3), "multimodal"),
         (damaged(34, struct.pack("<i", -2)), "sequence 0 has -2 tokens"),
-        (damaged(34, struct.pack("<i", 3)), "sequence 1 begins at byte 4 .* is byte 6"),
+        (damaged(34, struct.pack("<i", 3)), "sequence 1 begins at byte 4 .* end at byte 6"),
         (damaged(46, struct.pack("<q", 2)), "sequence 0 begins at byte 2"),
         (damaged(70, struct.pack("<q", 1)), "from 1 to 3"),
         (damaged(78, struct.pack("<q", 9)), "must ascend from 0 to 3"),
@@ -226,11 +228,11 @@ HUGE = struct.pack("<Q", 2**63)
         (said(files=[]), "not a sidecar"),
         (said(files={"../x": {}}), "must name"),
         (said(extra=1), "unexpected keyword"),
-        (lambda prefix: beside(prefix, META).write_text("[" * 10**5), "not a sidecar"),
-        (lambda prefix: beside(prefix, META).write_bytes(bytes(2 << 20)), "2097152 bytes"),
-        (lambda prefix: beside(prefix, MASK).write_bytes(b"\1\0\2\0\1\0"), "byte 2: 2 is"),
-        (lambda prefix: beside(prefix, BIN).unlink(), r"a\.bin: there is no such file"),
-        (lambda prefix: beside(prefix, MASK).unlink(), r"a\.mask\.bin: there is no such file"),
+        (lambda prefix: path_with(prefix, META).write_text("[" * 10**5), "not a sidecar"),
+        (lambda prefix: path_with(prefix, META).write_bytes(bytes(2 << 20)), "2097152 bytes"),
+        (lambda prefix: path_with(prefix, MASK).write_bytes(b"\1\0\2\0\1\0"), "byte 2: 2 is"),
+        (lambda prefix: path_with(prefix, BIN).unlink(), r"a\.bin: the file does not exist"),
+        (lambda prefix: path_with(prefix, MASK).unlink(), r"a\.mask\.bin: the file does not exist"),
     ],
 )
 def test_damaged_files_are_refused(
@@ -256,7 +258,7 @@ def test_ids_outside_the_vocabulary_and_other_tokenizers(tmp_path: Path) -> None
     with pytest.raises(DataError, match=r"made with the tokenizer made, and .* bytes"):
         found.check(301, "bytes")
     said(max_id=500)(tmp_path / "a")
-    with pytest.raises(DataError, match="largest id is said to be 500"):
+    with pytest.raises(DataError, match="max_id is 500"):
         IndexedTokens.open(tmp_path / "a").check(400)
 
 
@@ -276,7 +278,7 @@ def test_files_of_others_are_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_changed_bytes_are_found_by_verify(tmp_path: Path) -> None:
     with writer(tmp_path / "a") as made:
         made.add(ids(1, 2))
-    path = beside(tmp_path / "a", BIN)
+    path = path_with(tmp_path / "a", BIN)
     path.write_bytes(b"\0" * 4)
     with pytest.raises(DataError, match="was changed or damaged"):
         IndexedTokens.open(tmp_path / "a").verify()
@@ -285,9 +287,9 @@ def test_changed_bytes_are_found_by_verify(tmp_path: Path) -> None:
 def test_damaged_ids_end_the_run_before_the_model_sees_them(tmp_path: Path) -> None:
     with writer(tmp_path / "a") as made:
         made.add(np.arange(64, dtype=np.int32))
-    content = bytearray(beside(tmp_path / "a", BIN).read_bytes())
+    content = bytearray(path_with(tmp_path / "a", BIN).read_bytes())
     content[2 * 21 + 1] = 0xFF
-    beside(tmp_path / "a", BIN).write_bytes(content)
+    path_with(tmp_path / "a", BIN).write_bytes(content)
     found = IndexedTokens.open(tmp_path / "a")
     found.check(1000)
     samples = Windows(Corpus.indexed(found, 1000, "a.bin"), 8)

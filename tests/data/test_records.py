@@ -204,7 +204,7 @@ def test_saved_datasets(tmp_path: Path) -> None:
         part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(DataError, match="the dataset cannot be read"):
         texts(tmp_path / "one")
-    with pytest.raises(DataError, match="no dataset that was saved"):
+    with pytest.raises(DataError, match="a dataset that was saved"):
         texts(tmp_path, "dataset")
 
 

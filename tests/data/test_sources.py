@@ -209,7 +209,7 @@ def test_several_formats_in_a_folder_are_told(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about the data")
     said: list[str] = []
     data = DataConfig(path=str(tmp_path), seq_len=8, global_batch=2)
-    open_samples(data, seed=0, vocab_size=256, cache=None, say=said.append)
+    open_samples(data, seed=0, vocab_size=256, cache=None, log=said.append)
     assert said == [
         f"note: {tmp_path} holds files of several formats (2 jsonl, 1 text); all of them are read"
     ]
@@ -226,7 +226,7 @@ def test_bad_records_are_counted_and_bounded(tmp_path: Path) -> None:
         opened(data)
     said: list[str] = []
     skipping = data.model_copy(update={"bad_records": "skip", "bad_record_share": 0.02})
-    samples = open_samples(skipping, seed=0, vocab_size=256, cache=None, say=said.append)
+    samples = open_samples(skipping, seed=0, vocab_size=256, cache=None, log=said.append)
     assert samples.num_tokens == 98 * 11 - 1
     (note,) = said
     assert "2 of 100 records are bad" in note and f"{file}, line 100, byte" in note

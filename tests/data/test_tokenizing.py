@@ -251,7 +251,7 @@ def test_parts_of_other_settings_and_changed_files_are_made_again(
         path.unlink()
     ended(3)
     job(text, tmp_path / "x", tokenizer, end_of_document="eos").run(on_note=notes.append)
-    assert "is of other settings" in notes[-1]
+    assert "has parts of other settings" in notes[-1]
     found = IndexedTokens.open(tmp_path / "x")
     assert found.tokens[-1] == 0 and (found.tokens == 0).sum() == 7
 
@@ -373,7 +373,7 @@ def test_nothing_half_written_is_left(tmp_path: Path) -> None:
     skipping = data.model_copy(update={"bad_records": "skip", "bad_record_share": 0.1})
     for _ in range(2):  # written, and read
         said: list[str] = []
-        open_samples(skipping, seed=0, vocab_size=256, cache=cache, say=said.append)
+        open_samples(skipping, seed=0, vocab_size=256, cache=cache, log=said.append)
         assert any("1 of 212 records" in text or "records are bad" in text for text in said)
 
 
@@ -385,7 +385,7 @@ from moemesh.data import sources
 sources.SMALL_BYTES = 0
 data = DataConfig(path=sys.argv[1], seq_len=8, global_batch=2)
 samples = sources.open_samples(
-    data, seed=0, vocab_size=256, cache=Path(sys.argv[2]), say=lambda text: print(text)
+    data, seed=0, vocab_size=256, cache=Path(sys.argv[2]), log=lambda text: print(text)
 )
 print(samples.num_tokens)
 """
@@ -410,14 +410,16 @@ def test_whoever_comes_second_waits(tmp_path: Path) -> None:
     said: list[str] = []
 
     def open_again() -> None:
-        open_samples(data, seed=0, vocab_size=256, cache=cache, say=said.append)
+        open_samples(data, seed=0, vocab_size=256, cache=cache, log=said.append)
 
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         thread = threading.Thread(target=open_again)
         thread.start()
         thread.join(0.5)
-        assert thread.is_alive() and any("another process is at work" in text for text in said)
+        assert thread.is_alive() and any(
+            "another process is tokenizing them" in text for text in said
+        )
     thread.join(30)
     assert not thread.is_alive()
 

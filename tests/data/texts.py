@@ -41,7 +41,7 @@ def stream(tokens: np.ndarray, vocab_size: int = 256, source: str = "made", **mo
 
 
 def opened(data: DataConfig, cache: Path | None = None, vocab_size: int = 256) -> Samples:
-    return open_samples(data, seed=1, vocab_size=vocab_size, cache=cache, say=lambda text: None)
+    return open_samples(data, seed=1, vocab_size=vocab_size, cache=cache, log=lambda text: None)
 
 
 def training_ids(samples: Samples) -> np.ndarray:

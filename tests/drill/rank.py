@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.config.python import python_command
-from moemesh.watch import progress_words
+from moemesh.monitor import progress
 
 #: What an action that only looks has found (empty: nothing wrong), and the command and the process
 #: of the launcher, as JSON.
@@ -175,7 +175,7 @@ def _launcher(folder: Path) -> dict[str, Any]:
 def arm(spec: Spec) -> None:
     """Let the fault of `spec` come to this process if it is that rank, and take its times."""
     folder, rank = Path(spec.folder), int(os.environ.get("RANK", -1))
-    write: Callable[[Any], None] = progress_words._Writer.write  # pyright: ignore[reportPrivateUsage]
+    write: Callable[[Any], None] = progress._Writer.write  # pyright: ignore[reportPrivateUsage]
 
     def watched(word: Any) -> None:
         write(word)
@@ -191,14 +191,14 @@ def arm(spec: Spec) -> None:
             _note(folder, "fault", action=spec.action, rank=rank, step=word.step)
             _act(spec)
 
-    progress_words._Writer.write = watched  # pyright: ignore
+    progress._Writer.write = watched  # pyright: ignore
 
 
 def arm_for_orders(folder: Path) -> None:
     """Let this process, a rank of a soak, carry out the orders for it: an :data:`ORDER` file has
     the number of the fault, its action and its rank. A fault comes at a layer of a step, once."""
     rank = int(os.environ.get("RANK", -1))
-    write: Callable[[Any], None] = progress_words._Writer.write  # pyright: ignore[reportPrivateUsage]
+    write: Callable[[Any], None] = progress._Writer.write  # pyright: ignore[reportPrivateUsage]
     first = last = 0
 
     def watched(word: Any) -> None:
@@ -218,22 +218,22 @@ def arm_for_orders(folder: Path) -> None:
             _note(folder, "fault", action=order["action"], rank=rank, step=word.step)
             ACTIONS[order["action"]]()
 
-    progress_words._Writer.write = watched  # pyright: ignore
+    progress._Writer.write = watched  # pyright: ignore
 
 
 def note_verdicts(folder: Path) -> None:
     """In the launcher: note every verdict."""
-    from moemesh.watch.verdict import Judge
+    from moemesh.monitor.detector import FailureDetector
 
-    look = Judge.look
+    look = FailureDetector.poll
 
-    def noted(judge: Judge, now: float, seen: Sequence[Any]) -> Any:
-        verdict = look(judge, now, seen)
+    def noted(detector: FailureDetector, now: float, statuses: Sequence[Any]) -> Any:
+        verdict = look(detector, now, statuses)
         if verdict is not None:
             _note(folder, "verdict", kind=verdict.kind, rank=verdict.rank)
         return verdict
 
-    Judge.look = noted
+    FailureDetector.poll = noted
 
 
 def read_notes(folder: Path) -> list[dict[str, Any]]:

@@ -132,10 +132,10 @@ def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
     kinds = [event["kind"] for event in rows_of(out / "events.jsonl")]
     assert kinds.count("failed") == times and kinds.count("restart") == times - 1
     hint, last = done.stderr.splitlines()[-2:]
-    assert hint == "the same command would fail there again: remove the cause first"
+    assert hint == "the same command would fail at the same place: remove the cause first"
     # The failure may leave a save half-written: a folder of another name, which nothing loads.
     saved = any(COMMITTED.fullmatch(path.name) for path in (out / "checkpoints").glob("step-*"))
-    goes_on = "checkpoints are untouched; the same command goes on from step 2: "
+    goes_on = "checkpoints are untouched; the same command resumes from step 2: "
     assert last.startswith(goes_on if saved else "no checkpoint was written yet; ")
     assert last.endswith(f"--out {out}")
     assert losses(out) and "rank 0 failed" not in done.stderr

@@ -46,7 +46,7 @@ def with_config(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str
         (lambda text: "[1]", "is not a JSON object"),
         (lambda text: "[" * 100_000, "is not valid JSON"),
         (lambda text: text[:-20], "is not valid JSON"),
-        (lambda text: '{"hidden_size": 1,' + text.lstrip()[1:], "hidden_size is there twice"),
+        (lambda text: '{"hidden_size": 1,' + text.lstrip()[1:], "hidden_size is repeated"),
         (with_config(lambda v: v.update(model_type="qwen3_mo")), "did you mean qwen3_moe"),
         (with_config(lambda v: v.update(model_type="cohere2")), "can be planned at most"),
         (with_config(lambda v: v.update(vocab_size="288")), "vocab_size must be a whole number"),

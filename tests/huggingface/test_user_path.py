@@ -96,7 +96,7 @@ class User:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 130, out + err
-        assert "the same command goes on from there" in out
+        assert "the same command resumes from there" in out
 
     def losses(self, run: Path) -> list[float]:
         lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -303,5 +303,5 @@ def test_what_generation_refuses(tmp_path: Path) -> None:
         generate(folder, "x", ["plan.pp=2"])
     with pytest.raises(UserError, match="--prompt is empty"):
         generate(folder, "")
-    with pytest.raises(UserError, match="--prompt is not UTF-8 text: its character 3"):
+    with pytest.raises(UserError, match="--prompt is not UTF-8 text: character 3"):
         generate(folder, "ab\udc80", ["data.tokenizer=bytes"])

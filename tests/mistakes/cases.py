@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from moemesh.watch.devices import signs_of_gpus
+from moemesh.monitor.devices import signs_of_gpus
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
 from tests.sandbox import ROOT
@@ -67,9 +67,9 @@ FOREIGN: list[Mistake] = [
     file("tp = [2\ndp = 3", "fix: close every bracket: the open one may be in"),
     file("dtype = float32", 'fix: dtype = "float32"\n'),
     file("lr = = 3", "fix: lr = 3\n"),
-    file("lr = =", "fix: a value behind the equals sign"),
+    file("lr = =", "fix: a value after the equals sign"),
     file("freeze = [router, 3]", 'fix: freeze = ["router", 3]\n'),
-    file("tp =", "fix: a value behind the equals sign"),
+    file("tp =", "fix: a value after the equals sign"),
     file("tp = 1\ntp = 2", "fix: give each key, and each section, once"),
     foreign("config check --set [plan=3", "fix: --set plan.ep=VALUE"),
     file("[plan]\ntp = \n", "bad.toml:2", "not valid TOML"),

@@ -198,7 +198,7 @@ def test_experts_of_a_block_over_ranks(kind: str) -> None:
 
 
 def test_what_is_no_block_or_no_option_is_named() -> None:
-    with pytest.raises(LayerError, match="Linear is no MoE block of transformers 5"):
+    with pytest.raises(LayerError, match="Linear is not a MoE block of transformers 5"):
         MoELayer.from_transformers(nn.Linear(2, 2))
     block = block_of("mixtral")
     with pytest.raises(LayerError, match="router_score follows from the block: leave it out"):

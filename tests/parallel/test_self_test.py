@@ -118,7 +118,7 @@ FAULTS: list[tuple[type[_Faulty], str, int | None]] = [
     (LosesARow, "rows per expert", 3),
     (MixesTheSums, "sum over the experts", 0),
     (DoublesTheGradient, "gradient of the rows", 0),
-    (ForgetsThePlan, "again from the saved plan", 0),
+    (ForgetsThePlan, "repeated from the saved plan", 0),
     (RaisesOnOneRank, "RuntimeError: link down", 1),
     (HangsOnOneRank, "no end after 2 s", None),
 ]

@@ -23,10 +23,10 @@ from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import rehoming
+from moemesh.train import migration
 from moemesh.train import step as step_module
+from moemesh.train.migration import ExpertMigration
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.rehoming import Rehoming
 from moemesh.train.step import gradients_of_step, update
 from tests.parity.training import Shape, assemble, build, microbatches, on_ranks_of
 from tests.parity.training import owned as training_owned
@@ -92,7 +92,7 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
     config, plan, train = ModelConfig(**case.model), Plan(**case.plan), TrainConfig(**case.train)
     parallel = build(mesh, config, plan, case.shape, train.dtype, seed=train.seed)
     optimizer = Optimizer.of(parallel, train)
-    mover = Rehoming(parallel, optimizer, train.rebalance_every, lambda text, kind: None)
+    mover = ExpertMigration(parallel, optimizer, train.rebalance_every, lambda text, kind: None)
     steps, rank_tokens, counts, num_moved = [], [], [], 0
     for step in range(1, train.steps + 1):
         batches = [
@@ -194,7 +194,7 @@ def moments_stay_behind() -> Any:
 
 def weights_stay_behind() -> Any:
     """Tokens follow the new plan, weights do not."""
-    return mock.patch.object(rehoming, "move_experts", lambda *arguments: None)
+    return mock.patch.object(migration, "move_experts", lambda *arguments: None)
 
 
 def tokens_stay_behind() -> Any:

@@ -277,7 +277,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, schedule: str) -> None
     keys = COMMAND | {"plan__schedule": schedule, "plan__pp": 2, "train__steps": 100_000}
     run = tmp_path / "run"
     out, _ = runs.interrupted(run, signal.SIGINT, 130, **keys)
-    assert "saved; the same command goes on from there" in out
+    assert "saved; the same command resumes from there" in out
     steps = [row["step"] for row in runs.metrics(run)]
     assert steps == list(range(1, steps[-1] + 1))
     assert (run / "checkpoints" / f"step-{steps[-1]}").is_dir()

@@ -16,6 +16,7 @@ from moemesh.cli.insight import report as report_verb
 from moemesh.config.changes import compare
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import resolved_toml, with_recorded
+from moemesh.monitor.failures import CAUSES, OTHER
 from moemesh.planner.estimate import estimate_run
 from moemesh.report import page
 from moemesh.report.bars import EXPOSED
@@ -26,7 +27,6 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import PlannedStep, Run, ledgers_to_json
 from moemesh.trace.timeline import Timeline, WorkRecord
 from moemesh.train.records.run_folder import refuse_changes
-from moemesh.watch.failures import CAUSES, OTHER
 from tests.report.fake_run import CONFIG, entry, metrics_row, write_fake_run
 
 

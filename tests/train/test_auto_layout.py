@@ -103,7 +103,7 @@ def test_ranks_of_torchrun_are_counted(tmp_path: Path) -> None:
     variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     found = fit_here(config_of(tmp_path), None, variables)
-    assert found.plan.world_size == 6 and not found.is_told
+    assert found.plan.world_size == 6 and not found.is_printed
     assert fit_here(config_of(tmp_path), None, variables | {"RANK": "0", "LOCAL_RANK": "0"}).is_told
 
 

@@ -18,10 +18,10 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.monitor.supervisor import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from moemesh.sharding.load_run import load_run
 from moemesh.train.console import Progress
 from moemesh.train.records.artifacts import Artifacts, _peak_flops
-from moemesh.watch.supervisor import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from tests.commands import python
 from tests.train.runs import arguments, metrics, rows_of, said
 from tests.waiting import PATIENCE, until
@@ -155,8 +155,8 @@ def test_a_cpu_without_a_cluster_has_no_mfu(tmp_path: Path) -> None:
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from moemesh.watch import progress_words
-progress_words.attach(Path(os.environ["MOEMESH_LAUNCHER"]) / "words", int(os.environ["RANK"]))
+from moemesh.monitor import progress
+progress.attach(Path(os.environ["MOEMESH_LAUNCHER"]) / "words", int(os.environ["RANK"]))
 signal.signal(signal.SIGINT, lambda *_: print("asked", flush=True))
 Path(sys.argv[1], os.environ["RANK"]).touch()
 time.sleep(1000)

@@ -230,7 +230,7 @@ def adversarial_on_rank(mesh: Mesh) -> tuple[list[tuple[str, str]], list[str]]:
     kept: list[tuple[str, str]] = []
     told: list[str] = []
     bounds = RowBounds(
-        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), say=told.append
+        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), log=told.append
     )
     for step in (1, 2, 3):
         if step == 2:
@@ -239,13 +239,13 @@ def adversarial_on_rank(mesh: Mesh) -> tuple[list[tuple[str, str]], list[str]]:
                 moe.router.selection_bias[2] = 100.0
         gradients(parallel, PLAN, SHAPE, step)
         if step == 3:
-            bounds.look(step)
-    bounds.look(4)
+            bounds.report(step)
+    bounds.report(4)
     assert not told, "two forwards of a hundred are none to speak of"
     for step in (5, 6):
         for moe in parallel.model.moe_layers().values():
             moe.experts.num_bounded = int(mesh.rank == 2)
-        bounds.look(step)
+        bounds.report(step)
     return kept, told
 
 

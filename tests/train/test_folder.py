@@ -217,9 +217,9 @@ def test_a_lease_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monke
     first, run = RunFolder.open(tmp_path), RunFolder.open(tmp_path)
     first.lock()
     (tmp_path / "lease").write_text("")
-    with pytest.raises(RunFolderError, match="does not say who"):
+    with pytest.raises(RunFolderError, match="unknown process"):
         run.lock()
-    monkeypatch.setattr("moemesh.watch.lease.fcntl.flock", refuse)
+    monkeypatch.setattr("moemesh.monitor.lease.fcntl.flock", refuse)
     with pytest.raises(RunFolderError, match="cannot be locked"):
         run.lock()
     (tmp_path / "lease").unlink()
@@ -236,12 +236,12 @@ def test_a_lease_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
     run = RunFolder.open(tmp_path)
     with monkeypatch.context() as full:
-        full.setattr("moemesh.watch.lease.os.pwrite", refuse)
+        full.setattr("moemesh.monitor.lease.os.pwrite", refuse)
         with pytest.raises(RunFolderError, match="lease: cannot be written"):
             run.lock()
     run.lock()
     with monkeypatch.context() as full:
-        full.setattr("moemesh.watch.lease.os.pwrite", refuse)
+        full.setattr("moemesh.monitor.lease.os.pwrite", refuse)
         with pytest.raises(RunFolderError, match="lease: cannot be written"):
             run.raise_epoch()
         run.release()

@@ -309,7 +309,9 @@ def test_what_chat_refuses(
 ) -> None:
     with pytest.raises(UserError, match=r"the plan has 2 ranks, and .* give --prompt TEXT"):
         generation.generate(folder, None, ["plan.dp=2"], chat=True)
-    with pytest.raises(UserError, match=r"\"bytes\", which has no chat template, and --chat asks"):
+    with pytest.raises(
+        UserError, match=r"\"bytes\", which has no chat template, and --chat needs one"
+    ):
         generation.generate(folder, "?", ["data.tokenizer=bytes"], chat=True)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turns') }}")
     with pytest.raises(UserError, match=r"the conversation: .* fails: no system turns"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.monitor.lease import LeaseLost
 from moemesh.train import session as session_module
 from moemesh.train.records.run_folder import (
     Events,
@@ -20,7 +21,6 @@ from moemesh.train.records.run_folder import (
     RunFolderError,
 )
 from moemesh.train.session import Session
-from moemesh.watch.lease import LeaseLost
 from tests.checkpoint.simulate import save_one, whole
 from tests.train import runs
 
@@ -143,7 +143,7 @@ def _last_save(
         folder=SimpleNamespace(check_lease=lambda: None, path=Path()),
         artifacts=SimpleNamespace(flush=lambda: None, identity={}),
         num_read=lambda step: step,
-        rehoming=SimpleNamespace(state=dict),
+        migration=SimpleNamespace(state=dict),
         nan_policy=SimpleNamespace(state=dict),
         checkpoints=SimpleNamespace(save=save),
         config=SimpleNamespace(train=SimpleNamespace(steps=6)),

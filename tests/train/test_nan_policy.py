@@ -20,6 +20,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.monitor.supervisor import StopRequest
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train import session as sessions
 from moemesh.train.command import open_samples, train_rank
@@ -32,7 +33,6 @@ from moemesh.train.opening import construct
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.run_folder import Events, RunFolder
 from moemesh.train.step import StepResult
-from moemesh.watch.supervisor import StopRequest
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import config_of, metrics, rows_of, shared_file
 
@@ -205,7 +205,7 @@ def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path
     for rank in outcomes:
         assert "no step of the last 3 was finite" in rank.error
         advice = rank.facts["advice"]
-        assert "the same command would end here again" in advice and "1e+30" in advice
+        assert "the same command would end in the same way" in advice and "1e+30" in advice
     rank = outcomes[0]
     # No checkpoint is made of steps that are skipped, in the place of an older one.
     saved = [int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")]
@@ -250,11 +250,11 @@ def test_each_step_in_a_row_names_its_own_samples() -> None:
     for step in (4, 5, 6):
         guard.judge(step, bad)
         if step < 6:
-            assert guard.settle(examine) is None
+            assert guard.decide(examine) is None
             assert f"samples {100 + step})" in said[-1]
             assert ("moemesh replay" in said[-1]) == (step == 4)
     with pytest.raises(Diverged, match="samples 106") as caught:
-        guard.settle(examine)
+        guard.decide(examine)
     assert asked == [(4, True), (5, False), (6, False)]
     assert caught.value.facts["samples"] == [106]
     assert caught.value.facts["bundle"] == "failures/step-4"
@@ -283,7 +283,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, policy: str
     for rank in ranks:
         assert "the state of step 4 is not finite and is not saved" in rank.error
         assert rank.facts["rank"] == 1 and rank.facts["parameter"] == "norm.weight"
-        assert "the same command goes on from the newest checkpoint" in rank.facts["advice"]
+        assert "the same command resumes from the newest checkpoint" in rank.facts["advice"]
     assert ranks[0].position == 2 * BATCH, "the newest checkpoint is that of step 2"
 
 

@@ -50,12 +50,18 @@ def test_a_sensible_plan_needs_no_remark() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["plan.schedule=gpipe"], "plan.schedule = gpipe does nothing"),
-        (["plan.spare_slots=1"], "plan.spare_slots = 1 does nothing"),
-        (["train.rebalance_every=2"], "train.rebalance_every = 2 does nothing: plan.ep = 1"),
-        (["plan.dispatcher=hierarchical"], "plan.dispatcher = hierarchical does nothing"),
-        (["train.momentum=0.9"], "train.momentum = 0.9 does nothing: train.optimizer is adamw"),
-        (["train.optimizer=sgd", "train.epsilon=1e-6"], "train.epsilon = 1e-06 does nothing"),
+        (["plan.schedule=gpipe"], "plan.schedule = gpipe has no effect"),
+        (["plan.spare_slots=1"], "plan.spare_slots = 1 has no effect"),
+        (
+            ["train.rebalance_every=2"],
+            "train.rebalance_every = 2 has no effect: it needs plan.ep > 1",
+        ),
+        (["plan.dispatcher=hierarchical"], "plan.dispatcher = hierarchical has no effect"),
+        (
+            ["train.momentum=0.9"],
+            "train.momentum = 0.9 has no effect: it needs train.optimizer = sgd",
+        ),
+        (["train.optimizer=sgd", "train.epsilon=1e-6"], "train.epsilon = 1e-06 has no effect"),
         (
             ["train.steps=8", "train.warmup_steps=10"],
             "steps = 8: the learning rate ends at 2.4e-03",
@@ -167,7 +173,7 @@ def test_json_that_is_trained_on_as_text_is_named(tmp_path: Path, key: str) -> N
     assert said(*given("gone.jsonl", "text")) == []  # told where the data is looked at
     for format in ("text", "bytes"):
         (remark,) = said(*given("chats.jsonl", format))
-        assert f"= {format} trains on {tmp_path / 'chats.jsonl'} as it stands: 20 of " in remark
+        assert f"= {format} trains on {tmp_path / 'chats.jsonl'} as text: 20 of " in remark
 
 
 def test_adapters_of_a_run_that_goes_on_or_starts_from_weights_are_right(tmp_path: Path) -> None:
@@ -247,7 +253,7 @@ def test_advice_speaks_of_a_checkpoint_only_where_one_is(
     own = Checkpoints(folder, parallel, cast("Any", None), TrainConfig(), console)
     outcome = SaveOutcome(2, "the disk is full", 0.1)
     monkeypatch.setattr(own._saver, "finish", lambda hurry: outcome)
-    for step, words in ((None, "no checkpoint was written yet"), (1, "goes on from step 1: moe")):
+    for step, words in ((None, "no checkpoint was written yet"), (1, "resumes from step 1: moe")):
         if step is not None:
             (folder.checkpoints / f"step-{step}").mkdir()
         with pytest.raises(CheckpointError, match="the disk is full") as caught:

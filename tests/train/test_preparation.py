@@ -11,13 +11,13 @@ import pytest
 
 from moemesh.cli.train import FILES
 from moemesh.config.load import resolved_toml
+from moemesh.monitor import devices
+from moemesh.monitor.lease import Lease
 from moemesh.sharding.load_run import load_run
 from moemesh.train import preparation
 from moemesh.train.inference import evaluation
 from moemesh.train.preparation import RunRequest, finished, prepare
 from moemesh.train.weights import weight_sources
-from moemesh.watch import devices
-from moemesh.watch.lease import Lease
 from tests.documents import text_of
 from tests.mistakes.files import MODEL
 from tests.test_cli import Invoke, run_guarded
@@ -42,7 +42,7 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
         "data     a.txt: 1 file(s), 0.0 MB",
         "data     a.txt: 8,000 tokens, 32 x 32 a step, 0.405 epochs",
         "samples  237 for training, 12 for validation",
-        "note: train.warmup_steps = 4 is no less than train.steps = 3",
+        "note: train.warmup_steps = 4 must be below train.steps = 3",
         "resume   nothing there: a new run",
     ):
         assert line in done.stdout
@@ -159,7 +159,7 @@ def test_nothing_is_converted_into_a_folder_that_holds_anything(
     source, out, *options = given.split()
     code, printed, error = invoke("convert", source, out, *options)
     assert (code, printed) == (2, "") and f"{out}" in error, error
-    assert f"what is made of {source} would be mixed with it" in error or out == "a.txt"
+    assert f"the conversion of {source} would be mixed with it" in error or out == "a.txt"
     assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before
 
 
@@ -292,7 +292,7 @@ def test_a_path_that_counts_from_the_configuration_is_recognised(
     code, _, error = invoke("config", "check", "configs/c.toml")
     assert code == 2
     assert f"relative paths count from the folder of the call, {here}" in error
-    assert "configs/letters.txt is there, but paths do not count from the folder of" in error
+    assert "configs/letters.txt exists, but paths do not start from the folder of" in error
 
 
 def test_permissions_that_are_known() -> None:

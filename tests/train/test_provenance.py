@@ -240,7 +240,7 @@ def test_a_run_in_two_starts_is_repeated_to_the_bit(
     out = tmp_path / "run"
     first, second = two_starts(out, **keys)
     assert (first["first_step"], second["first_step"], second["last_step"]) == (1, 4, 6)
-    found, causes, again = repro(out, steps=5, say=lambda text: None, python=python())
+    found, causes, again = repro(out, steps=5, log=lambda text: None, python=python())
     assert found == Comparison(steps=5) and causes == []
     assert [one["step"] for one in metrics(again)] == [1, 2, 3, 4, 5]
     assert again == tmp_path / "run-repro"

@@ -51,11 +51,11 @@ def test_a_full_disk_is_told_once_and_no_row_is_lost(
         disk.room = 0
     assert len(said) == 1
     assert said[0].startswith(f"disk: {log.path}: No space left on device: ")
-    assert said[0].endswith(" free; the run goes on, rows wait in memory")
+    assert said[0].endswith(" free; the run continues, rows wait in memory")
     disk.room = 100_000
     assert log.append([{"step": 5}])
     assert rows_of(log.path) == [1, 2, 3, 4, 5]
-    assert said[1:] == [f"disk: {log.path} is written again"]
+    assert said[1:] == [f"disk: writing {log.path} works now"]
 
 
 def test_rows_that_wait_are_bounded_and_the_lost_ones_counted(
@@ -72,7 +72,7 @@ def test_rows_that_wait_are_bounded_and_the_lost_ones_counted(
         assert not log.append([{"step": 6}], waits=False)
     assert log.flush()
     assert rows_of(log.path) == [3, 4, 5]
-    assert said[-1] == f"{log.path} is written again; 2 rows are lost"
+    assert said[-1] == f"writing {log.path} works now; 2 rows are lost"
 
 
 def test_a_device_that_is_always_full() -> None:

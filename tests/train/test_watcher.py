@@ -22,6 +22,22 @@ import torch
 
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.monitor import rendezvous, supervisor
+from moemesh.monitor.detector import GONE, Kind, Limits, RankStatus, ReportedError, Verdict
+from moemesh.monitor.failures import cause_of
+from moemesh.monitor.lease import read_start
+from moemesh.monitor.progress import ProgressFile, ProgressRecord
+from moemesh.monitor.rendezvous import (
+    WORDS,
+    Node,
+    ProcessHandles,
+    has_supervisor,
+    join_node,
+    lock,
+    shared_memory,
+    torchrun_file,
+)
+from moemesh.monitor.supervisor import RankWatcher, SupervisorResult
 from moemesh.train import watcher
 from moemesh.train.command import CAME_TWICE, Budget, limits_of, train_supervised
 from moemesh.train.numerics.replica_checksums import CopiesDiffer
@@ -29,26 +45,10 @@ from moemesh.train.records import failure
 from moemesh.train.records.failure import report_id, write_verdict
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.watcher import Watcher, WatcherSpec
-from moemesh.watch import meeting, supervisor
-from moemesh.watch.failures import cause_of
-from moemesh.watch.lease import read_start
-from moemesh.watch.meeting import (
-    WORDS,
-    Guests,
-    Node,
-    has_supervisor,
-    lock,
-    meet,
-    shared_memory,
-    torchrun_file,
-)
-from moemesh.watch.progress_words import Word, WordFile
-from moemesh.watch.supervisor import Ended, RankWatcher
-from moemesh.watch.verdict import GONE, Kind, Limits, Seen, Told, Verdict
 from tests.drill.rank import Spec as FaultSpec
+from tests.monitor.statuses import record
 from tests.train.runs import arguments, losses, metrics, rows_of, start, torchrun, train
 from tests.waiting import PATIENCE, until
-from tests.watch.looks import word
 
 
 def failed(
@@ -56,11 +56,11 @@ def failed(
     rank: int = 1,
     *,
     step: int = 5,
-    told: Told | None = None,
+    error: ReportedError | None = None,
     code: int | None = -9,
 ) -> Verdict:
-    seen = Seen(rank=rank, exit_code=code, word=word(rank, step=step), told=told)
-    return Verdict(kind=kind, rank=rank, message="", seen=seen)
+    status = RankStatus(rank=rank, exit_code=code, record=record(rank, step=step), error=error)
+    return Verdict(kind=kind, rank=rank, message="", status=status)
 
 
 def test_restarts_without_progress_come_to_an_end() -> None:
@@ -81,17 +81,20 @@ def test_a_newer_checkpoint_renews_the_budget() -> None:
 
 
 def test_what_would_come_again_is_not_tried_again() -> None:
-    final = Told(kind="ConfigError", message="", at=0.0, is_final=True)
-    assert Budget(2).refuses(failed("exception", told=final), 4) == "the same would happen again"
-    raised = Told(kind="KeyError", message="'x'", at=0.0)
+    final = ReportedError(kind="ConfigError", message="", at=0.0, is_final=True)
+    assert (
+        Budget(2).refuses(failed("exception", error=final), 4)
+        == "a restart would fail in the same way"
+    )
+    raised = ReportedError(kind="KeyError", message="'x'", at=0.0)
     budget = Budget(5)
-    assert budget.refuses(failed("exception", told=raised), 4) is None
-    assert budget.refuses(failed("exception", told=raised, code=None), 4) == CAME_TWICE
+    assert budget.refuses(failed("exception", error=raised), 4) is None
+    assert budget.refuses(failed("exception", error=raised, code=None), 4) == CAME_TWICE
     # Elsewhere it is another one, and so it is behind a newer checkpoint.
     budget = Budget(5)
-    assert budget.refuses(failed("exception", told=raised), 4) is None
-    assert budget.refuses(failed("exception", told=raised, step=6), 4) is None
-    assert budget.refuses(failed("exception", told=raised, step=6), 5) is None
+    assert budget.refuses(failed("exception", error=raised), 4) is None
+    assert budget.refuses(failed("exception", error=raised, step=6), 4) is None
+    assert budget.refuses(failed("exception", error=raised, step=6), 5) is None
     # A signal is no mistake of the program.
     budget = Budget(5)
     assert [budget.refuses(failed(), 4) for _ in range(3)] == [None] * 3
@@ -112,12 +115,12 @@ def test_each_verdict_has_one_cause_and_its_advice() -> None:
     }
     assert set(causes) == set(get_args(Kind))
     for kind, name in causes.items():
-        told = Told(kind="KeyError", message="", at=0.0) if kind == "exception" else None
-        verdict = failed(kind, told=told)
+        error = ReportedError(kind="KeyError", message="", at=0.0) if kind == "exception" else None
+        verdict = failed(kind, error=error)
         cause = cause_of({"kind": failure.kind_of(verdict)})
         assert cause.name == name
         hint = failure.hint_on(verdict)
-        assert hint == ("" if told else cause.advice[0].lower() + cause.advice[1:-1])
+        assert hint == ("" if error else cause.advice[0].lower() + cause.advice[1:-1])
     assert cause_of({"kind": CopiesDiffer.__name__}).name == "replicas differ"
 
 
@@ -194,14 +197,14 @@ def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
     folder.lock()
     config = RunConfig(train=TrainConfig(restarts=1))
 
-    def run(*_: object, logs: Path, **__: object) -> Ended:
+    def run(*_: object, logs: Path, **__: object) -> SupervisorResult:
         # As the launcher of ranks does, which opens these files anew.
         logs.mkdir(exist_ok=True)
         (logs / "rank-1.err").write_text(f"Traceback of epoch {folder.epoch}\n")
         (logs / "rank-1.stacks").write_text("")
         (logs / "rank-2.err").write_text("")
-        verdict = failed("exception", told=Told(kind="KeyError", message="'x'", at=0.0))
-        return Ended(code=1, verdict=verdict, stacks={}, traces={})
+        verdict = failed("exception", error=ReportedError(kind="KeyError", message="'x'", at=0.0))
+        return SupervisorResult(code=1, verdict=verdict, stacks={}, traces={})
 
     for first in (1, 3):  # the same command again
         assert train_supervised(config, folder, ["train"], run=run) == 1
@@ -228,15 +231,15 @@ def test_a_folder_in_which_nothing_can_be_written_ends_a_failed_run_with_its_cau
     folder = RunFolder.open(tmp_path / "run")
     folder.lock()
 
-    def run(*_: object, **__: object) -> Ended:
+    def run(*_: object, **__: object) -> SupervisorResult:
         for name in ("os.pwrite", "os.replace", "pathlib.Path.write_text"):
             monkeypatch.setattr(name, refuse)
-        return Ended(code=137, verdict=failed(), stacks={}, traces={})
+        return SupervisorResult(code=137, verdict=failed(), stacks={}, traces={})
 
     config = RunConfig(train=TrainConfig(restarts=1))
     assert train_supervised(config, folder, ["train"], run=run) == 137
     said = capfd.readouterr().err
-    assert "not started again" in said and "Read-only file system" in said
+    assert "not restarted" in said and "Read-only file system" in said
     assert "no report could be written" in said and "None" not in said
     folder.release()
 
@@ -251,7 +254,7 @@ def test_a_place_of_checkpoints_that_does_not_answer_holds_nobody_up(
         return [7]
 
     monkeypatch.setattr(failure, "candidates", candidates)
-    monkeypatch.setattr(failure, "_ASK_SECONDS", 0.05)
+    monkeypatch.setattr(failure, "_READ_SECONDS", 0.05)
     assert failure.newest_step(tmp_path, seconds=0.05) is None
     text = failure.go_on(tmp_path, ["moemesh", "train"])
     assert text.endswith("from the newest checkpoint, if there is one: moemesh train")
@@ -288,15 +291,15 @@ def test_the_first_rank_starts_the_watcher_and_what_a_killed_one_left_is_removed
     def start(folder: Path) -> list[str]:
         return [sys.executable, "-c", f"open({str(tmp_path / 'started')!r}, 'a').write('x')"]
 
-    folder = meet(node, start)
+    folder = join_node(node, start)
     assert folder is not None and (folder / WORDS).stat().st_size > 0
     (folder / "of the first").touch()
-    assert meet(node, start) == folder
+    assert join_node(node, start) == folder
     handle = lock(folder)
-    assert meet(node, start) == folder and (folder / "of the first").exists()
+    assert join_node(node, start) == folder and (folder / "of the first").exists()
     os.close(handle)  # as when the watcher is killed
     assert not has_supervisor(folder)
-    assert meet(node, start) == folder and not (folder / "of the first").exists()
+    assert join_node(node, start) == folder and not (folder / "of the first").exists()
     started = tmp_path / "started"
     until(lambda: started.exists() and started.read_text() == "xx")
 
@@ -308,18 +311,18 @@ def test_nobody_watches_where_the_kernel_gives_no_handles(
         raise PermissionError("seccomp")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    assert meet(node, lambda folder: ["true"]) is None
+    assert join_node(node, lambda folder: ["true"]) is None
 
 
 def test_ranks_that_do_not_see_each_other_do_not_meet(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_EARLIER_SECONDS", 0.1)
-    folder = meet(node, lambda folder: ["true"])
+    monkeypatch.setattr(rendezvous, "_EARLIER_SECONDS", 0.1)
+    folder = join_node(node, lambda folder: ["true"])
     assert folder is not None
     handle = lock(folder)
-    monkeypatch.setattr(meeting, "process_namespace", lambda: "another container")
-    assert meet(node, lambda folder: ["true"]) is None
+    monkeypatch.setattr(rendezvous, "process_namespace", lambda: "another container")
+    assert join_node(node, lambda folder: ["true"]) is None
     os.close(handle)
 
 
@@ -328,7 +331,7 @@ def word_of(pid: int) -> Any:
 
 
 def test_how_a_process_of_another_parent_ended() -> None:
-    guests = Guests()
+    guests = ProcessHandles()
     codes = ["exit 3", "kill -9 $$", "exit 0"]
     children = [subprocess.Popen(["sh", "-c", f"read x; {code}"], stdin=-1) for code in codes]
     for rank, child in enumerate(children):
@@ -343,7 +346,7 @@ def test_how_a_process_of_another_parent_ended() -> None:
     assert [guests.exit_code(rank, None) for rank in range(3)] == [3, -9, 0]
     for child in children:
         child.wait()
-    late = Guests()
+    late = ProcessHandles()
     assert late.exit_code(0, word_of(children[0].pid)) == GONE
 
 
@@ -351,8 +354,8 @@ def test_how_a_process_of_another_parent_ended() -> None:
 PROCESS = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
-from moemesh.watch import progress_words as words
-from moemesh.watch.meeting import STACK_SIGNAL, WORDS, stack_file
+from moemesh.monitor import progress as words
+from moemesh.monitor.rendezvous import STACK_SIGNAL, WORDS, stack_file
 folder, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"))
 words.attach(folder / WORDS, rank)
@@ -375,17 +378,17 @@ words.finished(0)
 
 def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[int]:
     """The exit codes of two ranks that do `what`, with a watcher beside them."""
-    folder = meet(node, lambda folder: ["true"])
+    folder = join_node(node, lambda folder: ["true"])
     assert folder is not None
     torchrun_file(folder, 5).write_text(str(run.parent / "error.json"))
     ranks = [
         subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), str(rank), one])
         for rank, one in zip(node.ranks, what, strict=True)
     ]
-    words = WordFile(folder / WORDS, node.world_size, is_there=True)
-    found: list[Word | None] = [None]
+    records = ProgressFile(folder / WORDS, node.world_size, exists=True)
+    found: list[ProgressRecord | None] = [None]
     while None in found:
-        found = [words.read(rank) for rank in node.ranks]
+        found = [records.read(rank) for rank in node.ranks]
         time.sleep(0.01)
     (folder / "go").touch()
     limits = Limits(patience=patience, floor=patience)
@@ -406,17 +409,17 @@ def test_failures_before_the_first_lease_of_their_start_are_kept_apart(tmp_path:
     (tmp_path / "failures/3").mkdir(parents=True)
     for rank in range(4):
         earlier = report_id(tmp_path)
-        seen = Seen(rank=rank, exit_code=3)
-        found = Verdict(kind="exited", rank=rank, message="", seen=seen)
-        ended = Ended(code=3, verdict=found, stacks={}, traces={})
+        status = RankStatus(rank=rank, exit_code=3)
+        found = Verdict(kind="exited", rank=rank, message="", status=status)
+        ended = SupervisorResult(code=3, verdict=found, stacks={}, traces={})
         for node in (4, 0):  # of two nodes the first one speaks for the run
             is_first = write_verdict(
                 tmp_path, ended, epoch=3, action="", advice="", first_rank=node, earlier=earlier
             )
             assert is_first == (node == 4)
     files = ["failures/3/failure-1.json", "failures/3/failure-2.json", "failures/3/failure.json"]
-    told = [json.loads((tmp_path / file).read_text())["rank"] for file in [*files, "failure.json"]]
-    assert told == [0, 1, 2, 3]
+    ranks = [json.loads((tmp_path / file).read_text())["rank"] for file in [*files, "failure.json"]]
+    assert ranks == [0, 1, 2, 3]
 
 
 def test_a_disk_that_does_not_answer_holds_nobody_up(
@@ -450,7 +453,7 @@ def test_a_killed_rank_is_named_and_the_others_are_ended(
     assert shown["message"]["message"] == "rank 5 was killed by SIGKILL"
     err = capfd.readouterr().err.splitlines()
     assert err[0] == "moemesh: rank 5 was killed by SIGKILL"
-    assert err[-1].endswith("the same command starts again: moemesh train x.toml")
+    assert err[-1].endswith("the same command starts from the beginning: moemesh train x.toml")
     event = json.loads((run / "events.jsonl").read_text())
     assert (event["kind"], event["step"]) == ("failed", 7)
 
@@ -497,8 +500,8 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     fault = FaultSpec(action=action, rank=1, step=5, place="forward", folder=str(tmp_path))
     out = tmp_path / "run"
     options = ["--nproc-per-node=2", "--max-restarts=1"]
-    words = ["tests.drill.rank", fault.text(), *arguments(out, **keys)]
-    done = torchrun(*words, options=options, python=sys.executable)
+    command = ["tests.drill.rank", fault.text(), *arguments(out, **keys)]
+    done = torchrun(*command, options=options, python=sys.executable)
     assert done.returncode == 0, done.stderr
     report = json.loads((out / "failures/1/failure.json").read_text())
     assert (report["kind"], report["rank"], report["step"]) == (kind, 1, 5), report
@@ -514,8 +517,8 @@ def test_torchrun_starts_ranks_again_after_each_fault(
 def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
     fault = FaultSpec(action="loop", rank=1, step=5, place="forward", folder=str(tmp_path))
     out = tmp_path / "run"
-    words = ["tests.drill.rank", fault.text(), *arguments(out, plan__dp=2, train__steps=8)]
-    done = torchrun(*words, python=sys.executable)
+    command = ["tests.drill.rank", fault.text(), *arguments(out, plan__dp=2, train__steps=8)]
+    done = torchrun(*command, python=sys.executable)
     assert done.returncode == 1
     *_, last = done.stderr.split("Root Cause")
     assert "rank 1 is busy" in last and "never entered" in last
@@ -534,14 +537,14 @@ def test_a_folder_that_is_refused_is_told_and_left_alone(tmp_path: Path) -> None
     assert sorted(file.name for file in out.iterdir()) == before
 
 
-def sleeper(node: Node) -> tuple[Path, subprocess.Popen[bytes], WordFile]:
+def sleeper(node: Node) -> tuple[Path, subprocess.Popen[bytes], ProgressFile]:
     """The folder of a node, rank 4 there, which sleeps, and the words of all."""
-    folder = meet(node, lambda folder: ["true"])
+    folder = join_node(node, lambda folder: ["true"])
     assert folder is not None
     child = subprocess.Popen([sys.executable, "-c", PROCESS, str(folder), "4", "sleep"])
-    words = WordFile(folder / WORDS, node.world_size, is_there=True)
-    until(lambda: words.read(4) is not None)
-    return folder, child, words
+    records = ProgressFile(folder / WORDS, node.world_size, exists=True)
+    until(lambda: records.read(4) is not None)
+    return folder, child, records
 
 
 def watchers() -> Iterator[str]:
@@ -567,15 +570,15 @@ def test_signals_with_which_a_job_is_asked_to_end_are_no_failure(
 
 
 def test_states_are_asked_of_ranks_that_do_not_move(node: Node) -> None:
-    folder, child, words = sleeper(node)
-    guests = Guests()
-    looks = RankWatcher(folder, words, [4], guests, Limits(patience=1.0))
+    folder, child, records = sleeper(node)
+    guests = ProcessHandles()
+    looks = RankWatcher(folder, records, [4], guests, Limits(patience=1.0))
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
-    assert [one.state for one in looks.look()] == [""] and looks.pause > supervisor.LOOK_SECONDS
-    assert [one.state for one in looks.look()] == ["T"] and looks.pause == supervisor.LOOK_SECONDS
+    assert [one.state for one in looks.poll()] == [""] and looks.pause > supervisor.POLL_SECONDS
+    assert [one.state for one in looks.poll()] == ["T"] and looks.pause == supervisor.POLL_SECONDS
     child.kill()
     guests.wait(5)
-    assert [(one.exit_code, one.state) for one in looks.look()] == [(-9, "")]
-    assert looks.pause == supervisor.LOOK_SECONDS
+    assert [(one.exit_code, one.state) for one in looks.poll()] == [(-9, "")]
+    assert looks.pause == supervisor.POLL_SECONDS
     child.wait()

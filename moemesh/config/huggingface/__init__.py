@@ -1,1 +1,1 @@
-"""Models of transformers: what their ``config.json`` says, without torch."""
+"""Models of transformers: their ``config.json`` as a configuration, without torch."""

@@ -25,9 +25,9 @@ from moemesh.config.python import python_command
 
 #: Version of the record: an older one in the cache is discarded and read from the model.
 RECORD_VERSION = 5
-#: Kinds of problems in our own reading with a model that the code of transformers may have.
+#: Problem codes of our own reading for models that the code of transformers may still run.
 _BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
-#: The oldest and the first untested version of transformers whose modelling code is run.
+#: The oldest supported and the first untested version of transformers.
 TESTED = ((5, 20), (6, 0))
 
 
@@ -35,21 +35,21 @@ def transformers_version() -> str:
     """The installed version. Raises ConfigError where it is missing or too old."""
     least = ".".join(map(str, TESTED[0]))
     try:
-        found = version("transformers")
+        installed = version("transformers")
     except PackageNotFoundError:
         message = "model.implementation = transformers needs the package transformers"
         raise _refusal("transformers", message, f"pip install 'transformers>={least}'") from None
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if numbers < TESTED[0]:
-        message = f"transformers {found} is too old to run its models: {least} and later"
-        raise _refusal(found, message, f"pip install 'transformers>={least}'")
-    return found
+        message = f"transformers {installed} is too old to run its models: {least} and later"
+        raise _refusal(installed, message, f"pip install 'transformers>={least}'")
+    return installed
 
 
 def read_architecture(values: dict[str, Any]) -> Architecture:
     """The architecture of a parsed ``config.json``, from the cache or from transformers.
 
-    Raises ConfigError where transformers is missing, does not know the model, or cannot train it.
+    Raises ConfigError if transformers is missing, lacks the model, or cannot train it.
     """
     return _read(json.dumps(values, sort_keys=True), transformers_version())
 
@@ -88,20 +88,20 @@ def _read(text: str, installed: str) -> Architecture:
         kind = json.loads(text).get("model_type")
         message = f"transformers {installed} cannot build this model: {last[0]}"
         raise _refusal(kind, message, "another version of transformers")
-    found = Architecture.from_json(answer)
+    architecture = Architecture.from_json(answer)
     with suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
         begun = kept.with_suffix(f".{os.getpid()}")
         begun.write_text(answer, encoding="utf-8")
         begun.replace(kept)
-    return found
+    return architecture
 
 
 def hub_values(architecture: Architecture) -> dict[str, object]:
-    """Keys and values of the section [model] for a model of transformers. As there, the routers
-    have a balance loss where ``output_router_logits`` asks for it: one for all layers."""
+    """Keys and values of the section [model] for a model of transformers. As in transformers, the
+    routers have a balance loss, one for all layers, if ``output_router_logits`` is set."""
     layers, values = architecture.routed_layers, architecture.values
-    found: dict[str, object] = {
+    keys: dict[str, object] = {
         "implementation": "transformers",
         "vocab_size": architecture.vocab_size,
         "hidden_size": architecture.hidden_size,
@@ -119,16 +119,16 @@ def hub_values(architecture: Architecture) -> dict[str, object]:
         "aux_loss_probabilities": "softmax",
     }
     if layers != tuple(range(layers[0], architecture.num_layers)):
-        found |= {"moe_layers": list(layers), "first_dense_layers": None}
+        keys |= {"moe_layers": list(layers), "first_dense_layers": None}
     if architecture.max_positions:
-        found["max_position_embeddings"] = architecture.max_positions
+        keys["max_position_embeddings"] = architecture.max_positions
     text: dict[str, Any] = {**values, **dict(values.get("text_config") or {})}
     coefficient = text.get("router_aux_loss_coef")
     if text.get("output_router_logits") and coefficient is not None:
         # Selections there are counted per token, not per choice.
         chosen = architecture.experts_per_token
-        found["aux_loss_coefficient"] = real("router_aux_loss_coef", coefficient) * chosen
-    return {name: value for name, value in found.items() if value is not None}
+        keys["aux_loss_coefficient"] = real("router_aux_loss_coef", coefficient) * chosen
+    return {name: value for name, value in keys.items() if value is not None}
 
 
 def hub_model(architecture: Architecture) -> ModelConfig:

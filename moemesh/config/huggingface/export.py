@@ -1,7 +1,7 @@
-"""The ``config.json`` of one of our models, for the family of transformers that computes the same.
+"""The ``config.json`` of one of our models, for a family of transformers that computes the same.
 
-One table of keys serves all families: each reads those that it knows. Whether a family computes the
-same model is not a matter of opinion: its ``config.json`` must read back as the same configuration.
+One table of keys serves all families: each reads its own. A family computes the same model if the
+written ``config.json`` reads back as the same configuration.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _CLASSES = {
 }  # fmt: skip
 #: Keys that some version of transformers reads and another does not write.
 VERSION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "num_experts", "num_local_experts")
-#: The number of extra prediction layers behind the last.
+#: Key of the number of extra prediction layers after the last.
 AHEAD_KEY = "num_nextn_predict_layers"
-#: Keys whose null says something: classes of transformers have other defaults.
+#: Keys that are written as null: classes of transformers have other defaults.
 _NULLS = ("sliding_window", "q_lora_rank")
 #: Positions that a configuration names when the model has no limit.
 _NO_LIMIT = 1 << 17
@@ -48,13 +48,13 @@ def families_for(model: ModelConfig) -> list[str]:
 def equivalents(model: ModelConfig) -> list[ModelConfig]:
     """`model`, and models that compute the same with the same numbers in other places: RoPE's pairs
     (i, i + F) at (2i, 2i + 1) or back, and a selection bias of zero."""
-    found = [model]
+    models = [model]
     # A norm over the channels of a head has weights in their order, too.
     if model.attention == "gqa" and not model.qk_norm and not model.lora.rank:
-        found.append(model.model_copy(update={"rope_interleave": not model.rope_interleave}))
+        models.append(model.model_copy(update={"rope_interleave": not model.rope_interleave}))
     if model.num_experts and not model.router_selection_bias:
-        found += [one.model_copy(update={"router_selection_bias": True}) for one in found]
-    return found
+        models += [model_.model_copy(update={"router_selection_bias": True}) for model_ in models]
+    return models
 
 
 def exported(model: ModelConfig) -> ModelConfig:
@@ -81,7 +81,7 @@ def differences(
     other = ModelConfig.model_validate(values)
     ours, theirs = _meaning(model), _meaning(other)
     if trained_families()["family"][kind].get("predicts_ahead"):
-        # How many of the layers behind the last are trained is ours to say.
+        # The number of trained prediction layers is the run's choice.
         theirs["num_mtp_layers"] = ours["num_mtp_layers"]
     return {
         key: (ours.get(key), theirs.get(key))
@@ -92,8 +92,8 @@ def differences(
 
 def family_or_refusal(model: ModelConfig) -> str:
     """The family to write a model as. Raises ConfigError naming the nearest and its differences."""
-    if found := families_for(model):
-        return found[0]
+    if families := families_for(model):
+        return families[0]
     options = {kind: differences(model, kind) for kind in trained_families()["family"]}
     nearest = min(options, key=lambda kind: len(options[kind]))
     words = [
@@ -146,21 +146,21 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
 
 
 def _meaning(model: ModelConfig) -> dict[str, object]:
-    """What a model computes, so that equal meanings compare equal: a layer list in full, and keys
-    without effect at their defaults."""
-    found: dict[str, object] = {
+    """The computation of a model, in a form that compares equal for equal models: a layer list in
+    full, and keys without effect at their defaults."""
+    meaning: dict[str, object] = {
         key: getattr(model, key) for key in type(model).model_fields if key not in TRAINING_KEYS
     }
     layers = range(model.num_layers)
-    found["moe_layers"] = moe = [index for index in layers if model.is_moe_layer(index)]
-    found["layer_types"] = [model.window(index) for index in layers]
-    found["shared_intermediate_size"] = model.shared_width
-    found["max_position_embeddings"] = model.max_position_embeddings or _NO_LIMIT
-    stretched = {key for key in found if key.startswith(("rope_beta", "rope_low", "rope_high"))}
+    meaning["moe_layers"] = moe = [index for index in layers if model.is_moe_layer(index)]
+    meaning["layer_types"] = [model.window(index) for index in layers]
+    meaning["shared_intermediate_size"] = model.shared_width
+    meaning["max_position_embeddings"] = model.max_position_embeddings or _NO_LIMIT
+    stretched = {key for key in meaning if key.startswith(("rope_beta", "rope_low", "rope_high"))}
     experts = {"experts_per_token", "expert_intermediate_size", "num_experts"}
     without_effect = {"first_dense_layers", "num_shared_experts", "implementation"}
     for is_so, keys in (
-        (not moe, experts.union(key for key in found if key.startswith("router_"))),
+        (not moe, experts.union(key for key in meaning if key.startswith("router_"))),
         (len(moe) == model.num_layers, {"intermediate_size"}),
         (not model.sliding_window, {"layer_types"}),
         (not model.qk_norm, {"qk_norm_over"}),
@@ -171,7 +171,7 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
         (model.rope_type == "default", {*stretched, "rope_truncate"}),
     ):
         without_effect |= keys if is_so else set()
-    return {key: value for key, value in found.items() if key not in without_effect}
+    return {key: value for key, value in meaning.items() if key not in without_effect}
 
 
 def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:

@@ -28,15 +28,15 @@ CONFIG_LIMIT = 4 << 20
 #: The tables that a model with ``tie_word_embeddings`` has once.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CHUNK_BYTES, _HEADER_LIMIT = 4 << 20, 32 << 20
-#: A file that holds a tensor, its age, first byte and size of the tensor, its dtype and shape.
+#: Place of a tensor: file, its age, first byte and size of the tensor, its dtype and shape.
 _Place = tuple[Path, int, int, int, str]
 
 
 def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     """The JSON object of a ``config.json``, or of that in a folder. As in transformers, a folder
-    whose weights have a head that differs from the embedding is not tied, whatever the file says.
+    whose weights have a head that differs from the embedding is untied, whatever the file contains.
 
-    Raises ConfigError, under `key`, for a file that is missing, too long, or no JSON object.
+    Raises ConfigError, under `key`, for a file that is missing, too long, or not a JSON object.
     """
     file = path / CONFIG if path.is_dir() else path
     try:
@@ -51,12 +51,12 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if len(raw) > CONFIG_LIMIT:
         raise _refused("too-large", key, path, f"{file} has more than {CONFIG_LIMIT} bytes")
     try:
-        found: object = parse_json(raw, object_pairs_hook=once)
+        parsed: object = parse_json(raw, object_pairs_hook=once)
     except ValueError as error:
         raise _refused("syntax", key, path, f"{file} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise _refused("wrong-type", key, path, f"{file} is not a JSON object")
-    values = cast("dict[str, Any]", found)
+    values = cast("dict[str, Any]", parsed)
     is_tied = values.get("tie_word_embeddings") is not False
     if is_tied and path.is_dir() and _has_own_head(path):
         values["tie_word_embeddings"] = False
@@ -65,7 +65,7 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
 
 def _has_own_head(folder: Path) -> bool:
     """Whether the weights of a folder have a head that differs, in any byte, from the embedding.
-    What is wrong with a folder is said when its weights are opened."""
+    Faults of a folder are reported when its weights are opened."""
     try:
         index: dict[str, str] = {}
         if not (folder / SINGLE).exists():
@@ -91,7 +91,7 @@ def _place(file: Path, name: str) -> _Place:
 
 @lru_cache
 def _are_equal(one: _Place, other: _Place) -> bool:
-    if one[3:] != other[3:] or "F8" in one[4]:  # numbers of fp8 have scales beside them
+    if one[3:] != other[3:] or "F8" in one[4]:  # fp8 tensors have separate scales
         return False
     with one[0].open("rb") as first, other[0].open("rb") as second:
         first.seek(one[2])
@@ -101,13 +101,13 @@ def _are_equal(one: _Place, other: _Place) -> bool:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that is there twice: readers differ in which of
-    them counts."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """A JSON object. Raises ValueError for a repeated key: readers differ in which of its values
+    counts."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)} is there twice")
-    return found
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)} is repeated")
+    return table
 
 
 def has_weights(path: Path) -> bool:
@@ -116,7 +116,7 @@ def has_weights(path: Path) -> bool:
 
 
 def lacks_weights(path: Path) -> str:
-    """A sentence on a folder without weights that can be read."""
+    """A sentence on a folder without readable weights."""
     text = f"{path} holds no weights: neither {SINGLE} nor {INDEX}"
     pickled = sorted(file.name for kind in ("bin", "pt", "pth") for file in path.glob(f"*.{kind}"))
     if pickled:
@@ -130,9 +130,9 @@ def lacks_weights(path: Path) -> str:
 def read_folder(
     path: Path, implementation: object = "auto", *, has_tokenizer: bool = False
 ) -> ConfigSource:
-    """The fields of [model] that a folder's ``config.json`` sets, its tokenizer where there is one,
-    sequences of its positions where these are fewer than the default; what cannot be trained.
-    `implementation`: that of `model.implementation`; `has_tokenizer`: `data.tokenizer` is given."""
+    """The fields of [model] that a folder's ``config.json`` sets, its tokenizer if it has one, a
+    sequence length if it has fewer positions than the default; problems of untrainable models.
+    `implementation`: that of `model.implementation`; `has_tokenizer`: `data.tokenizer` is set."""
     origin = str(path / CONFIG)
     try:
         values, notes = _values(read_config(path), implementation)
@@ -149,7 +149,7 @@ def read_folder(
     if (tokenizer := path / TOKENIZER).exists():
         leaves["data.tokenizer"] = Leaf(value=str(path), origin=str(tokenizer))
     elif not has_tokenizer:
-        text = f"{path} holds no {TOKENIZER}: text is read by bytes, unless data.tokenizer says how"
+        text = f"{path} holds no {TOKENIZER}: text is read by bytes, unless data.tokenizer is set"
         notes = (*notes, text)
     return ConfigSource(leaves=leaves, notes=notes)
 
@@ -157,8 +157,8 @@ def read_folder(
 def _values(
     config: dict[str, Any], implementation: object
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Keys and values of [model] by our own reading of the family, or by that of transformers,
-    and what a user is to know of them."""
+    """Keys and values of [model] by our own reading of the family, or by that of transformers, and
+    notes for the user."""
     if implementation == "transformers":
         architecture = read_architecture(config)
     else:

@@ -1,7 +1,7 @@
-"""A size by any of the names that published configurations give it, read with care.
+"""Sizes under the names of published configurations, read strictly.
 
-What is read is remembered, so that a key that stands for parameters and that nobody read can be
-named instead of dropped.
+The keys that were read are recorded, so that an unread key that means parameters is reported
+instead of ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moemesh.config.errors import ConfigError, Problem
 
 Config = Mapping[str, Any]
 
-#: More layers than any model has: a slip of the hand must not fill the memory with them.
+#: More layers than any model has: a typing error must not fill the memory.
 MOST_LAYERS = 100_000
 
 
@@ -30,12 +30,12 @@ def known_families() -> dict[str, Any]:
 
 @cache
 def class_rows() -> dict[str, Any]:
-    """What configuration classes of transformers say: ``presets/huggingface/classes.toml``."""
+    """Facts on configuration classes of transformers: ``presets/huggingface/classes.toml``."""
     home = files("moemesh.config") / "presets" / "huggingface"
     return tomllib.loads((home / "classes.toml").read_text(encoding="utf-8"))
 
 
-#: Keys that every class reads as RoPE, and what a folder says of prediction layers.
+#: Keys that every class reads for RoPE, and a folder's keys for prediction layers.
 _FOR_ALL = (
     "model_type", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor",
     "original_max_position_embeddings",
@@ -44,8 +44,7 @@ _FOR_ALL = (
 
 def as_class(config: Config, kind: str) -> dict[str, Any]:
     """`config` as the class of the family `kind` reads it: with its defaults, under its names,
-    without keys that its code does not read. Of a family without a row in ``classes.toml`` a
-    copy."""
+    without keys that its code ignores. A copy for a family without a row in ``classes.toml``."""
     row = class_rows().get(kind)
     if row is None:
         return dict(config)
@@ -61,12 +60,12 @@ def as_class(config: Config, kind: str) -> dict[str, Any]:
 
 
 def names(size: str) -> list[str]:
-    """The names that one of our sizes goes by."""
+    """The published names of one of our sizes."""
     return known_families()["names"][size]
 
 
 class ReadConfiguration(Mapping[str, Any]):
-    """A configuration that remembers which of its keys were asked for."""
+    """A configuration that records the keys that were read."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -84,14 +83,14 @@ class ReadConfiguration(Mapping[str, Any]):
 
 
 def first(config: Config, size: str, default: int | None = None) -> int:
-    """The first of a size's names that the configuration has. Raises KeyError with them."""
+    """The value of the first published name of a size. Raises KeyError with all of them."""
     return whole(config, *names(size), default=default)
 
 
 def whole(config: Config, *keys: str, default: int | None = None) -> int:
-    """One whole number, by the first of `keys` that is there. Raises KeyError without key and
-    default, ConfigError for anything else."""
-    # All are asked for: two names of one size are one size.
+    """One whole number, from the first present key of `keys`. Raises KeyError without key and
+    default, ConfigError for any other value."""
+    # All are read: two names of one size are one size.
     given = [key for key in keys if config.get(key) is not None]
     if given:
         return scalar(given[0], config[given[0]])
@@ -125,12 +124,12 @@ def scalar(name: str, value: Any) -> int:
 
 
 def indices(config: Config, key: str) -> tuple[int, ...]:
-    """A list of layer numbers; () when there is none."""
+    """A list of layer numbers; () without one."""
     return tuple(scalar(key, item) for item in _listed(config, key, "of layer numbers"))
 
 
 def words(config: Config, key: str) -> tuple[str, ...]:
-    """A list with one word a layer; () when there is none."""
+    """A list with one word a layer; () without one."""
     return tuple(map(str, _listed(config, key, "with one word a layer")))
 
 
@@ -142,14 +141,14 @@ def _listed(config: Config, key: str, what: str) -> Sequence[object]:
 
 
 def check_length(key: str, values: Sequence[object], layers: int) -> None:
-    """Raises ConfigError where a list has not one entry for each layer."""
+    """Raises ConfigError unless a list has one entry for each layer."""
     if len(values) != layers:
         message = f"{key} has {len(values)} entries for {layers} layers"
         raise wrong("shape", key, list(values), message)
 
 
 def table(config: Config, key: str) -> Config:
-    """A nested object; empty when there is none."""
+    """A nested object; empty without one."""
     value: object = config.get(key)
     if value is None:
         return {}
@@ -160,14 +159,14 @@ def table(config: Config, key: str) -> Config:
 
 def num_layers(config: Config) -> int:
     """The number of layers, at most MOST_LAYERS."""
-    found = first(config, "num_layers")
-    if found > MOST_LAYERS:
+    layers = first(config, "num_layers")
+    if layers > MOST_LAYERS:
         key = next(name for name in names("num_layers") if name in config)
-        message = f"{key} ({found}) exceeds {MOST_LAYERS}"
-        raise wrong("too-large", key, found, message, f"{key} = {MOST_LAYERS}")
-    return found
+        message = f"{key} ({layers}) exceeds {MOST_LAYERS}"
+        raise wrong("too-large", key, layers, message, f"{key} = {MOST_LAYERS}")
+    return layers
 
 
 def wrong(code: str, key: str, value: object, message: str, fix: str = "") -> ConfigError:
-    """One problem with one key, ready to be raised."""
+    """A problem with one key as an exception."""
     return ConfigError([Problem.of(code, key, value, message, fix)])

@@ -1,7 +1,7 @@
 """The configuration of a model that `moemesh train` can start from, from its ``config.json``.
 
-Sizes come from :mod:`moemesh.config.huggingface.sizes`, which also serves the planner; what a
-family's code does besides (its router, its rotary positions) is data, a row a family, in
+Sizes come from :mod:`moemesh.config.huggingface.sizes`, which also serves the planner; other traits
+of a family's code (its router, its rotary positions) are data, a row a family, in
 ``presets/huggingface/trained.toml``. A switch or a size that our model cannot express is refused by
 name.
 """
@@ -25,7 +25,7 @@ from moemesh.config.huggingface.keys import (
 )
 from moemesh.config.huggingface.sizes import read_sizes
 
-#: Fields of a planner's shape that say nothing new to a trained model, with the value that it has.
+#: Fields of a planner's shape that a trained model does not have, with their only legal value.
 _FIXED: dict[str, object] = {
     "norm": "rms",
     "norms_per_layer": 2,
@@ -51,10 +51,10 @@ _YARN = (
     "mscale_all_dim", "attention_factor",
 )  # fmt: skip
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
-#: Sizes that a model cannot have at 0.
+#: Sizes that must not be 0.
 _NEEDED = {"num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim"}
 _NEEDED_BY_EXPERTS = {"experts_per_token", "router_groups", "router_groups_kept"}
-#: Types of RoPE -> what their tables may have, and must have.
+#: Types of RoPE -> the keys of their tables; ROPE_NEEDS has the required ones.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -63,7 +63,7 @@ ROPE_TYPES = {
     "yarn": _YARN,
 }
 ROPE_NEEDS = {"linear": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
-#: What the tables have -> our keys.
+#: Keys of these tables -> our keys.
 ROPE_KEYS = {
     "factor": "rope_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
@@ -78,14 +78,14 @@ ROPE_KEYS = {
 }
 
 
-# The number formats of released weights, as `quantization_config` says.
+# The number formats of released weights, from `quantization_config`.
 
 Method = Literal["fp8", "mxfp4"]
 _QUANTIZATION = "quantization_config"
 
 
 class Quantization(NamedTuple):
-    """How matrices are stored: fp8 (e4m3) with a scale for each block of ``block`` rows and
+    """Storage format of matrices: fp8 (e4m3) with a scale for each block of ``block`` rows and
     columns, or MXFP4 (OCP Microscaling Formats 1.0: 32 numbers of e2m1 and an exponent)."""
 
     method: Method
@@ -98,9 +98,9 @@ class Quantization(NamedTuple):
 
 
 def quantization_of(config: Config) -> Quantization | None:
-    """The format of the weights; None where they are stored as they are.
+    """The format of the weights; None if they are not quantized.
 
-    Raises ConfigError naming a format that cannot be read.
+    Raises ConfigError with the name of an unreadable format.
     """
     given = table(config, _QUANTIZATION)
     if not given:
@@ -125,7 +125,7 @@ def quantization_of(config: Config) -> Quantization | None:
     return Quantization("fp8", (numbers[0], numbers[1]))
 
 
-#: What there is to do with a folder that cannot be trained.
+#: Fix for a folder that cannot be trained.
 _UNTRAINED = (
     "plan it with `moemesh plan --model FOLDER` and train it with transformers, or choose a folder "
     "of a family that docs/models.md lists as trained"
@@ -143,12 +143,12 @@ def family_of(config: Config) -> str:
     """The row of `trained.toml` for a ``config.json``. Raises ConfigError naming the nearest."""
     kind = str(config.get("model_type") or "")
     same = {other: name for name, others in known_families()["same"].items() for other in others}
-    found = same.get(kind, kind)
+    family = same.get(kind, kind)
     families = trained_families()["family"]
-    if found not in families:
+    if family not in families:
         message = "models of this family can be planned at most, not trained from their weights"
         raise wrong("not-available", "model_type", kind, message, _UNTRAINED)
-    return found
+    return family
 
 
 def model_values(config: Config) -> dict[str, object]:
@@ -171,7 +171,7 @@ def model_values(config: Config) -> dict[str, object]:
         message += "another model"
         raise wrong("not-available", "hidden_act", activation, message, _UNTRAINED)
     found: dict[str, object] = {"first_dense_layers": 0, "num_shared_experts": 0}
-    # A size of 0 stands for a part that the model does not have, unless every model has it.
+    # A size of 0 means that the model lacks a part, unless every model has it.
     needed = _NEEDED | _NEEDED_BY_EXPERTS if fields["moe_layers"] else _NEEDED
     given = {name: fields[name] for name in _SAME if fields.get(name) is not None}
     found |= {name: value for name, value in given.items() if value or name in needed}
@@ -204,8 +204,8 @@ def model_values(config: Config) -> dict[str, object]:
         if given is not None:
             found[name] = given
     found |= _rope(values, class_rows()[family_of(config)], fields)
-    # How transformers balances the experts in training: by one loss for all layers, of families
-    # that have it and where a configuration asks for it; it moves no selection bias.
+    # The balance loss of transformers: one loss for all layers, in families that have it and if a
+    # configuration enables it; selection biases do not move.
     balancing: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
     given = values.get("router_aux_loss_coef")
     if values.get("output_router_logits") and given is not None:
@@ -250,8 +250,8 @@ def _rope(
     theta = given.get("rope_theta") or values.get("rope_theta") or theta
     found: dict[str, object] = {"rope_theta": real("rope_theta", theta)}
     found |= {ROPE_KEYS[name]: given[name] for name in ROPE_TYPES[kind] if name in given}
-    # The frequencies of the type dynamic differ behind the model's positions alone, where no run
-    # has tokens.
+    # The frequencies of the type dynamic differ only after the model's positions, which no run
+    # reaches.
     found["rope_type"] = "default" if kind == "dynamic" else kind
     original = "original_max_position_embeddings"
     if original in ROPE_TYPES[kind]:  # a key of its own counts before that of the table

@@ -36,7 +36,7 @@ from moemesh.config.suggest import nearest_choice
 # Each gives fields of ModelShape; ``presets/huggingface/families.toml`` names those of a family.
 
 
-#: What published configurations call a layer with and without experts.
+#: Published names of layers with and without experts.
 _MLP_KINDS = {"sparse": True, "moe": True, "dense": False, "mlp": False}
 
 
@@ -70,7 +70,7 @@ def latent_attention(config: Config) -> dict[str, Any]:
 
 def falcon(config: Config) -> dict[str, Any]:
     """One key head, or as many as there are query heads, or (40B and later) a number of its own;
-    attention and MLP side by side behind one norm, behind one norm each, or one after the other."""
+    attention and MLP side by side after one norm, after one norm each, or one after the other."""
     heads = first(config, "num_heads")
     newer = bool(config.get("new_decoder_architecture"))
     parallel = bool(config.get("parallel_attn", True))
@@ -111,7 +111,7 @@ def mpt(config: Config) -> dict[str, Any]:
         message = "an MPT with learned positions is not known"
         raise wrong("unknown-layer", "attn_config.alibi", False, message, "alibi = true")
     if (ratio := whole(config, "expansion_ratio", default=4)) != 4:
-        message = "the code of an MPT is 4 times as wide whatever this key says"
+        message = "the code of an MPT is always 4 times as wide, without regard to this key"
         raise wrong("unknown-layer", "expansion_ratio", ratio, message, "expansion_ratio = 4")
     width = 4 * first(config, "hidden_size")
     return {"intermediate_size": width, "num_kv_heads": first(config, "num_heads")}
@@ -119,7 +119,7 @@ def mpt(config: Config) -> dict[str, Any]:
 
 def router_groups(config: Config) -> dict[str, Any]:
     """Groups of experts and how many of them a token may choose from; the greedy choice of
-    DeepSeek-V2 has none, whatever else is said."""
+    DeepSeek-V2 has none, whatever the other keys are."""
     if config.get("topk_method") == "greedy":
         for key in ("n_group", "topk_group"):
             whole(config, key, default=1)  # Read, and without effect.
@@ -150,7 +150,7 @@ def _listed(config: Config) -> tuple[int, ...] | None:
     check_length("mlp_layer_types", kinds, num_layers(config))
     for kind in kinds:
         if kind not in _MLP_KINDS:
-            message = f"`{kind}` is no kind of MLP that the planner knows"
+            message = f"the planner does not know MLPs of the kind `{kind}`"
             fix = "known: " + ", ".join(_MLP_KINDS)
             raise wrong("unknown-layer", "mlp_layer_types", kind, message, fix)
     return tuple(index for index, kind in enumerate(kinds) if _MLP_KINDS[kind])
@@ -158,7 +158,7 @@ def _listed(config: Config) -> tuple[int, ...] | None:
 
 def first_dense(config: Config) -> dict[str, Any]:
     """The first `first_k_dense_replace` layers are dense; of the others one in `moe_layer_freq` has
-    experts, or the list in that key says which."""
+    experts, or the list in that key marks them."""
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
     layers, often = num_layers(config), config.get("moe_layer_freq")
@@ -191,13 +191,13 @@ def experts_in_mlp_key(config: Config) -> dict[str, Any]:
 
 def aria(config: Config) -> dict[str, Any]:
     """Shared experts are as wide as the others, whose width is in the key of dense MLPs."""
-    found = experts_in_mlp_key(config)
-    shared = first(config, "num_shared") * found["expert_intermediate_size"]
-    return found | {"shared_intermediate_size": shared}
+    fields = experts_in_mlp_key(config)
+    shared = first(config, "num_shared") * fields["expert_intermediate_size"]
+    return fields | {"shared_intermediate_size": shared}
 
 
 def gated_shared(config: Config) -> dict[str, Any]:
-    """Qwen2-MoE: one shared expert of its own width behind a learned gate."""
+    """Qwen2-MoE: one shared expert of its own width after a learned gate."""
     width = whole(config, "shared_expert_intermediate_size")
     return {"shared_intermediate_size": width, "shared_gate": width > 0}
 
@@ -241,7 +241,7 @@ def ernie(config: Config) -> dict[str, Any]:
 
 
 def hunyuan(config: Config) -> dict[str, Any]:
-    """Experts behind the layers that skip them; shared experts as wide as a dense MLP."""
+    """Experts after the skipped layers; shared experts as wide as a dense MLP."""
     width = first(config, "intermediate_size")
     shared = first(config, "num_shared", 1) if config.get("use_mixed_mlp_moe", True) else 0
     skipped = whole(config, "moe_layer_num_skipped", default=0)
@@ -263,7 +263,7 @@ def minimax_m2(config: Config) -> dict[str, Any]:
 
 
 def dbrx(config: Config) -> dict[str, Any]:
-    """DBRX: sizes in two nested tables, which may leave out what is usual."""
+    """DBRX: sizes in two nested tables, which may omit defaults."""
     attention, experts = table(config, "attn_config"), table(config, "ffn_config")
     return every_layer(config) | {
         "num_kv_heads": whole(attention, "kv_n_heads", default=1),
@@ -275,8 +275,8 @@ def dbrx(config: Config) -> dict[str, Any]:
 
 
 def arctic(config: Config) -> dict[str, Any]:
-    """Arctic: beside the experts of every layer a dense MLP of the hidden size with a norm of its
-    own (arXiv:2201.05596 calls it a residual MoE)."""
+    """Arctic: besides the experts, every layer has a dense MLP of the hidden size with a norm of
+    its own (arXiv:2201.05596 calls it a residual MoE)."""
     if (step := _step(config, "moe_layer_frequency")) != 1:
         message = "layers of this family with and without experts differ in their norms"
         raise wrong(
@@ -290,7 +290,7 @@ def arctic(config: Config) -> dict[str, Any]:
 
 
 def shared_experts(config: Config) -> dict[str, Any]:
-    """So many shared experts, each as wide as one of the others; null is none."""
+    """The number of shared experts, each as wide as one of the others; null means 0."""
     if not any(name in config for name in names("num_shared")):
         raise KeyError(" or ".join(names("num_shared")))
     shared = first(config, "num_shared", 0)
@@ -320,10 +320,10 @@ _PERIOD_KEYS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_swit
 def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     """The attention window of every layer in tokens, 0 for none; () when no layer has one.
 
-    `usual`: where no list says which layers have it, one in that many sees the whole sequence; or
-    the key of the first layer that has it, after "not " that of the first that has not, before
-    which every second layer has it. Raises ConfigError for kinds of layers without a formula, for
-    a list of another length, and for a list that is missing.
+    `usual`: without a list of kinds, one layer in this many sees the whole sequence; or the key of
+    the first layer with a window; or "not " and the key of the first layer without one, before
+    which every second layer has a window. Raises ConfigError for kinds of layers without a formula,
+    for a list of another length, and for a missing list.
     """
     layers = num_layers(config)
     kinds = words(config, "layer_types") or words(config, "attention_layers")
@@ -336,7 +336,7 @@ def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     known = (*FULL_LAYERS, *WINDOW_LAYERS)
     for kind in kinds:
         if kind not in known:
-            message = f"`{kind}` is no layer kind that the planner has a formula for"
+            message = f"the planner has no formula for layers of the kind `{kind}`"
             fix = nearest_choice(kind, known)
             raise wrong("unknown-layer", "layer_types", kind, message, fix)
     if kinds:
@@ -350,10 +350,10 @@ def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     if not window:
         return ()
     if kinds:
-        found = tuple(window if kind in WINDOW_LAYERS else 0 for kind in kinds)
-        return found if any(found) else ()
+        windows = tuple(window if kind in WINDOW_LAYERS else 0 for kind in kinds)
+        return windows if any(windows) else ()
     if usual == "layer_types":
-        message = "which layers have the window is not said: layer_types is missing"
+        message = "the layers with a window are unknown: layer_types is missing"
         raise wrong("missing", "layer_types", None, message)
     if isinstance(usual, str):
         start = whole(config, usual.removeprefix("not "), default=0)
@@ -365,7 +365,7 @@ def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     pattern: Any = next((config[key] for key in _PERIOD_KEYS if config.get(key)), usual)
     if not isinstance(pattern, str):
         return alternating_windows(layers, window, scalar("sliding_window_pattern", pattern))
-    # Letters, L for a window and G for none, over and over; the last layer has none.
+    # Letters, L for a window and G for none, repeated; the last layer has none.
     if set(pattern) - set("LG"):
         message = "a pattern has the letters L (a window) and G (the whole sequence)"
         raise wrong("unknown-layer", "sliding_window_pattern", pattern, message)
@@ -381,14 +381,14 @@ def alternating_windows(num_layers: int, window: int, every: int) -> tuple[int, 
     )
 
 
-# Families, layers and switches that nothing here has a formula for, refused by name.
+# Families, layers and switches without a formula, refused by name.
 
 
 _KNOWN = "known are attention (GQA, MLA), MLPs and experts"
 
 
 def unknown_layers(config: Config, kind: str) -> list[Problem]:
-    """Every key of `config` that stands for layers without a formula."""
+    """A problem for every key of `config` that means layers without a formula."""
     problems: list[Problem] = []
     for key, what in known_families()["unknown"].items():
         if config.get(key):
@@ -398,7 +398,7 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
     is_several = isinstance(patterns, (list, tuple))
     each = cast("Sequence[object]", patterns) if is_several else [patterns]
     if patterns and any(item != 1 for item in each):
-        message = "0 stands for linear attention, not known; known: 1 (softmax attention)"
+        message = "0 means linear attention, not known; known: 1 (softmax attention)"
         problems.append(Problem.of("unknown-layer", "attn_type_list", patterns, message))
     projection = config.get("word_embed_proj_dim")
     if projection and projection != config.get("hidden_size"):
@@ -408,7 +408,7 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
     if isinstance(kinds, (list, tuple)):
         listed = {str(item) for item in cast("Sequence[object]", kinds)}
         for layer in sorted(listed - {*FULL_LAYERS, *WINDOW_LAYERS}):
-            message = f"`{layer}` is no layer kind that the planner has a formula for"
+            message = f"the planner has no formula for layers of the kind `{layer}`"
             problems.append(Problem.of("unknown-layer", "layer_types", layer, message))
     if kind == "minimax" and not patterns:
         message = "without it the layers of this family alternate with linear attention"
@@ -419,11 +419,11 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
 def unread_parameters(
     config: Config, read: Collection[str], kind: str, *, has_norm: bool
 ) -> list[Problem]:
-    """Keys that stand for parameters where there are any, and that this family's reading never
-    asked for: dropping them would count another model.
+    """Problems of keys that mean parameters in other families, and that the reading of this family
+    never read: without them the count would be that of another model.
 
-    `read`: keys that were read; `has_norm`: queries and keys have their norms by the family's code,
-    whatever a key says.
+    `read`: keys that were read; `has_norm`: queries and keys have norms in the family's code,
+    whatever the keys are.
     """
     keys, problems = known_families()["parameters"], list[Problem]()
     no_experts = f"no experts of a {kind} model are known"
@@ -447,14 +447,14 @@ def unread_parameters(
     return problems
 
 
-#: Where multimodal configurations keep their text model.
+#: Keys of the text model in multimodal configurations.
 _TEXT_KEYS = ("text_config", "language_config", "llm_config")
 _EXPERT_SIZES = ("num_experts", "experts_per_token", "expert_intermediate_size")
 
 
 class Sizes(NamedTuple):
     """`fields` of a planner's ModelShape, `values` of the configuration of the text model with the
-    family's defaults in them, the `model_type`, and `notes` on what was left out."""
+    family's defaults, the `model_type`, and `notes` on omissions."""
 
     fields: dict[str, Any]
     values: Config
@@ -465,8 +465,8 @@ class Sizes(NamedTuple):
 def read_sizes(config: Config) -> Sizes:
     """The sizes in a parsed ``config.json``.
 
-    Of a multimodal model those of the text part, which `notes` say. Raises ConfigError naming every
-    key that is missing or stands for layers without a formula.
+    Only the text part of a multimodal model is read, with a note in `notes`. Raises ConfigError
+    with every key that is missing or means layers without a formula.
     """
     notes: tuple[str, ...] = ()
     if config.get("vision_config") or config.get("audio_config"):
@@ -490,7 +490,7 @@ def read_sizes(config: Config) -> Sizes:
     for key, value in family.get("defaults", {}).items():
         if values.get(key) is None:
             values[key] = value
-    # Layers without a formula are refused by name, also where the family's code reads no such key.
+    # Layers without a formula are refused by name, even if the family's code ignores the key.
     if problems := unknown_layers({**config, **values}, kind):
         raise ConfigError(problems)
     record = ReadConfiguration(values)
@@ -509,23 +509,23 @@ def read_sizes(config: Config) -> Sizes:
 
 def _sizes(config: Config, family: Config) -> dict[str, Any]:
     hidden, heads = first(config, "hidden_size"), first(config, "num_heads")
-    found: dict[str, Any] = dict(family.get("details", {}))
+    sizes: dict[str, Any] = dict(family.get("details", {}))
     for read in family.get("read", ()):
-        found |= READERS[read](config)
+        sizes |= READERS[read](config)
     for key, fields in family.get("when", {}).items():
         if config.get(key):
-            found |= fields
+            sizes |= fields
     if "positions" in family:
-        # Rows of the table of positions: of the first of its keys that is there, and those that are
+        # Rows of the table of positions: the first present key of its names, and rows that are
         # never used.
         keys = cast("list[str]", family["positions"])
         table_key = next((key for key in keys if config.get(key) is not None), None)
         if table_key is None:
             raise KeyError(" or ".join(keys))
         rows = whole(config, table_key) + family.get("unused_positions", 0)
-        found["learned_positions"] = rows
+        sizes["learned_positions"] = rows
     layers = num_layers(config)
-    found |= {
+    sizes |= {
         "num_layers": layers,
         "hidden_size": hidden,
         "vocab_size": first(config, "vocab_size"),
@@ -534,10 +534,10 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
         "num_mtp_layers": first(config, "num_mtp_layers", 0),
         "windows": attention_windows(config, family.get("windows", 0)),
     }
-    if "num_kv_heads" not in found:
+    if "num_kv_heads" not in sizes:
         size, *left_out = family.get("kv_heads", ("num_kv_heads",))
-        found["num_kv_heads"] = first(config, size, heads if left_out else None)
-    if "head_dim" not in found:
+        sizes["num_kv_heads"] = first(config, size, heads if left_out else None)
+    if "head_dim" not in sizes:
         # The key of the head size, else the hidden size cut into heads.
         size = first(config, "head_dim", 0)
         if not size and (heads < 1 or hidden % heads):
@@ -546,32 +546,34 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
                 f"{key} ({heads}) must divide the hidden size ({hidden}), or head_dim be given"
             )
             raise wrong("not-divisible", key, heads, message)
-        found["head_dim"] = size or hidden // heads
-    return found | _experts(config, found, layers)
+        sizes["head_dim"] = size or hidden // heads
+    return sizes | _experts(config, sizes, layers)
 
 
-def _experts(config: Config, found: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The sizes of the experts, none in a family without them; the dense width where it is used."""
+def _experts(config: Config, sizes_so_far: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The sizes of the experts, without experts empty; the dense width if it is used."""
     sizes: dict[str, Any] = {"moe_layers": (), "shared_intermediate_size": 0}
     sizes |= dict.fromkeys(_EXPERT_SIZES, 0)
-    moe = found.get("moe_layers", ())
-    if "moe_layers" in found and (found.get("num_experts") or first(config, "num_experts")):
+    moe = sizes_so_far.get("moe_layers", ())
+    if "moe_layers" in sizes_so_far and (
+        sizes_so_far.get("num_experts") or first(config, "num_experts")
+    ):
         sizes["moe_layers"] = moe
-        sizes["shared_intermediate_size"] = found.get("shared_intermediate_size", 0)
+        sizes["shared_intermediate_size"] = sizes_so_far.get("shared_intermediate_size", 0)
         for size in _EXPERT_SIZES:
-            sizes[size] = found[size] if size in found else first(config, size)
+            sizes[size] = sizes_so_far[size] if size in sizes_so_far else first(config, size)
     if not sizes["moe_layers"]:
         sizes |= dict.fromkeys(_EXPERT_SIZES, 0) | {"shared_intermediate_size": 0}
         sizes |= {"router_selection_bias": False, "router_groups": 1, "router_groups_kept": 1}
     if len(sizes["moe_layers"]) == layers:
         sizes["intermediate_size"] = 0
-    elif not found.get("intermediate_size"):
+    elif not sizes_so_far.get("intermediate_size"):
         sizes["intermediate_size"] = first(config, "intermediate_size")
     return sizes
 
 
 def _family(kind: str) -> tuple[str, Config]:
-    """The name of a family's row and the row, by any name that it goes by."""
+    """The name of a family's row and the row, by any of its names."""
     known = known_families()
     same = {other: name for name, others in known["same"].items() for other in others}
     name = same.get(kind, kind)
@@ -580,9 +582,9 @@ def _family(kind: str) -> tuple[str, Config]:
     for what, families in known["refused"].items():
         if kind in families:
             message = f"{kind} has {what}, which the planner has no formula for"
-            fix = "a TOML file of its sizes when a transformer of the same size is a fair stand-in"
+            fix = "a TOML file of its sizes, if a transformer of the same size is close enough"
             raise wrong("unknown-layer", "model_type", kind, message, fix)
     message = "the planner does not know the layers of this model family"
-    # A family with another number is no typing error, but a hint at what it may resemble.
+    # A family with another number is hardly a typing error; it is a hint at a similar one.
     fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})), any_number=True)
     raise wrong("unknown-model", "model_type", kind or None, message, fix)

@@ -48,8 +48,8 @@ from moemesh.model.seams import (
 )
 from moemesh.model.transformer import ModelPart, Output, Transformer, whole
 from moemesh.model.visibility import Visibility, document_starts
+from moemesh.monitor.progress import at_layer
 from moemesh.ops.cross_entropy import cross_entropy
-from moemesh.watch.progress_words import at_layer
 
 #: Positions whose logits are made at once, where the family's own head makes them.
 LOGIT_ROWS = 256
@@ -109,7 +109,7 @@ class HubModel(Transformer):
         embedding.forward = partial(self._embed, embedding.forward)
         tables = {module.weight for module in net.modules() if isinstance(module, nn.Embedding)}
         #: Whether what lies before the layers is more than tables, whose backward reads no weights.
-        self._reads_embedding_again = any(
+        self._reads_embedding_twice = any(
             net.get_parameter(one.name) not in tables
             for one in self.architecture.parameters
             if one.unit == "embedding"
@@ -346,7 +346,7 @@ class HubModel(Transformer):
         first = _first(leaves)
         x = leaves[first]
         if index == 0:  # of the first part: others have returned above
-            x = weights.leave("embedding", x, read_again=self._reads_embedding_again)
+            x = weights.leave("embedding", x, read_in_backward=self._reads_embedding_twice)
         x = weights.enter(unit, self.begin_graph(unit, x))
 
         def run(x: Tensor, context: Context) -> Any:

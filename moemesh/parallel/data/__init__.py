@@ -1,1 +1,1 @@
-"""Data parallelism: sums of gradients, and which rank keeps which states (``plan.data``)."""
+"""Data parallelism: sums of gradients, and sharding of states over ranks (``plan.data``)."""

@@ -4,8 +4,8 @@
 |---|---|---|---|
 | :class:`ReplicatedBucket` | all | all | all_reduce |
 | :class:`ShardedBucket` (zero1) | all | all | reduce_scatter; all_gather of the updated weights |
-| the same (parameter_server) | all | all | the same, between all ranks and those that serve |
-| :class:`ScatteredBucket` (zero2) | own | all | as zero1, a reduce_scatter behind every backward |
+| the same (parameter_server) | all | all | the same, between all ranks and the servers |
+| :class:`ScatteredBucket` (zero2) | own | all | as zero1, a reduce_scatter after every backward |
 | `GatheredBucket` (zero3) | own | own | as zero2, but all_gather of weights before use |
 
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
@@ -36,7 +36,7 @@ from moemesh.sharding.buckets import Bucket, owned_sizes
 
 #: Waits for an exchange that has been started.
 Wait = Callable[[], object]
-#: Of sums over ranks, in the ledger.
+#: Keywords of sums over ranks, for the ledger.
 _SUMS: dict[str, Any] = {"phase": "backward", "caller": "gradients"}
 
 
@@ -52,13 +52,13 @@ class ReplicatedBucket:
         owners: int,
         exact: bool,
     ) -> None:
-        """`owners`: of the ranks of the axis, the first so many own a part of sharded states."""
+        """`owners`: number of ranks of the axis that own sharded states, the first ones."""
         self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
         #: Ranks that share the states of this bucket; ranks with the same share of them.
         self.axis, self.copies = (mesh[name] for name in mesh.layout.sharding_axes(rule.axis))
         self.owners = owners
         self.in_tree = exact and rule.axis == "edp"
-        #: Members whose last gradient before the next sum over ranks has not come.
+        #: Number of members whose last gradient before the next sum over ranks is pending.
         self.waiting = 0
         self.names = [member.name for member in rule.members]
         sizes = [member.numbers for member in rule.members]
@@ -68,7 +68,7 @@ class ReplicatedBucket:
         self.allocate()
 
     def allocate(self) -> None:
-        """Make the memory of gradients and weights."""
+        """Allocate gradients and weights."""
         self._work: Wait | None = None
         self.allocate_gradients()
 
@@ -79,12 +79,12 @@ class ReplicatedBucket:
         self._filled: set[nn.Parameter] = set()
 
     def zeros(self, numbers: int) -> Tensor:
-        """Memory for so many gradients: none where nothing trains."""
+        """Memory for `numbers` gradients: none if nothing trains."""
         numbers = numbers if self.rule.trains else 0
         return torch.zeros(numbers, dtype=self.dtype, device=self.device)
 
     def views_of(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        """:meth:`views` by parameter; nothing where nothing trains."""
+        """:meth:`views` by parameter; empty if nothing trains."""
         if not self.rule.trains:
             return {}
         return dict(zip(self.parameters, self.views(flat), strict=True))
@@ -94,10 +94,10 @@ class ReplicatedBucket:
         parts = flat.split([member.numbers for member in self.rule.members])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
-    # What this rank owns: by name, the parts that are not empty.
+    # What this rank owns: by name, without empty parts.
 
     def owned(self) -> dict[str, OwnRange]:
-        """The numbers of every member that this rank owns."""
+        """The range of every member that this rank owns, without empty ones."""
         first = self.axis.index == 0 and self.copies.index == 0
         return {
             member.name: OwnRange(numbers=range(member.numbers), is_first=first)
@@ -105,20 +105,20 @@ class ReplicatedBucket:
         }
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """Views of the gradients that this rank owns: complete when :meth:`wait` has returned."""
+        """Views of the gradients that this rank owns: complete after :meth:`wait`."""
         return dict(zip(self.names, self._views.values(), strict=True))
 
     def own_weights(self) -> dict[str, nn.Parameter]:
-        """The weights that this rank owns, as what an optimizer steps."""
+        """The weights that this rank owns, in the form that an optimizer steps."""
         return dict(zip(self.names, self.parameters, strict=True))
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """From the part that every rank owns of a state of a member to all of the local tensor, of
-        the local shape. All ranks of the axis call."""
+        """The full local tensor of a member's state, from the part that every rank owns. All ranks
+        of the axis call."""
         return part
 
     def whole_weights(self, name: str) -> Tensor:
-        """The whole local tensor of a member, as it is or put together by all ranks of the axis."""
+        """The full local tensor of a member, gathered by all ranks of the axis if it is sharded."""
         return self.parameters[self.names.index(name)].detach()
 
     @property
@@ -128,7 +128,7 @@ class ReplicatedBucket:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that are here at this moment for sums over ranks, beside :attr:`gradient_bytes`."""
+        """Bytes that sums over ranks use now, besides :attr:`gradient_bytes`."""
         return 0
 
     @property
@@ -139,7 +139,7 @@ class ReplicatedBucket:
     # A step.
 
     def begin(self) -> None:
-        """Forget the gradients of the last step."""
+        """Discard the gradients of the last step."""
         self._filled.clear()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -151,7 +151,7 @@ class ReplicatedBucket:
             self._filled.add(parameter)
 
     def zero_missing(self) -> None:
-        """A gradient that did not come counts as zero."""
+        """Set gradients that did not come to zero."""
         if len(self._filled) == len(self._views):
             return
         for parameter, view in self._views.items():
@@ -160,7 +160,7 @@ class ReplicatedBucket:
         self._filled.update(self._views)
 
     def prepare(self) -> None:
-        """Make what the sums over ranks need, beside gradients that wait for them."""
+        """Allocate memory for the sums over ranks, besides pending gradients."""
 
     def launch(self) -> None:
         """Start the sums over ranks."""
@@ -173,14 +173,14 @@ class ReplicatedBucket:
         self._work = None if work is None else work.wait
 
     def wait(self) -> None:
-        """Sums that have started are complete."""
+        """Waits for the pending reduction."""
         if self._work is not None:
             self._work()
             self._work = None
 
     def finish(self) -> None:
-        """Wait, and add what other groups have that share the states, and what the other holder of
-        mirrored parameters has: two operands, so that both get the same bits."""
+        """Wait, and add the sums of other groups that share the states, and of the other holder of
+        mirrored parameters: two operands, so that both get the same bits."""
         self.wait()
         reduce = all_reduce_in_tree_ if self.in_tree else all_reduce_
         reduce(self.own_sums(), self.copies, **_SUMS)
@@ -254,7 +254,7 @@ class ShardedBucket(ReplicatedBucket):
 
     @property
     def buffer_bytes(self) -> int:
-        """The others' parts of the range that this rank owns, while a sum is under way."""
+        """The others' parts of the range that this rank owns, while a sum is pending."""
         received = len(self.own) * (self.axis.size - 1)
         return received * self.dtype.itemsize if self._work is not None else 0
 
@@ -301,14 +301,14 @@ class ShardedBucket(ReplicatedBucket):
 
 class ScatteredBucket(ShardedBucket):
     """Gradients are sharded, too: those of one backward fill a vector that lives until its
-    reduce-scatter; what a rank owns of the sum is added up over microbatches."""
+    reduce-scatter; the part that a rank owns is added up over microbatches."""
 
     def allocate_gradients(self) -> None:
         self.total = self.zeros(len(self.own))
         self._clear()
 
     def _clear(self) -> None:
-        #: The gradients since the last sum over ranks; a rank alone adds to what it owns.
+        #: The gradients since the last sum over ranks; a single rank adds to the part it owns.
         self._flat = self.total if self.axis.size == 1 else None
         self._filled = set()
         self._views = {} if self._flat is None else self.views_of(self._flat)
@@ -318,7 +318,7 @@ class ScatteredBucket(ShardedBucket):
 
     @property
     def buffer_bytes(self) -> int:
-        """The vector that a backward fills, and the one that is being sent, too."""
+        """Also the vector that a backward fills, and the one that is being sent."""
         vectors = (self._flat is not None) + (self._work is not None)
         whole = vectors * self.rule.numbers * self.dtype.itemsize if self.axis.size > 1 else 0
         return super().buffer_bytes + whole
@@ -352,17 +352,17 @@ class ScatteredBucket(ShardedBucket):
 
 
 class GatheredBucket(ScatteredBucket):
-    """Weights are sharded, too: all of them are here only from :meth:`gather` to :meth:`free`.
+    """Weights are sharded, too: all of them exist only from :meth:`gather` to :meth:`free`.
 
-    Parameters stay views of one flat vector, whose memory comes and goes: what autograd has saved
-    of them finds it again in the backward.
+    Parameters stay views of one flat vector, whose memory is freed and reallocated: tensors saved
+    by autograd are valid in the backward.
     """
 
     def allocate(self) -> None:
         super().allocate()
         self._own_weights = self.weights[self.own.start : self.own.stop]
         self._bytes = self.weights.untyped_storage().nbytes()
-        #: Uses at this moment; the gather that has started and was not waited for.
+        #: Number of current uses; the pending gather.
         self.users, self._arriving = 0, None
         self.is_here = self.axis.size == 1
         if not self.is_here:
@@ -371,8 +371,8 @@ class GatheredBucket(ScatteredBucket):
 
     def _clear(self) -> None:
         super()._clear()
-        #: Gradients as they came: the vector of all is made when it is sent, behind the sums of the
-        #: unit before. Two such vectors at once would be more memory than a rank's share.
+        #: Unflattened gradients; flattened at launch, after the previous unit's reduce-scatter: two
+        #: such vectors at once would be more memory than a rank's share.
         self._waiting_gradients: dict[nn.Parameter, Tensor] = {}
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -409,19 +409,19 @@ class GatheredBucket(ScatteredBucket):
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the weights that are here beside the own share."""
+        """Bytes of the gathered weights, besides the rank's share."""
         return self.weights.untyped_storage().nbytes() if self.axis.size > 1 else 0
 
     def start_gather(self, phase: str) -> None:
-        """Start to gather the weights, unless they are here or on their way."""
+        """Start to gather the weights, unless they are present or in flight."""
         if self.is_here or self._arriving is not None:
             return
         self.weights.untyped_storage().resize_(self._bytes)
         self._arriving = self.gather_weights(phase)
 
     def gather(self, phase: str, *, is_use: bool = True) -> None:
-        """One more use of the weights begins: they are here when this returns. Not `is_use`: they
-        are here until a use ends, or the step."""
+        """Begin one more use of the weights: they are present when this returns. Not `is_use`: they
+        are present until a use ends, or the step."""
         self.start_gather(phase)
         self.users += is_use
         self._arrive()
@@ -432,13 +432,13 @@ class GatheredBucket(ScatteredBucket):
             self._arriving, self.is_here = None, True
 
     def free(self, *, keep: bool = False) -> None:
-        """A use ends; `keep`: the weights stay for others to come."""
+        """End a use; `keep`: the weights stay for later uses."""
         self.users -= 1
         if not keep:
             self.free_unused()
 
     def free_unused(self) -> None:
-        """Give the memory back if nobody uses the weights; a rank alone keeps them."""
+        """Free the memory if the weights are unused; a single rank keeps them."""
         if self.users == 0:
             self._arrive()
             if self.is_here and self.axis.size > 1:
@@ -453,10 +453,10 @@ class GatheredWeights(WeightGate):
     """The weights of all units of one rank (ZeRO-3), each in one bucket a parameter class.
 
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023: a unit is
-    gathered before its forward, freed behind it, and gathered once more for its backward; the next
-    unit in either direction is on its way meanwhile. A backward reaches the units through
-    identities in the autograd graph, on the residual stream in front of every unit and behind it.
-    An embedding's backward reads no weights: it is gathered for forwards only.
+    gathered before its forward, freed after it, and gathered a second time for its backward; the
+    next unit in either direction is in flight meanwhile. A backward reaches the units through
+    identities in the autograd graph, on the residual stream before and after every unit. An
+    embedding's backward reads no weights: it is gathered for forwards only.
 
     | plan.reshard | gathers of a step, M microbatches | held at once |
     |---|---|---|
@@ -474,11 +474,11 @@ class GatheredWeights(WeightGate):
         reshard: Reshard,
         without_backward: Collection[str] = (),
     ) -> None:
-        """`parts`: those that this rank runs; `ahead`: extra prediction layers, which come behind
+        """`parts`: those that this rank runs; `ahead`: extra prediction layers, which come after
         the head; `tied`: the head reads the embedding's weights; `without_backward`: units that no
         backward reaches."""
         self._keeps = reshard == "step"
-        #: The most bytes of weights that were here, or on their way, at once: of buckets that are
+        #: Peak bytes of weights that were present or in flight, of buckets that are
         #: shared by several ranks.
         self.most_bytes = 0
         self._all = list(buckets)
@@ -513,16 +513,16 @@ class GatheredWeights(WeightGate):
             return x
         return in_backward(x, lambda: self._free(unit, keep=self._keeps))
 
-    def leave(self, unit: str, x: Tensor, *, read_again: bool = True) -> Tensor:
+    def leave(self, unit: str, x: Tensor, *, read_in_backward: bool = True) -> Tensor:
         self._free(unit, keep=self._keeps and torch.is_grad_enabled())
-        if not read_again or not torch.is_grad_enabled():
+        if not read_in_backward or not torch.is_grad_enabled():
             return x
         # No place in the graph ends the backward of an embedding: it is freed with its next use.
         is_use = unit != "embedding"
         return in_backward(x, lambda: self._gather(unit, "backward", is_use=is_use))
 
     def free_all(self) -> None:
-        """The step is over: give the memory of all weights back."""
+        """Free the memory of all weights at the end of a step."""
         for buckets in self._buckets.values():
             for bucket in buckets:
                 bucket.free_unused()
@@ -530,7 +530,7 @@ class GatheredWeights(WeightGate):
     def _gather(self, unit: str, phase: str, *, is_use: bool = True) -> None:
         for bucket in self._buckets.get(unit, ()):
             bucket.gather(phase, is_use=is_use)
-        # Weights on their way are read soon; those that are kept are here after the first time.
+        # Weights in flight are read soon; kept ones are present after the first time.
         for bucket in self._buckets.get(self._next.get((phase, unit), ""), ()):
             bucket.start_gather(phase)
         held = sum(bucket.gathered_bytes for bucket in self._all)

@@ -44,7 +44,7 @@ FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 
 def call_after_gradients(leaf: Tensor, take: Callable[[Any], None]) -> None:
-    """Call the method `take` with the leaf behind each of its gradients, while its object lives.
+    """Call the method `take` with the leaf after each of its gradients, while its object lives.
 
     torch (2.13) never frees a leaf and its hooks where they refer to each other: a hook that held
     the object, which knows the leaf, would keep a model for as long as the process.
@@ -52,8 +52,8 @@ def call_after_gradients(leaf: Tensor, take: Callable[[Any], None]) -> None:
     method = WeakMethod(take)
 
     def call(leaf: Tensor) -> None:
-        if (found := method()) is not None:
-            found(leaf)
+        if (take_ := method()) is not None:
+            take_(leaf)
 
     leaf.register_post_accumulate_grad_hook(call)
 
@@ -71,7 +71,7 @@ class GradientReducer:
     ...                         # an optimizer changes `reducer.weights`
     reducer.publish()           # all ranks have the updated weights
 
-    `owned` tells which numbers of which parameters this rank owns: all of all of them
+    `owned`: the range of each parameter that this rank owns: all of all of them
     (``data = replicate``; then gradients have the shape of the local parameter), or flat ranges.
     """
 
@@ -113,16 +113,16 @@ class GradientReducer:
             # An exact sum depends on the parameter's class, not on its ranks alone.
             for rule in buckets(members, data, None if exact else mesh.layout.same_ranks)
         ]
-        #: Of parameters that train, and of the others.
+        #: Buckets of trainable and of frozen parameters.
         self.buckets = [bucket for bucket in made if bucket.rule.trains]
         self.frozen = [bucket for bucket in made if not bucket.rule.trains]
         self._home: dict[nn.Parameter, ReplicatedBucket] = {}
-        #: Of what this rank owns, by name: complete gradients, and the weights to update.
+        #: Complete gradients and weights to update that this rank owns, by name.
         self.gradients: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
         self.owned: dict[str, OwnRange] = {}
         self._by_name: dict[str, ReplicatedBucket] = {}
-        #: The same of what does not train, without gradients.
+        #: Weights of frozen parameters that this rank owns, by name.
         self.frozen_weights: dict[str, nn.Parameter] = {}
         self.frozen_owned: dict[str, OwnRange] = {}
         for bucket in made:
@@ -148,11 +148,11 @@ class GradientReducer:
         self._armed: set[nn.Parameter] = set()
         #: Buckets whose sums have not started, in order; those that have, and hold memory for it.
         self._queue: deque[ReplicatedBucket] = deque()
-        self._under_way: deque[ReplicatedBucket] = deque()
+        self._in_flight: deque[ReplicatedBucket] = deque()
         #: Bytes that buckets hold for sums over ranks, and the most that they held at once.
         self._buffers: dict[ReplicatedBucket, int] = {}
         self.most_buffer_bytes = self._buffer_bytes = 0
-        #: Told of each gradient of a microbatch before it is added, where somebody looks on.
+        #: Optional hook (parameter, grad), called before accumulation.
         self.watch: Callable[[nn.Parameter, Tensor], None] | None = None
         #: Weights that are gathered for a step (zero3).
         self.units: GatheredWeights | None = None
@@ -190,7 +190,7 @@ class GradientReducer:
             self._launch(only_full=True)
 
     def begin(self) -> None:
-        """Forget the last step's gradients."""
+        """Discard the last step's gradients."""
         self._armed.clear()
         self._queue.clear()
         for bucket in self.buckets:
@@ -227,7 +227,7 @@ class GradientReducer:
     def finish(self) -> None:
         """Start what has not started, wait for all."""
         self.close()
-        self._under_way.clear()
+        self._in_flight.clear()
         for bucket in self.buckets:
             self._wait(bucket)
         for bucket in self.buckets:
@@ -236,7 +236,7 @@ class GradientReducer:
             self.units.free_all()
 
     def renew(self) -> None:
-        """Give all weights new memory with the same content; who has saved them keeps the old."""
+        """Copy all weights to new memory; tensors saved for backward keep the old storage."""
         for bucket in self.buckets:
             bucket.renew()
 
@@ -268,13 +268,13 @@ class GradientReducer:
     def weight_bytes(self, *, experts: bool) -> int:
         """Bytes of the weights that this rank keeps between steps: of routed experts, or of all
         others."""
-        found = 0
+        total = 0
         for bucket in (*self.buckets, *self.frozen):
             kept = bucket.kept_weights
             of_experts = bucket.rule.expert_numbers(kept)
             numbers = of_experts if experts else len(kept) - of_experts
-            found += numbers * bucket.rule.weight_bytes
-        return found
+            total += numbers * bucket.rule.weight_bytes
+        return total
 
     @property
     def gathered_bytes(self) -> int:
@@ -287,16 +287,16 @@ class GradientReducer:
             bucket = self._queue.popleft()
             # Of weights that are sharded, the sums of one unit at a time: memory of two would be
             # more than the rest of a step needs.
-            while self._under_way and self._under_way[0].rule.unit != bucket.rule.unit:
-                self._wait(self._under_way.popleft())
+            while self._in_flight and self._in_flight[0].rule.unit != bucket.rule.unit:
+                self._wait(self._in_flight.popleft())
             bucket.prepare()
             self._count_buffers(bucket)
             bucket.launch()
             self._count_buffers(bucket)
             if self.data != "replicate":
-                self._under_way.append(bucket)
-            if len(self._under_way) > MOST_UNDER_WAY:
-                self._wait(self._under_way.popleft())
+                self._in_flight.append(bucket)
+            if len(self._in_flight) > MOST_UNDER_WAY:
+                self._wait(self._in_flight.popleft())
 
     def _wait(self, bucket: ReplicatedBucket) -> None:
         bucket.wait()

@@ -10,13 +10,13 @@ slots, C group tokens that visit a local expert, L local experts, H hidden.
 | combine, dense | A x H partial | T x H | reduce_scatter | all_gather |
 | combine, uneven | C x H partial | T x H | all_to_all of routed rows, sum | all_to_all |
 
-Bytes of the gather do not depend on the routing: (G-1) rows per token; no one waits for counts of a
-hot expert. The uneven form of the reduce-scatter leaves out the rows that no local expert touched:
-each owner knows the routing and so knows what comes.
+The bytes of the gather do not depend on the routing: (G-1) rows per token; no rank waits for the
+counts of a hot expert. The uneven form of the reduce-scatter leaves out the rows that no local
+expert touched: each owner derives the rows to receive from the routing.
 
-The number of rows depends on the routing, and a host would have to wait for its accelerator to know
-it. Up to `spare_rows` rows it does not: all A * K pairs get rows, those of other ranks' experts
-behind all others, where nobody computes them, and the way back is dense.
+The number of rows depends on the routing, so a host would have to wait for its accelerator to know
+it. Up to `spare_rows` rows it does not: all A * K pairs get rows, those of other ranks' experts as
+padding at the end, not computed, and the way back is dense.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class GatheredRows:
     `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
     for the dense form, compressed to visited tokens for the uneven form. Then these are rows of the
     hop `back`, which are sent back.
-    `none_AK`: the pairs without a local expert, where they have rows, too.
+    `none_AK`: the pairs without a local expert, if they have padding rows.
     """
 
     tokens_A: RowMap
@@ -68,10 +68,10 @@ class GatheredRows:
 
 
 class AllGatherPlan:
-    """Tokens of each rank, rows of each local expert, and which rows those are.
+    """Tokens of each rank, rows of each local expert, and the rows themselves.
 
-    The gather needs none of :attr:`kept`, whose sizes depend on the routing: the host waits for
-    them at the first use, behind the start of the gather and what is computed meanwhile.
+    The gather does not need :attr:`kept`, whose sizes depend on the routing: the host waits for
+    them at the first use, after the gather has started and later work is queued.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class AllGatherDispatcher(Dispatcher):
         host: Axis | None = None,
         spare_rows: int = 0,
     ) -> None:
-        """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), which exchange numbers of tokens
-        on the CPU; None: over `ep_etp`. `spare_rows`: largest number of rows that an accelerator
-        prepares before their number is known."""
+        """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), to exchange the numbers of tokens
+        on the CPU without a wait for a device; None: they are exchanged on the device.
+        `spare_rows`: most rows that an accelerator prepares to spare its host a wait."""
         self.group, self.form, self.spare_rows = ep_etp, form, spare_rows
         self.host = host or ep_etp
         self.codec = codec
@@ -130,28 +130,28 @@ class AllGatherDispatcher(Dispatcher):
         experts_AK = collectives.all_gather(experts_TK, self.group, sizes, caller="moe.counts")
         local_AK = experts_AK - self.first
         local_AK = local_AK.masked_fill((local_AK < 0) | (local_AK >= self.num_local), -1)
-        found = SortedByExpert(local_AK, self.num_local)
+        sorted_ = SortedByExpert(local_AK, self.num_local)
         on_host = local_AK.device.type == "cpu"
         if not on_host and self.form != "uneven" and local_AK.numel() <= self.spare_rows:
             # All pairs get rows; all ranks of the group have the same pairs.
-            tokens_A, slot_R = found.rows_and_rest()
+            tokens_A, slot_R = sorted_.rows_and_rest()
             kept = GatheredRows(
                 tokens_A=tokens_A, slot_R=slot_R, results=tokens_A, none_AK=local_AK < 0
             )
-            return AllGatherPlan(sizes, found.counts_E, lambda: kept)
+            return AllGatherPlan(sizes, sorted_.counts_E, lambda: kept)
         # Which group tokens have an expert on which rank of the group. Padding has none.
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
         shards = torch.arange(self.group.size, device=experts_TK.device) // self.ranks_per_shard
         visits_AG = (shard_AK[:, :, None] == shards).any(1)
         # Tokens of each rank that visit each other one: [rank of the token, rank of the expert].
         visits = torch.stack([block.sum(0) for block in visits_AG.split(sizes)])
-        copied = HostCopy(torch.cat([found.counts_E.sum(0, keepdim=True), visits.flatten()]))
+        copied = HostCopy(torch.cat([sorted_.counts_E.sum(0, keepdim=True), visits.flatten()]))
 
         def decide() -> GatheredRows:
             num_rows, *flat = copied.tolist()
             count = self.group.size
             visits_GG = [flat[start : start + count] for start in range(0, len(flat), count)]
-            tokens_A, slot_R = found.rows(num_rows)
+            tokens_A, slot_R = sorted_.rows(num_rows)
             back, results = None, tokens_A
             # From what every rank of the group knows, so all decide alike.
             sends_less = sum(flat) < visits_AG.numel()
@@ -170,7 +170,7 @@ class AllGatherDispatcher(Dispatcher):
                 results = map_from_sources(place_A[tokens_A.source_R], sum(back.output_splits))
             return GatheredRows(tokens_A=tokens_A, slot_R=slot_R, results=results, back=back)
 
-        return AllGatherPlan(sizes, found.counts_E, decide)
+        return AllGatherPlan(sizes, sorted_.counts_E, decide)
 
     def rows_per_owner(self, plan: AllGatherPlan) -> Tensor:
         counts_L = plan.counts_L

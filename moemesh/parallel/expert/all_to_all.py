@@ -61,7 +61,7 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllPlan:
-    """Who sends what: the exchange, rows -> (token, slot), and the order at the experts."""
+    """The exchange, rows -> (token, slot), and the order at the experts."""
 
     hop: Hop
     slot_S: Tensor
@@ -100,9 +100,11 @@ class AllToAllDispatcher(Dispatcher):
         self, chunks: Sequence[Tensor], *, is_complete: bool = False
     ) -> list[AllToAllPlan]:
         # Experts are contiguous per rank: sorted by expert is sorted by destination.
-        found = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
+        sorted_chunks = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
         shape = self.ep.size, self.num_local
-        sent = torch.stack([one.counts_E.view(shape) for one in found], dim=1)  # [ep, chunks, L]
+        sent = torch.stack(
+            [one.counts_E.view(shape) for one in sorted_chunks], dim=1
+        )  # [ep, chunks, L]
         received = collectives.exchange_counts(sent, self.ep, caller="moe.counts")
         # What each lane receives from each source: [etp, ep, chunks, L].
         lanes = collectives.all_gather(received[None], self.etp, caller="moe.counts")
@@ -117,7 +119,9 @@ class AllToAllDispatcher(Dispatcher):
         key = ((expert * self.ep.size + source) * self.etp.size + lane).flatten()
         sizes = [self.ep.size, self.ep.size, self.etp.size, self.num_local]
         plans: list[AllToAllPlan] = []
-        for one, chunk, numbers in zip(found, lanes.unbind(2), copied.tensor(), strict=True):
+        for one, chunk, numbers in zip(
+            sorted_chunks, lanes.unbind(2), copied.tensor(), strict=True
+        ):
             to_ranks, from_ranks, lane_rows, rows_L = (p.tolist() for p in numbers.split(sizes))
             tokens, slot_S = one.rows(sum(to_ranks))
             key_N = torch.repeat_interleave(key, chunk.flatten(), output_size=sum(lane_rows))
@@ -138,8 +142,8 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: AllToAllPlan
     ) -> Pending[DispatchedRows]:
-        # Weights start first and are waited for with the rows: behind rows on a slow link they
-        # would hold up whatever this rank could compute meanwhile.
+        # Weights start first and are waited for with the rows: queued after rows on a slow link
+        # they would delay all other work of this rank.
         weights = plan.hop.carry(pick_weights(weights_TK, plan.slot_S), "moe.dispatch.weights")
         sent = plan.hop.send(x_TH, "moe.dispatch", self.codec)
 

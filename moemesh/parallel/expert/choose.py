@@ -77,21 +77,21 @@ def predict_seconds(
     site: CallSite, inside: Link, across: Link, seconds_per_copied_byte: float
 ) -> dict[str, float]:
     """Seconds of one layer's exchanges (dispatch and combine, forward and backward), by name."""
-    ranks, here = site.ranks, site.ranks_per_node
-    nodes = ranks // here
+    ranks, per_node = site.ranks, site.ranks_per_node
+    nodes = ranks // per_node
     #: Shares of a rank's rows that go to others in its node, and to other nodes, by axis.
-    both = (here - 1) / ranks, (ranks - here) / ranks
-    shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((here - 1) / here, 0.0)}
+    both = (per_node - 1) / ranks, (ranks - per_node) / ranks
+    shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((per_node - 1) / per_node, 0.0)}
     seconds: dict[str, float] = {}
     for name, moved in site.rows.items():
         # Back and forth twice; coded rows only on the way to the experts in the forward.
         per_row = site.row_bytes + 3 * site.result_bytes
         exchanges = 4 + moved.small_exchanges
         seconds[name] = 0.0
-        for link, place, is_used in ((inside, 0, here > 1), (across, 1, nodes > 1)):
+        for link, place, is_used in ((inside, 0, per_node > 1), (across, 1, nodes > 1)):
             rows = sum(rows * shares.get(axis, both)[place] for axis, rows in moved.by_axis.items())
             seconds[name] += link.seconds(rows * per_row, exchanges if is_used else 0)
-        # The backward copies as many: what was a sum is a copy there, and the other way round.
+        # The backward copies the same number: sums become copies, and copies sums.
         seconds[name] += 2 * moved.copied * site.result_bytes * seconds_per_copied_byte
     return seconds
 

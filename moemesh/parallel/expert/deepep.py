@@ -10,12 +10,12 @@ N rows received, one per token and rank, R rows by expert, L local experts, P ep
 | combine | N x H | T x H | Buffer.combine(handle) | Buffer.dispatch(handle) |
 
 V1 exchanges counts inside the dispatch and nowhere else, so a plan is made complete by its first
-dispatch; both backwards reuse its handle, and a repeated dispatch exchanges the counts again. Rows
+dispatch; both backwards reuse its handle, and a repeated dispatch repeats the exchange. Rows
 come once per rank and not by expert, so they are grouped here, and summed per rank before they
 return. Their order (source rank, then token) is observed, not documented by the kernels: the
 start-up self-test holds them to it. Calls finish before they return; nothing overlaps.
 
-**This module has been run against a stand-in for `deep_ep` only**, which keeps the contract that
+**This module has been run against a stand-in for `deep_ep` only**, which follows the contract that
 DeepEP documents (https://github.com/deepseek-ai/DeepEP, `Buffer` of version 1.2), and never on the
 kernels themselves.
 """
@@ -42,7 +42,7 @@ from moemesh.trace.wire import WireBytes
 
 
 class DeepEPError(UserError):
-    """deepep was asked for and cannot run here."""
+    """deepep is the chosen dispatcher and cannot run here."""
 
 
 def connect(ep: Axis, hidden: int) -> Any:
@@ -165,7 +165,7 @@ class DeepEPDispatcher(Dispatcher):
         self.buffer.destroy()
 
     def release(self, plan: DeepEPPlan) -> None:
-        """Drop the handle and its GPU memory: after combine where there is no backward.
+        """Drop the handle and its GPU memory: after a combine without a backward.
 
         A backward still to come keeps its own reference.
         """

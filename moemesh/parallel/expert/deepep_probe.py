@@ -18,12 +18,12 @@ _HIDDEN_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The installation: `interface` is V1's when both are there; `missing` lists, in words, the
-    requirements that are not met; `found` are versions for a report."""
+    """The installation: `interface` is V1's if both exist; `missing` lists the requirements that
+    are not met; `versions` are for a report."""
 
     interface: Literal["v1", "v2"] | None
     missing: tuple[str, ...]
-    found: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
 
     @property
     def usable(self) -> bool:
@@ -31,9 +31,9 @@ class Probe:
 
     def __str__(self) -> str:
         if self.usable:
-            return "deepep: " + ", ".join(self.found)
-        found = f" (found: {', '.join(self.found)})" if self.found else ""
-        return f'plan.dispatcher = "deepep" needs {"; ".join(self.missing)}{found}. {INSTEAD}'
+            return "deepep: " + ", ".join(self.versions)
+        versions = f" (found: {', '.join(self.versions)})" if self.found else ""
+        return f'plan.dispatcher = "deepep" needs {"; ".join(self.missing)}{versions}. {INSTEAD}'
 
 
 def available() -> Probe:
@@ -44,15 +44,15 @@ def available() -> Probe:
     """
     if importlib.util.find_spec("deep_ep") is None:
         return Probe(interface=None, missing=(f"the package deep_ep ({HOME}); not found",))
-    found = [f"deep_ep {_version('deep_ep') or 'of unknown version'}"]
+    versions = [f"deep_ep {_version('deep_ep') or 'of unknown version'}"]
     for package in ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"):
         if version := _version(package):
-            found.append(f"NVSHMEM {version}")
+            versions.append(f"NVSHMEM {version}")
     try:
         module = importlib.import_module("deep_ep")
     except Exception as error:  # a binary built for another torch or CUDA fails in its own ways
         broken = f"a deep_ep that can be imported ({type(error).__name__}: {error})"
-        return Probe(interface=None, missing=(broken,), found=tuple(found))
+        return Probe(interface=None, missing=(broken,), versions=tuple(versions))
     missing: list[str] = []
     interface: Literal["v1", "v2"] | None = None
     if hasattr(module, "Buffer"):
@@ -67,13 +67,13 @@ def available() -> Probe:
     if not torch.cuda.is_available() or torch.version.cuda is None:
         missing.append("a CUDA device")
     else:
-        found.append(f"CUDA {torch.version.cuda}")
+        versions.append(f"CUDA {torch.version.cuda}")
         major, minor = torch.cuda.get_device_capability()
         if major < 9:
             missing.append(f"a device of compute capability 9.0 (this one has {major}.{minor})")
         if tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < (12, 3):
             missing.append("a torch built for CUDA 12.3 or later")
-    return Probe(interface=interface, missing=tuple(missing), found=tuple(found))
+    return Probe(interface=interface, missing=tuple(missing), versions=tuple(versions))
 
 
 def _version(package: str) -> str | None:

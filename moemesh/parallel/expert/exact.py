@@ -1,9 +1,9 @@
 """Deterministic combine: outputs return unreduced and are summed in expert order.
 
 Pre-reduced sums depend on which experts share a rank, hence on ep and on the dispatcher. Here all K
-weighted rows of a token come back and are added by their owner, in fp32 at least, in ascending
-expert id, and cast once; the backward of dispatch takes the same way. Whichever rank computed a
-row, and whichever forwarded it, the bits are the same.
+weighted rows of a token return and are added by their owner, in fp32 at least, in ascending expert
+id, and cast once; the backward of dispatch takes the same path. The bits are the same, whatever
+rank computed or forwarded a row.
 
 Legend: R rows at the experts, ordered by (expert, owner, token); L local experts; O owners, the
 ranks of the ep*etp group; S own (token, slot) rows ordered by expert; T own tokens; H hidden.
@@ -108,15 +108,15 @@ class Exact(Dispatcher):
         owner = torch.arange(num_owners, device=counts_LO.device).expand(num_local, -1)
         expert = torch.arange(num_local, device=counts_LO.device)[:, None]
         place = (owner % etp.size * ep.size + owner // etp.size) * num_local + expert
-        found = SortedByExpert(experts_TK, num_local * ep.size)
-        sent_P = found.counts_E.view(ep.size, num_local).sum(1)
+        sorted_ = SortedByExpert(experts_TK, num_local * ep.size)
+        sent_P = sorted_.counts_E.view(ep.size, num_local).sum(1)
         numbers: list[int] = HostCopy(torch.cat([counts_LO.sum(0), sent_P])).tolist()
         rows_O, sent = numbers[:num_owners], numbers[num_owners:]
         place_R = torch.repeat_interleave(
             place.flatten(), counts_LO.flatten(), output_size=sum(rows_O)
         )
         order_R = torch.argsort(place_R, stable=True)
-        own, _ = found.rows(sum(sent))
+        own, _ = sorted_.rows(sum(sent))
         return ExactPlan(
             inner=inner,
             counts_LO=counts_LO,

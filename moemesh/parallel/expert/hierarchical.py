@@ -21,9 +21,9 @@ each rank instead of once to each expert.
 | :meth:`Relay.send` | T to ranks of the node, and across to the same place | G on inside |
 | :meth:`Relay.send_back` | N whose tokens crossed, inside, summed | across; the other N inside |
 
-What stays inside the node does not wait for the link: it is sent while other rows cross, and on the
-way back summed and sent while they do. The second step of a path is taken by a worker thread, as
-soon as the first has arrived. To the ledger both parts of an inner hop are one exchange.
+Rows that stay inside the node do not wait for the link: they are sent while other rows cross, and
+on the way back summed and sent while those do. The second step of a path is taken by a worker
+thread, as soon as the first has arrived. In the ledger both parts of an inner hop are one exchange.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from moemesh.comm.mesh import Axis
 from moemesh.comm.overlap import Codec, overlapped_exchange
 from moemesh.comm.transfers import Work, exchange_start
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
+from moemesh.monitor import progress
+from moemesh.monitor.progress import Ticket, in_background
 from moemesh.ops.host_copy import HostCopy
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
@@ -59,8 +61,6 @@ from moemesh.ops.permute import (
 )
 from moemesh.parallel.expert.site import DispatcherSite
 from moemesh.trace import wire
-from moemesh.watch import progress_words
-from moemesh.watch.progress_words import Ticket, in_background
 
 T = TypeVar("T")
 
@@ -75,8 +75,8 @@ class WorkerThread:
     A chain of exchanges (receive, sum, send on) blocks at each wait; in the main thread it would
     block the computation as well. Tasks run in the order in which they were submitted. If that
     order is the same on all ranks, and a task waits only for messages that no task sends, or that
-    an earlier task sends, there is no deadlock. Accelerators need no such thread: their waits do
-    not block the host.
+    an earlier task sends, deadlocks are impossible. Accelerators need no such thread: their waits
+    do not block the host.
     """
 
     def __init__(self) -> None:
@@ -87,11 +87,11 @@ class WorkerThread:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no task of any length is waiting or under way."""
+        """Whether no long task is waiting or running."""
         return not self._num_long
 
     def tag(self) -> int:
-        """A tag that no exchange under way has; all ranks must call this in the same order."""
+        """A tag that no exchange in flight has; all ranks must call this in the same order."""
         self._num_tags = (self._num_tags + 1) % (1 << 20)
         return self._num_tags
 
@@ -141,7 +141,7 @@ class Splits(NamedTuple):
         return Splits(*([*map(sum, zip(*pair, strict=True))] for pair in pairs))
 
     def with_own(self, index: int, count: int) -> Splits:
-        """The same but for what rank `index` sends to itself."""
+        """These splits with another number of rows from rank `index` to itself."""
         return Splits(*([*rows[:index], count, *rows[index + 1 :]] for rows in self))
 
 
@@ -165,7 +165,7 @@ class Relay:
     ) -> list[Ticket | None]:
         """Enter both hops in the ledger; what stays counts as sent by a rank to itself.
 
-        Returns what says in the progress word that the rail, or the node, is waited for.
+        Returns the tickets of waits for the rail and for the node, for the progress record.
         """
         tickets: list[Ticket | None] = []
         across = self.across.with_own(self.rail.index, self.num_staying)
@@ -276,13 +276,13 @@ def _wait(work: Work | None) -> None:
 def _wait_for_both(
     tickets: list[Ticket | None], crossing: Pending[Work | None], staying: Work | None
 ) -> None:
-    """Wait for what goes over the rail, then for what stays inside the node."""
+    """Wait for the rows over the rail, then for those inside the node."""
     rail, node = tickets
-    progress_words.waiting(rail)
+    progress.waiting(rail)
     _wait(crossing.wait())
-    progress_words.waiting(node)
+    progress.waiting(node)
     _wait(staying)
-    progress_words.left()
+    progress.left()
 
 
 class RelayCounts(NamedTuple):
@@ -344,15 +344,15 @@ class HierarchicalDispatcher(Dispatcher):
             rows = collectives.all_gather(rows, self.etp, sizes.lane_rows, caller="moe.counts")
             rows = rows.long()
             experts_NK, owner_N = rows[:, :-1], rows[:, -1]
-            found = SortedByExpert(experts_NK, self.num_local, owner_N, self.num_owners)
-            by_expert, slot_R = found.rows(sum(sizes.lane_pairs))
+            sorted_ = SortedByExpert(experts_NK, self.num_local, owner_N, self.num_owners)
+            by_expert, slot_R = sorted_.rows(sum(sizes.lane_pairs))
             plans.append(
                 HierarchicalPlan(
                     relay=relay,
                     lane_rows=sizes.lane_rows,
                     by_expert=by_expert,
                     slot_R=slot_R,
-                    counts_L=found.counts_E,
+                    counts_L=sorted_.counts_E,
                     owner_N=owner_N,
                     num_near=sizes.near_pairs,
                 )
@@ -363,13 +363,13 @@ class HierarchicalDispatcher(Dispatcher):
         """Sizes of both hops, for each chunk of experts [T, K], from counts alone, before any row
         or id has moved: the host waits once for all of them.
 
-        A rank tells the one in its place of every node how many of its tokens go there, and how
-        many tokens and pairs each rank of that node gets from it; that one adds up what it will
-        send on.
+        A rank sends to its peer in every node the number of its tokens that go there, and the
+        numbers of tokens and pairs that each rank of that node gets from it; the peer adds up what
+        it will forward.
         """
         # Legend: R ranks of the rail, N ranks of the node, C chunks.
         rail, node, num_local = self.rail, self.node, self.num_local
-        told: list[Tensor] = []
+        tensors: list[Tensor] = []
         num_ranks = rail.size * node.size
         for experts_TK in chunks:
             # Of the tokens of a chunk those that go to each node, then tokens and pairs of each
@@ -378,8 +378,8 @@ class HierarchicalDispatcher(Dispatcher):
             sent_R1 = visits_TRN.any(2).sum(0)[:, None]
             pairs_E = count_ids(experts_TK.reshape(-1), num_local * num_ranks)
             pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
-            told.append(torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1))
-        told_RC = torch.stack(told, dim=1)
+            tensors.append(torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1))
+        told_RC = torch.stack(tensors, dim=1)
         sent_RC = told_RC[:, :, 0]
         told_RC = collectives.exchange_counts(told_RC, rail, caller="moe.counts")
         received_RC, (visits_RCN, pairs_RCN) = told_RC[:, :, 0], _unpacked(told_RC[:, :, 1:])
@@ -403,7 +403,7 @@ class HierarchicalDispatcher(Dispatcher):
         """The relay that brings each token to the ranks of its experts, and the ids of its rows.
 
         Exchanges ids once per row and hop. The second result holds, for each received row, its
-        experts, counted from this rank's first one (-1 elsewhere), and behind them its owner (int32
+        experts, counted from this rank's first one (-1 elsewhere), followed by its owner (int32
         [N, K + 1]).
         """
         rail, node, num_local = self.rail, self.node, self.num_local
@@ -460,8 +460,8 @@ class HierarchicalDispatcher(Dispatcher):
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan
     ) -> Pending[DispatchedRows]:
-        # Weights start first and are waited for with the rows: behind rows on a slow link they
-        # would hold up whatever this rank could compute meanwhile.
+        # Weights start first and are waited for with the rows: queued after rows on a slow link
+        # they would delay all other work of this rank.
         def sent(x_TX: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
             ways = (partial(way, caller=caller) for way in (plan.relay.send, plan.relay.send_back))
             return overlapped_exchange(x_TX, *ways, codec)

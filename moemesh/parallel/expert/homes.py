@@ -4,7 +4,7 @@ Legend: E experts of a layer, P ranks of ep, L = E / P experts of a rank.
 
 Places are numbered over the ranks of ep: rank p holds the places ``p L .. (p + 1) L``. The model's
 router, losses and loads, the norm and checkpoints name experts by logical id; a MoE layer turns ids
-into places right before its dispatcher, so every dispatcher works as ever.
+into places right before its dispatcher, so dispatchers do not depend on the placement.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def set_homes(
     device: torch.device,
 ) -> None:
     """Let place i of `layer` hold expert ``places[i]``, for tokens and for names, from now on. All
-    ranks call, whether they hold the layer or not. The weights are the caller's matter."""
+    ranks call, whether they hold the layer or not. The caller moves the weights."""
     assert sorted(places) == list(range(len(places))), places
     homes[layer] = tuple(places)
     for name in stacks_of_experts(placements, layer):
@@ -52,13 +52,13 @@ def stacks_of_experts(placements: Mapping[str, Placement], layer: int) -> list[s
 
 def rank_tokens(counts_LE: Tensor, layers: Sequence[int], homes: Homes, num_ranks: int) -> Tensor:
     """Tokens of the experts at home on each rank [layers, P], from those of each expert."""
-    found = [
+    tokens = [
         counts_E if layer not in homes else counts_E[list(homes[layer])]
         for layer, counts_E in zip(layers, counts_LE, strict=True)
     ]
-    if not found:
+    if not tokens:
         return counts_LE.new_zeros(0, num_ranks)
-    return torch.stack(found).view(len(found), num_ranks, -1).sum(2)
+    return torch.stack(tokens).view(len(tokens), num_ranks, -1).sum(2)
 
 
 @torch.no_grad()

@@ -24,14 +24,14 @@ from moemesh.model.moe import MoE
 from moemesh.ops.permute import count_ids
 from moemesh.parallel.expert.spread import LayerError
 
-# The MoE block of transformers 5 that a `MoELayer` stands for, under the names of folders.
+# The MoE block of transformers 5 that a `MoELayer` replaces, under the names of folders.
 
 
 class TransformersBlock:
     """The `config` of the model that a block comes from, and the places of our tensors in it.
 
-    Raises LayerError for what is no such block, or has other tensors than its configuration says,
-    and ConfigError for a family that is not known.
+    Raises LayerError for other modules, and for tensors that contradict the configuration, and
+    ConfigError for an unknown family.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -39,10 +39,12 @@ class TransformersBlock:
         name = type(block).__name__
         given = getattr(getattr(block, "experts", None), "config", None)
         if given is None:
-            raise LayerError(f"{name} is no MoE block of transformers 5: no experts with a config")
+            raise LayerError(
+                f"{name} is not a MoE block of transformers 5: no experts with a config"
+            )
         if getattr(block, "jitter_noise", 0):
             raise LayerError(f"{name}: a layer has no noise of inputs: set jitter_noise to 0 first")
-        # Positions are no part of a block, whatever form they have.
+        # Positions are not part of a block, whatever their form.
         values = {key: one for key, one in given.to_dict().items() if not key.startswith("rope_")}
         kind = family_of(values)
         self.config = ModelConfig.model_validate(model_values(values))
@@ -58,11 +60,13 @@ class TransformersBlock:
             if name.startswith(ours)
         }
         expected = {p.source: p.stored for one in self.tensors.values() for p in one.pieces}
-        found = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
-        if wrong := sorted({key for key, _ in expected.items() ^ found.items()}):
-            shapes = [f"{key} is {found.get(key)}, not {expected.get(key)}" for key in wrong[:5]]
+        shapes_of_block = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
+        if wrong := sorted({key for key, _ in expected.items() ^ shapes_of_block.items()}):
+            shapes = [
+                f"{key} is {shapes_of_block.get(key)}, not {expected.get(key)}" for key in wrong[:5]
+            ]
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise LayerError(f"{name} is not as its configuration says: {'; '.join(shapes)}{more}")
+            raise LayerError(f"{name} contradicts its configuration: {'; '.join(shapes)}{more}")
 
     def read(self, block: nn.Module) -> dict[str, Tensor]:
         """Our tensors from those of the block, in its graph."""
@@ -86,8 +90,8 @@ class TransformersBlock:
 
     def recorder(self) -> nn.Module:
         """A module that gets the logits [T, E] of each forward. It is of the family's class of
-        routers, by whose results transformers finds those that ``output_router_logits`` asks for.
-        Its hooks are those of the block's router: transformers adds them at the first forward only.
+        routers, by which transformers finds the outputs for ``output_router_logits``. Its hooks are
+        those of the block's router: transformers adds them at the first forward only.
         """
         kind = type(self.router)
         recorder = kind.__new__(kind)
@@ -98,7 +102,7 @@ class TransformersBlock:
         return recorder
 
     def finish(self, layer: nn.Module, inputs: object, outputs: tuple[Tensor, Any]) -> Any:
-        """A hook of the layer's forward: its result becomes that of the block."""
+        """Hook of the layer's forward: converts its result to that of the block."""
         y, auxiliary = outputs
         layer.counts = auxiliary.counts
         return outputs if self.returns_pair else y

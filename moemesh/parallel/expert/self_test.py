@@ -3,7 +3,7 @@
 Legend: T own tokens, K slots per token, R rows at the experts, L local experts, H hidden.
 
 Experts that return their input must give every token (its number of valid slots) times itself. The
-payload is small integers that say whose token a row is: sums are exact in every dtype down to
+payload is small integers that identify the token of a row: sums are exact in every dtype down to
 bfloat16, a row of them survives 8-bit coding, and equality is the only tolerance. Tokens are uneven
 with one empty rank, some slots are -1; routings are spread out, all to the same experts (buffers of
 fixed size overflow), and none at all; each plan is used twice.
@@ -66,7 +66,7 @@ def self_test(
             for case in _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype):
                 expected = _use(reference, reference.plan(case.experts_TK), case, mesh["etp"])
                 plan = tested.plan(case.experts_TK)
-                for use in ("", ", again from the saved plan"):
+                for use in ("", ", repeated from the saved plan"):
                     seen = _use(tested, plan, case, mesh["etp"])
                     if difference := _compare(seen, expected, case):
                         found.append(f"{difference} ({case.name}{use})")
@@ -149,7 +149,7 @@ def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
     y_TH = dispatcher.combine(results_RH, plan).wait()
     y_TH.backward(case.grad_TH)
     assert x_TH.grad is not None and weights_TK.grad is not None, "no gradient arrived"
-    # Behind them there may be rows that nobody computes.
+    # Padding rows at the end are not computed.
     own_R = slice(int(rows.counts_L.sum()))
     return _Seen(
         rows.counts_L, rows_RH[own_R].detach(), rows.weights_R[own_R].detach(), y_TH.detach(),

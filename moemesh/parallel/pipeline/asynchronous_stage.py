@@ -43,7 +43,7 @@ from moemesh.parallel.pipeline.versions import WeightVersions
 from moemesh.schedule.action import Op, Schedule, UpdateRule
 from moemesh.trace.timeline import TimelineRecorder
 
-#: How AMPNet's backward reads weights.
+#: Ways of AMPNet's backward to read weights.
 Backward = Literal["recompute", "live"]
 
 
@@ -51,18 +51,18 @@ class Stream(Protocol):
     """The microbatches of an asynchronous program, numbered from 0, and its updates."""
 
     def batch(self, sample: int) -> Batch:
-        """Microbatch number `sample`; may be asked for early."""
+        """Microbatch number `sample`; also called for later microbatches."""
 
-    def objective(self, sample: int, part: ModelPart, output: Output, *, again: bool) -> Tensor:
-        """This part's share of what is differentiated, divided by what its update window counts;
-        `again`: its forward has been run, and counted, before."""
+    def objective(self, sample: int, part: ModelPart, output: Output, *, recompute: bool) -> Tensor:
+        """This part's share of the objective, divided by the counts of its update window;
+        `recompute`: its forward has been run, and counted, before."""
 
     def update(self, window: int, versions: WeightVersions) -> None:
         """All gradients of update window `window` are in the reducer: make the next version."""
 
     def end(self, sample: int) -> int:
-        """Asked before each forward: up to where (exclusive) the stream is known to go on;
-        `sample` or less when it has ended."""
+        """Called before each forward: the number of microbatches that certainly exist; `sample` or
+        less after the end of the stream."""
 
     def finished(self, sample: int) -> None:
         """The backward of `sample` has run here, and what it updates."""
@@ -106,10 +106,10 @@ class AsynchronousProgram:
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
         version = self.versions.take(op.microbatch)
         if not self._recomputes:
-            forward = self._run(version, op.microbatch, inputs, again=False)
+            forward = self._run(version, op.microbatch, inputs, recompute=False)
             return forward._replace(state=_State(version))
         with torch.no_grad():
-            forward = self._run(version, op.microbatch, inputs, again=False)
+            forward = self._run(version, op.microbatch, inputs, recompute=False)
         return Forward(forward.outputs, None, _State(version, tuple(inputs)))
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
@@ -117,13 +117,15 @@ class AsynchronousProgram:
         used = self.versions.newest if self.rule.kind == "newest" else state.version
         if self._recomputes:
             inputs = list(state.inputs)
-            again = make_context(inputs, self._run(used, op.microbatch, inputs, again=True))
-            context.roots, context.objective = again.roots, again.objective
-        # A layer that is computed once more in its backward must find what its forward found.
+            recomputed = make_context(
+                inputs, self._run(used, op.microbatch, inputs, recompute=True)
+            )
+            context.roots, context.objective = recomputed.roots, recomputed.objective
+        # A layer that is recomputed in its backward must find the weights of its forward.
         with self.versions.using(used), context.pending if op.kind == "I" else nullcontext():
-            found = differentiate(context, gradients)
+            input_gradients = differentiate(context, gradients)
         self.versions.release(state.version)
-        return found
+        return input_gradients
 
     def weight_gradients(self, op: Op, context: BackwardState) -> None:
         context.pending.run(
@@ -149,18 +151,18 @@ class AsynchronousProgram:
         """Whether the next gradient is the last of its window."""
         return (self._num_gradients + 1) % self.rule.window == 0
 
-    def _run(self, version: int, sample: int, inputs: list[Tensor], *, again: bool) -> Forward:
+    def _run(self, version: int, sample: int, inputs: list[Tensor], *, recompute: bool) -> Forward:
         with self.versions.using(version):
             output = self.model(self.stream.batch(sample), self.part, *inputs)
-            objective = self.stream.objective(sample, self.part, output, again=again)
+            objective = self.stream.objective(sample, self.part, output, recompute=recompute)
         return Forward(output.for_next, objective)
 
 
 class StreamExecutor:
     """The executor of a stream that may end before its schedule does.
 
-    Before each forward the program's stream says how far it is known to go on, the same on every
-    rank. Operations behind the end are skipped, and no receive is posted for one that may be.
+    Before each forward the program's stream returns the number of existing microbatches, the same
+    on every rank. Operations after the end are skipped, and receives are never posted for them.
     """
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:

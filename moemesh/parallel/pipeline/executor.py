@@ -20,6 +20,7 @@ from torch import Tensor
 
 from moemesh.comm.point_to_point import Channels
 from moemesh.config.errors import UserError
+from moemesh.monitor.progress import at_microbatch
 from moemesh.parallel.pipeline.messenger import Messenger, OrderedMessenger
 from moemesh.parallel.pipeline.program import (
     BackwardState,
@@ -31,7 +32,6 @@ from moemesh.parallel.pipeline.program import (
 )
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.watch.progress_words import at_microbatch
 
 
 class PipelineError(RuntimeError):
@@ -178,7 +178,7 @@ class EntryRunner:
     # Blocks.
 
     def _take_turns(self, program: SteppedModelProgram, received: dict[Op, list[Tensor]]) -> None:
-        """Run a forward; at each of its pauses, and at its end, a backward goes on."""
+        """Run a forward; a backward continues at each of its pauses, and at its end."""
         forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
         at_microbatch(self._schedule.sample(forward))
         program.starting(forward)
@@ -203,7 +203,7 @@ class EntryRunner:
 
         with self._naming(forward):
             leaves = self._leaves(forward, received[forward])
-            found = program.forward_with_pauses(forward, leaves, turn)
-            ended[forward] = self._keep(forward, leaves, found)
+            forward_result = program.forward_with_pauses(forward, leaves, turn)
+            ended[forward] = self._keep(forward, leaves, forward_result)
         while unsent:
             turn()

@@ -1,9 +1,9 @@
 """Message-driven execution: a rank runs what has arrived, and what it ran is an ordinary schedule.
 
 AMPNet (Gaunt et al., 2017, arXiv:1705.09786) fixes no order: its policy
-(:mod:`moemesh.schedule.ampnet`) decides. Nobody knows beforehand which message comes next, so each
-begins with a header that names its operation. Headers travel on the control axis, payloads on the
-channels of the pipeline. The end of the stream is a header of its own, in both directions.
+(:mod:`moemesh.schedule.ampnet`) decides. The next message is unknown in advance, so each begins
+with a header that names its operation. Headers travel on the control axis, payloads on the channels
+of the pipeline. The end of the stream is a header of its own, in both directions.
 
 Ranks that share a stage (tp, ep, dp) must run one order: the first of them decides and broadcasts
 its choice to the others, whose own messages come in that order, too.
@@ -85,7 +85,7 @@ class MessageDrivenExecutor:
                 self._policy.finish(op)
                 self._num_forwards += op.kind == "F"
                 self._end_forwards()
-            # Until both neighbours have said that nothing more comes.
+            # Until both neighbours have sent the header of the end.
             self._end_forwards()
             if self._before is not None:
                 self._send_header(self._before, _END, self._policy.num_microbatches)
@@ -98,9 +98,9 @@ class MessageDrivenExecutor:
 
     def recorded(self) -> Schedule:
         """The schedule that was run, on every rank; all ranks of the mesh call."""
-        told = gather_json([str(op) for op in self._order], self._mesh.control)
+        orders_of_ranks = gather_json([str(op) for op in self._order], self._mesh.control)
         orders: dict[int, tuple[Op, ...]] = {}
-        for rank, texts in enumerate(told):
+        for rank, texts in enumerate(orders_of_ranks):
             ops = [parse_op(text) for text in texts]
             order = tuple(op for op in ops if op is not None)
             stage = self._mesh.layout.coordinates(rank)["pp"]
@@ -147,7 +147,7 @@ class MessageDrivenExecutor:
         return op
 
     def _end_forwards(self) -> None:
-        """Tell the rank behind, after the last forward, that it was the last."""
+        """Send the end to the next rank after the last forward."""
         last = self._num_forwards == self._policy.num_microbatches
         if last and not self._told_end and self._behind is not None:
             self._told_end = True
@@ -188,11 +188,11 @@ class MessageDrivenExecutor:
         self._listener.listen(source)
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
-        """As a messenger: the inputs of `op`, which have arrived."""
+        """See :class:`Messenger`: the inputs of `op`, which have arrived."""
         return [] if self._source(op) is None else self._arrived.pop(op)
 
     def send(self, op: Op, tensors: list[Tensor]) -> None:
-        """As a messenger: the header of an operation, then what it has made."""
+        """See :class:`Messenger`: the header of an operation, then its outputs."""
         destination = self._behind if op.kind == "F" else self._before
         if destination is not None:
             kind = _FORWARD if op.kind == "F" else _BACKWARD
@@ -209,7 +209,7 @@ class MessageDrivenExecutor:
 class _Listener:
     """Waits for headers of several ranks at once; a context manager.
 
-    A receive on gloo can be waited for, not asked whether it is done: a thread for each source does
+    A receive on gloo cannot be polled, only waited for: a thread for each source does
     nothing but wait. They start no communication: that, and its entries in the ledger, are the
     caller's.
     """
@@ -232,7 +232,7 @@ class _Listener:
         for source in sources:
             if source not in self._waiting:
                 self._waiting[source] = queue.SimpleQueue()
-                # A daemon: when another rank has failed, nobody waits for this wait.
+                # A daemon: if another rank has failed, this wait never ends.
                 threading.Thread(target=self._wait, args=(source,), daemon=True).start()
             header = torch.zeros(2, dtype=torch.int64)
             there = self._mesh["pp"].ranks[source]
@@ -247,14 +247,14 @@ class _Listener:
         return source, header
 
     def poll(self) -> tuple[int, Tensor] | None:
-        """The same, None when none is there."""
+        """Same as :meth:`next`, without waiting; None if no header has arrived."""
         try:
             return self.next(waits=False)
         except queue.Empty:
             return None
 
     def next_of(self, source: int) -> Tensor:
-        """The next header of one rank; what others send meanwhile is kept for later."""
+        """The next header of one rank; those of others are kept for later."""
         while not self._kept.get(source):
             other, header = self.next()
             self._kept.setdefault(other, []).append(header)

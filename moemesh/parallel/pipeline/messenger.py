@@ -57,7 +57,7 @@ class Wire:
                 self._sending.append((work, x))
 
     def keep(self, work: dist.Work, tensor: Tensor) -> None:
-        """Hold the storage of a send that somebody else has started."""
+        """Hold the storage of a send that another object has started."""
         self._sending.append((work, tensor))
 
     def receive(

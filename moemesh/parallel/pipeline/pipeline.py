@@ -111,7 +111,7 @@ class Left:
         """A copy of `x` for later slices, whose gradient comes back to `x`."""
         leaf = x.detach()
         if x.requires_grad:
-            # Not a view: behind a projection it would keep the queries in memory, too.
+            # Not a view: after a projection it would keep the queries in memory, too.
             leaf = leaf.contiguous().requires_grad_()
             leaf.grad_dtype = torch.promote_types(x.dtype, torch.float32)
             self.carried.append((get_gradient_edge(x), leaf))
@@ -119,10 +119,10 @@ class Left:
 
 
 class EarlierSlices(SliceState):
-    """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of the slices before.
+    """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of earlier slices.
 
-    `left` is filled for those that follow; after :meth:`close` (the forward may be computed again)
-    nothing more is.
+    `left` is filled for later slices; not after :meth:`close`, since the forward may be
+    recomputed.
     """
 
     def __init__(self, earlier: Sequence[Left], *, is_last: bool) -> None:
@@ -234,10 +234,10 @@ class Pipeline:
             self._form = SteppedModelProgram
             # Replica gradients are reduced in a later segment than the home expert's own.
             in_parts = [p for moe in replicated(model) for p in moe.experts.parameters()]
-            # Embedding and head are read in front of every extra prediction layer and behind it.
+            # Embedding and head are read before and after every extra prediction layer.
             tables = [model.embedding, model.head] if model.config.num_mtp_layers else []
             in_parts += [table.weight for table in tables if table is not None]
-        #: Called before each operation, with what completes gradients behind it.
+        #: Hooks before and after each operation, with the gradients that it completes.
         self.hooks = GradientHooks(
             schedule,
             self.rank,
@@ -253,7 +253,7 @@ class Pipeline:
         self, batches: Sequence[Batch], objective: Objective, recorder: TimelineRecorder
     ) -> None:
         """Forward and backward of all `batches` (ordered by sample); the gradients are in the
-        reducer, their sums under way."""
+        reducer, their sums in flight."""
         self.reducer.begin()
         self._executor.run(self.program(batches, objective), recorder)
 

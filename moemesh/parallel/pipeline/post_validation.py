@@ -6,8 +6,8 @@ schedule has gained. Instead (P. Qi et al., "Zero Bubble Pipeline Parallelism", 
 synchronisation) each rank adds its part to a sum that comes from the rank before, and decides by
 this partial sum: a sum of squares only grows, so a rank whose partial norm already exceeds the clip
 value may safely defer its update. The whole sum comes back during the next warm-up, which holds
-nothing but forwards; when it shows that a rank has stepped too early, all ranks take that warm-up
-back and run it again.
+nothing but forwards; if it shows that a rank has stepped too early, all ranks undo that warm-up and
+repeat it.
 
 | step k of rank r | message |
 |---|---|
@@ -48,14 +48,14 @@ class Chain:
     def __init__(self, mesh: Mesh) -> None:
         self._rank, self._last = mesh["pp"].index, mesh["pp"].size - 1
         neighbours = [(rank, rank + 1) for rank in range(self._last)]
-        pairs = neighbours + [(there, here) for here, there in neighbours]
+        pairs = neighbours + [(after, before) for before, after in neighbours]
         self._channels = Channels(mesh, "pp", pairs, on_host=True)
         self._answer = torch.empty(0, dtype=torch.float64)
-        #: Until the answer is there: what it comes with, and the part of the sum that went on.
+        #: Pending answer: its two works, and the part of the sum that was passed on.
         self._under_way: tuple[dist.Work, dist.Work, Tensor] | None = None
 
     def pass_on(self, own: Tensor) -> Tensor:
-        """The sum over ranks 0 to this one, which goes on; waits for the rank before."""
+        """The sum over ranks 0 to this one, which is passed on; waits for the previous rank."""
         total = own
         if self._rank > 0:
             before = torch.empty_like(own)
@@ -82,7 +82,7 @@ class Chain:
         return self._answer
 
     def _send_back(self) -> None:
-        # The rank before has been ready to receive since it passed on its sum: this is no waiting.
+        # The previous rank has been ready to receive since it passed on its sum: this never waits.
         if self._rank > 0:
             self._channels.send(self._answer, self._rank - 1, **_LEDGER).wait()
 
@@ -90,9 +90,9 @@ class Chain:
 class ValidatedExecutor:
     """An executor whose warm-up, the entries before a rank's first backward, can be taken back.
 
-    Until it is confirmed no receive is posted for a message from behind its sender's warm-up: then
-    taking back is to receive, and drop, what the warm-ups have sent, and both ends of every queue
-    have counted alike. Raises ScheduleError for a schedule whose warm-ups depend on more.
+    Until it is confirmed, no receive is posted for a message from after its sender's warm-up: then
+    undoing means to receive, and drop, the messages of the warm-ups, and the counts of both ends of
+    every queue agree. Raises ScheduleError for a schedule whose warm-ups depend on more.
     """
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:
@@ -137,7 +137,7 @@ class ValidatedExecutor:
 
 
 class ValidatedPipeline:
-    """The steps of a pipeline, each of which starts before the one before is known to stand."""
+    """The steps of a pipeline, each of which starts before the previous one is confirmed."""
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
         """All ranks of the mesh call this."""
@@ -152,11 +152,11 @@ class ValidatedPipeline:
         recorder: TimelineRecorder,
         confirm: Callable[[], bool],
     ) -> None:
-        """As :meth:`Pipeline.run`, but the last step's gradients stay until `confirm`.
+        """Same as :meth:`Pipeline.run`, but the last step's gradients stay until `confirm`.
 
-        `confirm` is called behind the warm-up: True when it ran with the right weights; False when
-        they were not and, now, are. `begin` gives the objective of a warm-up; all that an earlier
-        one was told is void.
+        `confirm` is called after the warm-up: True if it ran with the right weights; False if it
+        did not and the weights are right now. `begin` gives the objective of a warm-up; results of
+        an earlier objective are discarded.
         """
         pipeline, executor, start = self._pipeline, self._executor, recorder.clock()
         program = pipeline.program(batches, begin())

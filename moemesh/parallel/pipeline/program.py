@@ -32,7 +32,7 @@ class GradientHooks:
     """Passes complete gradients to a reducer, at the positions that the schedule fixes.
 
     `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages. The
-    gradient of those `in_parts` comes in several parts: it is complete when the backward is over.
+    gradient of the parameters `in_parts` comes in several parts: it is complete after the backward.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class GradientHooks:
         in_parts: Collection[nn.Parameter] = (),
     ) -> None:
         self._reducer, self._in_parts = reducer, set(in_parts)
-        #: Told of each operation before it begins, where somebody looks on.
+        #: Optional hook, called with each operation before it begins.
         self.watch: Callable[[Op], None] | None = None
-        #: Operations behind which gradients are complete, and which: for a step, or each of them.
+        #: Operations after which gradients are complete, and these parameters.
         self._last: dict[Op, list[nn.Parameter]] = {}
         completing = [op for op in schedule.ops(rank) if op.kind in ("B", "W")]
         if reducer.is_per_backward:
@@ -100,8 +100,8 @@ class TensorSpec(NamedTuple):
 
 @dataclass
 class BackwardState:
-    """State from a forward for its backward. Outputs are freed once they are sent: their place in
-    the graph is enough. `state` belongs to the program."""
+    """State from a forward for its backward. Outputs are freed once they are sent: their edges in
+    the graph are sufficient. `state` belongs to the program."""
 
     inputs: list[Tensor]
     roots: list[GradientEdge | None]
@@ -128,8 +128,8 @@ class Program(Protocol):
         """Run a stage on the previous stage's outputs (none on the first); `inputs` are leaves."""
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
-        """From gradients of the outputs to gradients of the inputs; weight gradients go to where
-        they are summed, or into ``context.pending`` when `op` is an ``I``."""
+        """Gradients of the inputs from gradients of the outputs; weight gradients go to the
+        reducer, or into ``context.pending`` if `op` is an ``I``."""
 
     def weight_gradients(self, op: Op, context: BackwardState) -> None:
         """Compute what an ``I`` has left in ``context.pending``."""
@@ -138,7 +138,7 @@ class Program(Protocol):
         """Called before each operation, before its inputs have arrived."""
 
     def finished(self, op: Op) -> None:
-        """Called after each operation, its outputs on their way."""
+        """Called after each operation, with its outputs in flight."""
 
 
 def make_context(inputs: list[Tensor], forward: Forward) -> BackwardState:
@@ -182,26 +182,26 @@ def roots_of(
 
 def input_gradients(context: BackwardState) -> list[Tensor]:
     """The gradients of the inputs, after the backward; empties the context."""
-    found: list[Tensor] = []
+    gradients_of_inputs: list[Tensor] = []
     for x in context.inputs:
-        found.append(torch.zeros_like(x) if x.grad is None else x.grad)
+        gradients_of_inputs.append(torch.zeros_like(x) if x.grad is None else x.grad)
         x.grad = None
     context.roots, context.objective, context.inputs = [], None, []
-    return found
+    return gradients_of_inputs
 
 
 def stream_specs(model: Transformer, batch: Batch) -> Sequence[TensorSpec]:
     """The message of a stage to the next: the residual stream of this rank's tokens, and where all
     layers have one auxiliary loss the sums for it."""
     config = model.config
-    found = [TensorSpec(model.stream_shape(batch), model.stream_dtype)]
+    specs = [TensorSpec(model.stream_shape(batch), model.stream_dtype)]
     if config.has_joint_aux_loss:
         shape = num_scopes(config, model.num_sequences(batch)), width_of_sums(config)
-        found.append(TensorSpec(shape, torch.float64))
-    return found
+        specs.append(TensorSpec(shape, torch.float64))
+    return specs
 
 
-#: (a part, what it computed, its microbatch) -> its share of what is differentiated, a scalar.
+#: Function of (part, output, microbatch) that returns the part's share of the objective, a scalar.
 Objective = Callable[[ModelPart, Output, Batch], Tensor]
 
 
@@ -226,7 +226,7 @@ class ModelProgram:
             )
         self.schedule, self.model, self.parts = schedule, model, parts
         self.starting, self.finished = hooks.starting, hooks.finished
-        # Of whole sequences, the positions that this rank holds.
+        # The positions of whole sequences that this rank holds.
         self.batches = [
             batch.take(model.tokens.runs(batch.tokens_BS.shape[1])) for batch in batches
         ]
@@ -269,7 +269,7 @@ class ModelProgram:
 # exchange has started; at every pause of the forward the backward runs to its next one:
 #
 #     forward    attention, router | experts                | sum, attention, router | experts ...
-#     under way        B's combine ^        F's dispatch ^           B's dispatch ^
+#     in flight        B's combine ^        F's dispatch ^           B's dispatch ^
 #     backward                     sum | experts            | router, attention, sum | experts ...
 #
 # The number of turns follows from the layers alone, never from tokens, so that all ranks of a stage
@@ -290,9 +290,9 @@ def is_overlapped(entry: Entry) -> bool:
 
 
 class SteppedModelProgram(ModelProgram):
-    """The program of a model in steps; its graph is cut where the backward lies in such a block.
+    """The program of a model in steps; its graph is cut if the backward is in such a block.
 
-    Forwards and backwards may take turns: both pause only while an exchange is under way, equally
+    Forwards and backwards may take turns: both pause only while an exchange is in flight, equally
     often on all ranks of the stage.
     """
 
@@ -310,11 +310,11 @@ class SteppedModelProgram(ModelProgram):
     def forward_with_pauses(
         self, op: Op, inputs: list[Tensor], pause: Callable[[], None]
     ) -> Forward:
-        """As ``forward``; calls `pause` at every pause."""
+        """Same as ``forward``; calls `pause` at every pause."""
         part, tape = self.parts[op.stage], SegmentTape(pause) if op[1:] in self._cut else None
         assert tape is None or not (part.first and part.last and self.model.head is None), "tied"
-        found = self.forward_of(op, self.batch_of(op), inputs, tape or PausingFlow(pause))
-        return found._replace(state=tape)
+        forward_result = self.forward_of(op, self.batch_of(op), inputs, tape or PausingFlow(pause))
+        return forward_result._replace(state=tape)
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         if context.state is None:
@@ -324,7 +324,7 @@ class SteppedModelProgram(ModelProgram):
     def backward_steps(
         self, op: Op, context: BackwardState, gradients: list[Tensor]
     ) -> Steps[list[Tensor]]:
-        """As ``backward`` of a ``B``; yields at every pause."""
+        """Same as ``backward`` of a ``B``; yields at every pause."""
         assert op.kind == "B"
         if context.state is None:
             return super().backward(op, context, gradients)

@@ -3,10 +3,9 @@
 Version 0 is the weights at the start; every update makes the next one. The update rule
 determines which version an operation uses (table and papers: :mod:`moemesh.schedule.versions`).
 
-The newest version is no copy: it is the memory of the master. An update copies it first when
-somebody still uses what it is about to overwrite, so that there are never more copies in memory,
-master included, than the table says. Buffers that change the forward (a router's selection bias)
-are versioned like weights.
+The newest version is the memory of the master, not a copy. An update copies it first if a user of
+it remains, so that the number of copies in memory, master included, never exceeds the table.
+Buffers that change the forward (a router's selection bias) are versioned like weights.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from moemesh.parallel.data.reducer import call_after_gradients
 from moemesh.schedule.action import UpdateRule
 
-#: What takes a gradient: (the master's parameter, a gradient of one of its versions).
+#: Receiver of gradients: (the master's parameter, a gradient of one of its versions).
 Collect = Callable[[nn.Parameter, Tensor], None]
 
 
 @dataclass
 class _Copy:
-    """One version: leaf tensors by name, and how many forwards wait for their backward on it."""
+    """One version: leaf tensors by name, and the number of forwards with a pending backward."""
 
     tensors: dict[str, Tensor]
     users: int = 0
@@ -36,10 +35,10 @@ class _Copy:
 class WeightVersions:
     """The versions of the parameters and buffers of `module`, from now on.
 
-    Gradients of whatever version go to `collect`; ``renew()`` gives the parameters new memory with
-    the same content, and leaves the old one to their older versions. `in_place` (only under the
-    rule ``newest``) keeps one version in one place: what a forward has saved of the weights changes
-    with them, and its backward reads the weights of its own time.
+    Gradients of every version go to `collect`; ``renew()`` copies the parameters to new memory, and
+    leaves the old memory to older versions. `in_place` (only under the rule ``newest``) keeps one
+    version in one place: weights saved by a forward change with it, and its backward reads the
+    weights of its own time.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class WeightVersions:
     ) -> None:
         assert not in_place or rule.kind == "newest"
         self.rule, self.newest = rule, 0
-        #: The most updates between a forward and the use of its gradient; the most copies alive.
+        #: Most updates between a forward and the use of its gradient; most copies alive.
         self.lag, self.most_copies = 0, 1
         self._in_place, self._collect, self._renew = in_place, collect, renew
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
@@ -72,7 +71,7 @@ class WeightVersions:
     def take(self, microbatch: int) -> int:
         """The version for the forward of `microbatch`; it stays until :meth:`release`.
 
-        Not under the rule ``newest``: there nobody comes back to an old version.
+        Under the rule ``newest`` it is not kept: old versions are never used.
         """
         version = self.newest
         if self.rule.kind == "two_versions":
@@ -94,7 +93,7 @@ class WeightVersions:
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
         """Inside, the module has the weights of `version`. For backwards, too: a layer that is
-        computed once more there must find what its forward found."""
+        recomputed there must find the weights of its forward."""
         tensors = self._copies[version].tensors
         for slots, leaf, name in self._slots:
             slots[leaf] = tensors[name]
@@ -113,7 +112,7 @@ class WeightVersions:
             step()
             return
         if self._is_needed(self.newest - 1):
-            # What forwards have saved keeps the old memory.
+            # Tensors saved by forwards keep the old memory.
             self._renew()
             for tensor in self._own.values():
                 if not isinstance(tensor, nn.Parameter):
@@ -124,14 +123,14 @@ class WeightVersions:
         self.most_copies = max(self.most_copies, len(self._copies))
 
     def close(self) -> None:
-        """Nothing is under way any more: only the newest version stays."""
+        """Drop all versions but the newest, after the last backward."""
         users = {version: copy.users for version, copy in self._copies.items() if copy.users}
         assert not users, f"versions still in use: {users}"
         self._copies = {self.newest: self._copies[self.newest]}
 
     @property
     def most_bytes(self) -> int:
-        """The most bytes that copies beside the newest version have taken."""
+        """Peak bytes of copies besides the newest version."""
         one = sum(tensor.numel() * tensor.element_size() for tensor in self._own.values())
         return (self.most_copies - 1) * one
 
@@ -149,7 +148,7 @@ class WeightVersions:
             del self._copies[version]
 
     def _snapshot(self) -> _Copy:
-        """The master's memory as leaf tensors of their own, which count changes by themselves."""
+        """The master's memory as leaf tensors of their own, with their own version counters."""
         found: dict[str, Tensor] = {}
         for name, own in self._own.items():
             leaf = found[name] = own.data

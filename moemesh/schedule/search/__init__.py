@@ -259,7 +259,7 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]
             if placement not in placements and (ranks > 1 or count == chunks[0]):
                 placements.append(placement)
     problems: list[SearchProblem] = []
-    misfits: list[ValueError] = []
+    errors: list[ValueError] = []
     for placement in placements:
         try:
             problem = make_problem(
@@ -271,12 +271,12 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]
                 activation=question.activation,
                 weight_memory=question.weight_memory,
             )
-        except ValueError as misfit:
-            misfits.append(misfit)
+        except ValueError as error:
+            errors.append(error)
             continue
         problems.append(problem)
     if not problems:
-        raise UserError(f"search: {misfits[0]}") from misfits[0]
+        raise UserError(f"search: {errors[0]}") from errors[0]
     for rank in range(ranks):
         for problem in problems:
             # One microbatch must fit on a rank, in every placement.

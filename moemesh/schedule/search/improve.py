@@ -36,10 +36,10 @@ def evaluated(problem: SearchProblem, letters: Letters) -> State | None:
     """The state of these letters; None when they break precedence or memory, or deadlock."""
     operations: list[list[int]] = []
     for rank, order in enumerate(letters):
-        found = problem.operations(rank, order)
-        if found is None:
+        row = problem.operations(rank, order)
+        if row is None:
             return None
-        operations.append(found)
+        operations.append(row)
     times = problem.evaluate(operations)
     return None if times is None else State(letters=letters, operations=operations, times=times)
 
@@ -143,8 +143,8 @@ def _gaps(state: State, rank: int, position: int) -> list[int]:
         if wait > 0:
             # Inserted before `at`; every entry after the old place moves up by one.
             (after if at > position else before).append((-wait, at - (at > position)))
-    found = [at for _, at in sorted(before)[:2] + sorted(after)[:2] if at != position]
-    return [*found, len(order) - 1]
+    places = [at for _, at in sorted(before)[:2] + sorted(after)[:2] if at != position]
+    return [*places, len(order) - 1]
 
 
 def _fingerprint(letters: Letters) -> int:

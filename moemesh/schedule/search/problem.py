@@ -221,15 +221,15 @@ def make_problem(
                 # on the same rank anyway.
                 step = -1 if kind == 0 else 1
                 other = stage + step
-                here = kind * inner + stage * num_microbatches + microbatch
+                place = kind * inner + stage * num_microbatches + microbatch
                 if kind == 2 or (kind == 0 and stage == 0):
                     source.append(-1)
                     delay.append(0)
                 elif other == stages:
-                    source.append(here - inner)
+                    source.append(place - inner)
                     delay.append(0)
                 else:
-                    source.append(here + step * num_microbatches)
+                    source.append(place + step * num_microbatches)
                     crosses = placement[other] != placement[stage]
                     delay.append(bound.message(Op(name, other, microbatch), op) if crosses else 0)
     whole, kept, parts = amounts(shape, activation, weight_memory)

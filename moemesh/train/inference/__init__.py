@@ -1,1 +1,1 @@
-"""Trained models in use: evaluated, asked for text, and scored expert by expert, in any plan."""
+"""Use of trained models in any plan: evaluation, text generation, and scores of experts."""

@@ -102,40 +102,40 @@ def score_table(
 
 @contextmanager
 def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
-    """Inside, forwards add this rank's gate scores and choices of each expert, to [L, 2, E]."""
-    found = torch.zeros(
+    """Context in which forwards add this rank's gate scores and expert choices, to [L, 2, E]."""
+    sums = torch.zeros(
         len(layers), 2, parallel.model.config.num_experts, dtype=torch.float64,
         device=parallel.mesh.device,
     )  # fmt: skip
 
     def add(sums_2E: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> None:
         chosen = experts_TK.flatten()
-        there = chosen >= 0
-        weights = weights_TK.detach().flatten()[there].double()
-        sums_2E[0].index_add_(0, chosen[there], weights)
-        sums_2E[1].index_add_(0, chosen[there], torch.ones_like(weights))
+        valid = chosen >= 0
+        weights = weights_TK.detach().flatten()[valid].double()
+        sums_2E[0].index_add_(0, chosen[valid], weights)
+        sums_2E[1].index_add_(0, chosen[valid], torch.ones_like(weights))
 
     hooks = [
-        moe.observe(partial(add, found[layers.index(layer)]))
+        moe.observe(partial(add, sums[layers.index(layer)]))
         for layer, moe in parallel.model.moe_layers().items()
         if layer in layers
     ]
     try:
-        yield found
+        yield sums
     finally:
         for hook in hooks:
             hook.remove()
 
 
 def keep_table(config: RunConfig, folder: RunFolder) -> None:
-    """Keep the experts that train in the run folder. Raises RunFolderError where a run that goes on
-    would train others."""
+    """Record the experts that train in the run folder. Raises RunFolderError if a resumed run would
+    train others."""
     if config.train.esft is None:
         return
-    experts = {str(layer): list(found) for layer, found in read_table(config.train.esft).items()}
+    experts = {str(layer): list(ids) for layer, ids in read_table(config.train.esft).items()}
     kept = folder.path / KEPT_TABLE
     if folder.has_run and kept.exists():
-        before = {str(layer): list(found) for layer, found in read_table(kept).items()}
+        before = {str(layer): list(ids) for layer, ids in read_table(kept).items()}
         for layer in experts.keys() | before.keys():
             if experts.get(layer) != before.get(layer):
                 raise RunFolderError(
@@ -147,7 +147,7 @@ def keep_table(config: RunConfig, folder: RunFolder) -> None:
 
 
 def as_text(table: dict[str, Any], out: Path) -> str:
-    """For a person: a line for each layer."""
+    """The table as text: a line for each layer."""
     lines = [f"{'layer':>5}  {'experts':>7}  {'share':>6}  chosen"]
     total = 0
     for layer, chosen in table["experts"].items():
@@ -164,5 +164,5 @@ def as_text(table: dict[str, Any], out: Path) -> str:
 def picture(table: dict[str, Any]) -> str:
     """The relevance of every expert as SVG."""
     rows = {int(layer): row[table["score"]] for layer, row in table["scores"].items()}
-    chosen = {int(layer): found for layer, found in table["experts"].items()}
+    chosen = {int(layer): experts for layer, experts in table["experts"].items()}
     return relevance_map(rows, chosen)

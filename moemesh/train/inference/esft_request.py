@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # the command reads this file to know its options
     from moemesh.config.run import RunConfig
 
 DEFAULT_THRESHOLD = 0.2
-#: Of models without a shorter limit.
+#: Default length for models without a shorter limit.
 DEFAULT_SEQ_LEN = 4096
 
 
@@ -28,7 +28,7 @@ class EsftRequest:
         "Choose the most relevant experts of a layer that together reach this share.",
         {"metavar": "P", "show_default": "0.2"},
     ] = None
-    experts_per_layer: Annotated[int | None, "Or: so many of every layer.", {"min": 1}] = None
+    experts_per_layer: Annotated[int | None, "Or: this number in every layer.", {"min": 1}] = None
     score: Annotated[
         Literal["gate", "token"], "Relevance: mean gate score, or share of the tokens' choices."
     ] = "gate"
@@ -45,7 +45,7 @@ class EsftRequest:
     svg: Annotated[Path | None, "Draw the scores.", "FILE"] = None
 
     def checked(self, config: RunConfig) -> Self:
-        """With its defaults. Raises ConfigError for what cannot be done."""
+        """The request with its defaults. Raises ConfigError for invalid options."""
         wrong: list[Problem] = []
 
         def refuse(option: str, value: object, message: str, fix: str) -> None:
@@ -68,10 +68,10 @@ class EsftRequest:
             refuse("--experts-per-layer", self.experts_per_layer, message, f"at most {experts}")
         if wrong:
             raise ConfigError(wrong)
-        found = self
+        request = self
         if self.threshold is None and self.experts_per_layer is None:
-            found = replace(found, threshold=DEFAULT_THRESHOLD)
+            request = replace(request, threshold=DEFAULT_THRESHOLD)
         if self.seq_len is None:
             longest = config.model.max_position_embeddings or DEFAULT_SEQ_LEN
-            found = replace(found, seq_len=min(DEFAULT_SEQ_LEN, longest))
-        return found
+            request = replace(request, seq_len=min(DEFAULT_SEQ_LEN, longest))
+        return request

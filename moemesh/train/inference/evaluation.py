@@ -35,16 +35,16 @@ from moemesh.train.weights.weight_sources import config_of
 
 
 def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
-    """Print what `work` gives on the first rank, unless it is empty; returns the exit code. Starts
-    the ranks of the plan, each with the arguments of this command and `more`, or is one of them."""
+    """Print the result of `work` on the first rank, unless it is empty; returns the exit code.
+    Starts the ranks of the plan, each with the arguments of this command and `more`, or is one."""
     if not launch.joined() and config.plan.world_size > 1:
         return launch.launch(config.plan.world_size, [*sys.argv[1:], *more])
     ranks = launch.start(config.train.device, config.train.timeout_seconds, config.train.dtype)
     alone = ranks.world_size == 1
     mesh = Mesh.single(ranks.device) if alone else Mesh.create(config.plan.layout, ranks.device)
-    found = work(mesh)
-    if mesh.rank == 0 and found:
-        print(found, flush=True)
+    output = work(mesh)
+    if mesh.rank == 0 and output:
+        print(output, flush=True)
     barrier(mesh.control)
     launch.stop()
     return 0
@@ -53,11 +53,11 @@ def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
 def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
     """The model of a run's newest checkpoint, or of a folder of transformers, on these ranks."""
     parallel = construct(config, mesh)
-    # Masters, so that weights are rounded once; an optimizer without state beside them.
+    # Masters, so that weights are rounded once; the optimizer has no state.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
     if (source / CONFIG).exists():
-        say = to_stderr if mesh.rank == 0 else lambda note: None
-        saving.load_weights(open_weights(config, say), parallel, optimizer)
+        log = to_stderr if mesh.rank == 0 else lambda note: None
+        saving.load_weights(open_weights(config, log), parallel, optimizer)
         if (adapters := open_adapters(config, trains=False)) is not None:
             saving.load_weights(adapters, parallel, optimizer)
         return parallel
@@ -75,7 +75,7 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
     return parallel
 
 
-#: Between lines of a long evaluation.
+#: Seconds between lines of a long evaluation.
 _LINE_SECONDS = 30.0
 
 
@@ -83,8 +83,8 @@ class Evaluation(NamedTuple):
     """Mean negative log-likelihood, its exponential, the tokens predicted, and the unit of the
     loss: "nats a token", or with the tokenizer "bytes", whose tokens are bytes, "nats a byte".
 
-    Losses of two models compare where `seq_len` is the same: longer sequences give more context,
-    and cut fewer conversations."""
+    Losses of two models are comparable if `seq_len` is the same: longer sequences give more
+    context, and truncate fewer conversations."""
 
     loss: float
     perplexity: float
@@ -93,7 +93,7 @@ class Evaluation(NamedTuple):
     seq_len: int = 0
 
     def text(self) -> str:
-        """For a person."""
+        """The result as text."""
         return (
             f"loss        {self.loss:.6f} {self.unit}\n"
             f"perplexity  {self.perplexity:.4f}\n"
@@ -114,8 +114,8 @@ def evaluate(
         print(f"note: {note}", file=sys.stderr, flush=True)
 
     def work(mesh: Mesh) -> str:
-        found = run(config, mesh, source)
-        return strict_json(found._asdict()) if as_json else found.text()
+        evaluation = run(config, mesh, source)
+        return strict_json(evaluation._asdict()) if as_json else evaluation.text()
 
     return on_ranks(config, work)
 

@@ -1,8 +1,8 @@
 """`moemesh generate`: text from a run or a folder of transformers, token by token.
 
-The keys and values of earlier tokens are kept, so that a token costs one forward of its own. This
-is the model of training with its dispatchers and seams, to try a model out: no batching of
-requests, no paged memory. For serving, convert the run and take a server.
+The keys and values of earlier tokens are cached, so that a token costs one forward of its own. This
+is the model of training with its dispatchers and seams, for trying a model out: requests are not
+batched, memory is not paged. For serving, convert the run and use a server.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from moemesh.train.weights.conversion import to_stderr
 from moemesh.train.weights.end_of_turn import text_ends
 from moemesh.train.weights.weight_sources import config_of
 
-#: Logits [V] -> the id of the next token.
+#: Function of logits [V] that returns the id of the next token.
 Choose = Callable[[Tensor], int]
 
 
 class KeyValueCache(SliceState):
-    """The state of a sequence that grows, without autograd.
+    """The cache of a growing sequence, without autograd.
 
-    Each layer has room for twice the positions that it held when its room was full, so that a token
-    is written behind the others, which are not copied.
+    When a layer's buffer is full, it is replaced by one of twice the length, so that most tokens
+    are appended without a copy of the others.
     """
 
     #: Auxiliary losses are for training.
@@ -53,7 +53,7 @@ class KeyValueCache(SliceState):
         self._room: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions so far, these at the end: views of the layer's room."""
+        """Keys and values of all positions, with the new ones appended: views of the buffer."""
         start = self._length.get(layer, 0)
         stop = self._length[layer] = start + key_BMSD.shape[2]
         both, kept = (key_BMSD, value_BMSD), self._room.get(layer)
@@ -69,7 +69,7 @@ class KeyValueCache(SliceState):
         return key, value
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget the other sequences."""
+        """Drop all other sequences."""
         for layer, (key, value) in self._room.items():
             index = torch.tensor(rows, dtype=torch.int64, device=key.device)
             self._room[layer] = key[index], value[index]
@@ -79,9 +79,9 @@ class KeyValueCache(SliceState):
 
 
 class Continuations:
-    """Sequences of a model in one part that grow together, a token each at every step; all ranks of
-    its plan do the same. Shorter prompts are padded at their beginning: their tokens are a document
-    of their own, which attention does not leave, and nobody routes the padding."""
+    """Sequences of a model in one part that grow together, one token each at every step; all ranks
+    of its plan do the same. Shorter prompts are padded at their beginning: their tokens are a
+    document of their own for attention, and the padding is not routed."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Continuations:
             documents_BS=documents_BS,
             training=False,
         )
-        if self._done < length - 1:  # of a prompt only the last position needs logits
+        if self._done < length - 1:  # only the last position of a prompt needs logits
             self.model.stream(whole.slice(self._done, length - 1, self._cache))
         logits_BV = self.model.logits(whole.slice(length - 1, length, self._cache))
         self._done = length
@@ -125,7 +125,7 @@ class Continuations:
         return chosen
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these sequences alone."""
+        """Continue with these sequences only."""
         self._ids, self._starts, self.choosers = (
             [values[row] for row in rows] for values in (self._ids, self._starts, self.choosers)
         )
@@ -135,7 +135,7 @@ class Continuations:
 def continuation(
     model: Transformer, prompt: Sequence[int], choose: Choose, device: torch.device | str = "cpu"
 ) -> Iterator[int]:
-    """Ids behind one `prompt`, without end: see :class:`Continuations`."""
+    """Ids that follow one `prompt`, without end: see :class:`Continuations`."""
     growing = Continuations(model, [prompt], [choose], device)
     while True:
         yield growing.step()[0]
@@ -152,10 +152,10 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
             raise UserError("the logits of the model are NaN: its weights are not numbers")
         if not temperature:
             return int(logits_V.argmax())
-        # Of any temperature: the largest is 0, whatever that divides.
+        # Subtracting the maximum first is safe for every temperature.
         scaled_V = (logits_V - logits_V.max()) / temperature
         shares_V, ids_V = scaled_V.softmax(0).sort(descending=True, stable=True)
-        # The token that passes the bound is still one of them, the first one always.
+        # The token that crosses the bound is included, so there is always one.
         before_V = shares_V.cumsum(0) - shares_V
         shares_V = shares_V.masked_fill((before_V > 0) & (before_V >= top_p), 0.0)
         return int(ids_V[torch.multinomial(shares_V, 1, generator=generator)])
@@ -164,9 +164,9 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
 
 
 class GrowingText:
-    """The text that the tokens of one sequence make, until it ends; `say` gets it piece by piece.
+    """The text of the tokens of one sequence, until it ends; `log` gets it piece by piece.
 
-    It ends at an id of `stops`, behind the text `stop`, or with `max_tokens` tokens.
+    It ends at an id of `stops`, after the text `stop`, or with `max_tokens` tokens.
     """
 
     def __init__(
@@ -176,32 +176,32 @@ class GrowingText:
         stops: Collection[int],
         stop: str,
         max_tokens: int,
-        say: Callable[[str], object] = lambda text: None,
+        log: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
-        self.max_tokens, self.say = max_tokens, say
+        self.max_tokens, self.log = max_tokens, log
         self.tokens: list[int] = []
         self._said = ""
 
     def add(self, token: int) -> bool:
-        """Whether the text goes on behind this token."""
+        """Append a token; returns False at a stop."""
         if token in self.stops:
             return False
         self.tokens.append(token)
         stop, decode = self.stop, self.tokenizer.decode
         if stop and decode(self.tokens[-len(stop) :], special=True).endswith(stop):
             return False
-        # A token may be a part of a character, and a text end as the stop begins.
+        # Wait for the rest of a character, and of a possible stop text.
         text = decode(self.tokens)
         if not text.endswith(("\ufffd", *(stop[:n] for n in range(1, len(stop))))):
-            self.say(text[len(self._said) :])
+            self.log(text[len(self._said) :])
             self._said = text
         return len(self.tokens) < self.max_tokens
 
     def text(self) -> str:
-        """All of it; what was not said is."""
+        """The whole text; passes its pending end to `log`."""
         text = self.tokenizer.decode(self.tokens).removesuffix(self.stop)
-        self.say(text[len(self._said) :])
+        self.log(text[len(self._said) :])
         self._said = text
         return text
 
@@ -219,21 +219,21 @@ def answer_together(
     growing, open_answers = Continuations(model, prompts, choosers, device), list(answers)
     while open_answers:
         tokens = growing.step()
-        goes_on = [one.add(token) for one, token in zip(open_answers, tokens, strict=True)]
-        if not all(goes_on):
-            growing.keep([place for place, goes in enumerate(goes_on) if goes])
-            open_answers = list(compress(open_answers, goes_on))
+        continues = [answer.add(token) for answer, token in zip(open_answers, tokens, strict=True)]
+        if not all(continues):
+            growing.keep([place for place, goes in enumerate(continues) if goes])
+            open_answers = list(compress(open_answers, continues))
 
 
 def prompts_of(file: Path) -> list[str]:
-    """The prompts of a file: its lines, or of ``.jsonl`` the strings named "prompt". UserError with
-    the line that holds none."""
+    """The prompts of a file: its lines, or the strings "prompt" of a ``.jsonl`` file. Raises
+    UserError with the line that has none."""
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text: its byte {error.start + 1} is none") from error
+        raise UserError(f"{file}: not UTF-8 text: byte {error.start + 1} is invalid") from error
     lines = lines[:-1] if not lines[-1] else lines
     if file.suffix == ".jsonl":
         for number, line in enumerate(lines):
@@ -266,12 +266,11 @@ def generate(
     as_json: bool = False,
 ) -> int:
     """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
-    returns the exit code. With `chat`, `prompt` is a question, put and answered by the chat
-    template; None: questions are the lines of stdin. `prompts`: continue those of a file instead,
-    `batch` at a time, number i with the draws of ``seed + i``; one that cannot be continued is
-    named, and the others are answered."""
+    returns the exit code. With `chat`, `prompt` is a question in the chat template; None: questions
+    are the lines of stdin. `prompts`: continue those of a file instead, `batch` at a time, number i
+    with the random numbers of ``seed + i``; invalid ones are reported, and the others answered."""
     config = config_of(source, overrides)
-    # Keys and values of a sequence are kept where its tokens are: on every rank.
+    # Keys and values are cached on every rank, so sequences are not split.
     problems = [
         Problem(
             code="conflict",
@@ -288,9 +287,9 @@ def generate(
     if config.model.architecture is not None:
         batch = 1  # the modelling code's cache has no place for padding
     tokenizer = Tokenizer.open(config.data.tokenizer)
-    template = ChatTemplate.open(tokenizer, "--chat asks by one") if chat else None
+    template = ChatTemplate.open(tokenizer, "--chat needs one") if chat else None
     if template is None and was_tuned_on_conversations(source) and not launch.launched():
-        note = "this run was tuned on conversations: --chat asks by their template"
+        note = "this run was tuned on conversations: --chat uses their template"
         print(f"note: {note}", file=sys.stderr, flush=True)
     converses = prompt is None and prompts is None
     if converses and config.plan.world_size > 1:
@@ -307,7 +306,7 @@ def generate(
             ids = tokenizer.encode(text.encode(), name).tolist()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{name} is not UTF-8 text: its character {error.start + 1} is none"
+                f"{name} is not UTF-8 text: character {error.start + 1} is invalid"
             ) from error
         if not ids:
             raise UserError(f"{name} is empty; it needs at least one token")
@@ -323,10 +322,10 @@ def generate(
             )
         return ids
 
-    asked = [] if prompt is None else ids_of(prompt)
+    prompt_ids = [] if prompt is None else ids_of(prompt)
     wanted = [] if prompts is None else prompts_of(prompts)
     stop = "" if template is None else template.stop
-    # The ids that end a text, as the first file of the model's folder says that names them.
+    # The ids that end a text, from the first file of the model's folder that names them.
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
     stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
 
@@ -351,18 +350,18 @@ def generate(
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source)
 
-        def answer(ids: list[int], say: Callable[[str], object]) -> tuple[str, list[int]]:
-            found = new_answer(say=say)
-            # One generator of numbers for all answers of a conversation.
-            for one in continuation(parallel.model, ids, choose, mesh.device):
-                if not found.add(one):
+        def answer(ids: list[int], log: Callable[[str], object]) -> tuple[str, list[int]]:
+            growing = new_answer(log=log)
+            # One random generator for all answers of a conversation.
+            for token in continuation(parallel.model, ids, choose, mesh.device):
+                if not growing.add(token):
                     break
-            text = found.text()
+            text = growing.text()
             if mesh.rank == 0:
-                note_positions(len(ids) + len(found.tokens), "--prompt")
+                note_positions(len(ids) + len(growing.tokens), "--prompt")
             if not text and mesh.rank == 0:
                 to_stderr("note: the answer is empty: the model ends the text at once")
-            return text, found.tokens
+            return text, growing.tokens
 
         choose = chooser(temperature, top_p, seed)
         if wanted:
@@ -375,15 +374,15 @@ def generate(
                     parallel.model, asked_now, list(answers.values()), choosers, mesh.device
                 )
                 for number in numbers if mesh.rank == 0 else ():
-                    found, head = answers.get(number), "" if chat else wanted[number - 1]
-                    if found is not None:
-                        note_positions(len(rows[number]) + len(found.tokens), f"line {number}")
-                    if found is not None and not as_json:
-                        print(f"== line {number}\n{head}{found.text()}", flush=True)
+                    growing, head = answers.get(number), "" if chat else wanted[number - 1]
+                    if growing is not None:
+                        note_positions(len(rows[number]) + len(growing.tokens), f"line {number}")
+                    if growing is not None and not as_json:
+                        print(f"== line {number}\n{head}{growing.text()}", flush=True)
                     elif as_json:
                         row: dict[str, Any] = {"line": number, "error": errors.get(number)}
-                        if found is not None:
-                            row = {"line": number, "text": found.text(), "tokens": found.tokens}
+                        if growing is not None:
+                            row = {"line": number, "text": growing.text(), "tokens": growing.tokens}
                         print(strict_json(row), flush=True)
             parallel.close()
             return ""
@@ -392,13 +391,13 @@ def generate(
             return ""
         head = "" if chat else prompt or ""
         if mesh.rank == 0 and sys.stdout.isatty() and not as_json:
-            # A person reads along.
+            # On a terminal, print as the text grows.
             _print_more(head)
-            answer(asked, _print_more)
+            answer(prompt_ids, _print_more)
             print(flush=True)
             parallel.close()
             return ""
-        text, tokens = answer(asked, lambda text: None)
+        text, tokens = answer(prompt_ids, lambda text: None)
         parallel.close()
         return strict_json({"text": text, "tokens": tokens}) if as_json else head + text
 
@@ -414,7 +413,7 @@ def _converse(
     ids_of: Callable[[str], list[int]],
     answer: Callable[[list[int], Callable[[str], object]], tuple[str, list[int]]],
 ) -> None:
-    """Questions from stdin, a line each, and their answers, until /exit or the end of the input."""
+    """Read questions from stdin, a line each, and print answers, until /exit or end of input."""
     is_terminal, before = sys.stdin.isatty(), len(turns)
     if is_terminal:
         print("/exit or Ctrl-D ends the conversation", file=sys.stderr)

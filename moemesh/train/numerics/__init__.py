@@ -1,1 +1,1 @@
-"""Numbers of a run that are not as they should be: judged, traced, compared, kept, replayed."""
+"""Numerical faults of a run: policy, tracing, replica checksums, replay bundles, layout proof."""

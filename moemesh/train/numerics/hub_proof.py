@@ -1,8 +1,8 @@
-"""The proof before a run: a small model of the same family, whole and in the run's layout.
+"""Proof of a layout before a run: a small model of the family, on one device and in the layout.
 
-The modelling code of transformers is not ours, so nothing is taken for granted: forward and
-backward of a small instance run on one device by transformers alone and on all ranks of the plan,
-in float64. Losses and gradients that differ by more than :data:`MOST` are a refusal.
+The modelling code of transformers is not ours, so its behaviour is tested: forward and backward of
+a small instance run on one device by transformers alone and on all ranks of the plan, in float64.
+A difference of losses or gradients above :data:`MOST` is a refusal.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step
 from moemesh.train.weights import saving
 
-#: The largest difference of a loss or a gradient.
+#: Largest accepted difference of a loss or a gradient.
 MOST = 1e-9
-#: Experts of the small model, as far as the ranks of ep divide them, and positions.
+#: Largest number of experts of the small model, and its number of positions.
 _EXPERTS, _LENGTH = 8, 16
-#: Seconds of a proof that a run need not mention.
+#: Seconds up to which a proof is not mentioned.
 _MOST_SECONDS = 10.0
 
 
 class ProofError(UserError):
-    """The layout gives other numbers than one device."""
+    """The layout gives other results than one device."""
 
 
 class _Weights:
@@ -58,7 +58,7 @@ class _Weights:
 
 
 def _part(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
-    """The numbers of a shard; an expert has a name of its own, and is a row of a stack."""
+    """The elements of a shard; an expert has a name of its own, and is a row of a stack."""
     if shard.name in tensors:
         part = tensors[shard.name]
     else:
@@ -71,8 +71,8 @@ def _part(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
 
 
 def prove(config: RunConfig, mesh: Mesh) -> str:
-    """Raise ProofError on every rank unless the plan keeps the family's numbers; all ranks call.
-    Returns a note where the proof was slow, else ""."""
+    """Raise ProofError on every rank unless the plan reproduces the family's results; all ranks
+    call. Returns a note if the proof was slow, else ""."""
     start = time.perf_counter()
     assert config.model.architecture is not None
     plan = config.plan
@@ -99,7 +99,7 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
 def _difference(
     architecture: Architecture, experts: int, plan: Plan, mesh: Mesh
 ) -> tuple[float, str]:
-    """The largest difference on this rank, and what differs."""
+    """The largest difference on this rank, and its name."""
     # Late: transformers takes seconds to import.
     from moemesh.model.hub.architecture import read
     from moemesh.model.hub.build import initialize

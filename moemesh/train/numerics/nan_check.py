@@ -1,16 +1,16 @@
-"""Examination of a step that was not finite: run it once more, looking at every number.
+"""Examination of a non-finite step: repeat it, and check every number.
 
 Healthy steps pay nothing: only when the ranks have agreed that a loss or a gradient is not finite
-do they run the step's forward and backward again, on the same samples and with the same random
-numbers, and look at weights, at the output of every module, at losses, at the gradient of every
-module's input and of every weight, each before ranks exchange it, and at the sums. What is found
-on all ranks is put in the order of the computation, and the first of it is the origin:
+do they repeat the step's forward and backward, with the same samples and random numbers, and check
+weights, the output of every module, losses, the gradient of every module's input and of every
+weight, each before ranks exchange it, and the sums. The findings of all ranks are put in the order
+of the computation; the first is the origin:
 
     weights  ->  forward, microbatch by microbatch, layer by layer  ->  loss
              ->  backward, from the last layer to the first  ->  sums over ranks
 
-A fault that does not repeat (a bit that flipped in a register, say) is found by none of them; then
-the report says so and names the parameters whose gradients were not finite in the step itself.
+A fault that does not repeat (a bit that flipped in a register, for example) is found by none of
+these checks; then the report has the parameters whose gradients were not finite in the step itself.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepSums, count_over_step, forget_rank_tokens
 
-#: So many sample ids, experts and parameters are named.
+#: Largest number of sample ids, experts and parameters in a message.
 MOST_NAMED = 16
-#: In the order of the computation; "backward" and "gradient" are compared by layer.
+#: Phases in the order of the computation; "backward" and "gradient" are compared by layer.
 PHASES = ("weight", "forward", "loss", "backward", "gradient", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nonfinite:
-    """Numbers that are not finite, seen on one rank. `place` orders what is in one layer;
-    ``is_fresh``: what the module was given is finite; `sequences`: of the step, where known, of
-    `num_looked` that were looked at there."""
+    """Non-finite numbers on one rank. `place` orders numbers within a layer; ``is_fresh``: the
+    module's inputs are finite; `sequences`: indices in the step, if known, among `num_looked`
+    checked ones."""
 
     rank: int
     phase: str
@@ -68,12 +68,11 @@ class Nonfinite:
 class NonfiniteOrigin:
     """The origin of a value that is not finite, the same on every rank.
 
-    `phase`: one of :data:`PHASES`, or "unrepeated" when a second run was finite. `name`: the
-    parameter or module. `ranks`: all that saw it first, at the same place. `layer`, `microbatch`
-    and `expert` are None where there is none; `samples`: ids in the data, of the sequences
-    concerned; `num_alike`: how many these are where they are all that were looked at, so that no
-    single one is the cause; else 0. `parameters`: those whose gradients were not finite in the
-    step itself.
+    `phase`: one of :data:`PHASES`, or "unrepeated" if the repeated step was finite. `name`: the
+    parameter or module. `ranks`: all that had it first, at the same place. `layer`, `microbatch`
+    and `expert` are None if they do not apply; `samples`: ids in the data of the sequences
+    concerned; `num_alike`: their number if these are all checked sequences, so that no single one
+    is the cause; else 0. `parameters`: those whose gradients were not finite in the step itself.
     ``is_damage``: other ranks hold finite copies of the same weight.
     """
 
@@ -92,7 +91,7 @@ class NonfiniteOrigin:
     is_damage: bool = False
 
     def facts(self) -> dict[str, Any]:
-        """The keys of failure.json that it knows."""
+        """The keys of failure.json that are known."""
         name = "parameter" if self.phase in ("weight", "gradient", "sum") else "module"
         return {
             name if key == "name" else key: list(value) if isinstance(value, tuple) else value
@@ -102,7 +101,7 @@ class NonfiniteOrigin:
 
     def __str__(self) -> str:
         if self.phase == "unrepeated":
-            text = "it does not come again with the same numbers: a fault of the hardware, perhaps"
+            text = "it does not repeat with the same numbers: a fault of the hardware, perhaps"
             if self.parameters:
                 named = ", ".join(self.parameters[:3])
                 more = len(self.parameters) - 3
@@ -128,13 +127,13 @@ class NonfiniteOrigin:
         return f"{what} {self.value} first ({'; '.join(where)})"
 
 
-def order(one: Nonfinite) -> tuple[int, ...]:
-    """A sort key: the order of the computation among numbers of one phase."""
-    if one.phase == "backward":
-        return one.microbatch, -one.layer, -one.place
-    if one.phase in ("weight", "gradient", "sum"):
-        return one.microbatch, one.place
-    return one.microbatch, one.layer, one.place
+def order(value: Nonfinite) -> tuple[int, ...]:
+    """Sort key of the order of computation among values of one phase."""
+    if value.phase == "backward":
+        return value.microbatch, -value.layer, -value.place
+    if value.phase in ("weight", "gradient", "sum"):
+        return value.microbatch, value.place
+    return value.microbatch, value.layer, value.place
 
 
 def origin(
@@ -143,25 +142,25 @@ def origin(
     sample_ids: Sequence[int],
     parameters: tuple[str, ...],
 ) -> NonfiniteOrigin:
-    """The first in the order of the computation; all ranks call with what all have seen."""
+    """The first value in the order of the computation; all ranks call with the values of all."""
     phase = next((phase for phase in PHASES if any(one.phase == phase for one in seen)), None)
     if phase is None:
         return NonfiniteOrigin(phase="unrepeated", parameters=parameters[:MOST_NAMED])
-    found = [one for one in seen if one.phase == phase]
+    candidates = [one for one in seen if one.phase == phase]
     if phase == "backward":
         # A backward goes from the last layer to the first: the gradient of a weight of a later
         # layer, or of an earlier microbatch, comes before it.
-        first = min(found, key=order)
+        first = min(candidates, key=order)
         before = first.microbatch, -first.layer
         weights = [one for one in seen if one.phase == "gradient" and one.layer >= 0]
-        found = [one for one in weights if (one.microbatch, -one.layer) < before] or found
-    first = min(found, key=lambda one: (order(one), not one.is_fresh, one.rank))
+        candidates = [one for one in weights if (one.microbatch, -one.layer) < before] or candidates
+    first = min(candidates, key=lambda one: (order(one), not one.is_fresh, one.rank))
     place = order(first), first.name, first.is_fresh
-    same = [one for one in found if (order(one), one.name, one.is_fresh) == place]
+    same = [one for one in candidates if (order(one), one.name, one.is_fresh) == place]
     in_step = first.phase not in ("weight", "sum")
     concerned = [one for one in same if one.sequences]
     if in_step and not concerned:
-        # Rows of experts are tokens of other ranks: these see them in the same layer.
+        # Rows of experts are tokens of other ranks, which have them in the same layer.
         where = first.phase, first.microbatch, first.layer
         concerned = [one for one in seen if (one.phase, one.microbatch, one.layer) == where]
     sequences = sorted({sequence for one in concerned for sequence in one.sequences})
@@ -186,7 +185,7 @@ def origin(
 
 
 def _is_damage(parallel: RankModel, weight: str, rank: int, ranks: tuple[int, ...]) -> bool:
-    """Whether a weight has finite copies beside the one of `rank` that is not; all ranks call."""
+    """Whether other ranks hold finite copies of a weight of `rank`; all ranks call."""
     name = re.sub(r"^optimizer\.[^.]+\.", "", weight)
     where, data = parallel.placements.get(name), parallel.reducer.data
     if where is None or data == "zero3" or (name != weight and data != "replicate"):
@@ -196,18 +195,18 @@ def _is_damage(parallel: RankModel, weight: str, rank: int, ranks: tuple[int, ..
 
 
 def layer_in(name: str) -> int:
-    """The layer that the name of a parameter, of a moment or of a module has; -1: none."""
-    found = re.search(r"(?:^|\.)layers\.(\d+)", name)
-    return -1 if found is None else int(found[1])
+    """The layer in the name of a parameter, moment or module; -1 without one."""
+    match = re.search(r"(?:^|\.)layers\.(\d+)", name)
+    return -1 if match is None else int(match[1])
 
 
-#: So many numbers of each phase travel to the other ranks: the first ones.
-_MOST_TOLD = 32
+#: Largest number of values of each phase that are sent to the other ranks: the first ones.
+_MOST_SENT = 32
 
 
 class NaNCheck:
-    """Collects what is not finite on this rank in the step of `microbatches`: in its weights, and
-    by hooks in every module, loss and gradient."""
+    """Collects non-finite values on this rank in the step of `microbatches`: in its weights, and by
+    hooks in every module, loss and gradient."""
 
     def __init__(self, parallel: RankModel, microbatches: Sequence[Batch]) -> None:
         self._parallel, self.mesh = parallel, parallel.mesh
@@ -219,7 +218,7 @@ class NaNCheck:
             for sequence in batch.sequences_B.tolist()
         }
         self._names = {p: name for name, p in parallel.model.named_parameters()}
-        #: Microbatch of the operation that runs now, or of the gradient that was seen last.
+        #: Microbatch of the operation that runs now, or of the gradient that was checked last.
         self._current = 0
         #: Context of the forward of each layer now, and that of the last layer that began.
         self._contexts: dict[int, Context] = {}
@@ -229,11 +228,11 @@ class NaNCheck:
         self._ended: dict[tuple[int, str], int] = {}
 
     def gather(self) -> list[Nonfinite]:
-        """The first numbers of each phase that were seen, of every rank; all ranks call."""
+        """The first values of each phase, of every rank; all ranks call."""
         own: list[dict[str, Any]] = []
         for phase in PHASES:
             ordered = sorted((one for one in self._seen.values() if one.phase == phase), key=order)
-            own += map(asdict, ordered[:_MOST_TOLD])
+            own += map(asdict, ordered[:_MOST_SENT])
         tuples = ("experts", "sequences")  # which come as lists from JSON
         return [
             Nonfinite(**{**values, **{key: tuple(values[key]) for key in tuples}})
@@ -242,7 +241,7 @@ class NaNCheck:
         ]
 
     def check_weights(self, optimizer: Optimizer | None) -> None:
-        """Parameters, buffers, masters and moments."""
+        """Check parameters, buffers, masters and moments."""
         model = self._parallel.model
         held: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
         held += self._parallel.reducer.held_weights.items()
@@ -255,8 +254,8 @@ class NaNCheck:
 
     @contextmanager
     def hooked(self) -> Iterator[Pipeline]:
-        """The pipeline to run the step with, while everything in it is checked: the own one, or of
-        an asynchronous schedule one that does not update in between."""
+        """The pipeline to run the step with, while everything in it is checked: the rank's own, or
+        for an asynchronous schedule one that does not update in between."""
         pipeline, reducer = self._parallel.pipeline, self._parallel.reducer
         if pipeline.schedule.update is not None:
             pipeline = Pipeline(
@@ -273,7 +272,7 @@ class NaNCheck:
         for name, module in self._parallel.model.named_modules():
             layer = layer_in(name)
             if layer < 0 and re.match(r"norm(\.|$)|ahead_norms\.", name):
-                layer = config.num_layers + config.num_mtp_layers  # before heads: behind all layers
+                layer = config.num_layers + config.num_mtp_layers  # before heads: after all layers
             if layer >= 0:
                 handles += self._hooks(name, layer, module)
 
@@ -291,11 +290,11 @@ class NaNCheck:
             pipeline.hooks.watch = reducer.watch = None
             for handle in handles:
                 handle.remove()
-        for name, gradient in reducer.gradients.items():  # behind the sums over ranks
+        for name, gradient in reducer.gradients.items():  # after the sums over ranks
             self._check_parameter("sum", name, gradient)
 
     def check_losses(self, output: Output, batch: Batch) -> None:
-        """The losses of a forward, by sequence."""
+        """Check the losses of a forward, by sequence."""
         if output.losses_T is None:
             return
         num_sequences = len(batch.sequences_B)
@@ -330,7 +329,7 @@ class NaNCheck:
                     self._add("backward", name, gradient, **where)
 
             for x in _floats(given):
-                # Modules inside that are given the same tensor cannot be told apart by it.
+                # Nested modules with the same input share its gradient.
                 if x.requires_grad and x not in self._watched:
                     self._watched[x] = True
                     x.register_hook(check_gradient)
@@ -346,7 +345,7 @@ class NaNCheck:
                 sequences = (code // size // self._contexts[layer].length,)
                 bad = bad or [output.logits_TE]
             for x in bad[:1]:
-                # Of a module that computes experts, those of the rows that are not finite.
+                # For a module with experts, those of the non-finite rows.
                 counts_L = getattr(args[0], "counts_L", None) if args else None
                 where = self._parallel.placements.get(f"{name}.gate_up")
                 if isinstance(counts_L, Tensor) and where and int(counts_L.sum()) == len(x):
@@ -421,8 +420,8 @@ class NaNCheck:
 
 
 def _sequences(context: Context | None, x: Tensor) -> dict[str, Any]:
-    """The sequences of the rows that are not finite, and how many there are, where rows are this
-    rank's tokens."""
+    """Sequences of the non-finite rows, and the number of sequences, if rows are this rank's
+    tokens."""
     if context is None or x.ndim != 2 or len(x) != len(context.token_ids_T):
         return {}
     of_row_T = context.token_ids_T // context.length
@@ -432,12 +431,12 @@ def _sequences(context: Context | None, x: Tensor) -> dict[str, Any]:
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether all its numbers are."""
+    """Whether all elements are finite."""
     return bool(torch.isfinite(x.detach()).all())
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in a value: a tensor, or tuples of them."""
+    """The floating-point tensors of a value: a tensor, or nested tuples."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -447,12 +446,12 @@ def _floats(value: Any) -> Iterator[Tensor]:
 
 
 def nonfinite_gradients(parallel: RankModel) -> tuple[str, ...]:
-    """Names of the parameters whose sums of gradients, of the step that just ended, are not finite
-    on any rank; all ranks call."""
+    """Names of the parameters whose summed gradients of the last step are not finite on some rank;
+    all ranks call."""
     reducer = parallel.reducer
     own = [name for name, gradient in reducer.gradients.items() if not is_finite(gradient)]
-    found = gather_json(own, parallel.mesh.control)
-    seen = {name for names in found for name in names}
+    names_of_ranks = gather_json(own, parallel.mesh.control)
+    seen = {name for names in names_of_ranks for name in names}
     return tuple(name for name in parallel.trained if name in seen)
 
 
@@ -463,11 +462,11 @@ def examine(
     sample_ids: Sequence[int],
     parameters: tuple[str, ...] = (),
 ) -> NonfiniteOrigin:
-    """Run the step of `microbatches`, this rank's, again and find where it is not finite first.
+    """Repeat the step of this rank's `microbatches` and find its first non-finite value.
 
-    All ranks call. `sample_ids` of all sequences of the step; `parameters` as of
-    :class:`NonfiniteOrigin`. The gradients in ``parallel.reducer`` are those of this run; weights,
-    the optimizer and the ledger stay as they are.
+    All ranks call. `sample_ids`: those of all sequences of the step; `parameters`: see
+    :class:`NonfiniteOrigin`. The gradients in ``parallel.reducer`` become those of this run;
+    weights, the optimizer and the ledger are unchanged.
     """
     mesh = parallel.mesh
     with mesh.ledger.paused():
@@ -490,7 +489,7 @@ def examine(
 
 
 def examine_state(parallel: RankModel, optimizer: Optimizer) -> NonfiniteOrigin | None:
-    """The first weight or moment that is not finite; None where all are. All ranks call."""
+    """The first weight or moment that is not finite; None if all are finite. All ranks call."""
     check = NaNCheck(parallel, ())
     check.check_weights(optimizer)
     seen = check.gather()

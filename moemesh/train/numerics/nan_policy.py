@@ -1,8 +1,8 @@
-"""The NaN policy of a run: a step that is not finite, or a loss that jumps, is judged here.
+"""The NaN policy of a run: the reaction to a non-finite step, or a loss that jumps.
 
-All ranks judge alike, from numbers that they have reduced together, before any of them updates (the
-stages of an asynchronous schedule update by themselves, and each skips what it must). What becomes
-of the step follows from ``train.on_nonfinite`` and ``train.on_spike``:
+All ranks decide alike, from reduced numbers, before any of them updates (the stages of an
+asynchronous schedule update by themselves, and each skips its own). ``train.on_nonfinite`` and
+``train.on_spike`` are one of:
 
     alarm     (spikes only) an event; the step counts
     skip      no rank updates; the samples of the step are read and left out
@@ -25,19 +25,17 @@ from moemesh.trace.run import JUMPED
 from moemesh.train.numerics.nan_check import NonfiniteOrigin
 from moemesh.train.step import StepResult
 
-#: Losses that the spread is taken of, and the newest of them, that the centre is taken of.
+#: Numbers of losses that the spread is computed from, and, the newest of them, the centre.
 WINDOW, CENTRE = 128, 32
-#: No verdict before so many losses.
+#: Least number of losses for a score.
 LEAST = 32
 _TO_DEVIATION = 1.4826 / math.sqrt(2.0)
-#: Losses that hardly differ (a plateau in low precision) have no spread to measure by.
+#: Least spread: losses that hardly differ (a plateau in low precision) have none to measure by.
 _LEAST_SPREAD = 1e-6
 
 
 class Spikes:
-    """Loss spikes: a robust z-score of each loss against the last ones, alike wherever the same
-    losses are told.
-
+    """Loss spikes: a robust z-score of each loss against the last ones, the same for equal losses.
     The centre is the median of the last :data:`CENTRE` losses. The spread is that of the
     differences of neighbouring losses, so that the slope of a loss that falls does not count: for
     independent losses of standard deviation s differences have s times the square root of two, and
@@ -47,13 +45,13 @@ class Spikes:
     """
 
     def __init__(self, sigma: float) -> None:
-        """`sigma`: the z-score from which on a loss is a spike; 0: none is."""
+        """`sigma`: least z-score of a spike; 0: no spikes."""
         self.sigma = sigma
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def score(self, loss: float) -> float:
-        """The robust z-score of `loss`, which is then one of the last; 0.0 while there are too few
-        of them. A loss that is not finite has none and is not kept."""
+        """The robust z-score of `loss`, which then joins the last ones; 0.0 while there are too
+        few. A non-finite loss has none and is ignored."""
         if not math.isfinite(loss):
             return 0.0
         losses = list(self._losses)
@@ -66,7 +64,7 @@ class Spikes:
         return (loss - centre) / spread
 
     def is_spike(self, score: float) -> bool:
-        """Whether a loss of this score is one."""
+        """Whether a loss with this score is a spike."""
         return self.sigma > 0 and score >= self.sigma
 
     def state(self) -> dict[str, Any]:
@@ -74,14 +72,14 @@ class Spikes:
         return {"losses": list(self._losses)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Be as when :meth:`state` was taken."""
+        """Restore the state of :meth:`state`."""
         self._losses = deque(map(float, state.get("losses", ())), maxlen=WINDOW)
 
 
 class Diverged(RuntimeError):
-    """Training has broken down; the message says where. `facts`: for failure.json."""
+    """Training has diverged; the message has the place. `facts`: keys of failure.json."""
 
-    #: Ranks that started again would meet the same.
+    #: A restart would fail in the same way.
     is_final = True
 
     def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
@@ -89,30 +87,30 @@ class Diverged(RuntimeError):
         self.facts = dict(facts)
 
 
-#: Finds the origin of what is not finite in a step, on all ranks; writes its bundle where that is
-#: wanted, and returns its path.
+#: Finds the origin of a non-finite step, on all ranks; writes its bundle if requested, and returns
+#: its path.
 Examine = Callable[[int, bool], tuple[NonfiniteOrigin, str | None]]
 
 
 class NaNPolicy:
-    """Judges each step once, in order, the same on every rank. ``skipped``: the last steps in a row
-    that were not finite; the weights are those of a step before, which may be what ruins them."""
+    """Judges each step once, in order, the same on every rank. ``skipped``: number of consecutive
+    non-finite steps until now; the weights are those before them, and may be the cause."""
 
-    def __init__(self, train: TrainConfig, say: Callable[[str, str], None]) -> None:
-        """`say`: text and kind of an event."""
-        self._train, self._say = train, say
+    def __init__(self, train: TrainConfig, log: Callable[[str, str], None]) -> None:
+        """`log`: called with text and kind of an event."""
+        self._train, self._log = train, log
         self._spikes = Spikes(train.spike_sigma)
-        #: Faulty steps: the step, whether its loss jumped (else it is not finite), and the skipped
-        #: steps in a row up to it.
+        #: Faulty steps: the step, whether its loss jumped (else it is not finite), and the number
+        #: of consecutive skipped steps up to it.
         self._faults: list[tuple[int, bool, int]] = []
         self.skipped = self._spiked = 0
         self._finding: NonfiniteOrigin | None = None
         self._bundle: str | None = None
-        #: Step of a checkpoint -> how often the run has gone back to it.
+        #: Step of a checkpoint -> number of returns to it.
         self._returns: Counter[int] = Counter()
 
     def judge(self, step: int, result: StepResult) -> StepResult:
-        """`result`, as skipped where no rank shall update; all ranks call."""
+        """`result`, marked as skipped if no rank may update; all ranks call."""
         if result.skipped:
             self.skipped += 1
             self._faults.append((step, False, self.skipped))
@@ -128,95 +126,95 @@ class NaNPolicy:
         if action == "alarm" or self._spiked > self._train.max_skips:
             if self._spiked == 1 or action != "alarm":
                 end = "" if action == "alarm" else "; it stays there, so it is taken as it is"
-                self._say(loss + end, "alarm")
+                self._log(loss + end, "alarm")
             return result
         if action == "skip":
-            self._say(f"{loss}; no rank updates its weights, the samples are left out", "skipped")
+            self._log(f"{loss}; no rank updates its weights, the samples are left out", "skipped")
         else:
             self._faults.append((step, True, 1))
-            self._say(loss, "alarm")
+            self._log(loss, "alarm")
         return replace(result, skipped=True)
 
-    def settle(self, examine: Examine) -> str | None:
-        """Decide on the steps judged since the last call: None to go on, else why to go back to a
-        checkpoint. Raises Diverged, on all ranks, when the run is to stop; all ranks call."""
+    def decide(self, examine: Examine) -> str | None:
+        """Decide on the steps judged since the last call: None to continue, else the reason to
+        return to a checkpoint. Raises Diverged, on all ranks, to end the run; all ranks call."""
         faults, self._faults = self._faults, []
         reason: str | None = None
         for step, jumped, in_a_row in faults:
             if jumped:
                 reason = f"the loss of step {step} jumped"
                 continue
-            # Of steps in a row each has samples of its own; the first one tells how it began.
+            # Consecutive steps differ in their samples; the first one has the origin.
             is_first = in_a_row == 1 or self._finding is None
             self._finding, bundle = examine(step, is_first)
             self._bundle = bundle if is_first else self._bundle
-            found, action = self._finding, self._train.on_nonfinite
-            text = f"step {step}: a loss or a gradient is not finite: {found}"
+            origin, action = self._finding, self._train.on_nonfinite
+            text = f"step {step}: a loss or a gradient is not finite: {origin}"
             if bundle is not None:
                 text += f"; moemesh replay {self._bundle} repeats the step"
             if action == "rollback":
-                self._say(text, "alarm")
+                self._log(text, "alarm")
                 reason = f"step {step} is not finite"
                 continue
             if action == "stop":
-                raise self._failure(text, found, "train.on_nonfinite is stop", step - in_a_row)
-            if found.phase == "weight":
+                raise self._failure(text, origin, "train.on_nonfinite is stop", step - in_a_row)
+            if origin.phase == "weight":
                 why = "no later step can be finite"
-                raise self._failure(text, found, why, step - in_a_row)
+                raise self._failure(text, origin, why, step - in_a_row)
             if in_a_row >= self._train.max_skips:
                 why = f"no step of the last {in_a_row} was finite"
-                raise self._failure(text, found, why, step - in_a_row)
-            self._say(f"{text}; no rank updates its weights, the samples are left out", "skipped")
+                raise self._failure(text, origin, why, step - in_a_row)
+            self._log(f"{text}; no rank updates its weights, the samples are left out", "skipped")
         return reason
 
-    def damaged(self, step: int, found: NonfiniteOrigin) -> str:
-        """The state behind `step` is not finite and is not saved: why to go back to a checkpoint.
-        Raises Diverged unless that is the policy."""
-        text = f"the state of step {step} is not finite and is not saved: {found}"
+    def damaged(self, step: int, origin: NonfiniteOrigin) -> str:
+        """The reason to return to a checkpoint, since the state after `step` is not finite and is
+        not saved. Raises Diverged unless the policy is rollback."""
+        text = f"the state of step {step} is not finite and is not saved: {origin}"
         if self._train.on_nonfinite == "rollback":
-            self._say(text, "alarm")
+            self._log(text, "alarm")
             return f"the state of step {step} is not finite"
-        raise self._failure(text, found, "no later step can be finite", step)
+        raise self._failure(text, origin, "no later step can be finite", step)
 
     def returned(self, reason: str, step: int | None, bad: range) -> None:
-        """The run goes back to the checkpoint of `step` because of `reason`; it leaves out the
-        samples at the places `bad` of the data order. Raises Diverged when there is none (None), or
-        when it has gone back there too often."""
+        """Record a return to the checkpoint of `step` because of `reason`; the samples at the
+        places `bad` of the data order are skipped. Raises Diverged without a checkpoint (None), or
+        after too many returns to it."""
         if step is None:
             facts = {"advice": f"{self._change()}, or save earlier: train.checkpoint_every"}
-            raise Diverged(f"{reason}, and there is no checkpoint to go back to", facts)
+            raise Diverged(f"{reason}, and no checkpoint exists to return to", facts)
         self._returns[step] += 1
         times = self._returns[step]
         if times > self._train.max_skips:
-            found = self._finding.facts() if self._finding is not None else {}
+            facts = self._finding.facts() if self._finding is not None else {}
             raise Diverged(
                 f"{reason}, after {times - 1} returns to the checkpoint of step {step}",
-                found | {"advice": self._change()},
+                facts | {"advice": self._change()},
             )
         self.skipped = self._spiked = 0
-        self._say(
+        self._log(
             f"{reason}: back to the checkpoint of step {step}; the samples {bad.start} to "
             f"{bad.stop - 1} of the data order, read since, are left out",
             "rollback",
         )
 
     def _failure(
-        self, text: str, found: NonfiniteOrigin, reason: str, finite_step: int
+        self, text: str, origin: NonfiniteOrigin, reason: str, finite_step: int
     ) -> Diverged:
-        """`finite_step`: the last whose loss and gradients were finite."""
-        # Never advise to give the same command where it would end here again.
-        advice = f"the same command would end here again: {self._change()}"
-        if found.is_damage:
+        """`finite_step`: the last step with finite loss and gradients."""
+        # Never recommend a command that would end in the same way.
+        advice = f"the same command would end in the same way: {self._change()}"
+        if origin.is_damage:
             advice = (
-                f"rank {found.rank} alone holds that value, other copies are finite: its memory is "
-                "suspect; the same command goes on from the newest checkpoint, which is finite"
+                f"rank {origin.rank} alone holds that value, other copies are finite: its memory "
+                "is suspect; the same command resumes from the newest checkpoint, which is finite"
             )
-        elif found.phase == "unrepeated":
-            advice = "test the hardware of the ranks; the same numbers were finite when run again"
-        elif found.phase == "loss" and found.samples and not found.num_alike:
+        elif origin.phase == "unrepeated":
+            advice = "test the hardware of the ranks; repeated, the same numbers were finite"
+        elif origin.phase == "loss" and origin.samples and not origin.num_alike:
             advice = "look at the samples named; to leave them out: train.on_nonfinite = skip"
         bundle = {} if self._bundle is None else {"bundle": self._bundle}
-        facts = found.facts() | bundle | {"advice": advice, "finite_step": finite_step}
+        facts = origin.facts() | bundle | {"advice": advice, "finite_step": finite_step}
         return Diverged(f"{text}; {reason}", facts)
 
     def _change(self) -> str:
@@ -224,9 +222,9 @@ class NaNPolicy:
         return f"lower train.lr ({train.lr:g}), or clip harder (train.clip = {train.clip:g})"
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; :meth:`load_state` reads it."""
+        """State for a checkpoint; input of :meth:`load_state`."""
         return {"spikes": self._spikes.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Judge from here on as behind the step of the checkpoint."""
+        """Continue after the step of the checkpoint."""
         self._spikes.load_state(state.get("spikes", {}))

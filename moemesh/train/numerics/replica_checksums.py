@@ -1,14 +1,14 @@
 """Replica checksums: ranks that hold copies of the same weights compare digests of them.
 
-A bit that flips in the memory of one rank is in no gradient norm and in no loss for a while; the
-copies then drift apart, and a checkpoint holds whichever rank wrote it. So every
+A bit that flips in the memory of one rank shows in no gradient norm and in no loss for a while; the
+copies then drift apart, and a checkpoint holds that of the writing rank. So every
 ``train.vote_every`` steps, and before each checkpoint, every rank adds up the bits of each of its
-parameters (one pass over the weights) and one maximum over the ranks of each axis on which
-gradients are summed tells whether the copies are equal. Only where they are not are the digests
-themselves exchanged: of three or more copies the most common one names the ranks that differ, of
-two it is only known that they differ. What one rank alone holds cannot be compared.
+parameters (one pass over the weights), and one maximum over the ranks of each axis on which
+gradients are summed shows whether the copies are equal. Only if they differ, the digests themselves
+are exchanged: among three or more copies the most common one identifies the ranks that differ;
+among two it is only known that they differ. Weights of a single rank cannot be compared.
 
-The exchange is no part of what a plan predicts and is not entered in the ledger.
+The exchange is not part of a plan's prediction and is not entered in the ledger.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.transfers import broadcast
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.monitor import progress
+from moemesh.monitor.progress import CHECK
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepBoundary
-from moemesh.watch import progress_words
-from moemesh.watch.progress_words import CHECK
 
 #: Integers as wide as the elements of a tensor.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Axes whose ranks hold copies, in the same order on every rank.
 _AXES = ("stage", "dp_cp", "edp", "edp_etp", "mirror")
-#: So many parameters are named in a message.
+#: Largest number of parameters in a message.
 _MOST_NAMED = 4
 
 
 class Mismatch(NamedTuple):
     """Copies of `parameter` on `ranks` that differ; `culprits`: those that differ from the most
-    common copy, () where there is none; `majority`: a rank that holds it."""
+    common copy, () without one; `majority`: a rank that holds it."""
 
     parameter: str
     ranks: tuple[int, ...]
@@ -58,17 +58,19 @@ class Mismatch(NamedTuple):
 class CopiesDiffer(RuntimeError):
     """Weights that must be equal are not; `facts` for failure.json."""
 
-    def __init__(self, step: int, found: Sequence[Mismatch]) -> None:
-        more = f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-        super().__init__(f"step {step}: " + "; ".join(map(str, found[:_MOST_NAMED])) + more)
-        first = found[0]
-        culprits = sorted({rank for one in found for rank in one.culprits})
+    def __init__(self, step: int, mismatches: Sequence[Mismatch]) -> None:
+        more = (
+            f"; and {len(mismatches) - _MOST_NAMED} more" if len(mismatches) > _MOST_NAMED else ""
+        )
+        super().__init__(f"step {step}: " + "; ".join(map(str, mismatches[:_MOST_NAMED])) + more)
+        first = mismatches[0]
+        culprits = sorted({rank for mismatch in mismatches for rank in mismatch.culprits})
         self.facts: dict[str, Any] = {
             "phase": "check",
             "parameter": first.parameter,
-            "parameters": [one.parameter for one in found[: 4 * _MOST_NAMED]],
+            "parameters": [mismatch.parameter for mismatch in mismatches[: 4 * _MOST_NAMED]],
             "ranks": culprits or list(first.ranks),
-            "advice": "the memory of the ranks named is suspect; the same command goes on from the "
+            "advice": "the memory of the ranks named is suspect; the same command resumes from the "
             "newest checkpoint, which was compared before it was written"
             + ("; train.on_mismatch = majority takes the copy of most ranks" if culprits else ""),
         }
@@ -84,21 +86,21 @@ class ReplicaChecksums:
         parallel: RankModel,
         optimizer: Optimizer,
         train: TrainConfig,
-        say: Callable[[str, str], None],
+        log: Callable[[str, str], None],
     ) -> None:
-        """`say`: text and kind of an event."""
-        self._parallel, self._optimizer, self._train, self._say = parallel, optimizer, train, say
-        found: dict[str, dict[str, Tensor]] = {axis: {} for axis in _AXES}
+        """`log`: called with text and kind of an event."""
+        self._parallel, self._optimizer, self._train, self._log = parallel, optimizer, train, log
+        copies: dict[str, dict[str, Tensor]] = {axis: {} for axis in _AXES}
         for name, parameter in parallel.model.named_parameters():
             where = parallel.placements[name]
             if parallel.reducer.data != "zero3" and parameter.numel():
-                found[where.summed_over][name] = parameter
+                copies[where.summed_over][name] = parameter
                 if len(where.holders) > 1:
-                    found["mirror"][name] = parameter
-        found["stage"] |= dict(parallel.model.named_buffers())
-        #: Axis -> what its ranks hold copies of, in the order of the model.
+                    copies["mirror"][name] = parameter
+        copies["stage"] |= dict(parallel.model.named_buffers())
+        #: Axis -> tensors of which its ranks hold copies, in the order of the model.
         self._held = {
-            axis: held for axis, held in found.items() if held and parallel.mesh[axis].size > 1
+            axis: held for axis, held in copies.items() if held and parallel.mesh[axis].size > 1
         }
 
     def compare(self) -> list[Mismatch]:
@@ -108,7 +110,7 @@ class ReplicaChecksums:
             for axis_name, held in self._held.items():
                 axis = self._parallel.mesh[axis_name]
                 own = torch.stack([digest(tensor) for tensor in held.values()])
-                # The greatest x, and the greatest ~x, which is the least x: equal where all are.
+                # The maxima of x and of ~x, the latter giving the minimum: equal if all are equal.
                 ends = torch.stack([own, ~own])
                 all_reduce_(ends, axis, op="max", caller="vote", phase="control")
                 places = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
@@ -125,45 +127,49 @@ class ReplicaChecksums:
                         )
                         majority = axis.ranks[digests.index(common)]
                     found.append(Mismatch(names[place], axis.ranks, odd, majority))
-        told = gather_json([list(one) for one in found], self._parallel.mesh.control)
+        reports = gather_json([list(mismatch) for mismatch in found], self._parallel.mesh.control)
         unique = {
             (name, tuple(ranks)): Mismatch(name, tuple(ranks), tuple(culprits), majority)
-            for mismatches in told
+            for mismatches in reports
             for name, ranks, culprits, majority in mismatches
         }
         return list(unique.values())
 
-    def after(self, behind: StepBoundary) -> None:
-        """Compare before a checkpoint, and where ``train.vote_every`` steps have passed. Raises
-        CopiesDiffer, on all ranks, when copies differ and ``train.on_mismatch`` is not to take that
-        of the majority, or there is none."""
-        every, step = self._train.vote_every, behind.number
-        if not every or not (behind.saves or step // every > behind.began // every):
+    def after(self, boundary: StepBoundary) -> None:
+        """Compare before a checkpoint, and every ``train.vote_every`` steps. Raises CopiesDiffer,
+        on all ranks, if copies differ, unless ``train.on_mismatch`` is majority and there is a
+        majority."""
+        every, step = self._train.vote_every, boundary.number
+        if not every or not (boundary.saves or step // every > boundary.began // every):
             return
-        progress_words.phase(CHECK)
-        if not (found := self.compare()):
+        progress.phase(CHECK)
+        if not (mismatches := self.compare()):
             return
-        if self._train.on_mismatch == "stop" or not self.take_majority(found):
-            raise CopiesDiffer(step, found)
-        told = "; ".join(map(str, found[:_MOST_NAMED]))
-        self._say(f"step {step}: {told}: the copy of the others is taken", "copies")
+        if self._train.on_mismatch == "stop" or not self.take_majority(mismatches):
+            raise CopiesDiffer(step, mismatches)
+        text = "; ".join(map(str, mismatches[:_MOST_NAMED]))
+        self._log(f"step {step}: {text}: the copy of the others is taken", "copies")
 
-    def take_majority(self, found: Sequence[Mismatch]) -> bool:
-        """Copy the most common copy of each over the others, masters and moments included where
-        ranks hold all of them; whether every mismatch had one."""
-        if any(one.majority is None for one in found):
+    def take_majority(self, mismatches: Sequence[Mismatch]) -> bool:
+        """Copy the most common copy of each over the others, with masters and moments if ranks hold
+        all of them; returns whether every mismatch had a majority."""
+        if any(mismatch.majority is None for mismatch in mismatches):
             return False
         rank = self._parallel.mesh["world"].ranks[self._parallel.mesh.rank]
         optimizer = self._optimizer
         with self._parallel.mesh.ledger.paused():
             for axis_name, held in self._held.items():
                 axis = self._parallel.mesh[axis_name]
-                for one in found:
-                    name = one.parameter
-                    if name not in held or one.ranks != axis.ranks or rank not in one.ranks:
+                for mismatch in mismatches:
+                    name = mismatch.parameter
+                    if (
+                        name not in held
+                        or mismatch.ranks != axis.ranks
+                        or rank not in mismatch.ranks
+                    ):
                         continue
-                    assert one.majority is not None
-                    source, states = axis.ranks.index(one.majority), [held[name]]
+                    assert mismatch.majority is not None
+                    source, states = axis.ranks.index(mismatch.majority), [held[name]]
                     if self._parallel.reducer.data == "replicate" and name in optimizer.masters:
                         kinds = optimizer.state().values()
                         states += [optimizer.masters[name], *(k[name] for k in kinds if name in k)]
@@ -175,19 +181,19 @@ class ReplicaChecksums:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """An int64 that differs where any one element of `tensor` does: the sum of its bits, taken as
-    integers of its width, modulo 2 to the 64."""
+    """An int64 that changes with any single element of `tensor`: the sum of its bits as integers of
+    its width, modulo 2 to the 64."""
     words = tensor.detach().view(_WORDS[tensor.element_size()])
     return words.sum(dtype=torch.int64)
 
 
 def what_is_compared(config: RunConfig) -> str:
-    """One line for the start of a run: how many copies there are to compare."""
+    """A line for the start of a run: the number of copies that are compared."""
     plan = config.plan
     if not config.train.vote_every:
         return "copies of weights are not compared: train.vote_every is 0"
     if plan.world_size == 1 or plan.data == "zero3":
-        return "every weight is on one rank alone: there are no copies to compare"
+        return "every weight is on one rank alone: without copies nothing is compared"
     kinds = {
         "dense": plan.dp * plan.cp,
         **({"expert": plan.edp} if config.model.num_experts else {}),
@@ -196,8 +202,8 @@ def what_is_compared(config: RunConfig) -> str:
         1: "are on one rank alone, with no copy to compare",
         2: "have 2 copies, and a difference is reported",
     }
-    said = "; ".join(
+    text = "; ".join(
         f"{kind} weights {words.get(n, f'have {n} copies, and one that differs is named')}"
         for kind, n in kinds.items()
     )
-    return f"replica checksums are compared every {config.train.vote_every} steps: {said}"
+    return f"replica checksums are compared every {config.train.vote_every} steps: {text}"

@@ -1,13 +1,13 @@
-"""Replay bundles: all that a step which was not finite has read, in a folder of its own.
+"""Replay bundles: all inputs of a non-finite step, in a folder of its own.
 
     failures/step-12/
-      bundle.json          step, seed, sample ids, where it was found, what the folder holds
+      bundle.json          step, seed, sample ids, origin of the fault, content of the folder
       config.toml          the resolved configuration, the plan in it
       batch.safetensors    tokens, documents and loss mask of every sample of the step
       weights/step-12/     weights and buffers before the step, as a checkpoint without moments
 
-Random numbers are keyed by seed, step and place in the model, so the seed is all of their state.
-`moemesh replay` runs the forward and backward of the step again from nothing else.
+Random numbers have the key (seed, step, place in the model), so the seed is all of their state.
+`moemesh replay` repeats the forward and backward of the step from the bundle alone.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from moemesh.train.weights import saving
 
 FOLDER, BODY, CONFIG = "failures", "bundle.json", "config.toml"
 BATCH, WEIGHTS = "batch.safetensors", "weights"
-#: So many bundles of a run are kept, the newest ones.
+#: Largest number of kept bundles of a run, the newest ones.
 MOST_KEPT = 2
 _NAME = re.compile(r"step-(\d+)")
 _FORMAT = 1
@@ -57,8 +57,8 @@ def begin_bundle(
     samples: Windows,
     ids: np.ndarray,
 ) -> Path | None:
-    """Write what step `step` of the run in the folder `run` has read, before anything else happens;
-    the bundle's folder, or None where none is wanted or it cannot be written. All ranks call."""
+    """Write the inputs of step `step` of the run in the folder `run`, before anything else happens;
+    returns the bundle's folder, or None if none is wanted or writing fails. All ranks call."""
     limit = config.train.bundle_gib * 2**30
     if not limit:
         return None
@@ -72,14 +72,14 @@ def begin_bundle(
     problem = None
     if mesh.rank == 0:
         try:
-            # Older bundles go, and an earlier one of the same step.
-            found = sorted(
+            # Remove older bundles, and an earlier one of the same step.
+            bundles = sorted(
                 (int(match[1]), path)
                 for path in (run / FOLDER).glob("step-*")
                 if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
             )
-            kept = [path for number, path in found if number != step][-(MOST_KEPT - 1) :]
-            for _, path in found:
+            kept = [path for number, path in bundles if number != step][-(MOST_KEPT - 1) :]
+            for _, path in bundles:
                 if path not in kept:
                     shutil.rmtree(path)
             folder.mkdir(parents=True)
@@ -101,21 +101,21 @@ def begin_bundle(
     return folder
 
 
-def finish_bundle(folder: Path, found: NonfiniteOrigin, num_updates: int, mesh: Mesh) -> None:
-    """Add what was found, and how many updates the weights had seen; all ranks call."""
+def finish_bundle(folder: Path, origin: NonfiniteOrigin, num_updates: int, mesh: Mesh) -> None:
+    """Add the origin, and the number of updates of the weights; all ranks call."""
     if mesh.rank == 0:
         body = parse_json((folder / BODY).read_text(encoding="utf-8"))
-        body |= {"num_updates": num_updates, "found": found.facts(), "text": str(found)}
+        body |= {"num_updates": num_updates, "found": origin.facts(), "text": str(origin)}
         (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     barrier(mesh.control)
 
 
 class ReproBundle:
-    """A bundle that was read: its configuration (with `overrides`), its samples, in place of a
-    run's data, and what the run had found."""
+    """A bundle in memory: its configuration (with `overrides`), its samples, in place of a run's
+    data, and the origin that the run had found."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
-        """Raises UserError when `folder` is no whole bundle."""
+        """Raises UserError if `folder` is not a complete bundle."""
         try:
             body: dict[str, Any] = parse_json((folder / BODY).read_text(encoding="utf-8"))
             if body["format"] != _FORMAT:
@@ -137,13 +137,13 @@ class ReproBundle:
         self.config = load_recorded(folder / CONFIG, overrides, sections=sections)
 
     def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """As of :class:`Windows`."""
+        """See :meth:`Windows.arrays`."""
         row_of = {sample: row for row, sample in enumerate(self.ids.tolist())}
-        rows = [row_of[one] for one in ids.tolist()]
+        rows = [row_of[id_] for id_ in ids.tolist()]
         return {name: array[rows] for name, array in self._batch.items()}
 
 
-# `moemesh replay`: a step that was not finite is run again from its bundle.
+# `moemesh replay`: repeat a non-finite step from its bundle.
 
 #: Overrides that make one rank of any plan: weights and samples are the same in all of them.
 ALONE = (
@@ -162,8 +162,8 @@ def replay(
     folder: Path, overrides: Sequence[str] = (), *, alone: bool = False, as_json: bool = False
 ) -> int:
     """Replay the bundle in `folder` on the ranks of its plan, or on one, and print; returns the
-    exit code. Raises UserError when it is no bundle."""
-    # Late: no rank of a run needs what reads and converts other weights.
+    exit code. Raises UserError for any other folder."""
+    # Late: ranks of a run do not need the code that reads and converts other weights.
     from moemesh.train.inference.evaluation import on_ranks
 
     given = [*(ALONE if alone else ()), *overrides]
@@ -172,17 +172,17 @@ def replay(
         raise ConfigError(problems)
 
     def work(mesh: Mesh) -> str:
-        found = replay_step(bundle, mesh)
+        origin = replay_step(bundle, mesh)
         if as_json:
-            return strict_json({"step": bundle.step, "text": str(found), **found.facts()})
+            return strict_json({"step": bundle.step, "text": str(origin), **origin.facts()})
         before = f"the run found   {bundle.text}\n" if bundle.text else ""
-        return f"step {bundle.step}, {len(bundle.ids)} samples\n{before}the replay finds  {found}"
+        return f"step {bundle.step}, {len(bundle.ids)} samples\n{before}the replay finds  {origin}"
 
     return on_ranks(bundle.config, work)
 
 
 def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
-    """Run the step again; all ranks call."""
+    """Repeat the step; all ranks call."""
     config = bundle.config
     train = config.train
     parallel = construct(config, mesh)
@@ -193,6 +193,6 @@ def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
     batches = own_batches(
         bundle, mesh, bundle.ids, config.plan.microbatches, seed=train.seed, step=bundle.step
     )
-    found = examine(parallel, optimizer, batches, bundle.ids.tolist())
+    origin = examine(parallel, optimizer, batches, bundle.ids.tolist())
     parallel.close()
-    return found
+    return origin

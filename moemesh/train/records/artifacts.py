@@ -1,4 +1,4 @@
-"""The files of a run folder: written by rank 0 from what all ranks measured."""
+"""The files of a run folder: written by rank 0 from measurements of all ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from moemesh.model.layers import MLP, RMSNorm
 from moemesh.model.moe import MoE
 from moemesh.model.router import Router
 from moemesh.model.transformer import Transformer
+from moemesh.monitor import progress
 from moemesh.ops.saved import SavedForBackward
 from moemesh.parallel.expert.homes import rank_tokens
 from moemesh.parallel.parallelize import RankModel
@@ -43,12 +44,11 @@ from moemesh.train.records.failure import keep_failure
 from moemesh.train.records.rows import Sinks, cut_after
 from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder, record_of_data
 from moemesh.train.step import FinishedStep
-from moemesh.watch import progress_words
 
 
 def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
-    """Bytes by the classes of :data:`moemesh.trace.memory_profile.PARTS`, between two steps; of
-    gathered weights and of the buffers of sums over ranks the most that a step has held."""
+    """Bytes by the classes of :data:`moemesh.trace.memory_profile.PARTS`, between two steps; the
+    peak of a step for gathered weights and reduction buffers."""
     reducer = parallel.reducer
     return {
         "dense_weights": reducer.weight_bytes(experts=False),
@@ -60,7 +60,7 @@ def state_bytes(parallel: RankModel, optimizer: Optimizer) -> dict[str, int]:
     }
 
 
-#: Modules whose tensors count as a kind of activations in memory.json; the innermost one decides.
+#: Kinds of activations in memory.json by module; the innermost module decides.
 _KINDS: dict[type[nn.Module], str] = {
     Transformer: "stream",
     RMSNorm: "norms",
@@ -74,27 +74,27 @@ _KINDS: dict[type[nn.Module], str] = {
 
 
 def measure_saved(model: Transformer) -> SavedForBackward:
-    """A measurement of what `model` keeps for its backward, by kind
+    """A measurement of the tensors that `model` saves for its backward, by kind
     (:data:`moemesh.trace.memory_profile.ACTIVATION_KINDS`)."""
     kinds = {module: kind for module in model.modules() if (kind := _KINDS.get(type(module)))}
     # Norms of queries, keys and latents are parts of their attention.
     for block in [module for module, kind in kinds.items() if kind == "attention"]:
         kinds |= dict.fromkeys(block.modules(), "attention")
-    # Behind the last norm come head and loss.
+    # Head and loss follow the last norm.
     becomes = {} if model.norm is None else {model.norm: "head"}
     return SavedForBackward(model.parameters(), kinds, becomes)
 
 
-#: Files of the end of a start that hold under its plan alone.
+#: Files of the end of a start that are valid under its plan only.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory")
 _NOT_LEARNED = (
-    "note: the run ends above the unigram model, which knows only how often each token occurs: it "
-    "has not learned its text so far; `moemesh explain` on its folder says what to change"
+    "note: the run ends above the unigram model, which has only the frequency of each token: it "
+    "has not learned its text so far; `moemesh explain` on its folder has advice"
 )
 
 
 class Artifacts:
-    """Collects on every rank, writes on rank 0."""
+    """Collects measurements on every rank, writes on rank 0."""
 
     def __init__(
         self,
@@ -102,22 +102,22 @@ class Artifacts:
         config: RunConfig,
         parallel: RankModel,
         optimizer: Optimizer,
-        say: Callable[[str, str], None],
+        log: Callable[[str, str], None],
     ) -> None:
         self.folder, self.config, self.mesh = folder, config, parallel.mesh
-        self.parallel, self.optimizer, self._say = parallel, optimizer, say
+        self.parallel, self.optimizer, self._log = parallel, optimizer, log
         self._writes = self.mesh.rank == 0
-        self._alarms = LoadAlarms(say)
-        self._metrics = folder.row_log("metrics.jsonl", say)
-        log = folder.row_log("loads.jsonl", say)
+        self._alarms = LoadAlarms(log)
+        self._metrics = folder.row_log("metrics.jsonl", log)
+        load_rows = folder.row_log("loads.jsonl", log)
         self._recent = deque[LayerLoads](maxlen=COLLAPSE_STEPS * len(config.model.routed_layers))
-        self._loads = LoadLog(log, config.train.load_bins, folder.saved_steps)
+        self._loads = LoadLog(load_rows, config.train.load_bins, folder.saved_steps)
         self._sinks: Sinks | None = None
         shape = shape_of(config.model)
         self._flops_per_token = training_flops(shape, config.data.seq_len)
         self._peak_flops = _peak_flops(config.train, self.mesh.device)
         self._last: TimelineRecorder | None = None
-        #: Schedule beside the measured timeline, where it is not that of one step.
+        #: Schedule shown beside the measured timeline; None: that of one step.
         self.drawn: Schedule | None = None
         self._measured = False
         self._waited = self._unigram = 0.0
@@ -125,13 +125,13 @@ class Artifacts:
         self._row: MetricsRow | None = None
         self._validation: float | None = None
         self._activations: dict[str, int] = {}
-        #: Most bytes of older weight versions, and of copies from which a step can be undone.
+        #: Peak bytes of older weight versions, and of copies for undoing a step.
         self.weight_versions = self.snapshots = 0
-        #: What tells the run from others, for its checkpoints; empty on ranks that do not write.
+        #: Identity of the run, for its checkpoints; empty on ranks that do not write.
         self.identity: dict[str, object] = {}
 
     def begin(self, done: int, samples: Samples) -> None:
-        """Write what is known before the first step, cut the logs back to step `done`."""
+        """Write the files of the start, and cut the logs back to step `done`."""
         if not self._writes:
             return
         self._unigram = samples.unigram_loss()
@@ -140,7 +140,7 @@ class Artifacts:
         self.folder.write_json(DATA, data)
         self.folder.write_text(CONFIG, config)
         plan, path = self.config.plan, self.folder.path
-        # Borders of nodes are those of the launcher where the plan does not say.
+        # The launcher decides the borders of nodes, unless the plan has them.
         borders = self.mesh.layout.ranks_per_node
         derived = {"world_size": plan.world_size, "edp": plan.edp, "ranks_per_node": borders}
         record = json.dumps({**plan.model_dump(mode="json"), **derived}, indent=1) + "\n"
@@ -151,7 +151,7 @@ class Artifacts:
         self.folder.write_text("plan.json", record)
         if not done and (kept := self.folder.set_rows_aside()):
             text = f"an earlier start saved nothing; its rows are kept in {' and '.join(kept)}"
-            self._say(f"{text}, and the run begins again at step 1", "note")
+            self._log(f"{text}, and the run restarts at step 1", "note")
         self.go_back(done)
         keep_failure(path)
 
@@ -165,26 +165,25 @@ class Artifacts:
             if cut.damaged:
                 where = f"line {cut.first_damaged}" + (", ..." if cut.damaged > 1 else "")
                 text = f"{name}: {cut.damaged} damaged rows ({where}) are left out"
-                self._say(text, "damaged")
+                self._log(text, "damaged")
             if cut.missing and (name == ROWS[0] or self.config.model.routed_layers):
-                self._say(f"{cut.missing}: their rows were lost, the weights are whole", "damaged")
+                self._log(f"{cut.missing}: their rows were lost, the weights are whole", "damaged")
             elif cut.lost:
-                text = f"{name}: steps {cut.lost[0]} to {cut.lost[-1]} are no longer in its sums"
-                self._say(text, "damaged")
+                text = f"{name}: steps {cut.lost[0]} to {cut.lost[-1]} have left its sums"
+                self._log(text, "damaged")
         self._loads.resume()
         if self._sinks is not None:
             self._sinks.close()
-        self._sinks = Sinks(self.config.train.sinks, self.folder.path, done + 1, self._say)
+        self._sinks = Sinks(self.config.train.sinks, self.folder.path, done + 1, self._log)
 
     def close(self) -> None:
-        """Write what waits, and let go of the sinks, whatever has happened."""
+        """Write pending rows and close the sinks, in any state."""
         self.flush()
         if self._sinks is not None:
             self._sinks.close()
 
     def flush(self) -> None:
-        """Write the rows that wait: before a checkpoint, from which a run may go on, and at the
-        end."""
+        """Write pending rows: before a checkpoint, from which a run may resume, and at the end."""
         if self._writes:
             self._metrics.flush()
             self._loads.flush()
@@ -192,30 +191,30 @@ class Artifacts:
     def record(
         self, step: FinishedStep, *, epoch: float, validation_loss: float | None = None
     ) -> MetricsRow:
-        """Keep a finished step, and write it; returns its row of metrics. `epoch`: how often the
-        training samples have been read by then."""
+        """Record a finished step, and write it; returns its row of metrics. `epoch`: number of
+        passes through the training samples so far."""
         data, plan, train = self.config.data, self.config.plan, self.config.train
         device, result, recorder = self.mesh.device, step.result, step.recorder
         # Local measurements: time, memory, FLOP/s.
         flops = self._flops_per_token * data.global_batch * data.seq_len
         tflops = flops / plan.world_size / step.seconds / 1e12
-        found = {
+        measured = {
             "data_seconds": recorder.seconds("data", step.number),
             "memory_bytes": _peak_bytes(device),
             "tflops_per_rank": tflops,
         }
-        waited = progress_words.waited_in_steps()
-        # NCCL lets the host go on at once, and its device waits.
+        waited = progress.waited_in_steps()
+        # NCCL returns to the host at once, and its device waits.
         if waited is not None and plan.world_size > 1 and device.type == "cpu":
-            found["communication_seconds"] = waited - self._waited
+            measured["communication_seconds"] = waited - self._waited
             self._waited = waited
         if self._peak_flops is not None:
-            found["mfu"] = mfu(tflops, self._peak_flops)
+            measured["mfu"] = mfu(tflops, self._peak_flops)
         counts_LE, dropped_L = result.counts_LE, result.dropped_L
         if num_wanted := int(counts_LE.sum() + dropped_L.sum()):
             mean_L = counts_LE.double().mean(dim=1).clamp(min=1e-9)
-            found["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
-            found["dropped_share"] = int(dropped_L.sum()) / num_wanted
+            measured["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
+            measured["dropped_share"] = int(dropped_L.sum()) / num_wanted
         row = MetricsRow(
             step=step.number,
             loss=result.loss,
@@ -228,7 +227,7 @@ class Artifacts:
             validation_loss=validation_loss,
             mtp_loss=result.mtp_loss,
             epoch=epoch,
-            **found,
+            **measured,
         )
         self._last, self._row = recorder, row
         self._steps += 1
@@ -263,8 +262,8 @@ class Artifacts:
 
     @contextmanager
     def first_step_memory(self) -> Iterator[None]:
-        """Measure what the first step of this process saves for its backward; later calls do
-        nothing."""
+        """Measure the tensors that the first step of this process saves for its backward; no-op
+        afterwards."""
         if self._measured:
             yield
             return
@@ -276,7 +275,7 @@ class Artifacts:
     def finish(self) -> None:
         """Gather the ranks' ledgers, timelines and memory, and write the report. All ranks call.
 
-        What cannot be written is told: the run has ended well, and is saved.
+        Write errors are logged only: the run has finished, and is saved.
         """
         # Late: no step needs the planner and the pages of the report, which are fifty files.
         from moemesh.train.records.ending import write_end
@@ -313,11 +312,13 @@ class Artifacts:
             )
         except OSError as error:
             file, reason = error.filename or self.folder.path, error.strerror or error
-            text = f"{file} cannot be written ({reason}): the run is saved, its report is not whole"
-            self._say(text, "disk")
+            text = (
+                f"{file} cannot be written ({reason}): the run is saved, its report is incomplete"
+            )
+            self._log(text, "disk")
 
     def summary(self) -> str:
-        """The losses that say whether it worked."""
+        """The final losses, the path of the report, and notes."""
         unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
         return "\n".join(
             [
@@ -331,8 +332,8 @@ class Artifacts:
 
 
 def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:
-    """Operations a second of one device, by the cluster that the user names or by the data sheet of
-    the GPU; None where nobody says."""
+    """FLOP/s of one device, from the user's cluster file or the data sheet of the GPU; None if
+    unknown."""
     if train.cluster is not None:
         return peak_flops(load_cluster(train.cluster), train.dtype)
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""The end of a run: its measurements of all ranks, the predictions beside them, and the report."""
+"""The end of a run: measurements of all ranks with their predictions, and the report."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def write_end(
     summary: Mapping[str, Any],
 ) -> None:
     """Gather the ledgers, timelines and memory of all ranks, and write the files of the end into
-    `folder`, and its page. All ranks call; rank 0 writes, and raises OSError where it cannot.
+    `folder`, and its page. All ranks call; rank 0 writes, and raises OSError on failure.
 
-    `num_steps`: those of this start; `drawn`: the schedule that is simulated beside the measured
+    `num_steps`: steps of this start; `drawn`: the schedule that is simulated beside the measured
     timeline.
     """
     model, plan, data, train = config.model, config.plan, config.data, config.train
@@ -49,8 +49,8 @@ def write_end(
         "rank": mesh.rank,
         "tuning": config.tuning,
     }
-    # Of one step of this rank, for uniform routing; None where a schedule comes from a file of
-    # which the planner knows nothing.
+    # The prediction of a step of this rank, for uniform routing; None if a schedule comes from a
+    # file that the planner cannot model.
     predicted: dict[str, Any] | None = None
     with suppress(ValueError):
         num_states = len(train.optimizer_states)
@@ -58,22 +58,26 @@ def write_end(
         on_accelerator = mesh.device.type != "cpu"
         of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
         predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}
-    own = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), predicted)
-    ledgers, memories, timelines, predictions = (gather_json(one, mesh.control) for one in own)
+    local = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), predicted)
+    ledgers, memories, timelines, predictions = (
+        gather_json(records, mesh.control) for records in local
+    )
     if mesh.rank:
         return
     entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
     folder.write_json("ledger.json", ledgers_to_json(entries, steps=num_steps))
-    known = {rank: found for rank, found in enumerate(predictions) if found is not None}
+    known = {
+        rank: prediction for rank, prediction in enumerate(predictions) if prediction is not None
+    }
     profiles = MemoryProfiles(
         ranks=tuple(map(MemoryProfile.from_json, memories)),
-        predicted=tuple(MemoryProfile.from_json(one["memory"]) for one in known.values()),
+        predicted=tuple(MemoryProfile.from_json(records["memory"]) for records in known.values()),
     )
     folder.write_json("memory.json", profiles.to_json())
     if known:
-        expected = {rank: Ledger.from_rows(one["ledger"]) for rank, one in known.items()}
+        expected = {rank: Ledger.from_rows(records["ledger"]) for rank, records in known.items()}
         folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
-    whole = Timeline.merge([Timeline.from_json(one) for one in timelines])
+    whole = Timeline.merge([Timeline.from_json(records) for records in timelines])
     folder.write_json("timeline.json", whole.to_json())
     if drawn is not None:
         ideal = simulated(drawn, whole, mesh.layout.groups("pp")[0])
@@ -89,11 +93,11 @@ def write_end(
 def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> Timeline:
     """The simulated timeline of `schedule` on one pipeline of the run, whose ranks are `ranks`.
 
-    The times are those of the last step or, of a stream, of all steps that the timeline has kept.
+    The times are those of the last step, or, for a stream, of all steps in the timeline.
     """
     kept = measured if schedule.update is not None else measured.last_step()
-    own = [record for record in kept.records if record.rank in ranks and record.kind in "FBIW"]
-    costs = measured_costs([record for record in own if record.kind])
+    local = [record for record in kept.records if record.rank in ranks and record.kind in "FBIW"]
+    costs = measured_costs([record for record in local if record.kind])
     ideal = simulate(schedule, costs, unit="seconds").timeline
     records = tuple(replace(record, rank=ranks[record.rank]) for record in ideal.records)
     return replace(ideal, ranks=tuple(ranks), records=records)

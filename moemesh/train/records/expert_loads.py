@@ -18,32 +18,34 @@ from moemesh.train.step import StepBoundary
 
 
 class LoadLog:
-    """Writes ``loads.jsonl``: loads of every step, summed over neighbours where there are many.
+    """Writes ``loads.jsonl``: loads of every step, or sums over consecutive steps in long runs.
 
-    The file holds at most twice `bins` bins (and one for each checkpoint), each a line a layer;
-    when it is full, neighbours are summed and new bins are as wide as these. No token is lost.
-    `bins` 0: a line for each step and layer, and no bound.
+    The file holds at most twice `bins` bins (and one for each checkpoint), each with a line for a
+    layer; a full file is reduced by summing neighbours, and new bins have their width. No token is
+    lost. `bins` 0: a line for each step and layer, without a limit.
     """
 
-    def __init__(self, log: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set) -> None:
-        """`checkpoints`: steps from which the run may go on; no bin is made across them."""
-        self._log, self._most, self._checkpoints = log, bins, checkpoints
+    def __init__(
+        self, rows_file: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set
+    ) -> None:
+        """`checkpoints`: steps from which a run may resume; no bin spans them."""
+        self._rows, self._most, self._checkpoints = rows_file, bins, checkpoints
         #: The last step of each bin, and the number of its steps.
         self._bins: list[tuple[int, int]] = []
         self._width = 1
         self._open: list[LayerLoads] = []
 
     def resume(self) -> None:
-        """Go on behind the bins that the file holds."""
+        """Continue after the bins of the file."""
         if not self._most:
             return
-        self._bins = [(step, rows[0].steps) for step, rows in _bins_of(self._log.path)]
+        self._bins = [(step, rows[0].steps) for step, rows in _bins_of(self._rows.path)]
         self._width = max((steps for _, steps in self._bins), default=1)
 
     def add(self, layers: Sequence[LayerLoads]) -> None:
-        """The loads of all layers in the next step."""
+        """Add the loads of all layers in the next step."""
         if self._open:
-            layers = [one.plus(other) for one, other in zip(self._open, layers, strict=True)]
+            layers = [summed.plus(other) for summed, other in zip(self._open, layers, strict=True)]
         self._open = list(layers)
         if self._open and (not self._most or self._open[0].steps >= self._width):
             self.flush()
@@ -51,19 +53,19 @@ class LoadLog:
     def flush(self) -> None:
         """Write the bin that is being filled: before a checkpoint, and at the end of the run.
 
-        A bin that cannot be written stays open, so that later steps are added to it.
+        A bin that cannot be written stays open, and later steps are added to it.
         """
         if not self._open:
             return
-        if not self._log.append([loads.to_json() for loads in self._open], waits=False):
+        if not self._rows.append([loads.to_json() for loads in self._open], waits=False):
             return
         if self._most:
             self._bins.append((self._open[0].step, self._open[0].steps))
         self._open = []
         if not self._most or len(self._bins) < 2 * self._most:
             return
-        # Sum neighbours in the file, unless so many checkpoints lie between them that it would not
-        # get shorter by much.
+        # Sum neighbours in the file, unless checkpoints lie between most of them, so that it would
+        # hardly get shorter.
         checkpoints = self._checkpoints()
         borders = [place for place, (step, _) in enumerate(self._bins) if step in checkpoints]
         borders = set(borders[-self._most :])
@@ -73,16 +75,16 @@ class LoadLog:
         parts = neighbours(sizes, self._most, borders)
         ends = [self._bins[part.stop - 1][0] for part in parts]
         try:
-            replace_by(self._log.path, _sums(self._log.path, ends))
+            replace_by(self._rows.path, _sums(self._rows.path, ends))
         except OSError:
-            return  # a full disk: the file stays as it is, and the next bin tries again
+            return  # a full disk: the file stays unchanged, and the next bin retries
         self._bins = [(end, sum(sizes[part])) for end, part in zip(ends, parts, strict=True)]
         self._width = max(self._width, math.ceil(sum(sizes) / self._most))
 
 
 def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
-    """The bins of a file: the last step of each, and its loads of every layer; damaged lines, which
-    nobody can read, are left out."""
+    """The bins of a file: the last step of each, and its loads of every layer; damaged lines are
+    left out."""
     if not path.exists():
         return
     rows: list[LayerLoads] = []
@@ -113,28 +115,28 @@ def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
 
 
 class LoadAlarms:
-    """Looks at every layer of every step, in order, for dead experts, collapse and drops, which a
-    loss that falls may hide; each is told once per layer by ``say(text, "alarm")``."""
+    """Checks every layer of every step, in order, for dead experts, collapse and drops, which a
+    falling loss may hide; each is logged once per layer by ``log(text, "alarm")``."""
 
     def __init__(
         self,
-        say: Callable[[str, str], None],
+        log: Callable[[str, str], None],
         *,
         num_steps: int = COLLAPSE_STEPS,
         entropy: float = COLLAPSE_ENTROPY,
         dropped: float = 0.1,
     ) -> None:
-        """An alarm rings when its condition has held for `num_steps` steps in a row. `entropy`: of
-        a layer's loads (1 uniform, 0 one expert), collapse below it; `dropped`: share of choices
-        for which an expert had no room, an alarm above it."""
-        self._say, self._num_steps = say, num_steps
+        """An alarm is raised after its condition has held for `num_steps` consecutive steps.
+        `entropy`: lowest entropy of a layer's loads (1 uniform, 0 one expert); `dropped`: largest
+        share of choices whose expert had no room."""
+        self._log, self._num_steps = log, num_steps
         self._entropy, self._dropped = entropy, dropped
         self._idle: dict[int, list[int]] = {}
         self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._rung: set[tuple[int, str]] = set()
 
     def look(self, loads: LayerLoads) -> None:
-        """Check one layer of one step; a step that routed nothing changes nothing."""
+        """Check one layer of one step; a step without tokens is ignored."""
         if not sum(loads.tokens_per_expert) + loads.dropped:
             return
         idle = self._idle.setdefault(loads.layer, [0] * len(loads.tokens_per_expert))
@@ -164,19 +166,19 @@ class LoadAlarms:
         for kind, text in texts.items():
             if rings[kind] and (loads.layer, kind) not in self._rung:
                 self._rung.add((loads.layer, kind))
-                self._say(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
+                self._log(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
 
 
-#: From this share of a rank's forwards of expert layers on, speed suffers noticeably.
+#: Share of a rank's forwards of expert layers from which on speed suffers noticeably.
 _FREQUENT = 0.1
 _MOST_RANKS = 8
 
 
 class RowBounds:
-    """Counts, from one look to the next, which ranks had more rows than the bound.
+    """Counts the ranks with more rows than the bound since the last report.
 
-    ``Experts.max_rows`` keeps memory below a bound under any routing, by computing what lies above
-    it in blocks, each once more in the backward. That is slow where it is frequent.
+    ``Experts.max_rows`` bounds the memory under any routing: rows above it are computed in blocks,
+    each recomputed in the backward. Frequent blocks are slow.
     """
 
     def __init__(
@@ -186,23 +188,23 @@ class RowBounds:
         step: int,
         *,
         keep: Callable[[str, str], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        """`microbatches` of a step, `step`: the last one that was finished. `keep` takes each event
-        (kind "rows"), `say` one line a run, where rows above the bound are frequent."""
+        """`microbatches` of a step, `step`: the last finished one. `keep` gets each event (kind
+        "rows"), `log` one line a run, if rows above the bound are frequent."""
         self._parallel, self._microbatches, self._step = parallel, microbatches, step
-        self._keep, self._say = keep, say
-        self._has_said = False
+        self._keep, self._log = keep, log
+        self._has_logged = False
 
-    def after(self, behind: StepBoundary) -> None:
-        """Look before a checkpoint."""
-        if behind.saves:
-            self.look(behind.number)
+    def after(self, boundary: StepBoundary) -> None:
+        """Report before a checkpoint."""
+        if boundary.saves:
+            self.report(boundary.number)
 
-    def look(self, step: int) -> None:
-        """Tell of what lay above the bound since the last look; all ranks call."""
+    def report(self, step: int) -> None:
+        """Report the rows above the bound since the last report; all ranks call."""
         layers = self._parallel.model.moe_layers()
-        own = [
+        local = [
             (layer, moe.experts.num_bounded, moe.experts.max_rows or 0)
             for layer, moe in layers.items()
             if moe.experts.num_bounded
@@ -211,27 +213,27 @@ class RowBounds:
             moe.experts.num_bounded = 0
         forwards = max((step - self._step) * self._microbatches * len(layers), 1)
         self._step = step
-        told = gather_json([own, forwards], self._parallel.mesh.control)
-        found = {rank: rows for rank, (rows, _) in enumerate(told) if rows}
-        if not found:
+        rows_of_ranks = gather_json([local, forwards], self._parallel.mesh.control)
+        bounded = {rank: rows for rank, (rows, _) in enumerate(rows_of_ranks) if rows}
+        if not bounded:
             return
         texts = [
             f"rank {rank} in {sum(number for _, number, _ in rows)} forwards of layers "
             + ", ".join(str(layer) for layer, _, _ in rows)
-            for rank, rows in list(found.items())[:_MOST_RANKS]
+            for rank, rows in list(bounded.items())[:_MOST_RANKS]
         ]
-        if len(found) > _MOST_RANKS:
-            texts.append(f"{len(found) - _MOST_RANKS} more ranks")
-        bound = max(rows[0][2] for rows in found.values())
+        if len(bounded) > _MOST_RANKS:
+            texts.append(f"{len(bounded) - _MOST_RANKS} more ranks")
+        bound = max(rows[0][2] for rows in bounded.values())
         self._keep(
             f"step {step}: more than {bound} rows were sent to {'; '.join(texts)} since the last "
             "checkpoint: computed in pieces, which is slower",
             "rows",
         )
-        share = max(sum(number for _, number, _ in rows) / total for rows, total in told)
-        if share >= _FREQUENT and not self._has_said:
-            self._has_said = True
-            self._say(
+        share = max(sum(number for _, number, _ in rows) / total for rows, total in rows_of_ranks)
+        if share >= _FREQUENT and not self._has_logged:
+            self._has_logged = True
+            self._log(
                 "note: experts are loaded so unevenly that a rank computes their rows in pieces in "
                 f"{min(share, 1):.0%} of its forwards, which is slower; train.rebalance_every "
                 "moves experts between ranks"

@@ -1,4 +1,4 @@
-"""Failure reports: ``failure.json``, the message for the user, and whether to start again."""
+"""Failure reports: ``failure.json``, the message for the user, and the advice on a restart."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from typing import Any
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
 from moemesh.config.limits import parse_json
+from moemesh.monitor.detector import Verdict
+from moemesh.monitor.failures import cause_of
+from moemesh.monitor.progress import Collective, ProgressRecord, own_record
+from moemesh.monitor.supervisor import Straggler, SupervisorResult
 from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
-from moemesh.watch.failures import cause_of
-from moemesh.watch.progress_words import Collective, Word, own_word
-from moemesh.watch.supervisor import Ended, SlowRank
-from moemesh.watch.verdict import Verdict
 
 FILE, EARLIER = "failure.json", "failures"
-#: Of the layout of the file.
+#: Version of the layout of the file.
 SCHEMA = 1
 _FRAMES = 8
-#: Seconds in which the place of the checkpoints must say which is the newest, for a message.
-_ASK_SECONDS = 2.0
+#: Seconds in which the checkpoint store must return the newest step, for a message.
+_READ_SECONDS = 2.0
 
 
 def write_failure(
     folder: Path, error: BaseException, rank: int, *, advice: str = "", epoch: int | None = None
 ) -> None:
-    """Write ``failure.json`` of an exception of this process, which no supervisor sees; of several
-    failing ranks the first one stays."""
+    """Write ``failure.json`` for an exception of this process, which has no supervisor; among
+    several failing ranks the first report stays."""
     facts = getattr(error, "facts", None)
     content = {
         "kind": type(error).__name__,
         "message": str(error),
         "frames": traceback.format_exception(error)[-_FRAMES:],
-        **_place(rank, epoch, os.getpid(), own_word()),
+        **_place(rank, epoch, os.getpid(), own_record()),
         "exit_code": 1,
         "advice": advice,
         **(facts if isinstance(facts, Mapping) else {}),
@@ -54,7 +54,7 @@ def write_failure(
 
 def write_verdict(
     folder: Path,
-    ended: Ended,
+    ended: SupervisorResult,
     *,
     epoch: int | None,
     action: str,
@@ -62,13 +62,13 @@ def write_verdict(
     first_rank: int | None = None,
     earlier: ReportId | None = None,
 ) -> bool:
-    """Write ``failure.json`` of ranks that were supervised, with the last place of every rank. Of
-    the node whose first rank is `first_rank`: its own report, and that of the run unless another
-    node was faster. Returns whether this one was the first.
+    """Write ``failure.json`` of supervised ranks, with the last position of every rank. The node
+    whose first rank is `first_rank` writes its own report, and that of the run unless another node
+    was faster. Returns whether this report was the first.
 
-    `action`: what the library did about it; `advice`: what the user should do; `earlier`: the
-    report that was there when the ranks started. Ranks that failed before one of them had the lease
-    have the epoch of the start before.
+    `action`: the reaction of the library; `advice`: advice to the user; `earlier`: the report that
+    existed when the ranks started. Ranks that failed before one of them had the lease have the
+    epoch of the previous start.
     """
     content, place = _of_ended(ended, epoch, advice) | {"action": action}, folder / FILE
     with suppress(OSError):
@@ -83,41 +83,41 @@ def write_verdict(
     return _link(folder, content)
 
 
-def say(text: str) -> None:
-    """Print on stderr; a console that is gone ends no run."""
+def log(text: str) -> None:
+    """Print on stderr; a lost console is ignored."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
-def tell_slow(slow: SlowRank, events: Events) -> None:
-    """One line on stderr and an event; the run goes on."""
+def report_straggler(slow: Straggler, events: Events) -> None:
+    """Print a line on stderr and record an event; the run continues."""
     events.add("slow_rank", str(slow), slow.step)
-    say(f"moemesh: {slow}")
+    log(f"moemesh: {slow}")
 
 
-#: Of a file: its number on the disk, its size, and when it was written by the clock of the disk.
+#: Identity of a file: inode, size in bytes, and modification time in nanoseconds.
 ReportId = tuple[int, int, int]
 
 
 def report_id(folder: Path) -> ReportId | None:
-    """The identity of the newest report in a run folder; None where there is none."""
+    """The identity of the newest report in a run folder; None without a report."""
     try:
-        found = (folder / FILE).stat()
+        stat = (folder / FILE).stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def kept_in(folder: Path, epoch: int | None) -> Path:
-    """The folder that keeps the files of this epoch's failure once the run goes on."""
+    """The folder of the files of this epoch's failure, after a restart."""
     return folder / EARLIER / str(epoch or 0)
 
 
 def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
-    """Put the report of an earlier failure aside, as ``failures/<epoch>/failure.json``, and the
-    stacks of its ranks beside it. Returns where they are; None where there was no failure.
+    """Move the report of an earlier failure to ``failures/<epoch>/failure.json``, with the stacks
+    of its ranks. Returns the folder; None without a failure.
 
-    `have_ended`: no rank runs now, so that what they wrote to stderr is of that failure as well.
+    `have_ended`: no rank is running, so that their stderr also belongs to that failure.
     """
     file = folder / FILE
     with suppress(OSError, ValueError):
@@ -147,7 +147,7 @@ def _epoch_of(file: Path) -> int | None:
 
 
 def hint_on(verdict: Verdict) -> str:
-    """A hint at where to look for the cause; empty where the message says it."""
+    """A hint at the cause; empty if the message is sufficient."""
     if verdict.kind == "exception":
         return ""
     advice = cause_of({"kind": kind_of(verdict)}).advice
@@ -156,91 +156,91 @@ def hint_on(verdict: Verdict) -> str:
 
 def kind_of(verdict: Verdict) -> str:
     """The kind of a failure in ``failure.json``: a class of exceptions, or such as LostContact."""
-    told = verdict.seen.told
-    if verdict.kind == "exception" and told is not None:
-        return told.kind
+    error = verdict.status.error
+    if verdict.kind == "exception" and error is not None:
+        return error.kind
     return "".join(word.capitalize() for word in verdict.kind.split("-"))
 
 
-def newest_step(folder: Path, *, seconds: float = _ASK_SECONDS) -> int | None:
-    """The step of the newest committed checkpoint; None where there is none, or where the place of
-    the checkpoints does not answer within `seconds`."""
+def newest_step(folder: Path, *, seconds: float = _READ_SECONDS) -> int | None:
+    """The step of the newest committed checkpoint; None without any, or if the checkpoint store
+    does not answer within `seconds`."""
     with suppress(OSError, UserError):
-        return _ask_newest(folder, seconds)
+        return _read_newest(folder, seconds)
     return None
 
 
-def _ask_newest(folder: Path, seconds: float) -> int | None:
-    """As :func:`newest_step`; raises OSError or a UserError where the place does not answer."""
-    found = Future[int | None]()
+def _read_newest(folder: Path, seconds: float) -> int | None:
+    """Same as :func:`newest_step`; raises OSError or a UserError if the store does not answer."""
+    future = Future[int | None]()
 
-    def ask() -> None:
+    def read() -> None:
         try:
-            found.set_result(next(iter(candidates(checkpoints_of(folder))), None))
+            future.set_result(next(iter(candidates(checkpoints_of(folder))), None))
         except (OSError, UserError) as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
-    # A disk of a network or a store may take forever, and ranks wait for the end of the question.
-    threading.Thread(target=ask, name="newest-step", daemon=True).start()
-    return found.result(seconds)  # TimeoutError is an OSError
+    # A network disk or a store may hang, and ranks wait for this call.
+    threading.Thread(target=read, name="newest-step", daemon=True).start()
+    return future.result(seconds)  # TimeoutError is an OSError
 
 
 def advice_on(
     verdict: Verdict, folder: Path, command: Sequence[str], *, came_twice: bool = False
 ) -> str:
-    """Advice to the user: the last lines of the message. `came_twice`: at the same place."""
-    told = verdict.seen.told
-    if told is not None and (advice := told.facts.get("advice")):
+    """Advice to the user: the last lines of the message. `came_twice`: a repeated failure."""
+    error = verdict.status.error
+    if error is not None and (advice := error.facts.get("advice")):
         return str(advice)
-    if told is not None and told.is_final:
-        first_line = told.message.splitlines()[0].rstrip(":") if told.message else ""
+    if error is not None and error.is_final:
+        first_line = error.message.splitlines()[0].rstrip(":") if error.message else ""
         return (
-            f"the same command would fail again: {first_line}\n"
+            f"the same command would fail in the same way: {first_line}\n"
             "checkpoints are untouched; change the configuration first"
         )
     hint = hint_on(verdict)
     if came_twice:
-        hint = "the same command would fail there again: remove the cause first"
+        hint = "the same command would fail at the same place: remove the cause first"
     return "\n".join([*([hint] if hint else []), go_on(folder, command)])
 
 
 def go_on(folder: Path, command: Sequence[str]) -> str:
-    """One line that says how the run goes on and ends with the command."""
+    """A line that describes how to resume and ends with the command."""
     shown = shlex.join(command)
     try:
-        step = _ask_newest(folder, _ASK_SECONDS)
+        step = _read_newest(folder, _READ_SECONDS)
     except (OSError, UserError):
-        return f"the same command goes on from the newest checkpoint, if there is one: {shown}"
+        return f"the same command resumes from the newest checkpoint, if there is one: {shown}"
     if step is None:
-        return f"no checkpoint was written yet; the same command starts again: {shown}"
-    return f"checkpoints are untouched; the same command goes on from step {step}: {shown}"
+        return f"no checkpoint was written yet; the same command starts from the beginning: {shown}"
+    return f"checkpoints are untouched; the same command resumes from step {step}: {shown}"
 
 
 def details(folder: Path) -> str:
-    """A pointer to the report."""
+    """A reference to the report."""
     if (folder / FILE).exists():
         return f"details in {folder / FILE}"
     return f"no report could be written into {folder}"
 
 
-def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
+def _of_ended(ended: SupervisorResult, epoch: int | None, advice: str) -> dict[str, Any]:
     verdict = ended.verdict
     assert verdict is not None
-    word, code, told = verdict.seen.word, verdict.seen.exit_code, verdict.seen.told
+    record, code, error = verdict.status.record, verdict.status.exit_code, verdict.status.error
     content: dict[str, Any] = {
         "kind": kind_of(verdict),
         "message": verdict.message,
         "frames": [],
-        **_place(verdict.rank, epoch, word.pid if word is not None else None, word),
+        **_place(verdict.rank, epoch, record.pid if record is not None else None, record),
         "exit_code": verdict.exit_code,
         "advice": advice,
     }
     if code is not None and code < 0:
         content["signal"] = signal.Signals(-code).name
-    if told is not None:
-        content["exception"] = told.kind
+    if error is not None:
+        content["exception"] = error.kind
         if not (verdict.calls or verdict.lost):
-            content["message"] = told.message
+            content["message"] = error.message
     if verdict.collective is not None:
         ranks = {"entered": list(verdict.entered), "missing": list(verdict.missing)}
         content["collective"] = _collective(verdict.collective) | ranks
@@ -257,16 +257,18 @@ def _of_ended(ended: Ended, epoch: int | None, advice: str) -> dict[str, Any]:
     if verdict.lost:
         lost = [{"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost]
         content["unreachable"] = lost
-    if told is not None:
-        content |= {"frames": told.trace.splitlines()[-2 * _FRAMES :], **told.facts}
+    if error is not None:
+        content |= {"frames": error.trace.splitlines()[-2 * _FRAMES :], **error.facts}
     elif (stack := ended.stacks.get(verdict.rank)) is not None:
         content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
     return content
 
 
-def _place(rank: int, epoch: int | None, pid: int | None, word: Word | None) -> dict[str, Any]:
-    """Which process failed, when, and where it was by its progress word."""
-    found: dict[str, Any] = {
+def _place(
+    rank: int, epoch: int | None, pid: int | None, record: ProgressRecord | None
+) -> dict[str, Any]:
+    """The process that failed, the time, and its position by its progress record."""
+    content: dict[str, Any] = {
         "schema": SCHEMA,
         "rank": rank,
         "host": socket.gethostname(),
@@ -274,14 +276,14 @@ def _place(rank: int, epoch: int | None, pid: int | None, word: Word | None) -> 
         "epoch": epoch,
         "time": now(),
     }
-    if word is None:
-        return found
-    found |= {"step": word.step, "phase": word.phase}
-    found |= {"microbatch": word.microbatch} if word.microbatch >= 0 else {}
-    found |= {"layer": word.layer} if word.layer >= 0 else {}
-    if word.inside and word.collective is not None:
-        found["collective"] = _collective(word.collective)
-    return found
+    if record is None:
+        return content
+    content |= {"step": record.step, "phase": record.phase}
+    content |= {"microbatch": record.microbatch} if record.microbatch >= 0 else {}
+    content |= {"layer": record.layer} if record.layer >= 0 else {}
+    if record.inside and record.collective is not None:
+        content["collective"] = _collective(record.collective)
+    return content
 
 
 def _collective(collective: Collective) -> dict[str, Any]:
@@ -300,7 +302,7 @@ def _temporary(folder: Path, content: dict[str, Any]) -> Path:
     text = json.dumps(content, indent=1, default=str)
     try:
         temporary.write_text(text + "\n", encoding="utf-8")
-    except OSError:  # a full disk takes the half of it
+    except OSError:  # a full disk may truncate it
         with suppress(OSError):
             temporary.unlink()
         raise
@@ -308,9 +310,9 @@ def _temporary(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def _link(folder: Path, content: dict[str, Any]) -> bool:
-    """Write the report of the run; False where there is one."""
+    """Write the report of the run; False if one exists."""
     is_first = False
-    # The message on the console must come out even where nothing can be written any more.
+    # The message on the console must be printed even if no file can be written.
     with suppress(OSError):
         temporary = _temporary(folder, content)
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Schedules that a run folder keeps: the copy of a file or a search, and the orders of AMPNet.
+"""Schedules in a run folder: the copy of a file or of a search, and recorded orders of AMPNet.
 
-The copy is settled once, by the process that opens the folder, and written to ``schedule.txt``: a
-resumed run needs neither the file nor the costs of the search any more.
+The copy is made once, by the process that opens the folder, and written to ``schedule.txt``: a
+resumed run needs neither the file nor the costs of the search.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SCHEDULE = "schedule.txt"
 
 
 def has_name(plan: Plan) -> bool:
-    """Whether the plan's schedule follows from its name."""
+    """Whether the plan's schedule is defined by its name."""
     return plan.schedule != "search" and not is_schedule_file(plan.schedule)
 
 
 def readable(plan: Plan, folder: Path) -> Plan:
-    """`plan` with the copy in the run folder in place of a file, or of measured costs, that are
-    gone."""
+    """`plan` with the copy in the run folder if its schedule file, or the run with measured costs,
+    is gone."""
     kept, source = folder / SCHEDULE, _source(plan)
     if source is None or Path(source).expanduser().exists() or not kept.is_file():
         return plan
@@ -39,19 +39,19 @@ def readable(plan: Plan, folder: Path) -> Plan:
 
 
 def _source(plan: Plan) -> str | None:
-    """The path that the schedule is read or measured from."""
+    """The path of the schedule file or of the measured costs."""
     if is_schedule_file(plan.schedule):
         return plan.schedule
     costs = plan.schedule_costs
     return None if plan.schedule != "search" or costs == "estimated" else costs
 
 
-def settle(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
-    """Write ``schedule.txt``, or remove it where the plan names a schedule; what to tell the user.
+def update_schedule(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
+    """Write ``schedule.txt``, or remove it if the plan names a schedule; returns notes for users.
 
-    A file that can be read counts as it is now; a file that is gone, and a search whose plan, model
-    and data are those of the run so far (`changes` has none of them), count as they were. Raises
-    UserError when the schedule does not fit the plan.
+    A readable file counts in its present state. A file that is gone, and a search with the plan,
+    model and data of the run so far (`changes` has none of them), keep their copy. Raises UserError
+    if the schedule does not fit the plan.
     """
     kept = folder.path / SCHEDULE
     if has_name(config.plan):
@@ -68,7 +68,7 @@ def settle(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> l
     folder.write_text(SCHEDULE, to_text(schedule))
     notes: list[str] = []
     if plan is not config.plan:
-        notes.append(f"{_source(config.plan)} is gone: the run goes on with its copy, {kept}")
+        notes.append(f"{_source(config.plan)} is gone: the run continues with its copy, {kept}")
     elif before is not None and digest(before) != digest(schedule):
         notes.append(
             f"changed since the last call: the schedule {plan.schedule}: digest {digest(before)} "
@@ -77,15 +77,15 @@ def settle(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> l
     return notes
 
 
-# Orders that AMPNet took, kept in the run folder by the steps that they belong to.
+# Orders that AMPNet took, in the run folder, by their steps.
 
 
-#: A file of the run folder: from which step to which.
+#: Name of a file with the order of a range of steps.
 _RECORDED = re.compile(r"schedule-(\d+)-(\d+)\.txt")
 
 
 def write_recorded(folder: RunFolder, schedule: Schedule, first: int, last: int) -> None:
-    """Keep the order of steps `first` to `last`; what an earlier run recorded behind goes."""
+    """Write the order of steps `first` to `last`; later orders of an earlier run are removed."""
     for other, path in _recorded(folder.path).items():
         if other[1] >= first:
             path.unlink()
@@ -95,13 +95,13 @@ def write_recorded(folder: RunFolder, schedule: Schedule, first: int, last: int)
 def recorded_segment(folder: Path, first: int) -> tuple[Schedule, int]:
     """The order that an AMPNet run took from step `first` on, and the last step before it drained.
 
-    Raises UserError when the folder has none.
+    Raises UserError if the folder has none.
     """
-    found = _recorded(folder)
-    for (start, last), path in found.items():
+    segments = _recorded(folder)
+    for (start, last), path in segments.items():
         if start == first:
             return from_text(path.read_text(encoding="utf-8")), last
-    known = ", ".join(f"{start} to {last}" for start, last in sorted(found)) or "none"
+    known = ", ".join(f"{start} to {last}" for start, last in sorted(segments)) or "none"
     raise UserError(
         f"plan.replay: {folder} has no recorded order that starts at step {first}: it has steps "
         f"{known}"
@@ -109,8 +109,8 @@ def recorded_segment(folder: Path, first: int) -> tuple[Schedule, int]:
 
 
 def refuse_unrecorded(config: RunConfig, done: int | None) -> None:
-    """Raise UserError where a run that goes on from step `done` (None: a step not known yet) has
-    nothing to replay though ``plan.replay`` is set."""
+    """Raise UserError if a run with ``plan.replay`` that resumes from step `done` (None: unknown)
+    has no order to replay."""
     if config.plan.replay is None:
         return
     folder = Path(config.plan.replay)
@@ -122,23 +122,23 @@ def refuse_unrecorded(config: RunConfig, done: int | None) -> None:
 
 def _recorded(folder: Path) -> dict[tuple[int, int], Path]:
     """(first step, last step) -> file."""
-    found: dict[tuple[int, int], Path] = {}
+    segments: dict[tuple[int, int], Path] = {}
     for path in folder.glob("schedule-*.txt"):
         if match := _RECORDED.fullmatch(path.name):
-            found[int(match[1]), int(match[2])] = path
-    return found
+            segments[int(match[1]), int(match[2])] = path
+    return segments
 
 
 def check_recorded(schedule: Schedule, config: RunConfig, first: int, last: int) -> None:
-    """Raise UserError when a recorded order is none of this plan, or cannot run."""
+    """Raise UserError if a recorded order is that of another plan, or cannot run."""
     plan = config.plan
     wanted = (plan.pp, (last - first + 1) * plan.microbatches, plan.num_update_microbatches)
     window = schedule.update.window if schedule.update else 0
-    found = (schedule.num_ranks, schedule.total_microbatches, window)
-    if wanted != found or last > config.train.steps:
+    sizes = (schedule.num_ranks, schedule.total_microbatches, window)
+    if wanted != sizes or last > config.train.steps:
         raise UserError(
-            f"the recorded order of steps {first} to {last} has {found[0]} ranks, {found[1]} "
-            f"microbatches and update windows of {found[2]}; this run has {wanted[0]}, {wanted[1]} "
+            f"the recorded order of steps {first} to {last} has {sizes[0]} ranks, {sizes[1]} "
+            f"microbatches and update windows of {sizes[2]}; this run has {wanted[0]}, {wanted[1]} "
             f"and {wanted[2]}, and {config.train.steps} steps"
         )
     check(schedule)

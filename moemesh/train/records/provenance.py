@@ -27,17 +27,16 @@ from moemesh.trace.machine import processor, usable_cores
 from moemesh.trace.provenance import FILE, SCHEMA, read_starts
 from moemesh.train.records.run_folder import RunFolder, now
 
-#: The first start and the newest ones are kept, so many together.
+#: Largest number of kept records: the first start and the newest ones.
 MOST_STARTS = 50
-#: A longer diff is cut, and said to be.
+#: Longest diff that is kept in full; a longer one is truncated and marked.
 MOST_DIFF_BYTES = 1 << 20
 MOST_UNTRACKED = 100
 _GIT_SECONDS = 10.0
 _LIBRARY = Path(__file__).parent.parent.parent
 _READ_BYTES = 1 << 20
 
-#: Variables that may change what a run computes or how fast; nothing else of the environment is
-#: written down.
+#: Variables that may change the results or the speed of a run; no others are recorded.
 VARIABLES = re.compile(
     r"(MOEMESH__|OMP_|MKL_|OPENBLAS_|KMP_|GOMP_|NUMBA_|ATEN_|TORCH|PYTORCH_|CUBLAS_|CUDA_|CUDNN_|NVIDIA_|NCCL_|GLOO_"
     r"|TRITON_|TOKENIZERS_|SLURM_(JOB|NNODES|NTASKS|NODELIST|STEP|PROCID|LOCALID|RESTART)|LOCAL_WORLD_SIZE"
@@ -64,8 +63,8 @@ def record_start(
         return
     starts = read_starts(folder.path)
     number = 1 + max((int(start.get("number", 0)) for start in starts), default=0)
-    here = Path.cwd()
-    git = git_state(here)
+    directory = Path.cwd()
+    git = git_state(directory)
     if text := git.pop("text", ""):
         git["diff"] = _write_diff(folder, text, git["diff_sha256"], starts, number)
     ranks: dict[str, list[int]] = {}
@@ -78,7 +77,7 @@ def record_start(
         "first_step": first_step,
         "last_step": None,
         "argv": redacted_arguments(["moemesh", *sys.argv[1:]]),
-        "directory": str(here),
+        "directory": str(directory),
         "python": sys.version.split()[0],
         "packages": packages(),
         "git": git,
@@ -98,8 +97,8 @@ def record_start(
 
 
 def record_end(folder: RunFolder, last_step: int) -> None:
-    """Complete the newest record: the run ends now, at `last_step`. Rank 0 calls. Nothing where it
-    cannot be written: the run has ended all the same."""
+    """Complete the newest record: the run ends now, at `last_step`. Rank 0 calls. Write errors are
+    ignored, since the run has ended."""
     if starts := read_starts(folder.path):
         starts[-1] |= {"ended": now(), "last_step": last_step}
         with suppress(OSError):
@@ -107,7 +106,7 @@ def record_end(folder: RunFolder, last_step: int) -> None:
 
 
 def record_return(folder: RunFolder, step: int) -> None:
-    """The newest start has gone back to `step`: those behind it are its own. Rank 0 calls."""
+    """Record that the newest start returned to `step`: later steps are its own. Rank 0 calls."""
     if (starts := read_starts(folder.path)) and int(starts[-1]["first_step"]) > step + 1:
         starts[-1]["first_step"] = step + 1
         with suppress(OSError):
@@ -119,7 +118,7 @@ def _write(folder: RunFolder, starts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the list, secrets in them replaced."""
+    """The listed variables, with secrets replaced."""
     return {
         name: REDACTED if _SECRET.search(name) else _IN_URL.sub(REDACTED, value)
         for name, value in sorted(environment.items())
@@ -128,7 +127,7 @@ def redacted(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redacted_arguments(argv: Sequence[str]) -> list[str]:
-    """A command line without the values of what is called a secret, and without those in URLs."""
+    """A command line without values of arguments that are named as secrets, or secrets in URLs."""
     shown: list[str] = []
     hides_next = False
     for argument in argv:
@@ -146,14 +145,14 @@ def redacted_arguments(argv: Sequence[str]) -> list[str]:
 
 def packages() -> dict[str, str]:
     """Every installed distribution with its version."""
-    # Once for each of them: the text is parsed anew whenever it is asked for.
-    told = [one.metadata for one in importlib.metadata.distributions()]
-    found = {str(one["Name"]): str(one["Version"]) for one in told if one and one["Name"]}
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+    # Read the metadata once per distribution: each access parses the text.
+    metadata = [one.metadata for one in importlib.metadata.distributions()]
+    versions = {str(one["Name"]): str(one["Version"]) for one in metadata if one and one["Name"]}
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def hardware() -> dict[str, Any]:
-    """The machine of rank 0, as far as it says without a device."""
+    """The machine of rank 0, as far as it is known without a device."""
     return {
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
@@ -165,9 +164,9 @@ def hardware() -> dict[str, Any]:
 
 
 def weights(path: Path) -> dict[str, Any]:
-    """Identity of the folder of weights that a run starts from: size of each file, and a hash of
-    its first and last bytes."""
-    found: dict[str, Any] = {}
+    """Identity of the folder of initial weights: size of each file, and a hash of its first and
+    last bytes."""
+    files: dict[str, Any] = {}
     names = sorted(p for p in path.expanduser().glob("*") if p.suffix in (".json", ".safetensors"))
     for file in names:
         try:
@@ -179,33 +178,33 @@ def weights(path: Path) -> dict[str, Any]:
                     digest.update(opened.read(_READ_BYTES))
         except OSError:
             continue
-        found[file.name] = {"bytes": size, "ends_sha256": digest.hexdigest()}
-    return found
+        files[file.name] = {"bytes": size, "ends_sha256": digest.hexdigest()}
+    return files
 
 
 def git_state(directory: Path) -> dict[str, Any]:
-    """Commit, branch and changes of the repository that holds `directory`; {} where there is none.
+    """Commit, branch and changes of the repository that contains `directory`; {} without one.
 
-    "text" is the diff of what git tracks, at most MOST_DIFF_BYTES of it.
+    "text" is the diff of tracked files, at most MOST_DIFF_BYTES of it.
     """
     root = _git(directory, "rev-parse", "--show-toplevel")
     if not root:
         return {}
     top = Path(root.strip())
-    found: dict[str, Any] = {"root": str(top), **_commit(top)}
-    if found.get("commit") is None:
-        return found
-    found["branch"] = (_git(top, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None
+    state: dict[str, Any] = {"root": str(top), **_commit(top)}
+    if state.get("commit") is None:
+        return state
+    state["branch"] = (_git(top, "rev-parse", "--abbrev-ref", "HEAD") or "").strip() or None
     diff = _git(top, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD") or ""
     untracked = (_git(top, "ls-files", "--others", "--exclude-standard") or "").splitlines()
-    found["untracked"] = untracked[:MOST_UNTRACKED]
+    state["untracked"] = untracked[:MOST_UNTRACKED]
     if diff:
         whole = diff.encode(errors="surrogateescape")
-        found["diff_bytes"] = len(whole)
-        found["diff_sha256"] = hashlib.sha256(whole).hexdigest()
-        found["diff_is_cut"] = len(whole) > MOST_DIFF_BYTES
-        found["text"] = whole[:MOST_DIFF_BYTES].decode(errors="replace")
-    return found
+        state["diff_bytes"] = len(whole)
+        state["diff_sha256"] = hashlib.sha256(whole).hexdigest()
+        state["diff_is_cut"] = len(whole) > MOST_DIFF_BYTES
+        state["text"] = whole[:MOST_DIFF_BYTES].decode(errors="replace")
+    return state
 
 
 def _commit(directory: Path) -> dict[str, Any]:
@@ -217,8 +216,8 @@ def _commit(directory: Path) -> dict[str, Any]:
 
 
 def _git(directory: Path, *words: str) -> str | None:
-    """The output of git; None where it fails, is not there, or takes too long. It runs no program
-    that a repository names."""
+    """The output of git; None if it fails, is missing, or takes too long. It runs no program that a
+    repository configures."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(directory)]
     try:
         done = subprocess.run(

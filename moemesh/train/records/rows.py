@@ -1,7 +1,7 @@
-"""Rows of a run: appended to a ``.jsonl`` file, cut back when it goes on, and handed to sinks.
+"""Rows of a run: appended to a ``.jsonl`` file, cut back on resume, and passed to sinks.
 
-A full disk ends no run. Sinks (CSV, TensorBoard, W&B) stand behind a bounded queue; whatever
-happens in their thread (an error, a service that hangs) costs rows and one warning, never a step.
+A full disk ends no run. Sinks (CSV, TensorBoard, W&B) have a bounded queue; faults in their thread
+(an error, a service that hangs) cost rows and one warning, never a step.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from moemesh.trace.run import MetricsRow, missing_steps
 
 Row = dict[str, Any]
 
-#: Flags of a file of rows, which is no link to another file.
+#: Flags for opening a file of rows, which must not be a link.
 _APPENDS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-#: So many rows wait in memory while nothing can be written; of more the oldest are lost.
+#: Largest number of rows that wait in memory while writing fails; beyond it the oldest are lost.
 MOST_WAITING = 4096
 
 
 class RowLog:
     """Appends rows, floats in full precision, each call with one write: all of its rows or none.
 
-    What cannot be written waits in memory and is written with the next rows that can be.
+    Rows that cannot be written wait in memory for the next successful write.
     """
 
     def __init__(
         self,
         path: Path,
-        say: Callable[[str, str], None] | None = None,
+        log: Callable[[str, str], None] | None = None,
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
-        """``say(text, "disk")`` reports once that writing fails and once that it works. Rows are
-        dropped where not `may_write`: the folder is no longer that of the run."""
-        self.path, self._say, self._may_write = path, say, may_write
+        """``log(text, "disk")`` reports once that writing fails and once that it works. Rows are
+        dropped unless `may_write`: the run has lost the folder."""
+        self.path, self._log, self._may_write = path, log, may_write
         self._waiting: deque[str] = deque()
         self._num_lost = 0
         self._fails = self._is_open = False
 
     def append(self, rows: Sequence[Row], *, waits: bool = True) -> bool:
-        """Write `rows`; returns whether that went well. ``waits=False``: what cannot be written is
-        not kept, since the caller does."""
+        """Write `rows`; returns whether that succeeded. ``waits=False``: the caller keeps rows that
+        cannot be written."""
         lines = [json.dumps(row) + "\n" for row in rows]
         if (lines or self._waiting) and self._may_write():
             try:
@@ -67,18 +67,20 @@ class RowLog:
                     self._num_lost += 1
                 if not self._fails:
                     self._fails = True
-                    self._tell(f"{explain(error, self.path)}; the run goes on, rows wait in memory")
+                    self._report(
+                        f"{explain(error, self.path)}; the run continues, rows wait in memory"
+                    )
                 return False
         self._waiting.clear()
         if self._fails:
             self._fails = False
             lost = f"; {self._num_lost} rows are lost" if self._num_lost else ""
             self._num_lost = 0
-            self._tell(f"{self.path} is written again{lost}")
+            self._report(f"writing {self.path} works now{lost}")
         return True
 
     def flush(self) -> bool:
-        """Write what waits."""
+        """Write pending rows."""
         return not self._waiting or self.append(())
 
     def _write(self, data: bytes) -> None:
@@ -86,7 +88,7 @@ class RowLog:
         try:
             size = os.fstat(handle).st_size
             if not self._is_open and size and os.pread(handle, 1, size - 1) != b"\n":
-                data = b"\n" + data  # behind a row that a crash left unfinished
+                data = b"\n" + data  # after a row that a crash left unfinished
             written = 0
             try:
                 while written < len(data):
@@ -100,15 +102,15 @@ class RowLog:
         finally:
             os.close(handle)
 
-    def _tell(self, text: str) -> None:
-        if self._say is not None:
-            self._say(text, "disk")
+    def _report(self, text: str) -> None:
+        if self._log is not None:
+            self._log(text, "disk")
 
 
 class Cut(NamedTuple):
-    """The result of :func:`cut_after`: rows of later steps, rows that nobody can read (and the
-    number of the first such line), the steps up to the cut that were summed with later ones, and a
-    sentence on those without any row."""
+    """The result of :func:`cut_after`: number of removed rows of later steps, number of damaged
+    rows (and the first such line), the steps up to the cut that were summed with later ones, and a
+    sentence on steps without a row."""
 
     rows: int = 0
     damaged: int = 0
@@ -118,10 +120,10 @@ class Cut(NamedTuple):
 
 
 def cut_after(path: Path, step: int) -> Cut:
-    """Cut a ``.jsonl`` file back to the rows of steps up to `step`, without rows that are damaged.
+    """Cut a ``.jsonl`` file back to the rows of steps up to `step`, without damaged rows.
 
-    A step of -1 cuts every row. A row with "steps" stands for so many steps up to its "step". Where
-    nothing before the cut is damaged the file is only shortened, which needs no room on the disk.
+    A step of -1 cuts every row. A row with "steps" covers that number of steps up to its "step". If
+    nothing before the cut is damaged, the file is only truncated, which needs no disk space.
     """
     if not path.exists():
         return Cut(missing=missing_steps(path.name, {}, step))
@@ -149,23 +151,23 @@ def cut_after(path: Path, step: int) -> Cut:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes, tuple[int, int] | None]]:
-    """The start of each line, the line, and its step and number of steps; None: no row."""
+    """The start of each line, the line, and its step and number of steps; None for damaged ones."""
     start = 0
     with path.open("rb") as file:
         for line in file:
-            found = None
+            numbers = None
             with suppress(ValueError, KeyError, TypeError, AttributeError):
                 row = cast("Row", parse_json(line))
                 step, steps = row["step"], row.get("steps", 1)
                 if type(step) is int and type(steps) is int:
-                    found = step, steps
-            yield start, line, found
+                    numbers = step, steps
+            yield start, line, numbers
             start += len(line)
 
 
-#: Rows that wait for the thread at most.
+#: Largest number of rows in the queue of the thread.
 MOST_QUEUED = 1024
-#: The end of a run waits so long for the thread, and no longer.
+#: Longest time, in seconds, that the end of a run waits for the thread.
 CLOSE_SECONDS = 5.0
 
 CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", "wandb-id"
@@ -173,14 +175,14 @@ _COLUMNS = tuple(item.name for item in fields(MetricsRow))
 
 
 class Sink(Protocol):
-    """Takes the rows of a run in order; every call may raise anything, and may take long."""
+    """Takes the rows of a run in order; calls may raise anything, and may take long."""
 
     def write(self, row: MetricsRow) -> None: ...
 
     def close(self) -> None: ...
 
 
-#: Makes the sink of a run folder; rows from step `first_step` on follow.
+#: Opens the sink of a run folder for rows from step `first_step` on.
 Opener = Callable[[Path, int], Sink]
 
 
@@ -201,7 +203,7 @@ class CsvSink:
             csv.writer(file).writerow(["" if value is None else repr(value) for value in values])
 
     def close(self) -> None:
-        """Nothing is open."""
+        """No-op: no file is open between writes."""
 
 
 class TensorBoardSink:
@@ -222,8 +224,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases, the same one after a resume; settings are those of its variables
-    (WANDB_PROJECT, WANDB_MODE=offline, ...)."""
+    """A run of Weights & Biases, continued after a resume; its settings come from the variables of
+    wandb (WANDB_PROJECT, WANDB_MODE=offline, ...)."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         import wandb  # an extra: pip install wandb
@@ -246,30 +248,30 @@ class WandbSink:
 
 
 def _numbers(row: MetricsRow) -> dict[str, float]:
-    found = {name: getattr(row, name) for name in _COLUMNS if name != "step"}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: getattr(row, name) for name in _COLUMNS if name != "step"}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 OPENERS: dict[str, Opener] = {"csv": CsvSink, "tensorboard": TensorBoardSink, "wandb": WandbSink}
 
 
 class Sinks:
-    """All sinks of a run. The calls of the loop, :meth:`put` and :meth:`close`, raise nothing; the
-    first never waits, the second at most CLOSE_SECONDS."""
+    """All sinks of a run. The methods of the training loop, :meth:`put` and :meth:`close`, raise
+    nothing; the first never waits, the second at most CLOSE_SECONDS."""
 
     def __init__(
         self,
         names: Sequence[str],
         folder: Path,
         first_step: int,
-        say: Callable[[str, str], None],
+        log: Callable[[str, str], None],
         openers: dict[str, Opener] | None = None,
     ) -> None:
-        """``say(text, "sink")`` is called by the thread of the loop alone."""
+        """``log(text, "sink")`` is called in the thread of the training loop only."""
         self._names, self._folder, self._first_step = names, folder, first_step
-        self._say, self._openers = say, openers or OPENERS
+        self._log, self._openers = log, openers or OPENERS
         self._rows: queue.Queue[MetricsRow | None] = queue.Queue(MOST_QUEUED)
-        self._told: deque[str] = deque()
+        self._messages: deque[str] = deque()
         self._dropped: Counter[str] = Counter()
         self._num_unqueued = 0
         self._thread: threading.Thread | None = None
@@ -278,7 +280,7 @@ class Sinks:
             self._thread.start()
 
     def put(self, row: MetricsRow) -> None:
-        """Hand over one row."""
+        """Queue one row."""
         if self._thread is None:
             return
         try:
@@ -286,12 +288,12 @@ class Sinks:
         except queue.Full:
             if not self._num_unqueued:
                 names = ", ".join(self._names)
-                self._told.append(f"sinks ({names}) are too slow: rows are dropped for them")
+                self._messages.append(f"sinks ({names}) are too slow: rows are dropped for them")
             self._num_unqueued += 1
-        self._tell()
+        self._report()
 
     def close(self) -> None:
-        """Let the thread write what waits, but not for long; say what was dropped."""
+        """Let the thread write pending rows, for a limited time; log what was dropped."""
         if self._thread is None:
             return
         until = time.monotonic() + CLOSE_SECONDS
@@ -300,17 +302,19 @@ class Sinks:
         self._thread.join(max(until - time.monotonic(), 0.0))
         if self._thread.is_alive():
             waiting = self._rows.qsize()
-            self._told.append(f"sinks did not end in {CLOSE_SECONDS:g} s; {waiting} rows are lost")
+            self._messages.append(
+                f"sinks did not end in {CLOSE_SECONDS:g} s; {waiting} rows are lost"
+            )
         self._thread = None
         lost = {"not queued": self._num_unqueued, **self._dropped}
         if any(lost.values()):
             parts = ", ".join(f"{name} {count}" for name, count in lost.items() if count)
-            self._told.append(f"rows that sinks did not get: {parts}")
-        self._tell()
+            self._messages.append(f"rows that sinks did not get: {parts}")
+        self._report()
 
-    def _tell(self) -> None:
-        while self._told:
-            self._say(self._told.popleft(), "sink")
+    def _report(self) -> None:
+        while self._messages:
+            self._log(self._messages.popleft(), "sink")
 
     def _run(self) -> None:
         opened: dict[str, Sink] = {}
@@ -330,17 +334,17 @@ class Sinks:
 
     @contextmanager
     def _guarded(self, name: str, what: str) -> Any:
-        """Whatever a sink raises costs one row, and the first time a message."""
+        """Count a row as dropped if a sink raises, and report the first time."""
         try:
             yield
         except BaseException as error:  # also SystemExit of a foreign package
             if not self._dropped[name]:
                 why = f"{type(error).__name__}: {error}"
-                self._told.append(f"sink {name} {what} ({why}); rows are dropped for it")
+                self._messages.append(f"sink {name} {what} ({why}); rows are dropped for it")
             self._dropped[name] += what == "fails"
 
 
 def missing_package(name: str) -> str | None:
-    """The package that a sink needs and that is not installed."""
+    """The missing package of a sink; None if it is installed or not needed."""
     needed = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(name)
     return needed if needed is not None and find_spec(needed) is None else None

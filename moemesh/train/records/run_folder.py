@@ -5,7 +5,7 @@
     metrics.jsonl loads.jsonl      rows of steps, appended (moemesh.train.records.rows)
     ledger.json timeline.json memory.json report.html failure.json
     checkpoints/step-N/            see moemesh.checkpoint.store
-    lease                          locked while a run is at work (moemesh.watch.lease)
+    lease                          locked while a run is active (moemesh.monitor.lease)
     failures/EPOCH/failure.json    of earlier failures
 
 One process, rank 0, opens and writes it.
@@ -34,11 +34,8 @@ from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
-from moemesh.trace.machine import file_of
-from moemesh.trace.run import Run
-from moemesh.train.records.rows import RowLog
-from moemesh.watch.lease import FILE as LEASE
-from moemesh.watch.lease import (
+from moemesh.monitor.lease import FILE as LEASE
+from moemesh.monitor.lease import (
     Lease,
     LeaseLost,
     RunFolderError,
@@ -46,11 +43,14 @@ from moemesh.watch.lease import (
     read_start,
     why_lost,
 )
+from moemesh.trace.machine import file_of
+from moemesh.trace.run import Run
+from moemesh.train.records.rows import RowLog
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
-#: Of steps: cut back when a run goes on from one of them.
+#: Files with rows of steps, which are cut back when a run resumes.
 ROWS = ("metrics.jsonl", "loads.jsonl")
-#: Any of these makes a folder a run. config.toml does not: users keep their own under that name.
+#: Files that make a folder a run. config.toml does not: users keep their own under that name.
 MARKS = (LEASE, "plan.json", "metrics.jsonl")
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 #: Kinds of the events of a run that has saved.
@@ -59,7 +59,7 @@ _SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
 
 class Recorded(NamedTuple):
     """The record of a run so far: its configuration as TOML, the record of its data
-    (:func:`record_of_data`), each None where nothing says so, and who says so."""
+    (:func:`record_of_data`), each None if unknown, and the source of both."""
 
     config: str | None
     data: Any
@@ -67,27 +67,27 @@ class Recorded(NamedTuple):
 
 
 class RunFolder:
-    """An opened run folder. `has_run` says whether an earlier run left something to resume;
-    `checkpoints`: where the checkpoint store keeps its steps; `epoch`: of the start of the run that
-    may write here now, None where that is not known."""
+    """An opened run folder. `has_run`: an earlier run left something to resume; `checkpoints`:
+    folder of the checkpoint store; `epoch`: that of the start that may write now, None if
+    unknown."""
 
     def __init__(self, path: Path, *, has_run: bool, checkpoints: Place | None = None) -> None:
         self.path, self.has_run = path, has_run
         self.checkpoints = checkpoints or path / CHECKPOINTS
         self.epoch: int | None = None
         self._run: str | None = None
-        self._handle: int | None = None  # of the lease, which shows where a renamed folder is
+        self._handle: int | None = None  # handle of the lease, which locates a renamed folder
         self._lease: Lease | None = None
-        self._claim: Claim | None = None  # to checkpoints that are not in the run folder
+        self._claim: Claim | None = None  # for checkpoints outside of the run folder
 
     @staticmethod
     def open(
         path: str | Path, resume: Resume | None = "auto", checkpoint_folder: str = ""
     ) -> RunFolder:
         """Opens or creates the folder under the rules of `train.resume`; call :meth:`lock` next.
-        `resume` None: on a rank, for which another process has looked at them.
+        `resume` None: on a rank, after another process has checked them.
 
-        Raises RunFolderError as :meth:`inspect` does, and where it cannot be created.
+        Raises RunFolderError as :meth:`inspect` does, and if it cannot be created.
         """
         folder = RunFolder.inspect(path, resume, checkpoint_folder)
         try:
@@ -102,12 +102,11 @@ class RunFolder:
     def inspect(
         path: str | Path, resume: Resume | None = "auto", checkpoint_folder: str = ""
     ) -> RunFolder:
-        """The folder as it is, or is not yet, under the rules of `train.resume`; writes nothing.
+        """The folder, existing or not, under the rules of `train.resume`; writes nothing.
 
-        auto resumes a run or starts one, but not where the checkpoints of a run are gone; never
-        refuses a folder with anything in it; must refuses one without a checkpoint; None refuses
-        nothing, for another rank has looked, and may have begun to write there. Raises
-        RunFolderError.
+        auto resumes a run or starts one, but refuses a run without its checkpoints; never refuses
+        a folder with content; must refuses one without a checkpoint; None refuses nothing, since
+        another rank has checked, and may have begun to write. Raises RunFolderError.
         """
         path = Path(path).expanduser()
         names = names_in(path)
@@ -123,7 +122,7 @@ class RunFolder:
         if resume == "never" and (names - {LEASE, CHECKPOINTS} or has_checkpoint):
             raise RunFolderError(
                 f'{path} holds {", ".join(sorted(names)[:5])} and train.resume is "never": '
-                'choose another folder, or train.resume = "auto" to go on with the run in it'
+                'choose another folder, or train.resume = "auto" to resume the run in it'
             )
         if resume == "must" and not has_checkpoint:
             raise RunFolderError(
@@ -132,13 +131,13 @@ class RunFolder:
             )
         if resume == "auto" and "metrics.jsonl" in names and not has_checkpoint:
             run, kept = Run.load(path), checkpoints_of(path)
-            # A run makes the folder, or its claim there, before its first step.
+            # A run makes the checkpoint folder, or its claim, before its first step.
             has_saved = _steps(kept) or not kept.is_dir() or (kept / VERIFIED).exists()
             if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
                 where = f"; it kept them in {kept}" if kept != checkpoints else ""
                 raise RunFolderError(
                     f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of "
-                    f"its checkpoints{where}: the run would begin again in the place of its "
+                    f"its checkpoints{where}: the run would restart at step 1 and overwrite its "
                     "history: put the checkpoints back, or choose another folder for a new run, "
                     "--out"
                 )
@@ -151,12 +150,12 @@ class RunFolder:
             )
         return RunFolder(path, has_run=has_run, checkpoints=checkpoints)
 
-    def row_log(self, name: str, say: Callable[[str, str], None] | None = None) -> RowLog:
-        """A ``.jsonl`` file to append to; `say` as of :class:`RowLog`."""
-        return RowLog(self._file(name), say, lambda: self.why_lost() is None)
+    def row_log(self, name: str, log: Callable[[str, str], None] | None = None) -> RowLog:
+        """A ``.jsonl`` file to append to; `log` as in :class:`RowLog`."""
+        return RowLog(self._file(name), log, lambda: self.why_lost() is None)
 
     def set_rows_aside(self) -> list[str]:
-        """Renames the files of rows that are not empty, to a number that is free; their names."""
+        """Renames the non-empty files of rows, with a free number; returns the new names."""
         rows = [path for path in map(self._file, ROWS) if path.exists() and path.stat().st_size]
         for number in itertools.count(1):
             kept = [path.with_stem(f"{path.stem}-{number}") for path in rows]
@@ -165,14 +164,14 @@ class RunFolder:
         raise AssertionError("unreachable")
 
     def saved_steps(self) -> set[int]:
-        """The steps of the checkpoints in the folder, whole or not, those being written too."""
+        """The steps of the checkpoints in the folder, including unfinished ones."""
         names = (name.partition(".tmp-")[0] for name in list_names(self.checkpoints))
         return {int(match[1]) for name in names if (match := STEP.fullmatch(name))}
 
     @cached_property
     def recorded(self) -> Recorded:
-        """What the newest checkpoint says of its run; one of an older version says nothing, and the
-        files of the run folder count. Raises RunFolderError for what cannot be read."""
+        """The run's facts from the newest checkpoint, or, from one of an older version, from the
+        files of the run folder. Raises RunFolderError for unreadable ones."""
         text = self._read_text(CONFIG)
         for step in _steps(self.checkpoints):
             path = self.checkpoints / f"step-{step}"
@@ -181,11 +180,13 @@ class RunFolder:
             except (CheckpointError, OSError) as error:
                 if isinstance(path, RemotePath) and isinstance(error, OSError):
                     raise RunFolderError(f"{path}: cannot be read ({error})") from error
-                continue  # whoever loads it says so, and takes an older one
+                continue  # the loader reports it, and uses an older one
             if isinstance(config := state.get("config"), str):
-                # A run that was allowed to change, and ended before it saved, left another text.
+                # A run with allowed changes that ended before it saved left another config.toml.
                 kinds, whose = ("model", "training"), f"the checkpoint {path}"
-                keys = [one.key for one in compare(config, text or config) if one.kind in kinds]
+                keys = [
+                    change.key for change in compare(config, text or config) if change.kind in kinds
+                ]
                 if keys:
                     other = f"another {', '.join(keys)}, with which nothing was saved"
                     whose += f" (config.toml has {other})"
@@ -194,11 +195,11 @@ class RunFolder:
         try:
             data = parse_json(self._read_text(DATA) or "null")
         except ValueError as error:
-            raise RunFolderError(f"{self.path / DATA}: is no JSON ({error})") from error
+            raise RunFolderError(f"{self.path / DATA}: is not valid JSON ({error})") from error
         return Recorded(text, data, f"the run in {self.path}")
 
     def _read_text(self, name: str) -> str | None:
-        """The text of a file; None where there is none. Raises RunFolderError for one that cannot
+        """The text of a file; None if it does not exist. Raises RunFolderError for one that cannot
         be read."""
         file = self.path / name
         try:
@@ -215,19 +216,19 @@ class RunFolder:
 
     def changes(self, new: str, allowed: Collection[str] = ()) -> list[Change]:
         """Differences between the configuration of the run so far (:attr:`recorded`) and the text
-        `new` of another; none where there is no run. Raises RunFolderError for what must not
-        differ, unless its key is `allowed`."""
+        `new`; empty without a run. Raises RunFolderError for forbidden differences, unless their
+        keys are `allowed`."""
         if not self.has_run or self.recorded.config is None:
             return []
-        found = compare(self.recorded.config, new)
-        refuse_changes(found, frozenset(allowed), self.recorded.whose)
-        return found
+        changes = compare(self.recorded.config, new)
+        refuse_changes(changes, frozenset(allowed), self.recorded.whose)
+        return changes
 
     def lock(
-        self, *, takeover: bool = False, say: Callable[[str], None] = lambda text: None
+        self, *, takeover: bool = False, log: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Takes the lease, and claims checkpoints that are kept elsewhere; raises RunFolderError
-        saying who holds them. `takeover` as of :meth:`Lease.take`, `say` as of
+        """Takes the lease, and claims external checkpoints; raises RunFolderError with the
+        description of their holder. `takeover` as in :meth:`Lease.take`, `log` as in
         :meth:`Claim.take`.
 
         The lock dies with the process (and with children forked while it is held), so a crashed run
@@ -241,45 +242,45 @@ class RunFolder:
             return
         try:
             run = self._lease.run
-            self._claim = Claim.take(self.checkpoints, run, takeover=takeover, log=say)
+            self._claim = Claim.take(self.checkpoints, run, takeover=takeover, log=log)
             self._lease.note_claim(self._claim.number)
         except BaseException:
             self.release()
             raise
 
     def join(self) -> None:
-        """Write under the lease of another process of this run, which holds it now."""
+        """Write under the lease that another process of this run holds now."""
         self._run, self.epoch = read_start(self.path)
         with suppress(OSError):
             self._handle = os.open(self.path / LEASE, os.O_RDONLY | os.O_CLOEXEC)
-        if self.checkpoints != self.path / CHECKPOINTS and (found := read_claim(self.path)):
-            run, number = found
+        if self.checkpoints != self.path / CHECKPOINTS and (claim := read_claim(self.path)):
+            run, number = claim
             self._claim = Claim(self.checkpoints, run, number)
 
     def raise_epoch(self) -> None:
-        """Begin the epoch of a restart of the ranks; raises RunFolderError where the folder is no
-        longer that of this run."""
+        """Begin the epoch of a restart of the ranks; raises RunFolderError if the run has lost the
+        folder."""
         assert self._lease is not None
         self.check_lease()
         self._lease.raise_epoch()
         self.epoch = self._lease.epoch
 
     def why_lost(self) -> str | None:
-        """Why this run may no longer write into the folder; None where it may."""
+        """The reason why this run may no longer write into the folder; None if it may."""
         return None if self.epoch is None else why_lost(self.path, self._run, self.epoch)
 
     def check_lease(self) -> None:
-        """Raises LeaseLost where the folder is no longer that of this run."""
+        """Raises LeaseLost if the run has lost the folder."""
         if (reason := self.why_lost()) is not None:
             raise self.lease_lost(reason)
 
     def lost(self) -> str | None:
-        """Why this run may no longer change its checkpoints; None where it may. Raises OSError
-        or CheckpointError where a folder elsewhere does not answer."""
+        """The reason why this run may no longer change its checkpoints; None if it may. Raises
+        OSError or CheckpointError if an external folder does not answer."""
         return self.why_lost() or (None if self._claim is None else self._claim.lost())
 
     def present_path(self) -> Path | None:
-        """The folder of this run, also after it was renamed; None where that is unknown."""
+        """The folder of this run, even after it was renamed; None if unknown."""
         if self.why_lost() is None:
             return self.path
         lease = None if self._handle is None else file_of(self._handle)
@@ -288,7 +289,7 @@ class RunFolder:
         return run if is_own else None
 
     def lease_lost(self, reason: str) -> LeaseLost:
-        """The error that ends this run because of `reason`, with the place of its last
+        """The error that ends this run because of `reason`, with the path of its last
         checkpoint."""
         path, checkpoints = self.present_path(), self.checkpoints
         if checkpoints == self.path / CHECKPOINTS:
@@ -311,7 +312,7 @@ class RunFolder:
         return LeaseLost(f"{reason}: this run stops and writes nothing more", advice, path)
 
     def release(self) -> None:
-        """Gives lease and claim back; nothing happens when they are not held."""
+        """Releases lease and claim, if held."""
         if self._claim is not None:
             self._claim.release()
         if self._lease is not None:
@@ -319,13 +320,13 @@ class RunFolder:
             self._lease = self._handle = None
 
     def write_text(self, name: str, text: str) -> None:
-        """Writes a file whole: readers and crashes meet the old or the new content, never half.
-        Raises LeaseLost where the folder is no longer that of this run."""
+        """Writes a file atomically: readers and crashes see the old or the new content. Raises
+        LeaseLost if the run has lost the folder."""
         self.check_lease()
         replace_by(self._file(name), [text.encode()])
 
     def write_json(self, name: str, value: object) -> None:
-        """Writes a JSON file whole."""
+        """Writes a JSON file atomically."""
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def _file(self, name: str) -> Path:
@@ -334,8 +335,8 @@ class RunFolder:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raises RunFolderError for a link in the folder of a run: what the run writes under its name
-    would change another file. A device (/dev/null) is none, and checkpoints follow no links."""
+    """Raises RunFolderError for a link in the folder of a run: writing under its name would change
+    another file. Devices (/dev/null) are allowed, and checkpoints follow no links."""
     for home, folders, files in os.walk(path):
         for name in (*folders, *files):
             link = Path(home, name)
@@ -347,7 +348,7 @@ def _refuse_links(path: Path) -> None:
         folders[:] = [name for name in folders if name != CHECKPOINTS]
 
 
-#: The name by which --allow-change accepts data that were changed in place.
+#: Name for --allow-change that accepts data that were changed in place.
 DATA_CHANGE = "data"
 
 
@@ -369,12 +370,12 @@ def refuse_changes(
     if training:
         lines.append(f"to train it beside the other: {other}")
         keys = " ".join(f"--allow-change {change.key}" for change in training)
-        lines.append(f"to go on with another course of training: {keys}")
+        lines.append(f"to resume with another course of training: {keys}")
     raise RunFolderError("\n".join(lines))
 
 
 def refuse_unknown_permissions(names: Iterable[str]) -> None:
-    """Raises RunFolderError for a name of --allow-change that permits nothing."""
+    """Raises RunFolderError for a name of --allow-change without effect."""
     keys = all_keys()
     for name in names:
         if name == DATA_CHANGE or (name in keys and kind_of(name, {}, {}) != "model"):
@@ -387,12 +388,12 @@ def refuse_unknown_permissions(names: Iterable[str]) -> None:
         message, fix = explain_unknown_key(name)
         raise RunFolderError(
             f"--allow-change {name}: {message}; {fix or 'name a key, such as train.lr'}"
-            f" ({DATA_CHANGE} stands for data that were changed in place)"
+            f" ({DATA_CHANGE} is for data that were changed in place)"
         )
 
 
 def names_in(path: Path) -> set[str]:
-    """The names in a folder; none when it does not exist. RunFolderError for anything else."""
+    """The names in a folder; empty if it does not exist. Raises RunFolderError for a file."""
     try:
         return set(os.listdir(path))
     except FileNotFoundError:
@@ -402,7 +403,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def checkpoints_of(run: Path) -> Place:
-    """The place of the checkpoints of the run in a folder, as its config.toml says."""
+    """The checkpoint folder of the run in a folder, from its config.toml."""
     try:
         with (run / CONFIG).open("rb") as file:
             kept_at = parse_toml(file.read().decode())["train"]["checkpoint_folder"]
@@ -424,20 +425,20 @@ def now() -> str:
 
 
 class Events:
-    """Appends an event a line; those that a full disk does not take wait in memory."""
+    """Appends an event a line; events that a full disk refuses wait in memory."""
 
     def __init__(self, folder: RunFolder | None) -> None:
-        """`folder` None: nothing is kept (every rank but the first)."""
+        """`folder` None: no events are written (on every rank but the first)."""
         self._log = None if folder is None else folder.row_log("events.jsonl")
 
     def add(self, kind: str, text: str, step: int | None = None) -> None:
-        """`kind`: a word such as "alarm"; `step`: the last one that was finished."""
+        """`kind`: a word such as "alarm"; `step`: the last finished one."""
         if self._log is None:
             return
         self._log.append([{"time": now(), "step": step, "kind": kind, "text": text}])
 
 
-#: Keys of [data] that leave the training samples and their order as they are.
+#: Keys of [data] without effect on the training samples and their order.
 WITHOUT_EFFECT = frozenset({"global_batch", "bad_record_share", "cache"})
 
 
@@ -463,22 +464,22 @@ def record_of_data(samples: Samples) -> dict[str, Any]:
 
 
 def was_tuned_on_conversations(run: Path) -> bool:
-    """Whether some source of the run in this folder, if it is one, has conversations."""
+    """Whether a source of the run in this folder, if any, has conversations."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         sources = parse_json((run / DATA).read_text(encoding="utf-8"))["sources"]
-        return any(one.get("loss_tokens") is not None for one in sources)
+        return any(source.get("loss_tokens") is not None for source in sources)
     return False
 
 
 def changes_samples(key: str) -> bool:
-    """Whether another value of the dotted `key` makes other training samples or another order."""
+    """Whether another value of the dotted `key` changes training samples or their order."""
     section, _, name = key.partition(".")
     return key == "train.seed" or (section == "data" and name not in WITHOUT_EFFECT)
 
 
 def refuse_other_data(folder: RunFolder, samples: Samples, *, allowed: bool) -> None:
-    """Raises RunFolderError when a run that goes on would read other samples than it began with,
-    or in another order, though its configuration is the same."""
+    """Raises RunFolderError if a resumed run would read other samples than it began with, or in
+    another order, under the same configuration."""
     before, whose = folder.recorded.data, folder.recorded.whose
     if allowed or before is None:
         return
@@ -493,13 +494,13 @@ def refuse_other_data(folder: RunFolder, samples: Samples, *, allowed: bool) -> 
     for number, (split, fact) in enumerate(zip(samples.splits, facts, strict=False), start=1):
         if old.get(f"source {number}") != new[f"source {number}"]:
             was, now = fact["tokens"], split.num_tokens
-            same = "as many, but not the same" if was == now else f"{now:,}"
+            same = "the same number, but other tokens" if was == now else f"{now:,}"
             lines.append(f"  {split.source.name}: {was:,} tokens then, {same} now")
     if len(lines) == 1:
         lines.append("  the order of the samples is another one")
     lines += [
         "the text, or the tokenizer, was changed in place; put it back, or",
         "to train on the new data from the beginning: another folder, --out",
-        f"to go on with the new data at the same count of samples: --allow-change {DATA_CHANGE}",
+        f"to continue with the new data at the same count of samples: --allow-change {DATA_CHANGE}",
     ]
     raise RunFolderError("\n".join(lines))

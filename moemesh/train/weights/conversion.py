@@ -1,4 +1,4 @@
-"""`moemesh convert`: runs, checkpoints and folders of transformers, from one into the other."""
+"""`moemesh convert`: conversions between runs, checkpoints and folders of transformers."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def open_weights(
-    config: RunConfig, say: Callable[[str], None] = lambda note: None
+    config: RunConfig, log: Callable[[str], None] = lambda note: None
 ) -> HuggingFaceWeights | HubWeights:
-    """The folder of transformers that a run starts from. Raises CheckpointError unless it holds the
-    tensors of the run's model and no others. `say` gets what is to be known before it is read."""
+    """The folder of transformers that a run starts from. Raises CheckpointError unless it holds
+    exactly the tensors of the run's model. `log` gets notes before it is read."""
     assert config.model_path is not None
     if config.model.architecture is not None:
         # Late: transformers takes seconds to import.
@@ -69,12 +69,12 @@ def open_weights(
     weights = HuggingFaceWeights(Path(config.model_path), config.model)
     if weights.folder.packed:
         kind = f"{weights.folder.path}: weights in {weights.quantization}"
-        say(f"{kind} are turned into full numbers while they are read, and are not quantized again")
+        log(f"{kind} are dequantized while they are read, and stay so")
     return weights
 
 
 def keep_source(weights: HuggingFaceWeights | HubWeights, folder: RunFolder) -> None:
-    """Record in a run's folder what its export must know of the folder that it starts from."""
+    """Record the facts of a run's source folder that its export needs."""
     if not isinstance(weights, HuggingFaceWeights):
         from moemesh.train.weights.hub_export import keep_record
 
@@ -82,8 +82,8 @@ def keep_source(weights: HuggingFaceWeights | HubWeights, folder: RunFolder) -> 
 
 
 def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | None:
-    """The folder of adapters that a run starts from, if it does. Raises CheckpointError unless it
-    holds adapters of the run's model, which it `trains`, and no others."""
+    """The folder of adapters that a run starts from, if any. Raises CheckpointError unless it holds
+    exactly the adapters of the run's model, which it `trains`."""
     if config.lora.path is None:
         return None
     family = weight_sources.family_of_run(config)
@@ -91,7 +91,7 @@ def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | 
 
 
 def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> LoraConfig:
-    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT's; returns the
+    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT; returns the
     settings of the adapters.
 
     Raises ConfigError for a run without adapters.
@@ -132,10 +132,10 @@ def convert(
     """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
     folder `out`; returns the format that was written.
 
-    `dtype`: of the weights; by default that of the run's training, fp32 in a run, that of the
-    folder's config.json from folder to folder. `like`: a folder of transformers whose config.json,
-    tokenizer and family the result takes. `expert_layout`: of a folder; by default as transformers
-    writes it. `delta`: tensors that take the places of those of a folder.
+    `dtype`: that of the weights; default: the run's training dtype, fp32 in a run, and that of the
+    folder's config.json from folder to folder. `like`: a folder of transformers that gives
+    config.json, tokenizer and family. `expert_layout`: layout in a folder; default: that of
+    transformers. `delta`: tensors that replace those of a folder.
     """
     to = weight_sources.target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
@@ -188,8 +188,8 @@ def convert(
 
 
 def _end_turns(run: Path | None, config: RunConfig, out: Path, like: Path | None) -> None:
-    """Let the export `out` of a run on conversations stop where the run ends a turn. Its tokenizer
-    is that of `like`, or that of the run."""
+    """Make the export `out` of a run on conversations stop at the end of a turn. Its tokenizer is
+    that of `like`, or that of the run."""
     if run is not None and (end := end_of_turn(run, config)) is not None:
         to_stderr(put_end_of_turn(out, end, carries_tokenizer=like is None))
 
@@ -211,28 +211,28 @@ def _write(
         kind = export.family_or_refusal(model)
         values = export.config_json(model, kind, dtype)
     else:
-        there = read_config(origin)
-        kind = family_of(there)
+        given = read_config(origin)
+        kind = family_of(given)
         ours = export.config_json(model, kind, dtype)
         stored: dict[str, Any] = {"torch_dtype": dtype, "dtype": dtype}
         if ahead := model.num_mtp_layers:
             # Layers that are not trained are copied: the folder has at least those of `origin`.
-            stored[export.AHEAD_KEY] = max(ahead, int(there.get(export.AHEAD_KEY) or 0))
-        there.pop("quantization_config", None)
+            stored[export.AHEAD_KEY] = max(ahead, int(given.get(export.AHEAD_KEY) or 0))
+        given.pop("quantization_config", None)
         added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
-        choices = ({**added, **there, **stored}, {**there, **ours, **stored})
+        choices = ({**added, **given, **stored}, {**given, **ours, **stored})
         fits = (one for one in choices if not export.differences(model, kind, model_values(one)))
         if (values := next(fits, None)) is None:
-            found = ", ".join(sorted(export.differences(model, kind)))
-            message = f"a model of {origin} differs from the run's in {found}"
+            differing = ", ".join(sorted(export.differences(model, kind)))
+            message = f"a model of {origin} differs from the run's in {differing}"
             raise refused("--like", str(origin), message)
     is_stacked = names_of(kind, fused=False).stack is not None
     if is_stacked and expert_layout == "per-expert":
         message = f"folders of the family {kind} hold all experts of a layer in one tensor"
         raise refused("--expert-layout", expert_layout, message, "fused")
-    beside: WeightFolder | None = None
+    others: WeightFolder | None = None
     if origin is not None and has_weights(origin):
-        beside = WeightFolder(origin, quantization_of(read_config(origin)))
+        others = WeightFolder(origin, quantization_of(read_config(origin)))
     write_huggingface(
         weights,
         model,
@@ -241,11 +241,11 @@ def _write(
         values,
         dtype=getattr(torch, dtype),
         fused=expert_layout == "fused" and not is_stacked,
-        origin=beside,
+        origin=others,
         delta=delta,
         on_file=on_file,
     )
-    if origin is not None:  # nothing of a folder that is refused is touched
+    if origin is not None:  # a refused folder is not changed
         carry_along(origin, out)
 
 
@@ -256,14 +256,14 @@ def _dtype_of(folder: Path) -> str:
 
 
 def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
-    """Write the tensors that a run (or one of its checkpoints) trained as a delta on the folder
-    that it started from. Raises ConfigError for a run that started from none."""
+    """Write the tensors that a run (or one of its checkpoints) trained as a delta on its source
+    folder. Raises ConfigError for a run without one."""
     run, config, checkpoint = _opened(source)
     if config.model_path is None or not has_weights(Path(config.model_path)):
-        message = f"{run} started from no folder of weights that is there: nothing to differ from"
+        message = f"{run} started from no existing folder of weights: a delta needs it as its base"
         raise refused("--delta", str(source), message, "leave --delta out: all is written")
     if config.lora.rank:
-        message = f"{run} trains adapters, which stand beside the weights"
+        message = f"{run} trains adapters, which are separate from the weights"
         raise refused("--delta", str(source), message, "--adapter")
     base, wanted = Path(config.model_path), dtype or config.train.dtype
     kind = weight_sources.family_of_run(config)
@@ -291,12 +291,12 @@ def apply_delta(
     *,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the folder of transformers `source` with the tensors of the delta in `path`: what an
-    export of the run that trained them gives. Raises ConfigError for a delta of another base."""
+    """Write the folder of transformers `source` with the tensors of the delta in `path`: the same
+    as an export of the run. Raises ConfigError for a delta of another base."""
     delta = Delta(path)
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
-    found = weight_sources.family_of_run(config), fingerprint(open_weights(config).folder)
-    if found != (delta.description.family, delta.description.fingerprint):
+    base = weight_sources.family_of_run(config), fingerprint(open_weights(config).folder)
+    if base != (delta.description.family, delta.description.fingerprint):
         message = f"the delta in {path} was made for other weights ({delta.description.base})"
         raise refused("--apply", str(source), message, "the folder that the run started from")
     dtype = delta.description.dtype
@@ -304,8 +304,8 @@ def apply_delta(
 
 
 def write_run(weights: Read, config: RunConfig, out: Path) -> RunFolder:
-    """Write a run of `config` before its first step: no sample was read, and the optimizer has no
-    state. Returns its folder."""
+    """Write a run of `config` before its first step, without optimizer state. Returns its
+    folder."""
     folder = RunFolder.open(out, "never")
     state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
     dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
@@ -315,7 +315,7 @@ def write_run(weights: Read, config: RunConfig, out: Path) -> RunFolder:
 
 
 def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
-    """The run of `source`, and its newest checkpoint or the one that `source` is."""
+    """The run of `source`, and its newest checkpoint, or `source` itself if it is one."""
     run = source
     if (source / MANIFEST).exists():
         run = source.resolve().parent.parent
@@ -329,7 +329,7 @@ def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
 
 
 def to_stderr(note: str) -> None:
-    """Show a note beside what a verb prints."""
+    """Print a note on stderr."""
     print(note, file=sys.stderr, flush=True)
 
 
@@ -345,10 +345,10 @@ def upcycle(
     dtype: str | None = None,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the dense folder `source` as a mixture of experts: a folder of transformers of the
-    family that computes it, or a run before its first step.
+    """Write the dense folder `source` as a mixture of experts: a folder of transformers of a family
+    that computes it, or a run before its first step.
 
-    Raises ConfigError for a model that has experts already, or that no family computes.
+    Raises ConfigError for a model that has experts, or that no family computes.
     """
     if not (source / CONFIG).exists():
         raise refused(
@@ -379,8 +379,8 @@ def upcycle(
 
 
 def upcycled_model(dense: ModelConfig, recipe: UpcycleRecipe) -> ModelConfig:
-    """The mixture of experts; weights of the experts that a token takes sum to one. Raises
-    ConfigError with every rule that it would break."""
+    """The mixture of experts; the weights of the experts of a token sum to one. Raises ConfigError
+    with every rule that it would break."""
     layers = range(recipe.every - 1, dense.num_layers, recipe.every)
     if not layers:
         message = f"every={recipe.every} leaves none of {dense.num_layers} layers"
@@ -395,7 +395,7 @@ def upcycled_model(dense: ModelConfig, recipe: UpcycleRecipe) -> ModelConfig:
         "num_shared_experts": 0,
         "router_score": "softmax",
     }
-    # Two ways to say the same; families know one of them.
+    # Two equivalent settings; each family has only one of them.
     models = [
         ModelConfig.model_validate({**values, "router_when": when, "router_normalize": normalizes})
         for when, normalizes in (("before", True), ("after", False))

@@ -1,4 +1,4 @@
-"""The end of a turn in an export: what a run was trained to stop at, where transformers reads it.
+"""The end of a turn in an export: the stop of the run, in the files that transformers reads.
 
 ``generate`` of transformers stops at the ``eos_token_id`` of ``generation_config.json``; servers
 and evaluation harnesses also stop at that of ``config.json`` and at the tokenizer's ``eos_token``.
@@ -36,7 +36,7 @@ _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 class EndOfTurn(NamedTuple):
-    """The text that ends a turn, its token with the id (None where it takes several tokens), and
+    """The text that ends a turn, its token with the id (None if the text has several tokens), and
     the tokenizer of the run."""
 
     text: str
@@ -46,7 +46,7 @@ class EndOfTurn(NamedTuple):
 
 
 def text_ends(folder: Path) -> list[int]:
-    """The ids that end a text, by the first file of `folder` that names any. Raises UserError for a
+    """The ids that end a text, from the first file of `folder` that has any. Raises UserError for a
     file without a JSON object."""
     for file in (folder / GENERATION, folder / CONFIG):
         if not file.is_file():
@@ -61,9 +61,9 @@ def text_ends(folder: Path) -> list[int]:
 
 
 def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
-    """The end of a turn that the `run` was trained on: what ``moemesh generate --chat`` stops at,
-    or without a chat template the end of a completion. None of a run on texts, and where the
-    tokenizer of the run cannot be read."""
+    """The end of a turn in the training of `run`: the stop of ``moemesh generate --chat``, or
+    without a chat template the end of a completion. None for a run on texts, and if the tokenizer
+    of the run cannot be read."""
     if not was_tuned_on_conversations(run):
         return None
     with suppress(DataError):
@@ -107,8 +107,8 @@ def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> st
 
 
 def _name_in_tokenizer(out: Path, end: EndOfTurn) -> bool:
-    """Make the token the ``eos_token`` of the tokenizer in `out`. It stays where the folder has no
-    tokenizer with this token, or a template writes it: its texts would change."""
+    """Make the token the ``eos_token`` of the tokenizer in `out`. No change if the folder has no
+    tokenizer with this token, or if a template writes the old one: its texts would change."""
     try:
         tokenizer = Tokenizer.open(str(out))
         if tokenizer.id_of(str(end.token)) != end.id:
@@ -127,7 +127,7 @@ def _name_in_tokenizer(out: Path, end: EndOfTurn) -> bool:
 
 
 def _copy_tokenizer(folder: Path, out: Path) -> None:
-    """Copy the files of a tokenizer's folder in place of those that `out` has."""
+    """Replace the tokenizer files of `out` by those of a tokenizer's folder."""
     for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
         (out / name).unlink(missing_ok=True)
     carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name != GENERATION)

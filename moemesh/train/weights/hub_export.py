@@ -1,7 +1,7 @@
-"""Export of a model of transformers' own code: the folder that it came from, with its weights.
+"""Export of a model of transformers' own code: a copy of its source folder with new weights.
 
-Names, dtypes and files are those of the folder that a run started from; the run keeps a record of
-them. Tensors that did not train and tensors of no part of the model are copied byte by byte.
+Names, dtypes and files are those of the folder that a run started from; the run has a record of
+them. Tensors that did not train, and tensors outside of the model, are copied byte by byte.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.weights.weight_sources import refused
 
-#: The record in the folder of a run, and the most bytes of it that are read.
+#: Name of the record in the folder of a run, and its largest size in bytes.
 RECORD, RECORD_LIMIT = "source_tensors.json", 256 << 20
 
 
@@ -47,8 +47,8 @@ def keep_record(weights: HubWeights, folder: RunFolder) -> None:
 
 
 class HubSource(NamedTuple):
-    """The layout of an export: `config` is its ``config.json``, `folder` the folder that has it, if
-    that exists."""
+    """The layout of an export: `config` is its ``config.json``, `folder` the folder that it comes
+    from, if that exists."""
 
     config: bytes
     tensors: HubTensors
@@ -62,8 +62,8 @@ class HubSource(NamedTuple):
 
 
 def open_source(origin: Path | None, run: Path | None = None) -> HubSource:
-    """The layout of the folder `origin`, or the one that `run` recorded. Raises ConfigError where
-    there is neither, CheckpointError where it is that of another model."""
+    """The layout of the folder `origin`, or the one that `run` recorded. Raises ConfigError without
+    either, CheckpointError if it is that of another model."""
     if origin is not None and has_weights(origin):
         folder = WeightFolder(origin)
         config, values, stored = (origin / CONFIG).read_bytes(), read_config(origin), folder.stored
@@ -87,10 +87,10 @@ def export_tensors(
     weights: Read, source: HubSource, trains: Callable[[str], bool], dtype: str | None = None
 ) -> tuple[dict[str, DeferredTensor], frozenset[str]]:
     """The tensors of a folder like `source` with the parameters of `weights`, and the names of
-    those in which a number trained. `trains`: whether a parameter did, by its name in checkpoints.
-    `dtype`: of the tensors whose dtype is the most common one; None: all keep theirs.
+    those with a trained element. `trains`: whether a parameter did, by its name in checkpoints.
+    `dtype`: replaces the most common dtype of the folder; None: all tensors keep theirs.
 
-    Raises CheckpointError for tensors that neither the parameters nor `source` can give.
+    Raises CheckpointError for tensors that neither the parameters nor `source` can provide.
     """
     tensors, stored = source.tensors, source.tensors.stored
     usual = source.dtype
@@ -130,7 +130,7 @@ def export(
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write the folder `source` with the parameters of `weights`; see :func:`export_tensors`.
-    `delta`: tensors that take the places of those."""
+    `delta`: tensors that replace those of the export."""
     tensors, _ = export_tensors(weights, source, trains, dtype)
     put_delta(tensors, delta)
     config = source.config

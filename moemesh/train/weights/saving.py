@@ -4,7 +4,7 @@
     optimizer.exp_avg.layers.1.feed_forward...          moments, the same names
     model.layers.1.feed_forward.router.selection_bias   buffers
 
-Nothing in a name or a shape tells which layout wrote it, so any layout can read it.
+Names and shapes do not depend on the layout that wrote them, so any layout can read them.
 """
 
 from __future__ import annotations
@@ -25,56 +25,56 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, Sharded, shard_of
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
+from moemesh.monitor.failures import is_disk_full
 from moemesh.parallel.parallelize import RankModel
 from moemesh.parallel.placement import OwnRange, boxes, part_of, rows
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.watch.failures import is_disk_full
 
 
 def contents(
     parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object], *, moments: bool = True
 ) -> tuple[list[Shard], dict[str, object]]:
-    """The shards that this rank saves, which share memory with the training, and `state` with what
-    belongs to them; without `moments` weights and buffers alone."""
+    """The shards that this rank saves, which share memory with the training, and `state` with the
+    facts of the checkpoint; without `moments` only weights and buffers."""
     mesh = parallel.mesh
     shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
     for kind, tensors in optimizer.state().items() if moments else ():
         shards += _owned(parallel, f"optimizer.{kind}", tensors, saved=True)
     if mesh["stage"].index == 0:
         shards += _buffers(parallel, saved=True)
-    own = {
+    full_state = {
         **state,
-        # Who looks at a checkpoint wants to know; nobody needs it to read one.
+        # For readers of the manifest; not needed for loading.
         "layout": {key: getattr(mesh.layout, key) for key in ("pp", "dp", "cp", "tp", "ep", "etp")},
         "moments": sorted(optimizer.kinds()),
         "updates": optimizer.num_updates,
     }
-    return shards, own
+    return shards, full_state
 
 
 def newest(
     folder: RunFolder, parallel: RankModel, on_skip: Callable[[int, str], None]
 ) -> Checkpoint | None:
-    """The newest checkpoint that verifies, the same on every rank; None when there is none. One
-    with numbers that are not finite only where all have such."""
+    """The newest checkpoint that verifies, the same on every rank; None without any. One with
+    non-finite numbers is used only if all have some."""
     mesh = parallel.mesh
-    found, skipped = store.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
-    if found is None and skipped:
+    checkpoint, skipped = store.open_together(folder.checkpoints, mesh.control, prefer_finite=True)
+    if checkpoint is None and skipped:
         reasons = "\n".join(f"  step {number}: {why}" for number, why in skipped)
         raise CheckpointError(
             f"no checkpoint in {folder.checkpoints} can be read:\n{reasons}\nrestore one of them, "
-            "or choose another folder to start again"
+            "or choose another folder to start from the beginning"
         )
     for number, why in skipped if mesh.rank == 0 else ():
         on_skip(number, why)
         if (reason := folder.lost()) is not None:
             raise folder.lease_lost(reason)
-        # Out of the way, not away: the run will write this step again.
+        # Quarantined, not deleted: the run will write this step another time.
         quarantine(folder.checkpoints / f"step-{number}")
-    return found
+    return checkpoint
 
 
 def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> None:
@@ -90,7 +90,7 @@ def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> N
 
 
 class WeightSource(Protocol):
-    """A checkpoint, or a folder of transformers, which fills every shard's tensor in place."""
+    """A checkpoint, or a folder of transformers; fills every shard's tensor in place."""
 
     def load_into(self, shards: Sequence[Shard]) -> None: ...
 
@@ -105,12 +105,12 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
 
 
 def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """This rank's part of every parameter: masters of what trains, the weights of the rest."""
+    """This rank's part of every parameter: masters if it trains, else weights."""
     return {**optimizer.masters, **parallel.reducer.frozen_weights}
 
 
 def owned_shards(parallel: RankModel, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """This rank's part of `tensors` of parameters, under the names of checkpoints, without any
+    """This rank's part of `tensors` of parameters, under their names in checkpoints without
     prefix."""
     for shard in _owned(parallel, "", tensors):
         yield replace(shard, name=shard.name[1:])
@@ -119,8 +119,8 @@ def owned_shards(parallel: RankModel, tensors: Mapping[str, Tensor]) -> Iterator
 def _owned(
     parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor], *, saved: bool = False
 ) -> Iterator[Shard]:
-    """The shards that this rank reads: all it owns, what others own too; `saved`: only those that
-    it saves, since every logical element is counted by one rank."""
+    """The shards of this rank, shared ones included; `saved`: only those that it saves, since every
+    logical element is saved by one rank."""
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
         if name not in tensors or (saved and not where.counts(own, parallel.mesh)):
@@ -153,18 +153,18 @@ def _parts(
 
 
 def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
-    """The routers' biases: whole and equal on every rank that holds the layer; `saved`: only those
-    of modules of which this pipeline rank is the first holder."""
-    found: list[Shard] = []
+    """The routers' biases, replicated on every rank with the layer; `saved`: only those of modules
+    whose first holder is this pipeline rank."""
+    shards: list[Shard] = []
     for name, buffer in parallel.model.named_buffers():
         module = name.rpartition(".")[0] + "."
         where = next(own for other, own in parallel.placements.items() if other.startswith(module))
         if not saved or where.holders[0] == parallel.mesh["pp"].index:
-            found.append(shard_of(f"model.{name}", buffer))
-    return found
+            shards.append(shard_of(f"model.{name}", buffer))
+    return shards
 
 
-#: Waiting longer than this for the last checkpoint before the next is worth an event.
+#: Seconds of waiting for the previous checkpoint from which on an event is logged.
 _WAITED_SECONDS = 0.5
 
 
@@ -180,7 +180,7 @@ class Checkpoints:
         config: TrainConfig,
         console: Console,
     ) -> None:
-        """`console`: of rank 0 it gets what is to be known."""
+        """`console`: that of rank 0 gets all messages."""
         mesh = parallel.mesh
         self._parallel, self._optimizer, self._folder = parallel, optimizer, folder
         self._console = console
@@ -205,15 +205,15 @@ class Checkpoints:
         is_last: bool = False,
         hurries: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begin a checkpoint of the present state; a save that fails is a warning, and the next one
-        tries again. Waits for the one before, so that their number does not depend on the disk.
-        One that `is_last` is written to the end: raises CheckpointError on every rank where all
-        attempts fail, or one since `hurries` returns True."""
+        """Begin a checkpoint of the present state; a failed save is a warning, and the next one
+        retries. Waits for the previous one, so that their number does not depend on the disk. The
+        `is_last` one is completed: raises CheckpointError on every rank if all attempts fail, or
+        one after `hurries` returns True."""
         since = time.monotonic()
         before = self.finish(hurry=True)
         waited = time.monotonic() - since
         if before is not None and waited > _WAITED_SECONDS and not is_last:
-            self._console.say(
+            self._console.log(
                 f"step {step}: waited {waited:.1f} s for the checkpoint of step {before.step}, "
                 f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that",
                 "checkpoint",
@@ -228,16 +228,16 @@ class Checkpoints:
         if (why := self._saver.why_blocking) and not self._has_said_why:
             self._has_said_why = True
             text = f"checkpoints are written while training waits: {why}"
-            self._console.say(text, "checkpoint")
+            self._console.log(text, "checkpoint")
         if is_last:
             self.finish(raises=True)
 
     def finish(self, *, hurry: bool = False, raises: bool = False) -> SaveOutcome | None:
-        """Wait for the checkpoint under way, if there is one; what went wrong is a warning, or with
-        `raises` CheckpointError. `hurry`: nothing that fails now is tried again. Raises LeaseLost
-        on every rank where the checkpoints are another run's now."""
+        """Wait for the pending checkpoint, if any; a failure is a warning, or with `raises` a
+        CheckpointError. `hurry`: without retries. Raises LeaseLost on every rank if another run has
+        taken the checkpoints over."""
         outcome = self._saver.finish(hurry=hurry)
-        self.look()
+        self.report_problems()
         if outcome is None:
             return None
         if outcome.is_lost:
@@ -246,7 +246,7 @@ class Checkpoints:
             )
         if outcome.problem is not None:
             if raises:
-                advice = "mend what the message names (a full disk: make room); "
+                advice = "remove the cause in the message (a full disk: free space); "
                 advice += go_on(self._folder.path, ["moemesh", *sys.argv[1:]])
                 raise CheckpointError(
                     f"checkpoint of step {outcome.step}: {outcome.problem}", {"advice": advice}
@@ -262,24 +262,24 @@ class Checkpoints:
             names = outcome.nonfinite[0] + (f" and {more} more tensors" if more else "")
             self._console.warn(
                 f"checkpoint of step {outcome.step}: numbers in {names} are not finite: it "
-                "replaces no older checkpoint, and no run goes on from it while there is another"
+                "replaces no older checkpoint, and a run resumes from it only without a finite one"
             )
         return outcome
 
-    def look(self) -> None:
-        """Tell what failed in the meantime; cheap, for every step."""
+    def report_problems(self) -> None:
+        """Report problems of the pending save; cheap, for every step."""
         for text in self._saver.news():
             if not self._is_known(text):
                 self._console.warn(f"checkpoint: {text}")
 
     def _is_known(self, problem: str) -> bool:
-        """Whether the console has shown since the last checkpoint that the disk is full."""
+        """Whether the console has reported a full disk since the last checkpoint."""
         is_full, is_known = is_disk_full(problem), self._shows_full
         self._shows_full = is_known or is_full
         return is_full and is_known
 
     def abandon(self) -> None:
-        """This process ends at once: leave the checkpoint under way unfinished."""
+        """Leave the pending checkpoint unfinished; the process exits."""
         self._saver.abandon()
 
     def _complain(self, step: int, problem: str) -> None:
@@ -289,6 +289,6 @@ class Checkpoints:
             self._console.warn(f"checkpoint of step {step} not saved: no space left on the disk")
         else:
             self._console.warn(
-                f"checkpoint of step {step} not saved, training goes on, the next one is tried "
-                f"again: {problem}"
+                f"checkpoint of step {step} not saved, training continues, the next one retries: "
+                f"{problem}"
             )

@@ -1,4 +1,4 @@
-"""Runs and folders of transformers whose weights a verb reads, looked at without torch."""
+"""Sources of weights for a verb, runs or folders of transformers: checks without torch."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ from moemesh.train.records.run_folder import CHECKPOINTS, checkpoints_of, names_
 
 Target = Literal["huggingface", "moemesh"]
 ExpertLayout = Literal["per-expert", "fused"]
-#: What a conversion makes.
+#: Results of a conversion.
 Written = Literal["run", "folder", "adapter", "delta"]
 
 
 def config_of(source: Path, given: Sequence[str]) -> RunConfig:
-    """The configuration to use the model of `source` with: its tokenizer, on one device, and what
-    `given` (``plan.tp=2``) says. Raises ConfigError with every problem found."""
+    """The configuration to use the model of `source`: its tokenizer, one device, and the overrides
+    `given` (``plan.tp=2``). Raises ConfigError with all problems."""
     if (source / CONFIG).exists():
         resolved = load_run([], [f"model.path={source}", *given])
         config = resolved.config
-        if "RANK" not in os.environ:  # ranks read what their launcher has read
+        if "RANK" not in os.environ:  # the launcher has printed them
             for note in resolved.notes:
                 print(f"moemesh: note: {note}", file=sys.stderr, flush=True)
     elif (source / "config.toml").exists():
@@ -66,15 +66,15 @@ def config_of(source: Path, given: Sequence[str]) -> RunConfig:
 
 
 def local_source(source: Path) -> Path:
-    """A run or a folder; of a name of the hub its snapshot. Raises ConfigError for a repository
-    that cannot be had."""
+    """A run or a folder; for a name of the Hub its snapshot. Raises ConfigError for a repository
+    that is not available."""
     return local_folder(str(source), "model", "MODEL")
 
 
 def neither(source: Path) -> ConfigError:
     """The refusal of a path that holds no model."""
-    is_there = "is" if source.exists() else "does not exist: it is"
-    message = f"{source} {is_there} neither a run nor a folder of transformers"
+    state = "is" if source.exists() else "does not exist: it is"
+    message = f"{source} {state} neither a run nor a folder of transformers"
     fix = f"a folder with config.toml and {CHECKPOINTS}, or one with {CONFIG} and weights"
     if not source.exists():
         fix += f"; {nearest_path(source)}"
@@ -82,8 +82,8 @@ def neither(source: Path) -> ConfigError:
 
 
 def check_weights(source: Path) -> None:
-    """Raises a UserError where `source` (a run, one of its checkpoints, or a folder of
-    transformers) cannot hold weights; the files themselves are checked when they are opened."""
+    """Raises a UserError if `source` (a run, one of its checkpoints, or a folder of transformers)
+    has no weights; the files themselves are checked when they are opened."""
     if (source / MANIFEST).exists():
         return
     if (source / CONFIG).exists():
@@ -98,8 +98,8 @@ def check_weights(source: Path) -> None:
 
 
 def check_folder(source: Path) -> None:
-    """Raises CheckpointError for a folder of transformers without weights, or without one of the
-    files that its index names."""
+    """Raises CheckpointError for a folder of transformers without weights, or without a file of its
+    index."""
     if not has_weights(source):
         raise CheckpointError(lacks_weights(source))
     if (source / SINGLE).exists():
@@ -110,7 +110,7 @@ def check_folder(source: Path) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return  # what is wrong with it is told when the folder is opened
+        return  # reported when the folder is opened
     if missing := [file for file in files if not (source / file).exists()]:
         raise CheckpointError(
             f"{source / missing[0]} is missing, which {INDEX} names "
@@ -119,10 +119,10 @@ def check_folder(source: Path) -> None:
 
 
 def check_headers(config: RunConfig) -> None:
-    """Raises a UserError where the weights that a run starts from are here, and are not those of
-    its model, or damaged: by their headers alone. What is not here is :func:`check_folder`'s."""
+    """Raises a UserError if the weights that a run starts from exist here and are damaged or those
+    of another model; reads headers only. :func:`check_folder` reports missing files."""
     if config.model.architecture is not None:
-        return  # Which tensors make which parameters is what the code of transformers decides.
+        return  # The code of transformers maps tensors to parameters.
     if config.model_path is None or found_by(partial(check_folder, Path(config.model_path))):
         return
     path, given = Path(config.model_path), read_config(Path(config.model_path))
@@ -130,7 +130,7 @@ def check_headers(config: RunConfig) -> None:
 
 
 def check_adapter_headers(config: RunConfig) -> None:
-    """As :func:`check_headers`, of the adapters that a run starts from."""
+    """Same as :func:`check_headers`, for the adapters that a run starts from."""
     if config.lora.path is None or found_by(partial(check_adapters, Path(config.lora.path))):
         return
     # Late: few runs start from adapters.
@@ -155,7 +155,7 @@ def check_adapters(path: Path) -> None:
     """Raises CheckpointError for a folder without the two files of PEFT."""
     files = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
     if missing := [name for name in files if not (path / name).exists()]:
-        state = f"holds no {missing[0]}" if path.is_dir() else "is no folder"
+        state = f"holds no {missing[0]}" if path.is_dir() else "is not a folder"
         near = "" if path.exists() else f" ({nearest_path(path)})"
         raise CheckpointError(
             f"lora.path {path} {state}: name one with {' and '.join(files)}{near}"
@@ -163,21 +163,21 @@ def check_adapters(path: Path) -> None:
 
 
 def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
-    """Raises a UserError where `out`, into which `source` is to be converted, holds more than an
-    interrupted conversion of this `kind` leaves: nothing that is there is replaced or mixed."""
+    """Raises a UserError if `out`, the target of a conversion of `source`, holds more than an
+    interrupted conversion of this `kind` leaves: nothing is replaced or mixed."""
     begun = {"run": CHECKPOINTS, "folder": r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"}
     left = rf"\..*|{begun.get(kind, '')}"
     held = sorted(name for name in names_in(out) if not re.fullmatch(left, name))
     held += [f"{CHECKPOINTS}/step-{step}" for step in candidates(out / CHECKPOINTS)]
     if held:
         shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
-        message = f"{out} holds {shown}; what is made of {source} would be mixed with it"
+        message = f"{out} holds {shown}; the conversion of {source} would be mixed with it"
         raise refused("OUT", str(out), message, "choose a new folder")
 
 
 def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> str:
-    """A summary of what a conversion wrote into `out`, and a command that uses it; `lora`: that of
-    the adapters that were written."""
+    """A summary of a conversion into `out`, and a command that uses the result; `lora`: the
+    settings of written adapters."""
     held: list[tuple[str, int]] = []
     if kind == "run":
         for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
@@ -185,8 +185,8 @@ def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> st
     elif kind == "adapter":
         file = out / ADAPTER_WEIGHTS
         names = {name: key for key, name in DTYPES.items()}
-        found = read_header(file).values()
-        held += [(names[entry.dtype], entry.num_bytes) for entry in found]
+        entries = read_header(file).values()
+        held += [(names[entry.dtype], entry.num_bytes) for entry in entries]
     else:
         for tensor in FolderContents(out).stored.values():
             held.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
@@ -208,7 +208,7 @@ def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> st
 
 
 def _word(value: object) -> str:
-    """A value as ``--set`` reads it."""
+    """A value in the form of ``--set``."""
     return value if isinstance(value, str) else format_value(value)
 
 
@@ -216,7 +216,7 @@ def target_of(
     source: Path, to: Target | None, dtype: str | None, expert_layout: ExpertLayout | None
 ) -> Target:
     """The format that `moemesh convert` writes. Raises ConfigError for a `source` that is neither a
-    run, nor one of its checkpoints, nor a folder of transformers, and for a format it is in."""
+    run, nor one of its checkpoints, nor a folder of transformers, and for an unchanged format."""
     check_weights(source)
     is_huggingface = (source / CONFIG).exists()
     changes = dtype is not None or expert_layout is not None
@@ -231,12 +231,12 @@ def target_of(
 
 
 def refused(option: str, value: str, message: str, fix: str = "") -> ConfigError:
-    """An option of `moemesh convert` that cannot be carried out."""
+    """The refusal of an option of `moemesh convert`."""
     problem = Problem(code="conflict", key=option, value=value, message=message, fix=fix)
     return ConfigError([problem])
 
 
-# The recipe of `moemesh convert --upcycle`: which experts a dense model gets.
+# The recipe of `moemesh convert --upcycle`: the experts of a formerly dense model.
 
 
 class UpcycleRecipe(NamedTuple):
@@ -252,13 +252,13 @@ class UpcycleRecipe(NamedTuple):
 
 
 def read_recipe(text: str) -> UpcycleRecipe:
-    """From ``experts=8,k=2,noise=0.01``. Raises ConfigError for anything else."""
+    """Parses ``experts=8,k=2,noise=0.01``. Raises ConfigError for anything else."""
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
         if key not in UpcycleRecipe._fields:
             fix = nearest_choice(key, UpcycleRecipe._fields)
-            raise refused("--upcycle", text, f"there is no {key} in a recipe", fix)
+            raise refused("--upcycle", text, f"a recipe has no key {key}", fix)
         if key in values:
             raise refused("--upcycle", text, f"{key} is given twice", f"{key}={values[key]}")
         usual = UpcycleRecipe._field_defaults[key]

@@ -2,8 +2,8 @@
 
 Every two watchers hold a TCP connection over which nothing is sent after a greeting. The kernels of
 both hosts probe it: they answer for a process that is slow or suspended as well, and a watcher that
-leaves or is killed closes it. A connection that dies of silence therefore says that the network is
-cut, or that the host is gone; the two look the same from outside. torch is not imported.
+leaves or is killed closes it. If a connection dies of silence, the network is cut or the host is
+gone; the two look the same from outside. torch is not imported.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from moemesh.config.limits import parse_json
-from moemesh.watch.verdict import LostHost
+from moemesh.monitor.detector import LostHost
 
-#: Files of the folder in which the ranks of a node meet: where its watcher listens, and the others.
+#: Files of a node's rendezvous folder: the address of its watcher, and the list of all watchers.
 ADDRESS, PEERS = "address", "peers"
-#: A host whose kernel has not answered for so long cannot be reached.
+#: Seconds without an answer of its kernel after which a host counts as unreachable.
 SILENT_SECONDS = 6
-#: Between two attempts to reach a host again, and to reach one that was never reached.
-_AGAIN_SECONDS, _FIRST_SECONDS = 1.0, 10.0
-#: A connection without a whole greeting is closed after this.
+#: Seconds between attempts to reach a lost host, and one that was never reached.
+_RETRY_SECONDS, _FIRST_SECONDS = 1.0, 10.0
+#: Seconds after which a connection without a whole greeting is closed.
 _GREETING_SECONDS = 5.0
-#: Connections without a greeting at the same time, beside one for each node.
+#: Number of connections without a greeting, besides one for each node.
 _STRANGERS = 16
 _LOST = {
     errno.ETIMEDOUT,
@@ -43,12 +43,12 @@ _LOST = {
     errno.EHOSTDOWN,
     errno.ENETDOWN,
 }
-#: The first rank of the sender, and a proof that it knows the token of the run.
+#: First rank of the sender, and a proof that it has the token of the run.
 _GREETING = struct.Struct("<I32s")
 
 
 class Store(Protocol):
-    """The store of the rendezvous, as far as it is needed here."""
+    """The methods of the store of the rendezvous that this module needs."""
 
     def set(self, key: str, value: str) -> Any: ...
 
@@ -56,8 +56,8 @@ class Store(Protocol):
 
 
 def listen(master: str) -> socket.socket | None:
-    """A listener on the address from which this host reaches `master`, and on no other; None where
-    there is no way to it."""
+    """A listener on the address from which this host reaches `master`, and on no other; None
+    without a route to it."""
     with suppress(OSError, UnicodeError):  # UnicodeError: a name that no name server could have
         for family, _, _, _, place in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -70,9 +70,9 @@ def listen(master: str) -> socket.socket | None:
 
 
 def introduce(store: Store, folder: Path | None, ranks: range, world_size: int) -> None:
-    """Tell the watcher of `ranks`, which meet in `folder`, of those of all other nodes, and them of
-    it. The first rank of every node calls; waits for all of them. `folder` None: this node has no
-    watcher."""
+    """Exchange the addresses of the watchers of all nodes, and write them into `folder` for the
+    watcher of `ranks`. Called by the first rank of every node; waits for all of them. `folder`
+    None: this node has no watcher."""
     if len(ranks) == world_size:
         return
     first = ranks.start
@@ -80,26 +80,26 @@ def introduce(store: Store, folder: Path | None, ranks: range, world_size: int) 
     if folder is not None:
         with suppress(OSError, ValueError):
             address = parse_json((folder / ADDRESS).read_text())
-    own = {"first": first, "num_ranks": len(ranks), "host": socket.gethostname()}
-    own |= {"address": address[0], "port": address[1]}
+    entry = {"first": first, "num_ranks": len(ranks), "host": socket.gethostname()}
+    entry |= {"address": address[0], "port": address[1]}
     if first:
-        store.set(f"watcher/{first}", json.dumps(own))
+        store.set(f"watcher/{first}", json.dumps(entry))
     else:
-        nodes: list[dict[str, Any]] = [own]
+        nodes: list[dict[str, Any]] = [entry]
         while (following := nodes[-1]["first"] + nodes[-1]["num_ranks"]) < world_size:
             nodes.append(parse_json(store.get(f"watcher/{following}")))
         store.set("watchers", json.dumps({"token": secrets.token_hex(32), "nodes": nodes}))
-    found = store.get("watchers")
+    watchers = store.get("watchers")
     if folder is not None:
         with suppress(OSError):
             temporary = folder / f"{PEERS}.tmp"
-            temporary.write_bytes(found)
+            temporary.write_bytes(watchers)
             os.replace(temporary, folder / PEERS)
 
 
 @dataclass(kw_only=True)
 class _Peer:
-    """The watcher of another node. ``lost``: its host does not answer; ``has_left``: for good."""
+    """The watcher of another node. ``lost``: its host does not answer; ``has_left``: it ended."""
 
     first: int
     num_ranks: int
@@ -113,13 +113,13 @@ class _Peer:
 
     @property
     def name(self) -> str:
-        """The host's name, for a person."""
+        """The host's name and address, for messages."""
         return f"{self.host} ({self.address})"
 
 
 @dataclass(kw_only=True, eq=False)
 class _Link:
-    """A connection. ``peer`` None: one that came, and has not greeted yet."""
+    """A connection. ``peer`` None: an incoming one without a greeting yet."""
 
     socket: socket.socket
     until: float
@@ -129,21 +129,22 @@ class _Link:
 
 
 class Peers:
-    """The other watchers, of the watcher whose first rank is `own`; see :meth:`look`."""
+    """Connections to the other watchers, for the watcher whose first rank is `own`; see
+    :meth:`poll`."""
 
     def __init__(self, own: int, listener: socket.socket | None, folder: Path) -> None:
-        """`listener`: of :func:`listen`; None: nobody is met."""
+        """`listener`: that of :func:`listen`; None: without connections to other watchers."""
         self._own, self._listener, self._file = own, listener, folder / PEERS
         self._token = b""
         self._peers: dict[int, _Peer] = {}
-        #: Those that this watcher connects to; the others come.
+        #: Watchers to which this one connects; the others connect to it.
         self._called: list[_Peer] = []
         self._selector = selectors.DefaultSelector()
         self._greeting: set[_Link] = set()
 
-    def look(self, now: float) -> tuple[LostHost, ...]:
+    def poll(self, now: float) -> tuple[LostHost, ...]:
         """The hosts that cannot be reached at `now` (monotonic seconds); never blocks."""
-        if self._listener is None or not (self._token or self._meet(self._listener)):
+        if self._listener is None or not (self._token or self._read_peers(self._listener)):
             return ()
         for peer in self._called:
             if peer.link is None and not peer.has_left and now >= peer.next_attempt:
@@ -162,62 +163,62 @@ class Peers:
         )
 
     def close(self) -> None:
-        """Leave the others in order."""
+        """Close all connections, so that the other watchers do not report a lost host."""
         for link in [key.data for key in self._selector.get_map().values() if key.data]:
             link.socket.close()
         self._selector.close()
         if self._listener is not None:
             self._listener.close()
 
-    def _meet(self, listener: socket.socket) -> bool:
-        """Read who the others are, once the first rank has been told."""
+    def _read_peers(self, listener: socket.socket) -> bool:
+        """Read the list of watchers, once the first rank has written it."""
         try:
-            found: Mapping[str, Any] = parse_json(self._file.read_text())
+            watchers: Mapping[str, Any] = parse_json(self._file.read_text())
         except (OSError, ValueError):
             return False
-        self._token = bytes.fromhex(found["token"])
-        peers = [_Peer(**node) for node in found["nodes"]]
-        own = next((peer for peer in peers if peer.first == self._own), None)
+        self._token = bytes.fromhex(watchers["token"])
+        peers = [_Peer(**node) for node in watchers["nodes"]]
+        local = next((peer for peer in peers if peer.first == self._own), None)
         # A node without an address has no watcher, or none that can be reached.
         self._peers = {p.first: p for p in peers if p.first != self._own and p.port}
 
-        # Of every two exactly one calls: a host that reaches the rendezvous over loopback, since it
-        # is there, can be reached by no other.
+        # Exactly one of two watchers connects: a host that reaches the rendezvous over loopback,
+        # being the host of it, cannot be reached by the others.
         def order(peer: _Peer) -> tuple[bool, int]:
             is_loopback = bool(peer.port) and ipaddress.ip_address(peer.address).is_loopback
             return is_loopback, peer.first
 
-        if own is not None:
-            self._called = [peer for peer in self._peers.values() if order(own) > order(peer)]
+        if local is not None:
+            self._called = [peer for peer in self._peers.values() if order(local) > order(peer)]
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
         return True
 
     def _call(self, peer: _Peer, now: float) -> None:
-        peer.next_attempt = now + (_AGAIN_SECONDS if peer.lost else _FIRST_SECONDS)
+        peer.next_attempt = now + (_RETRY_SECONDS if peer.lost else _FIRST_SECONDS)
         try:
             family, _, _, _, place = socket.getaddrinfo(
                 peer.address, peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
             )[0]
-            made = socket.socket(family, socket.SOCK_STREAM)
+            connection = socket.socket(family, socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             return
-        wait = 2 * _AGAIN_SECONDS if peer.lost else _GREETING_SECONDS
-        link = _Link(socket=made, until=now + wait, peer=peer, is_made=False)
+        wait = 2 * _RETRY_SECONDS if peer.lost else _GREETING_SECONDS
+        link = _Link(socket=connection, until=now + wait, peer=peer, is_made=False)
         peer.link = link
         self._begin(link, selectors.EVENT_WRITE)
-        failed = made.connect_ex(place)
+        failed = connection.connect_ex(place)
         if failed and failed != errno.EINPROGRESS:
             self._drop(link, failed, now)
 
     def _accept(self, listener: socket.socket, now: float) -> None:
-        with suppress(OSError):  # until nobody waits any more
+        with suppress(OSError):  # until the queue is empty
             while True:
-                made, _ = listener.accept()
+                connection, _ = listener.accept()
                 if len(self._greeting) >= len(self._peers) + _STRANGERS:
-                    made.close()
+                    connection.close()
                 else:
-                    link = _Link(socket=made, until=now + _GREETING_SECONDS)
+                    link = _Link(socket=connection, until=now + _GREETING_SECONDS)
                     self._begin(link, selectors.EVENT_READ)
 
     def _begin(self, link: _Link, event: int) -> None:
@@ -234,7 +235,7 @@ class Peers:
 
     def _hear(self, link: _Link, now: float) -> None:
         if link.socket.fileno() < 0:
-            return  # dropped by another event of the same look
+            return  # dropped by another event of the same poll
         try:
             if not link.is_made:
                 if failed := link.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -249,11 +250,11 @@ class Peers:
                 self._drop(link, 0, now)
             if link not in self._greeting or len(link.heard) < _GREETING.size or not heard:
                 return
-            # The connection stands if its greeting is that of a watcher of this run.
+            # The connection is valid if its greeting comes from a watcher of this run.
             first, _ = _GREETING.unpack(link.heard[: _GREETING.size])
             peer = self._peers.get(first)
-            is_one = hmac.compare_digest(link.heard, self._greeting_of(first))
-            if peer is None or not is_one or link.peer not in (None, peer):
+            is_genuine = hmac.compare_digest(link.heard, self._greeting_of(first))
+            if peer is None or not is_genuine or link.peer not in (None, peer):
                 raise OSError(errno.EPROTO, os.strerror(errno.EPROTO))
             if link.peer is None:
                 link.socket.send(self._greeting_of(self._own))
@@ -273,7 +274,7 @@ class Peers:
 
     def _drop(self, link: _Link, error: int, now: float) -> None:
         """End a connection because of `error` (0: the other side has closed it)."""
-        stood = link not in self._greeting
+        was_open = link not in self._greeting
         self._greeting.discard(link)
         self._selector.unregister(link.socket)
         link.socket.close()
@@ -281,15 +282,15 @@ class Peers:
         if peer is None or peer.link is not link:
             return
         peer.link = None
-        if error == errno.ECONNREFUSED or (stood and not error):
-            # Its host answers, and nobody is there any more: its run ended, or it was killed.
+        if error == errno.ECONNREFUSED or (was_open and not error):
+            # Its host answers, but no watcher listens: its run ended, or it was killed.
             peer.lost, peer.has_left = False, True
-        elif stood:
+        elif was_open:
             peer.lost, peer.next_attempt = error in _LOST, now
 
 
 def inherited(handle: int) -> socket.socket | None:
-    """The listener that a process was given as `handle`; None where that is none."""
+    """The listener that was inherited as `handle`; None if the handle is another file."""
     try:
         return socket.socket(fileno=os.dup(handle))
     except OSError:

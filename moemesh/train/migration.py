@@ -24,34 +24,34 @@ from moemesh.parallel.placement import OwnRange
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.step import StepBoundary
 
-#: Experts stay while the hottest rank is within this much of the best that can be had.
+#: Experts stay while the load of the hottest rank is within this share of the best placement.
 TOLERANCE = 0.05
-#: Up to so many experts x ranks a plan is found before its code would be compiled.
+#: Largest product of experts and ranks that is planned in plain Python, without compilation.
 LARGEST_UNCOMPILED = 256
 
 
-class Rehoming:
+class ExpertMigration:
     """Averages loads, and moves experts after every `every`-th step (0: never)."""
 
     def __init__(
-        self, parallel: RankModel, optimizer: Optimizer, every: int, say: Callable[[str, str], None]
+        self, parallel: RankModel, optimizer: Optimizer, every: int, log: Callable[[str, str], None]
     ) -> None:
-        """`say`: text and kind of an event."""
+        """`log`: called with text and kind of an event."""
         self._parallel, self._optimizer, self._mesh = parallel, optimizer, parallel.mesh
         config = parallel.model.config
         self._layers, self._num_experts = list(config.routed_layers), config.num_experts
         moves = self._mesh["ep"].size > 1 and bool(self._layers)
-        self._every, self._say = every if moves else 0, say
+        self._every, self._log = every if moves else 0, log
         self._average_LE: np.ndarray[Any, np.dtype[np.float64]] | None = None
 
-    def after(self, behind: StepBoundary) -> None:
-        """Average the loads of a step, and move experts where that is due; all ranks call."""
-        if num_moved := self.update(behind.number, behind.step.result.counts_LE):
-            text = f"step {behind.number}: {num_moved} experts of all layers moved"
-            self._say(text, "experts")
+    def after(self, boundary: StepBoundary) -> None:
+        """Average the loads of a step, and migrate experts if due; all ranks call."""
+        if num_moved := self.update(boundary.number, boundary.step.result.counts_LE):
+            text = f"step {boundary.number}: {num_moved} experts of all layers moved"
+            self._log(text, "experts")
 
     def update(self, step: int, counts_LE: Tensor) -> int:
-        """Add the tokens of each expert in `step`; returns how many experts have moved.
+        """Add the loads of `step`: tokens of each expert; returns the number of migrated experts.
 
         All ranks call, after the update of `step`.
         """
@@ -66,16 +66,16 @@ class Rehoming:
             return 0
         ordered = tuple(range(self._num_experts))
         before = [list(self._parallel.homes.get(layer, ordered)) for layer in self._layers]
-        # One plan for all: floats may round differently on another kind of machine.
+        # Rank 0 plans for all: floats may round differently on another kind of machine.
         plan: list[list[int]] | None = None
         if self._mesh.rank == 0:
             num_ranks = self._mesh["ep"].size
             small = self._num_experts * num_ranks <= LARGEST_UNCOMPILED
             with plain_loops() if small else nullcontext():
-                found = rebalance_incremental(
+                placement = rebalance_incremental(
                     self._average_LE, np.array(before), TOLERANCE, num_gpus=num_ranks
                 )
-            plan = found.physical_to_logical.tolist()
+            plan = placement.physical_to_logical.tolist()
         after: list[list[int]] = gather_json(plan, self._mesh.control)[0]
         num_moved = 0
         for layer, old, new in zip(self._layers, before, after, strict=True):
@@ -85,7 +85,7 @@ class Rehoming:
         return num_moved
 
     def state(self) -> dict[str, Any]:
-        """Placement and loads for a checkpoint, as JSON; :meth:`load_state` reads them."""
+        """Placement and loads for a checkpoint, as JSON; input of :meth:`load_state`."""
         if not self._every:
             return {}
         loads = None if self._average_LE is None else self._average_LE.tolist()
@@ -93,7 +93,7 @@ class Rehoming:
         return {"expert_homes": homes, "expert_loads": loads}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Before the weights are read: put experts where they were, under whatever layout."""
+        """Restore the placement of a checkpoint, of any layout; before the weights are read."""
         if not self._every:
             return
         homes = state.get("expert_homes", {})
@@ -109,9 +109,9 @@ class Rehoming:
         parallel, optimizer = self._parallel, self._optimizer
         if layer in parallel.model.moe_layers():
             reducer, moments = parallel.reducer, optimizer.state()
-            # All that belongs to a stack of experts (weights, moments, masters where they are
-            # others) put together, [places, ...], and the part of it that this rank owns: the whole
-            # itself, a flat range, or nothing. All ranks that share them call.
+            # For each stack of experts (weights, moments, separate masters) the full tensor,
+            # [places, ...], and the part of it that this rank owns: the full tensor itself, a flat
+            # range, or nothing. All ranks that share the experts call.
             states: list[tuple[Tensor, Tensor | None, OwnRange | None]] = []
             for name in stacks_of_experts(parallel.placements, layer):
                 weights = reducer.whole_weights(name)
@@ -121,16 +121,16 @@ class Rehoming:
                 parts = [moments.get(kind, {}).get(name) for kind in optimizer.kinds()]
                 if has_master(weights.dtype):
                     parts.append(optimizer.masters.get(name))
-                own = reducer.owned.get(name)
-                states += [(reducer.whole(name, part), part, own) for part in parts]
-            move_experts([whole for whole, _, _ in states], old, new, self._mesh["ep"])
-            for whole, part, own in states:
-                # Where the whole is a copy, the own part follows it.
-                if part is None or own is None:
+                local = reducer.owned.get(name)
+                states += [(reducer.whole(name, part), part, local) for part in parts]
+            move_experts([full for full, _, _ in states], old, new, self._mesh["ep"])
+            for full, part, local in states:
+                # If the full tensor is a copy, write the local part back.
+                if part is None or local is None:
                     continue
-                if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-                    numbers = slice(own.numbers.start, own.numbers.stop)
-                    part.view(-1).copy_(whole.view(-1)[numbers])
+                if part.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+                    numbers = slice(local.numbers.start, local.numbers.stop)
+                    part.view(-1).copy_(full.view(-1)[numbers])
         self._set(layer, new)
 
     def _set(self, layer: int, places: Sequence[int]) -> None:

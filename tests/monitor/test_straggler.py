@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from moemesh.watch.progress_words import Word
-from moemesh.watch.supervisor import SlowRank, SlowRanks
-from tests.watch.looks import word
+from moemesh.monitor.progress import ProgressRecord
+from moemesh.monitor.supervisor import Straggler, StragglerDetector
+from tests.monitor.statuses import record
 
 
 def simulated(
@@ -20,14 +20,14 @@ def simulated(
     slow: dict[int, float],
     stages: int = 1,
     stride: int = 1,
-) -> list[SlowRank]:
+) -> list[Straggler]:
     """What is named in a run in which each rank's work varies by `noise`, all of it by more, and
     one step of twenty of a rank takes up to eight times as long; a look every `stride` steps."""
-    watched, worked, named = SlowRanks(), [0.0] * ranks, list[SlowRank]()
+    watched, worked, named = StragglerDetector(), [0.0] * ranks, list[Straggler]()
     for step in range(1, steps + 2):
         if step % stride == 0 or stride == 1:
-            words = [look_of(r, step, worked[r], r * stages // ranks) for r in range(ranks)]
-            named += watched.look(words)
+            records = [look_of(r, step, worked[r], r * stages // ranks) for r in range(ranks)]
+            named += watched.poll(records)
         common = 0.1 * generator.lognormvariate(0.0, 0.3)
         for rank in range(ranks):
             one = common * generator.lognormvariate(0.0, noise) * slow.get(rank, 1.0)
@@ -36,8 +36,8 @@ def simulated(
     return named
 
 
-def look_of(rank: int, step: int, worked: float, stage: int) -> Word:
-    return word(rank, step=step, worked=worked, stage=stage)
+def look_of(rank: int, step: int, worked: float, stage: int) -> ProgressRecord:
+    return record(rank, step=step, worked=worked, stage=stage)
 
 
 def test_a_slow_rank_is_named_once_within_twenty_steps() -> None:
@@ -62,11 +62,11 @@ def test_stages_are_not_compared_with_one_another() -> None:
 
 
 def test_lateness_that_costs_nothing_is_not_told() -> None:
-    watched = SlowRanks()
+    watched = StragglerDetector()
     for step in range(1, 100):
         # The second rank works three times as long, which is a millisecond a step.
-        words = [word(r, step=step, worked=step * (5e-4, 1.5e-3)[r]) for r in range(2)]
-        assert not watched.look(words)
+        records = [record(r, step=step, worked=step * (5e-4, 1.5e-3)[r]) for r in range(2)]
+        assert not watched.poll(records)
 
 
 @pytest.mark.slow

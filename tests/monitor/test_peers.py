@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from moemesh.watch import peers
-from moemesh.watch.peers import ADDRESS, PEERS, Peers, introduce, listen
-from moemesh.watch.verdict import LostHost
+from moemesh.monitor import peers
+from moemesh.monitor.detector import LostHost
+from moemesh.monitor.peers import ADDRESS, PEERS, Peers, introduce, listen
 from tests.waiting import PATIENCE
 
 SIZES = {0: 2, 2: 1, 3: 4}
@@ -53,7 +53,7 @@ class Nodes:
             assert listener is not None and listener.getsockname()[0] == "127.0.0.1"
             (self.folders[first] / ADDRESS).write_text(json.dumps(listener.getsockname()))
             self.all[first] = Peers(first, listener, self.folders[first])
-            assert not self.all[first].look(0.0)
+            assert not self.all[first].poll(0.0)
             args = (self.store, self.folders[first], range(first, first + size), 7)
             threads.append(threading.Thread(target=introduce, args=args))
         for thread in threads:
@@ -65,7 +65,7 @@ class Nodes:
     def until(self, is_so: Callable[[], bool]) -> None:
         end = time.monotonic() + PATIENCE
         while not is_so():
-            self.lost = {one: peer.look(time.monotonic()) for one, peer in self.all.items()}
+            self.lost = {one: peer.poll(time.monotonic()) for one, peer in self.all.items()}
             assert time.monotonic() < end
             time.sleep(0.005)
 
@@ -161,7 +161,7 @@ def test_only_watchers_with_the_token_are_met(nodes: Nodes, tmp_path: Path) -> N
     # As many as there may be at once that say nothing, for a while.
     silent = [socket.create_connection(place) for _ in range(40)]
     nodes.until(lambda: len(nodes.all[2]._greeting) == 2 + peers._STRANGERS)
-    nodes.all[2].look(time.monotonic() + peers._GREETING_SECONDS + 1)
+    nodes.all[2].poll(time.monotonic() + peers._GREETING_SECONDS + 1)
     assert not nodes.all[2]._greeting
     for one in (*strangers, *silent):
         one.close()
@@ -177,6 +177,6 @@ def test_a_node_without_a_watcher_is_met_by_nobody(tmp_path: Path) -> None:
     (tmp_path / ADDRESS).write_text(json.dumps(listener.getsockname()))
     introduce(store, tmp_path, range(1), 2)
     alone = Peers(0, listener, tmp_path)
-    assert not alone.look(0.0) and not alone._peers and (tmp_path / PEERS).exists()
+    assert not alone.poll(0.0) and not alone._peers and (tmp_path / PEERS).exists()
     alone.close()
     introduce(store, None, range(2), 2)  # one node: nobody to wait for

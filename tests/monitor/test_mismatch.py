@@ -8,80 +8,80 @@ from pathlib import Path
 
 import pytest
 
+from moemesh.monitor import progress
+from moemesh.monitor.detector import RankStatus, mismatch
+from moemesh.monitor.progress import RANK_BYTES, Collective, ProgressRecord, read_record
+from moemesh.monitor.supervisor import SupervisorResult
 from moemesh.train.records.failure import write_verdict
-from moemesh.watch import progress_words
-from moemesh.watch.progress_words import RANK_BYTES, Collective, Word, read_word
-from moemesh.watch.supervisor import Ended
-from moemesh.watch.verdict import Seen, mismatch
-from tests.watch.looks import RESET, Clock, collective, seen, told, word
+from tests.monitor.statuses import RESET, Clock, collective, error, record, status
 
 
 def call(op: str = "all_reduce", num_bytes: int = 8, number: int = 7, group: str = "0-3"):
     return replace(collective(number, group, op), num_bytes=num_bytes)
 
 
-def words(*calls: Collective, inside: bool = True) -> list[Word]:
+def records(*calls: Collective, inside: bool = True) -> list[ProgressRecord]:
     """Of rank 0, 1, ..., each in one of `calls`."""
-    return [word(rank, at=one, inside=inside) for rank, one in enumerate(calls)]
+    return [record(rank, at=one, inside=inside) for rank, one in enumerate(calls)]
 
 
-def ranks_of(found: list[Word]) -> list[tuple[int, ...]]:
+def ranks_of(found: list[ProgressRecord]) -> list[tuple[int, ...]]:
     return [one.ranks for one in mismatch(found)]
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
 def test_another_size_is_a_mismatch_where_bytes_are_of_the_whole(op: str) -> None:
-    found = words(call(op), call(op), call(op, 16), call(op))
+    found = records(call(op), call(op), call(op, 16), call(op))
     assert ranks_of(found) == [(0, 1, 3), (2,)]
-    assert ranks_of(words(*[call(op)] * 4)) == []
+    assert ranks_of(records(*[call(op)] * 4)) == []
 
 
 @pytest.mark.parametrize("op", ["all_to_all", "send_receive"])
 def test_other_sizes_are_none_where_every_rank_has_its_own(op: str) -> None:
-    assert ranks_of(words(call(op), call(op, 0), call(op, 16), call(op, 99))) == []
+    assert ranks_of(records(call(op), call(op, 0), call(op, 16), call(op, 99))) == []
 
 
 def test_another_operation_is_a_mismatch_whether_the_rank_still_waits_or_not() -> None:
     calls = [call("all_to_all", 5), call("barrier", 0), call("all_to_all", 7)]
     for inside in (True, False):
-        assert ranks_of(words(*calls, inside=inside)) == [(0, 2), (1,)]
+        assert ranks_of(records(*calls, inside=inside)) == [(0, 2), (1,)]
 
 
 def test_of_two_halves_the_one_of_the_lowest_rank_counts_as_right() -> None:
-    assert ranks_of(words(call("all_reduce"), call("barrier"))) == [(0,), (1,)]
-    found = words(call(num_bytes=1), call(num_bytes=2), call(num_bytes=2), call(num_bytes=4))
+    assert ranks_of(records(call("all_reduce"), call("barrier"))) == [(0,), (1,)]
+    found = records(call(num_bytes=1), call(num_bytes=2), call(num_bytes=2), call(num_bytes=4))
     assert ranks_of(found) == [(1, 2), (0,), (3,)]
 
 
 def test_other_numbers_other_groups_and_messages_are_not_compared() -> None:
-    assert ranks_of(words(call(number=7), call("barrier", number=8))) == []
-    assert ranks_of(words(call(group="0-3"), call("barrier", group="0-1"))) == []
-    assert ranks_of(words(call("send_receive", group="0>1"), call("barrier", group="0>1"))) == []
+    assert ranks_of(records(call(number=7), call("barrier", number=8))) == []
+    assert ranks_of(records(call(group="0-3"), call("barrier", group="0-1"))) == []
+    assert ranks_of(records(call("send_receive", group="0>1"), call("barrier", group="0>1"))) == []
     cut = ",".join(map(str, range(0, 400, 7)))[:55]  # may stand for two groups
-    assert ranks_of(words(call(group=cut), call("barrier", group=cut))) == []
-    assert ranks_of(words(call(group=""), call("barrier", group=""))) == []
-    assert mismatch([word(0), word(1)]) == ()
+    assert ranks_of(records(call(group=cut), call("barrier", group=cut))) == []
+    assert ranks_of(records(call(group=""), call("barrier", group=""))) == []
+    assert mismatch([record(0), record(1)]) == ()
 
 
 def test_a_rank_that_got_past_it_is_still_told() -> None:
     """In an all_gather a rank that receives less goes on, and loses contact in the next one."""
     right, short = call("all_gather", 64), call("all_gather", 32)
-    found = [word(rank, at=right) for rank in (0, 1, 2)]
-    found.append(replace(word(3, at=call("barrier", 0, 8)), before=short))
+    found = [record(rank, at=right) for rank in (0, 1, 2)]
+    found.append(replace(record(3, at=call("barrier", 0, 8)), before=short))
     assert ranks_of(found) == [(0, 1, 2), (3,)]
     # others that went on as well: what came first counts, whatever differs behind it
-    found[:2] = [replace(word(r, at=call("all_reduce", 8, 8)), before=right) for r in (0, 1)]
+    found[:2] = [replace(record(r, at=call("all_reduce", 8, 8)), before=right) for r in (0, 1)]
     (most, least) = mismatch(found)
     assert (most.ranks, least.ranks, least.collective) == ((0, 1, 2), (3,), short)
-    assert ranks_of([replace(one, before=call(number=6)) for one in words(*[call()] * 4)]) == []
+    assert ranks_of([replace(one, before=call(number=6)) for one in records(*[call()] * 4)]) == []
 
 
 def test_a_record_shows_the_operation_before() -> None:
     memory = bytearray(RANK_BYTES)
-    progress_words.attach_memory(memory, 0)
+    progress.attach_memory(memory, 0)
 
     def shown() -> list[tuple[str, int, int] | None]:
-        found = read_word(memory, 0)
+        found = read_record(memory, 0)
         assert found is not None
         both = (found.before, found.collective)
         return [one and (one.op, one.number, one.num_bytes) for one in both]
@@ -89,17 +89,17 @@ def test_a_record_shows_the_operation_before() -> None:
     try:
         assert shown() == [None, None]
         for number, op in enumerate(("barrier", "all_gather", "broadcast"), start=1):
-            ticket = progress_words.entered(op, "dp", "test", (0, 1), 8 * number)
+            ticket = progress.entered(op, "dp", "test", (0, 1), 8 * number)
             assert ticket is not None and shown()[1] != (op, number, 8 * number)
             for _ in range(2):  # a wait in two parts is one operation
-                progress_words.waiting(ticket)
-                progress_words.left()
+                progress.waiting(ticket)
+                progress.left()
         assert shown() == [("all_gather", 2, 16), ("broadcast", 3, 24)]
-        progress_words.entered("all_reduce", "tp", "test", (0, 2), 4)
-        progress_words.failed()
+        progress.entered("all_reduce", "tp", "test", (0, 2), 4)
+        progress.failed()
         assert shown() == [("broadcast", 3, 24), ("all_reduce", 1, 4)]
     finally:
-        progress_words.detach()
+        progress.detach()
 
 
 MESSAGE = (
@@ -109,10 +109,12 @@ MESSAGE = (
 CALLS = [call(), call(), call("all_gather", 64), call()]
 
 
-def lost_contact() -> list[Seen]:
+def lost_contact() -> list[RankStatus]:
     """Ranks that failed in the network, one after the other, each in its call."""
     return [
-        Seen(rank=r, exit_code=1, word=word(r, at=at), told=told("E", RESET, 99.0 + r / 10))
+        RankStatus(
+            rank=r, exit_code=1, record=record(r, at=at), error=error("E", RESET, 99.0 + r / 10)
+        )
         for r, at in enumerate(CALLS)
     ]
 
@@ -121,8 +123,8 @@ def test_errors_of_the_network_are_the_fault_of_the_rank_that_called_something_e
     """gloo ends ranks that get too many bytes by SIGABRT, and others lose contact with them."""
     clock = Clock()
     ranks = lost_contact()
-    ranks[0] = Seen(rank=0, exit_code=-6, word=word(0, at=CALLS[0]))
-    found = clock.look(ranks, 1.0)
+    ranks[0] = RankStatus(rank=0, exit_code=-6, record=record(0, at=CALLS[0]))
+    found = clock.poll(ranks, 1.0)
     assert found is not None and (found.kind, found.rank) == ("mismatch", 2)
     assert found.message == MESSAGE and clock.now < 100.5
     assert (found.entered, found.missing, found.exit_code) == ((0, 1, 3), (2,), 1)
@@ -134,26 +136,28 @@ def test_an_operation_that_could_not_be_started_counts_as_the_one_the_rank_is_in
 ) -> None:
     """The same words may be an error of the user's own network, outside of operations."""
     ranks = [
-        seen(r, exit_code=1, word=word(r, at=at, inside=False), told=told("E", message, 99.0))
+        status(
+            r, exit_code=1, record=record(r, at=at, inside=False), error=error("E", message, 99.0)
+        )
         for r, at in enumerate(CALLS)
     ]
-    found = Clock().look(ranks, 1.0)
+    found = Clock().poll(ranks, 1.0)
     assert found is not None
     assert found.kind == ("mismatch" if "gloo" in message else "exception")
 
 
 def test_a_failed_rank_shows_the_operation_that_it_entered_last() -> None:
     memory = bytearray(RANK_BYTES)
-    progress_words.attach_memory(memory, 0)
+    progress.attach_memory(memory, 0)
     try:
-        ticket = progress_words.entered("barrier", "dp", "one", (0, 1), 0)
-        progress_words.waiting(ticket)
-        progress_words.left()
-        progress_words.entered("all_reduce", "dp", "two", (0, 1), 8)
-        progress_words.failed()
+        ticket = progress.entered("barrier", "dp", "one", (0, 1), 0)
+        progress.waiting(ticket)
+        progress.left()
+        progress.entered("all_reduce", "dp", "two", (0, 1), 8)
+        progress.failed()
     finally:
-        progress_words.detach()
-    found = read_word(memory, 0)
+        progress.detach()
+    found = read_record(memory, 0)
     assert found is not None and found.collective is not None and not found.inside
     assert (found.collective.op, found.collective.number) == ("all_reduce", 2)
 
@@ -161,18 +165,18 @@ def test_a_failed_rank_shows_the_operation_that_it_entered_last() -> None:
 def test_a_hang_is_the_fault_of_the_rank_that_called_something_else() -> None:
     clock = Clock()
     clock.train(20)
-    found = clock.look([seen(r, word=word(r, at=at)) for r, at in enumerate(CALLS)], 10.0)
+    found = clock.poll([status(r, record=record(r, at=at)) for r, at in enumerate(CALLS)], 10.0)
     assert found is not None and (found.kind, found.rank) == ("mismatch", 2)
     assert found.message == MESSAGE
 
 
 def test_surer_signs_come_first() -> None:
     ranks = lost_contact()
-    ranks[1] = seen(1, exit_code=-9, word=word(1, at=CALLS[1]))
-    found = Clock().look(ranks, 4.0)
+    ranks[1] = status(1, exit_code=-9, record=record(1, at=CALLS[1]))
+    found = Clock().poll(ranks, 4.0)
     assert found is not None and (found.kind, found.rank) == ("killed", 1)
-    ranks[1] = Seen(rank=1, exit_code=1, word=word(1), told=told("KeyError", "x", 99.5))
-    found = Clock().look(ranks, 4.0)
+    ranks[1] = RankStatus(rank=1, exit_code=1, record=record(1), error=error("KeyError", "x", 99.5))
+    found = Clock().poll(ranks, 4.0)
     assert found is not None and (found.kind, found.rank) == ("exception", 1)
 
 
@@ -180,14 +184,14 @@ def test_ranks_that_move_are_left_alone() -> None:
     """Whatever their words say: only failures and hangs are explained by a mismatch."""
     clock = Clock()
     for changes in range(2000):
-        ranks = [seen(r, word=word(r, at=at, changes=changes)) for r, at in enumerate(CALLS)]
-        assert clock.look(ranks, 0.03) is None
+        ranks = [status(r, record=record(r, at=at, changes=changes)) for r, at in enumerate(CALLS)]
+        assert clock.poll(ranks, 0.03) is None
 
 
 def test_the_report_has_all_calls(tmp_path: Path) -> None:
     ranks = lost_contact()
-    verdict = Clock().look(ranks, 1.0)
-    ended = Ended(code=1, verdict=verdict, stacks={}, traces={})
+    verdict = Clock().poll(ranks, 1.0)
+    ended = SupervisorResult(code=1, verdict=verdict, stacks={}, traces={})
     write_verdict(tmp_path, ended, epoch=1, action="ended the run", advice="")
     report = json.loads((tmp_path / "failure.json").read_text())
     assert (report["kind"], report["rank"], report["message"]) == ("Mismatch", 2, MESSAGE)

@@ -10,15 +10,15 @@ from shutil import which
 from moemesh.config.errors import UserError
 from moemesh.trace.machine import NVIDIA_DRIVER
 
-#: What the drivers of Nvidia (also under Windows) and AMD show of themselves.
+#: Files of the drivers of Nvidia (also under Windows) and AMD.
 _SIGNS = (NVIDIA_DRIVER, "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _TOOLS = ("nvidia-smi", "rocm-smi")
-#: Set for every rank of our own launcher: the folder in which it meets the others.
+#: Folder in which a rank of our own launcher meets the others; set for each of these ranks.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Each rank reads them before its first use of CUDA. A stream for each group of ranks: with fewer
-#: queues, unrelated streams wait for one another. Numbers of rows change with the routing: blocks
-#: of fixed size would leave ever more memory unused between them.
+#: Variables with default and synonyms; each rank reads them before its first use of CUDA. One queue
+#: for each group of ranks: with fewer, unrelated streams wait for one another. Expandable segments,
+#: since numbers of rows change with the routing: blocks of fixed size would leave gaps between.
 _SETTINGS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": ("32", ()),
     "PYTORCH_ALLOC_CONF": ("expandable_segments:True", ("PYTORCH_CUDA_ALLOC_CONF",)),
@@ -26,35 +26,37 @@ _SETTINGS = {
 
 
 class DeviceError(UserError):
-    """The device asked for is not there."""
+    """The requested device is missing."""
 
 
 def num_gpus() -> int:
-    """Nvidia GPUs that the driver of this machine shows; 0 also where it shows none to us, or where
-    we may open none (a container without them on a machine that has some)."""
-    if not any(os.access(one, os.R_OK | os.W_OK) for one in Path("/dev").glob("nvidia[0-9]*")):
+    """Number of Nvidia GPUs that the driver of this machine shows; 0 if this process may open none
+    (a container without GPUs on a machine that has some)."""
+    if not any(
+        os.access(device, os.R_OK | os.W_OK) for device in Path("/dev").glob("nvidia[0-9]*")
+    ):
         return 0
     return len(list((NVIDIA_DRIVER / "gpus").glob("*")))
 
 
 def num_visible_gpus(environment: Mapping[str, str]) -> int:
-    """As :func:`num_gpus`, of those that CUDA_VISIBLE_DEVICES leaves to a process."""
-    there, chosen = num_gpus(), environment.get(_VISIBLE)
+    """Number of the GPUs of :func:`num_gpus` that CUDA_VISIBLE_DEVICES leaves to a process."""
+    present, chosen = num_gpus(), environment.get(_VISIBLE)
     if chosen is None:
-        return there
+        return present
     names = list[str]()
     for name in (part.strip() for part in chosen.split(",")):
         is_number = name.lstrip("-").isdigit()
-        is_known = 0 <= int(name) < there if is_number else name.startswith(("GPU-", "MIG-"))
+        is_known = 0 <= int(name) < present if is_number else name.startswith(("GPU-", "MIG-"))
         if not is_known:  # CUDA ends its list here, too
             break
         names.append(name)
-    return len(names) if there else 0
+    return len(names) if present else 0
 
 
 def settings_for_gpus(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that ranks with GPUs run better with, without those that `environment` decides;
-    none on a machine without a driver."""
+    """Recommended variables for ranks with GPUs, without those that `environment` sets; empty on a
+    machine without a driver."""
     if not signs_of_gpus():
         return {}
     return {
@@ -65,13 +67,13 @@ def settings_for_gpus(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def signs_of_gpus() -> list[str]:
-    """Files and commands of a driver; where there are none, torch finds no GPU either."""
+    """Files and commands of a driver; without any of them torch finds no GPU."""
     files = [str(sign) for sign in _SIGNS if Path(sign).exists()]
-    return files + [found for tool in _TOOLS if (found := which(tool))]
+    return files + [path for tool in _TOOLS if (path := which(tool))]
 
 
 def refuse_missing(device: str, num_ranks: int) -> None:
-    """Raises DeviceError where `num_ranks` ranks here ask for CUDA and there is surely no GPU."""
+    """Raises DeviceError if `num_ranks` ranks need CUDA and this machine has surely no GPU."""
     if device == "cuda" and not signs_of_gpus():
         raise too_few(num_ranks, 0)
 

@@ -1,4 +1,4 @@
-"""The folder in which ranks of one machine meet whoever watches them: words, exceptions, stacks."""
+"""Rendezvous directory of a node: progress records, exceptions, stack dumps."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from moemesh.config.limits import parse_json
+from moemesh.monitor.detector import GONE, ReportedError
+from moemesh.monitor.peers import ADDRESS, listen
+from moemesh.monitor.progress import ProgressFile, ProgressRecord
 from moemesh.trace.machine import SHARED_MEMORY, process_namespace, zombie_exit_code
 from moemesh.trace.run import is_locked
-from moemesh.watch.peers import ADDRESS, listen
-from moemesh.watch.progress_words import Word, WordFile
-from moemesh.watch.verdict import GONE, Told
 
 WORDS, STORE, LOCK = "words", "store", "lock"
-#: A rank writes the stacks of its threads when it gets this signal.
+#: Signal after which a rank writes the stacks of its threads.
 STACK_SIGNAL = signal.SIGUSR2
 PREFIX = "moemesh-"
-#: For exceptions, stacks, and the store in which ranks find one another.
+#: Bytes for exceptions, stacks, and the store in which ranks find one another.
 _ROOM_BYTES = 1 << 20
 
 
 @contextmanager
-def meeting_place(num_bytes: int = 0) -> Iterator[Path]:
-    """A private folder in shared memory, or in the folder for temporary files where that has no
-    room for `num_bytes`; removed at the end.
+def rendezvous_folder(num_bytes: int = 0) -> Iterator[Path]:
+    """A private folder in shared memory, or in the temporary folder if shared memory has less than
+    `num_bytes` free; removed at the end.
 
-    One that a killed supervisor has left is removed by the next: its lock is free.
+    A folder left by a killed supervisor is removed at the next call: its lock is free.
     """
     parent = shared_memory()
     _sweep(parent)
@@ -56,21 +56,21 @@ def meeting_place(num_bytes: int = 0) -> Iterator[Path]:
 
 
 def shared_memory() -> Path:
-    """The parent of ranks' folders: in memory, or among temporary files."""
-    is_there = os.access(SHARED_MEMORY, os.W_OK)
-    return SHARED_MEMORY if is_there else Path(tempfile.gettempdir())
+    """The parent of ranks' folders: shared memory, or the temporary folder."""
+    is_writable = os.access(SHARED_MEMORY, os.W_OK)
+    return SHARED_MEMORY if is_writable else Path(tempfile.gettempdir())
 
 
 def lock(folder: Path) -> int:
-    """Lock a new folder; it stays so until the handle that is returned is closed."""
+    """Lock a new folder until the returned handle is closed."""
     handle = os.open(folder / "locking", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    os.rename(folder / "locking", folder / LOCK)  # others see it only when it is locked
+    os.rename(folder / "locking", folder / LOCK)  # visible to others only once it is locked
     return handle
 
 
 def has_supervisor(folder: Path) -> bool:
-    """Whether the supervisor of a folder lives."""
+    """Whether the supervisor of a folder is alive."""
     return is_locked(folder / LOCK)
 
 
@@ -84,40 +84,40 @@ def _sweep(parent: Path) -> None:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """The file into which a rank writes its stacks."""
+    """The file for the stacks of a rank."""
     return folder / f"stacks-{rank}"
 
 
 def torchrun_file(folder: Path, rank: int) -> Path:
-    """The file in which a rank says which file torchrun shows as its error."""
+    """The file with the path of the error file that torchrun shows for a rank."""
     return folder / f"torchrun-{rank}"
 
 
-def write_told(folder: Path, rank: int, told: dict[str, Any]) -> None:
-    """Tell of an exception, once; the supervisor may look while this is written."""
+def write_error(folder: Path, rank: int, error: dict[str, Any]) -> None:
+    """Report an exception, once; atomic, since the supervisor may read at any time."""
     file = folder / f"told-{rank}.json"
     if file.exists():
         return
     temporary = file.with_suffix(".tmp")
     with suppress(OSError):
-        temporary.write_text(json.dumps(told, default=str))
+        temporary.write_text(json.dumps(error, default=str))
         os.replace(temporary, file)
 
 
-def read_told(folder: Path, rank: int) -> Told | None:
-    """The exception that a rank has told of, if it has."""
+def read_error(folder: Path, rank: int) -> ReportedError | None:
+    """The exception that a rank has reported, or None."""
     try:
-        return Told(**parse_json((folder / f"told-{rank}.json").read_text()))
+        return ReportedError(**parse_json((folder / f"told-{rank}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-# Ranks of a node that torchrun, srun or anything else has started: the first one that comes makes a
-# folder, of a name that the ranks of this node and this start have in common, and starts the
-# watcher; the others find it there. A node is a part of a machine: ranks that see one another's
-# processes.
+# Ranks of a node that torchrun, srun or another launcher has started: the first rank to arrive
+# makes a folder and starts the watcher; the others find the folder by its name, a hash that the
+# ranks of this node and this start share. A node is a part of a machine: ranks that see one
+# another's processes.
 
-#: What tells one start of ranks from any other.
+#: Variables that identify one start of ranks.
 _NAMES = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -128,14 +128,14 @@ _NAMES = (
     "SLURM_RESTART_COUNT",
 )
 _PROCESSES = "processes"
-#: A watcher of an earlier start under the same name has so long to be gone.
+#: Seconds in which the watcher of an earlier start under the same name must end.
 _EARLIER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The ranks `first` to `first + num_ranks - 1` of `world_size`. ``name``: of their folder;
-    ``master``: the host of the rendezvous."""
+    """The ranks `first` to `first + num_ranks - 1` of `world_size`. ``name``: name of their folder;
+    ``master``: host of the rendezvous."""
 
     first: int
     num_ranks: int
@@ -151,7 +151,7 @@ class Node:
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node, which follow each other."""
+        """The consecutive ranks of this node."""
         return range(self.first, self.first + self.num_ranks)
 
     @staticmethod
@@ -159,8 +159,8 @@ class Node:
         """The node of a process with the variables of a rank."""
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         first = rank - int(environment["LOCAL_RANK"])
-        known = [str(first), *(environment.get(name, "") for name in _NAMES)]
-        digest = hashlib.sha256("\0".join(known).encode()).hexdigest()[:16]
+        identity = [str(first), *(environment.get(name, "") for name in _NAMES)]
+        digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:16]
         launcher = "another launcher"
         if "TORCHELASTIC_RUN_ID" in environment:
             launcher = "torchrun"
@@ -176,12 +176,12 @@ class Node:
         )
 
 
-def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
-    """The folder of the ranks of `node`; the first that comes runs ``watcher(folder)`` beside them,
-    with a listener for the watchers of other nodes as its standard input.
+def join_node(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
+    """The folder of the ranks of `node`. The first rank to call starts ``watcher(folder)``, with a
+    listener for the watchers of other nodes as its standard input.
 
-    None where processes of others cannot be watched: outside of Linux, where the kernel gives no
-    handles of them, or where the folder is not one's own.
+    None if foreign processes cannot be watched: outside of Linux, without pidfd_open, or if the
+    folder belongs to another user.
     """
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -191,23 +191,23 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
     listener = listen(node.master) if node.has_others else None
     with suppress(OSError), listener or nullcontext():
         while not _make(folder, node, listener):
-            is_own = has_lock = False
+            is_ours = has_lock = False
             with suppress(OSError):
-                is_own = folder.stat().st_uid == os.getuid()
+                is_ours = folder.stat().st_uid == os.getuid()
                 has_lock = has_supervisor(folder)
-                # Its watcher sees the processes that this one sees.
-                is_here = (folder / _PROCESSES).read_text() == process_namespace()
-                if is_own and is_here and (has_lock or not (folder / LOCK).exists()):
+                # Its watcher and this process must see the same processes.
+                sees_processes = (folder / _PROCESSES).read_text() == process_namespace()
+                if is_ours and sees_processes and (has_lock or not (folder / LOCK).exists()):
                     return folder
             if time.monotonic() > end:
                 return None
-            if is_own and not has_lock:  # remove what a killed watcher has left
-                aside = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
+            if is_ours and not has_lock:  # left by a killed watcher
+                trash = tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)
                 with suppress(OSError):
-                    os.rename(folder, aside)
-                shutil.rmtree(aside, ignore_errors=True)
+                    os.rename(folder, trash)
+                shutil.rmtree(trash, ignore_errors=True)
             time.sleep(0.05)
-        # Of no session of a rank: whoever ends a rank with all that it started spares the watcher.
+        # A new session, so that killing the process group of a rank spares the watcher.
         stdin = subprocess.DEVNULL if listener is None else listener.fileno()
         try:
             subprocess.Popen(watcher(folder), stdin=stdin, start_new_session=True)
@@ -219,30 +219,30 @@ def meet(node: Node, watcher: Callable[[Path], Sequence[str]]) -> Path | None:
 
 
 def _make(folder: Path, node: Node, listener: socket.socket | None) -> bool:
-    """Make the folder with all that ranks need; False where it is there. Raises OSError where there
-    is no room for it."""
+    """Make the folder with all files that ranks need; False if it exists. Raises OSError without
+    space for it."""
     if folder.exists():
         return False
-    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    new = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
-        WordFile(made / WORDS, node.world_size, reserved=node.ranks).unmap()
-        (made / _PROCESSES).write_text(process_namespace())
+        ProgressFile(new / WORDS, node.world_size, reserved=node.ranks).unmap()
+        (new / _PROCESSES).write_text(process_namespace())
         if listener is not None:
-            (made / ADDRESS).write_text(json.dumps(listener.getsockname()[:2]))
-        # Fails where another rank was first: its folder is not empty.
+            (new / ADDRESS).write_text(json.dumps(listener.getsockname()[:2]))
+        # Fails if another rank was first: its folder is not empty.
         with suppress(OSError):
-            os.rename(made, folder)
+            os.rename(new, folder)
             return True
         return False
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
 
 
-class Guests:
-    """Processes that another one has started: when they end, and how.
+class ProcessHandles:
+    """Handles of processes with another parent: whether they have ended, and their exit code.
 
-    Whoever started them learns their exit code, and then nobody else can; it is read in the moment
-    in which the process ends, or is unknown (:data:`moemesh.watch.verdict.GONE`).
+    Only the parent can wait for an exit code. It is read in the moment in which the process ends,
+    or is unknown (:data:`moemesh.monitor.detector.GONE`).
     """
 
     def __init__(self) -> None:
@@ -251,12 +251,12 @@ class Guests:
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
 
-    def exit_code(self, rank: int, word: Word | None) -> int | None:
-        """As of :class:`moemesh.watch.supervisor.Processes`."""
-        if word is not None and rank not in self._pids:
-            self._pids[rank] = word.pid
+    def exit_code(self, rank: int, record: ProgressRecord | None) -> int | None:
+        """See :class:`moemesh.monitor.supervisor.Processes`."""
+        if record is not None and rank not in self._pids:
+            self._pids[rank] = record.pid
             try:
-                handle = os.pidfd_open(word.pid)
+                handle = os.pidfd_open(record.pid)
             except ProcessLookupError:
                 self._codes[rank] = GONE
             else:
@@ -265,11 +265,11 @@ class Guests:
         return self._codes.get(rank)
 
     def pid(self, rank: int) -> int:
-        """As of :class:`moemesh.watch.supervisor.Processes`; 0, which is no process."""
+        """See :class:`moemesh.monitor.supervisor.Processes`; 0 before the first record."""
         return self._pids.get(rank, 0)
 
     def wait(self, seconds: float) -> None:
-        """Until `seconds` are over or a process has ended."""
+        """Wait until `seconds` are over or a process has ended."""
         for handle, _ in self._poll.poll(1000 * seconds):
             rank = self._handles.pop(handle)
             code = zombie_exit_code(self._pids[rank])
@@ -278,8 +278,8 @@ class Guests:
             os.close(handle)
 
     def send(self, rank: int, number: int) -> None:
-        """Send a signal to a rank that lives; never to a process that has got its number since."""
-        for handle, one in self._handles.items():
-            if one == rank:
+        """Send a signal to a living rank, never to a later process with the same id."""
+        for handle, holder in self._handles.items():
+            if holder == rank:
                 with suppress(OSError):
                     signal.pidfd_send_signal(handle, number)

@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from moemesh.watch import verdict
-from moemesh.watch.progress_words import Collective, Word, members_of
-from moemesh.watch.verdict import END_SECONDS, GONE, Limits, LostHost, Seen, blame
-from tests.watch.looks import GROUP, RESET, Clock, collective, seen, told, waiting, word
+from moemesh.monitor import detector
+from moemesh.monitor.detector import END_SECONDS, GONE, Limits, LostHost, RankStatus, find_culprit
+from moemesh.monitor.progress import Collective, ProgressRecord, members_of
+from tests.monitor.statuses import GROUP, RESET, Clock, collective, error, record, status, waiting
 
 
-def lost_contact() -> list[Seen]:
+def lost_contact() -> list[RankStatus]:
     """Four ranks that failed inside of one operation, one after the other."""
-    errors = (told("E", RESET, 99.0 + rank) for rank in range(4))
-    return [replace(waiting(rank, failed=True), told=one) for rank, one in enumerate(errors)]
+    errors = (error("E", RESET, 99.0 + rank) for rank in range(4))
+    return [replace(waiting(rank, failed=True), error=one) for rank, one in enumerate(errors)]
 
 
 def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
     clock = Clock()
     ranks = lost_contact()
-    ranks[2] = seen(2, exit_code=-9, word=word(2, at=collective(7)))
-    found = clock.look(ranks, 1.0)
+    ranks[2] = status(2, exit_code=-9, record=record(2, at=collective(7)))
+    found = clock.poll(ranks, 1.0)
     assert found is not None and (found.kind, found.rank, found.exit_code) == ("killed", 2, 137)
     assert clock.now < 100.5 and found.message == "rank 2 was killed by SIGKILL"
 
@@ -34,8 +34,8 @@ def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
 def test_a_silent_exit_is_blamed_before_those_that_lost_it(code: int, at: Any) -> None:
     clock = Clock()
     ranks = lost_contact()
-    ranks[1] = seen(1, exit_code=code, word=word(1, at=at))
-    found = clock.look(ranks, 1.0)
+    ranks[1] = status(1, exit_code=code, record=record(1, at=at))
+    found = clock.poll(ranks, 1.0)
     assert found is not None and (found.kind, found.rank) == ("exited", 1)
     assert found.exit_code == (code or 1) and str(code) in found.message
 
@@ -44,20 +44,22 @@ def test_a_clean_end_is_none() -> None:
     clock = Clock()
     clock.train(3)
     for left in range(1, 5):  # one after the other, as they do
-        ranks = [seen(r, word=word(r, phase="finish", done=True)) for r in range(4)]
+        ranks = [status(r, record=record(r, phase="finish", done=True)) for r in range(4)]
         for r in range(left):
-            ranks[r] = seen(r, state="", exit_code=0, word=word(r, done=True))
-        assert clock.look(ranks, 2.0) is None and not clock.judge.is_deciding
+            ranks[r] = status(r, state="", exit_code=0, record=record(r, done=True))
+        assert clock.poll(ranks, 2.0) is None and not clock.detector.is_deciding
 
 
 def test_the_earliest_exception_in_user_code_is_the_cause() -> None:
     clock = Clock()
     ranks = [
-        Seen(rank=0, exit_code=1, word=word(0, at=collective(7)), told=told("E", RESET, 99.1)),
-        Seen(rank=1, exit_code=1, word=word(1), told=told("KeyError", "'x'", 99.9)),
-        Seen(rank=2, exit_code=1, word=word(2), told=told("ValueError", "bad", 99.5)),
+        RankStatus(
+            rank=0, exit_code=1, record=record(0, at=collective(7)), error=error("E", RESET, 99.1)
+        ),
+        RankStatus(rank=1, exit_code=1, record=record(1), error=error("KeyError", "'x'", 99.9)),
+        RankStatus(rank=2, exit_code=1, record=record(2), error=error("ValueError", "bad", 99.5)),
     ]
-    found = clock.look(ranks, 1.0)
+    found = clock.poll(ranks, 1.0)
     assert found is not None and (found.kind, found.rank) == ("exception", 2)
     assert "ValueError: bad" in found.message
 
@@ -65,9 +67,9 @@ def test_the_earliest_exception_in_user_code_is_the_cause() -> None:
 def test_a_rank_that_never_joined_is_found_at_once() -> None:
     clock = Clock()
     at = collective(1, op="rendezvous")
-    ranks = [seen(r, word=word(r, step=0, phase="setup", at=at)) for r in range(4)]
-    ranks[3] = Seen(rank=3, exit_code=1)
-    found = clock.look(ranks, 1.0)
+    ranks = [status(r, record=record(r, step=0, phase="setup", at=at)) for r in range(4)]
+    ranks[3] = RankStatus(rank=3, exit_code=1)
+    found = clock.poll(ranks, 1.0)
     assert found is not None and (found.kind, found.rank) == ("exited", 3)
 
 
@@ -75,40 +77,45 @@ def test_a_timeout_of_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> 
     clock = Clock()
     clock.now = 200.0
     ranks = [
-        Seen(
-            rank=r, exit_code=1, word=word(r, at=collective(7)), told=told("E", "Timed out", 200.0)
+        RankStatus(
+            rank=r,
+            exit_code=1,
+            record=record(r, at=collective(7)),
+            error=error("E", "Timed out", 200.0),
         )
         for r in range(3)
     ]
-    ranks.append(seen(3, state="R", word=word(3, moved=100.0)))
-    found = clock.look(ranks, 4.0)
+    ranks.append(status(3, state="R", record=record(3, moved=100.0)))
+    found = clock.poll(ranks, 4.0)
     assert found is not None and (found.kind, found.rank) == ("busy", 3)
     assert "never entered all_reduce #7 of dp" in found.message
 
 
 def test_a_rank_that_gets_no_core_to_leave_keeps_its_exit_code() -> None:
     """Of an exception that it told of; one that never leaves is ended."""
-    failed = {"told": told("KeyError", "x", 99.0)}
+    failed = {"error": error("KeyError", "x", 99.0)}
     slow, used = Clock(), 0.0
     for _ in range(100):
         used += 0.01
-        assert slow.look([seen(0, "R", cpu_seconds=used, **failed)], 0.1) is None
-    found = slow.look([seen(0, exit_code=7, **failed)], 1.0)
+        assert slow.poll([status(0, "R", cpu_seconds=used, **failed)], 0.1) is None
+    found = slow.poll([status(0, exit_code=7, **failed)], 1.0)
     assert found is not None and (found.kind, found.exit_code) == ("exception", 7)
     for state, least, most in (("S", 2.5, 3.5), ("D", 19.0, 21.0)):
         clock = Clock()
-        assert clock.look([seen(0, state, **failed)], least) is None
-        found = clock.look([seen(0, state, **failed)], most - least)
+        assert clock.poll([status(0, state, **failed)], least) is None
+        found = clock.poll([status(0, state, **failed)], most - least)
         assert found is not None and (found.kind, found.exit_code) == ("exception", 1)
 
 
 def test_peers_that_all_fail_in_the_network_lost_contact() -> None:
     clock = Clock()
     ranks = [
-        Seen(rank=r, exit_code=1, word=word(r, at=collective(7)), told=told("E", RESET, 99.0))
+        RankStatus(
+            rank=r, exit_code=1, record=record(r, at=collective(7)), error=error("E", RESET, 99.0)
+        )
         for r in range(2)
     ]
-    found = clock.look(ranks, 4.0)
+    found = clock.poll(ranks, 4.0)
     assert found is not None and found.kind == "lost-contact"
 
 
@@ -116,8 +123,8 @@ def test_a_stopped_rank() -> None:
     clock = Clock()
     clock.train(5)
     ranks = [waiting(r) for r in range(4)]
-    ranks[1] = seen(1, state="T")
-    found = clock.look(ranks, 5.0)
+    ranks[1] = status(1, state="T")
+    found = clock.poll(ranks, 5.0)
     assert found is not None and (found.kind, found.rank) == ("stopped", 1)
     assert found.collective is not None and found.entered == (0, 2, 3) and found.missing == (1,)
 
@@ -125,16 +132,16 @@ def test_a_stopped_rank() -> None:
 def test_a_job_that_was_suspended_whole_is_left_alone() -> None:
     clock = Clock()
     clock.train(5)
-    assert clock.look([seen(r, state="T") for r in range(4)], 600.0) is None
+    assert clock.poll([status(r, state="T") for r in range(4)], 600.0) is None
 
 
 def test_a_supervisor_that_slept_has_seen_nothing() -> None:
     clock = Clock()
     clock.train(5)
     ranks = [waiting(r) for r in range(4)]
-    assert clock.look(ranks) is None
+    assert clock.poll(ranks) is None
     clock.now += 3600.0
-    assert clock.judge.look(clock.now, ranks) is None
+    assert clock.detector.poll(clock.now, ranks) is None
 
 
 @pytest.mark.parametrize(("state", "kind"), [("R", "busy"), ("S", "hung")])
@@ -144,8 +151,8 @@ def test_who_did_not_enter_is_named_with_those_who_did(state: str, kind: str) ->
     start = clock.now
     for n in range(1000):
         ranks = [waiting(r) for r in range(4)]
-        ranks[2] = seen(2, state=state, cpu_seconds=0.03 * n)
-        if (found := clock.look(ranks, 0.03)) is not None:
+        ranks[2] = status(2, state=state, cpu_seconds=0.03 * n)
+        if (found := clock.poll(ranks, 0.03)) is not None:
             break
     else:
         raise AssertionError("no verdict")
@@ -161,19 +168,19 @@ def test_a_rank_that_gets_no_core_is_not_busy() -> None:
     clock = Clock()
     clock.train(20)
     ranks = [waiting(r) for r in range(4)]
-    ranks[2] = seen(2, state="R", cpu_seconds=5.0)
-    assert clock.look(ranks, 300.0) is None
-    ranks[2] = seen(2, state="D", cpu_seconds=5.0)
-    assert clock.look(ranks, 300.0) is None
+    ranks[2] = status(2, state="R", cpu_seconds=5.0)
+    assert clock.poll(ranks, 300.0) is None
+    ranks[2] = status(2, state="D", cpu_seconds=5.0)
+    assert clock.poll(ranks, 300.0) is None
 
 
 def test_steps_have_the_time_that_they_took_before() -> None:
     clock = Clock()
     clock.train(20, seconds=2.0)
     ranks = [waiting(r) for r in range(4)]
-    ranks[0] = seen(0)
+    ranks[0] = status(0)
     start = clock.now
-    assert clock.look(ranks, 60.0) is not None
+    assert clock.poll(ranks, 60.0) is not None
     assert clock.now - start == pytest.approx(20.0, abs=0.5)
 
 
@@ -182,9 +189,9 @@ def test_other_phases_have_the_patience_of_the_run(phase: str) -> None:
     clock = Clock(patience=30.0)
     clock.train(20)
     ranks = [waiting(r, phase=phase) for r in range(4)]
-    ranks[1] = seen(1, word=word(1, phase=phase))
+    ranks[1] = status(1, record=record(1, phase=phase))
     start = clock.now
-    found = clock.look(ranks, 100.0)
+    found = clock.poll(ranks, 100.0)
     assert found is not None and found.rank == 1
     assert clock.now - start == pytest.approx(30.0, abs=0.5)
 
@@ -193,9 +200,9 @@ def test_the_first_steps_have_the_patience_of_the_run() -> None:
     clock = Clock(patience=30.0)
     clock.train(2)
     ranks = [waiting(r, step=2) for r in range(4)]
-    ranks[1] = seen(1, word=word(1, step=2))
+    ranks[1] = status(1, record=record(1, step=2))
     start = clock.now
-    assert clock.look(ranks, 100.0) is not None
+    assert clock.poll(ranks, 100.0) is not None
     assert clock.now - start == pytest.approx(30.0, abs=0.5)
 
 
@@ -203,25 +210,30 @@ def test_a_rank_that_is_gone_is_blamed_before_those_that_lost_it() -> None:
     """Its parent has its exit code, and it was inside of an operation, too."""
     ranks = lost_contact()
     ranks[2] = replace(waiting(2), exit_code=GONE)
-    found = Clock().look(ranks, 1.0)
+    found = Clock().poll(ranks, 1.0)
     assert found is not None and found.rank == 2
 
 
 def test_a_rank_that_does_not_start() -> None:
     clock = Clock(patience=30.0)
-    ranks = [seen(0, word=word(0, step=0, phase="setup")), Seen(rank=1, state="S")]
-    found = clock.look(ranks, 100.0)
+    ranks = [status(0, record=record(0, step=0, phase="setup")), RankStatus(rank=1, state="S")]
+    found = clock.poll(ranks, 100.0)
     assert found is not None and (found.kind, found.rank) == ("hung", 1)
     assert "did not start" in found.message
 
 
 def test_no_verdict_on_ranks_that_leave_as_they_were_asked_to() -> None:
     clock = Clock()
-    clock.judge.stopping = 15
-    ranks = [Seen(rank=0, exit_code=-15, word=word(0)), seen(1, exit_code=143, word=word(1))]
-    assert clock.look(ranks, 5.0) is None
-    ranks[1] = Seen(rank=1, exit_code=1, word=word(1), told=told("OSError", "disk", 99.0))
-    found = clock.look(ranks, 5.0)
+    clock.detector.stopping = 15
+    ranks = [
+        RankStatus(rank=0, exit_code=-15, record=record(0)),
+        status(1, exit_code=143, record=record(1)),
+    ]
+    assert clock.poll(ranks, 5.0) is None
+    ranks[1] = RankStatus(
+        rank=1, exit_code=1, record=record(1), error=error("OSError", "disk", 99.0)
+    )
+    found = clock.poll(ranks, 5.0)
     assert found is not None and found.rank == 1
 
 
@@ -234,80 +246,84 @@ def test_no_alarm_in_ten_thousand_seconds_of_uneven_steps() -> None:
             clock.changes += 1
             clock.now += generator.expovariate(1.0) * (20.0 if phase == "save" else 0.8)
             ranks = [
-                seen(r, word=word(r, step=step, phase=phase, changes=clock.changes))
+                status(r, record=record(r, step=step, phase=phase, changes=clock.changes))
                 for r in range(4)
             ]
             for _ in range(3):
                 clock.now += 0.03
-                assert clock.judge.look(clock.now, ranks) is None
-    assert clock.now > 10_000 and verdict.LONGEST_LOOK > 0
+                assert clock.detector.poll(clock.now, ranks) is None
+    assert clock.now > 10_000 and detector.LONGEST_GAP > 0
 
 
 def test_a_watchdog_that_aborts_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> None:
     """Hosts of ranks with NCCL are anywhere when their watchdogs abort them."""
-    ranks = [seen(r, state="", exit_code=-6, word=word(r, counts={GROUP: 7})) for r in range(3)]
-    ranks[0] = seen(0, state="", exit_code=-6, word=word(0, at=collective(7), on_device=True))
-    ranks.append(seen(3, state="R", word=word(3, moved=100.0)))
+    ranks = [
+        status(r, state="", exit_code=-6, record=record(r, counts={GROUP: 7})) for r in range(3)
+    ]
+    ranks[0] = status(0, state="", exit_code=-6, record=record(0, at=collective(7), on_device=True))
+    ranks.append(status(3, state="R", record=record(3, moved=100.0)))
     for follows, rank in ((True, 3), (False, 1)):
         clock = Clock()
-        clock.now, clock.judge.limits = 200.0, Limits(patience=600.0, aborts_follow=follows)
-        found = clock.look(ranks, 4.0)
+        clock.now, clock.detector.limits = 200.0, Limits(patience=600.0, aborts_follow=follows)
+        found = clock.poll(ranks, 4.0)
         assert found is not None and found.rank == rank
 
 
 def test_ranks_that_wait_for_their_devices() -> None:
     ranks = [
-        seen(r, state="R", word=word(r, at=collective(7), on_device=True), cpu_seconds=0.0)
+        status(r, state="R", record=record(r, at=collective(7), on_device=True), cpu_seconds=0.0)
         for r in range(3)
     ]
-    late = seen(3, word=word(3))
+    late = status(3, record=record(3))
     clock = Clock(patience=5.0)
-    found = clock.look([*(replace(one, state="S") for one in ranks), late], 10.0)
+    found = clock.poll([*(replace(one, state="S") for one in ranks), late], 10.0)
     assert found is not None and (found.kind, found.rank) == ("hung", 3)
     assert (
         "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 2" in found.message
     )
     clock = Clock(patience=5.0)
     at = collective(7, "0-2")
-    together = [seen(r, word=word(r, at=at, on_device=True)) for r in range(3)]
-    found = clock.look(together, 10.0)
+    together = [status(r, record=record(r, at=at, on_device=True)) for r in range(3)]
+    found = clock.poll(together, 10.0)
     assert found is not None and found.kind == "hung"
     assert "s for its device, behind all_reduce #7 of dp (gradients)" in found.message
-    alone = word(0, inside=True, on_device=True, counts={})
-    assert Clock(patience=5.0).look([seen(0, word=alone)], 10.0).message.endswith("for its device")
+    alone = record(0, inside=True, on_device=True, counts={})
+    assert (
+        Clock(patience=5.0).poll([status(0, record=alone)], 10.0).message.endswith("for its device")
+    )
     assert alone.place() == "step 5, microbatch 0, layer 1, waiting for its device"
 
 
 def test_an_error_of_the_own_device_is_a_cause() -> None:
-    failed = told("AcceleratorError", "CUDA error: an illegal memory access", 99.0)
+    failed = error("AcceleratorError", "CUDA error: an illegal memory access", 99.0)
     at = collective(7)
     ranks = [
-        Seen(rank=0, exit_code=1, word=word(0, at=at), told=told("E", RESET, 98.0)),
-        Seen(rank=1, exit_code=1, word=word(1, at=at, on_device=True), told=failed),
+        RankStatus(rank=0, exit_code=1, record=record(0, at=at), error=error("E", RESET, 98.0)),
+        RankStatus(rank=1, exit_code=1, record=record(1, at=at, on_device=True), error=failed),
     ]
-    found = Clock().look(ranks, 4.0)
+    found = Clock().poll(ranks, 4.0)
     assert found is not None and found.rank == 1
 
 
 def test_a_rank_that_has_said_goodbye_has_left_after_a_while() -> None:
-    word_ = word(0, done=True, code=130, moved=1000.0)
-    blocked = seen(0, word=word_)
+    word_ = record(0, done=True, code=130, moved=1000.0)
+    blocked = status(0, record=word_)
     assert blocked.code == 130 and not blocked.has_left(1000.0 + END_SECONDS)
     assert blocked.has_left(1001.0 + END_SECONDS)
-    assert not seen(0, word=word(0, moved=0.0)).has_left(1e6)
-    gone = seen(0, exit_code=3, word=word_)
+    assert not status(0, record=record(0, moved=0.0)).has_left(1e6)
+    gone = status(0, exit_code=3, record=word_)
     assert gone.code == 3 and gone.has_left(1000.0)
 
 
 def test_chains_end_at_the_rank_in_user_code() -> None:
     """3 waits for a message of 2, which waits in a group of 0, which computes."""
     counts = {"0,2": 4, "2>3": 8}
-    words = [
-        word(0, counts={"0,2": 4}),
-        word(2, at=collective(5, "0,2"), counts={"0,2": 5, "2>3": 8}),
-        word(3, at=collective(9, "2>3", "send_receive"), counts={"2>3": 9}),
+    records = [
+        record(0, counts={"0,2": 4}),
+        record(2, at=collective(5, "0,2"), counts={"0,2": 5, "2>3": 8}),
+        record(3, at=collective(9, "2>3", "send_receive"), counts={"2>3": 9}),
     ]
-    found = blame(words)
+    found = find_culprit(records)
     assert found is not None and found.rank == 0 and counts
     assert found.collective is not None and found.collective.group == "0,2"
     assert (found.entered, found.missing) == ((2,), (0,))
@@ -315,21 +331,21 @@ def test_chains_end_at_the_rank_in_user_code() -> None:
 
 def test_a_circle_names_the_rank_that_came_least_far() -> None:
     """0 and 1 wait for each other, in operations of two groups: one of them left one out."""
-    words = [
-        word(0, at=collective(5, "0-1"), counts={"0-1": 5, "0-3": 2}, number=40),
-        word(1, at=collective(3, "0-3"), counts={"0-1": 4, "0-3": 3}, number=39),
-        word(2, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
-        word(3, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
+    records = [
+        record(0, at=collective(5, "0-1"), counts={"0-1": 5, "0-3": 2}, number=40),
+        record(1, at=collective(3, "0-3"), counts={"0-1": 4, "0-3": 3}, number=39),
+        record(2, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
+        record(3, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
     ]
-    found = blame(words)
+    found = find_culprit(records)
     assert found is not None and found.rank == 1
 
 
 def test_who_waits_nowhere_is_compared_by_counts() -> None:
     """On a GPU the host does not wait in collectives: it has started them and gone on."""
-    words = [word(r, counts={GROUP: 9}, collective=collective(9)) for r in range(4)]
-    words[3] = word(3, counts={GROUP: 7}, collective=collective(7))
-    found = blame(words)
+    records = [record(r, counts={GROUP: 9}, collective=collective(9)) for r in range(4)]
+    records[3] = record(3, counts={GROUP: 7}, collective=collective(7))
+    found = find_culprit(records)
     assert found is not None and found.rank == 3
 
 
@@ -339,12 +355,12 @@ def test_any_single_culprit_of_any_group_is_found() -> None:
     for _ in range(200):
         world = generator.choice((2, 4, 8))
         culprit = generator.randrange(world)
-        words = _hung(generator, world, culprit)
-        found = blame(words)
-        assert found is not None and found.rank == culprit, (world, culprit, words)
+        records = _hung(generator, world, culprit)
+        found = find_culprit(records)
+        assert found is not None and found.rank == culprit, (world, culprit, records)
 
 
-def _hung(generator: random.Random, world: int, culprit: int) -> list[Word]:
+def _hung(generator: random.Random, world: int, culprit: int) -> list[ProgressRecord]:
     """Each rank goes through one list of collectives, over pairs and over all."""
     groups = [f"0-{world - 1}", *(f"{r}-{r + 1}" for r in range(0, world, 2))]
     program = [generator.choice(groups) for _ in range(40)] + groups * 2
@@ -366,7 +382,7 @@ def _hung(generator: random.Random, world: int, culprit: int) -> list[Word]:
                 counts[rank][group] += 1
                 at[rank] = collective(counts[rank][group], group)
     return [
-        word(r, at=at[r], counts=counts[r], number=sum(counts[r].values())) for r in range(world)
+        record(r, at=at[r], counts=counts[r], number=sum(counts[r].values())) for r in range(world)
     ]
 
 
@@ -374,8 +390,8 @@ def test_a_rank_that_waits_for_another_node_is_not_at_fault() -> None:
     """Ranks 0 and 1 of four are seen here; 2 or 3 has not come, and the watcher there says so."""
     clock = Clock(patience=30.0)
     clock.train(20, ranks=2)
-    assert clock.look([waiting(0), waiting(1)], 100.0) is None
-    found = clock.look([waiting(0), seen(1)], 100.0)
+    assert clock.poll([waiting(0), waiting(1)], 100.0) is None
+    found = clock.poll([waiting(0), status(1)], 100.0)
     assert found is not None and found.rank == 1
 
 
@@ -383,27 +399,27 @@ def test_a_device_may_stand_behind_an_operation_with_another_node() -> None:
     """The last operation is one of this node alone; the sum over both was begun before it."""
     at = collective(7, "0-1")
     counts = {"0-1": 7, GROUP: 5}
-    ranks = [seen(r, word=word(r, at=at, on_device=True, counts=counts)) for r in range(2)]
-    assert Clock(patience=5.0).look(ranks, 100.0) is None
-    alone = [seen(r, word=word(r, at=at, on_device=True)) for r in range(2)]
-    assert Clock(patience=5.0).look(alone, 100.0) is not None
+    ranks = [status(r, record=record(r, at=at, on_device=True, counts=counts)) for r in range(2)]
+    assert Clock(patience=5.0).poll(ranks, 100.0) is None
+    alone = [status(r, record=record(r, at=at, on_device=True)) for r in range(2)]
+    assert Clock(patience=5.0).poll(alone, 100.0) is not None
 
 
 def test_ranks_that_wait_for_a_host_that_does_not_answer() -> None:
     """None while they move, while they wait for one another, and once it answers again."""
-    here = [seen(r, word=word(r, at=collective(7), changes=200)) for r in (0, 1)]
+    here = [status(r, record=record(r, at=collective(7), changes=200)) for r in (0, 1)]
     host = LostHost(name="b (10.0.0.2)", ranks=(2, 3))
     clock = Clock()
-    clock.judge.lost = (host,)
+    clock.detector.lost = (host,)
     clock.train(5, seconds=4.0, ranks=2)
-    among = [seen(r, word=word(r, at=collective(7, "0-1"))) for r in (0, 1)]
-    clock.judge.limits = Limits(patience=600.0, floor=100.0)
-    assert clock.look(among, 30.0) is None
-    assert clock.look(here, 2.5) is None
-    clock.judge.lost = ()
-    assert clock.look(here, 30.0) is None
-    clock.judge.lost = (host,)
-    found = clock.look(here, 0.1)
+    among = [status(r, record=record(r, at=collective(7, "0-1"))) for r in (0, 1)]
+    clock.detector.limits = Limits(patience=600.0, floor=100.0)
+    assert clock.poll(among, 30.0) is None
+    assert clock.poll(here, 2.5) is None
+    clock.detector.lost = ()
+    assert clock.poll(here, 30.0) is None
+    clock.detector.lost = (host,)
+    found = clock.poll(here, 0.1)
     assert found is not None and (found.kind, found.rank, found.exit_code) == ("network-cut", 0, 1)
     assert (found.entered, found.missing, found.lost) == ((0, 1), (2, 3), (host,))
     assert "b (10.0.0.2) with ranks 2 and 3 cannot be reached" in found.message
@@ -412,16 +428,20 @@ def test_ranks_that_wait_for_a_host_that_does_not_answer() -> None:
 
 def test_a_device_waits_for_a_host_that_does_not_answer() -> None:
     clock = Clock()
-    clock.judge.lost = (LostHost(name="b", ranks=(2, 3)),)
+    clock.detector.lost = (LostHost(name="b", ranks=(2, 3)),)
     on_device = {"on_device": True, "counts": {"0-1": 9, "1,2": 3}}
-    assert clock.look([seen(0, word=word(0, **on_device | {"counts": {"0-1": 9}}))], 9.0) is None
-    found = clock.look([seen(0, word=word(0, **on_device))], 9.0)
+    assert (
+        clock.poll([status(0, record=record(0, **on_device | {"counts": {"0-1": 9}}))], 9.0) is None
+    )
+    found = clock.poll([status(0, record=record(0, **on_device))], 9.0)
     assert found is not None and (found.kind, found.missing) == ("network-cut", (2,))
 
 
 def test_ranks_that_failed_in_the_network_because_a_host_does_not_answer() -> None:
     clock = Clock()
-    clock.judge.lost = (LostHost(name="b", ranks=(2, 3)),)
-    failed = {"told": told("E", "Timed out waiting", 99.0), "exit_code": 1}
-    found = clock.look([seen(r, word=word(r, at=collective(7)), **failed) for r in (0, 1)], 3.0)
+    clock.detector.lost = (LostHost(name="b", ranks=(2, 3)),)
+    failed = {"error": error("E", "Timed out waiting", 99.0), "exit_code": 1}
+    found = clock.poll(
+        [status(r, record=record(r, at=collective(7)), **failed) for r in (0, 1)], 3.0
+    )
     assert found is not None and (found.kind, found.missing) == ("network-cut", (2, 3))

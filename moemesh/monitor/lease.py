@@ -1,10 +1,10 @@
-"""The lease of a run folder: who may write there, as a locked file with an epoch and a counter.
+"""The lease of a run folder: one process may write there, by a locked file, an epoch and a counter.
 
-The lock of the operating system (flock) decides between processes that see it. Where it does not
-reach, on some file systems that several hosts share, a counter does that the holder raises every
-other second: a holder whose counter stands still for a while is dead. Two clocks are never
-compared. Every start of a run has an epoch of its own; a process of an earlier epoch that wakes up
-finds another one in the file, and writes nothing any more.
+The lock of the operating system (flock) decides between processes that see it. On file systems of
+several hosts that do not share locks, the holder raises a counter every two seconds: a holder whose
+counter rests for a while is dead. Clocks of two hosts are never compared. Every start of a run has
+an epoch of its own; a suspended process of an earlier epoch finds the new one in the file when it
+continues, and writes nothing more.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from moemesh.trace.machine import boot_name
 
 FILE = "lease"
 _HEARTBEAT_SECONDS = 2.0
-#: A counter that stands still for so long is that of a dead holder.
+#: Seconds without a change of the counter after which its holder counts as dead.
 _OBSERVE_SECONDS = 7.0
-#: A holder whose folder was taken over has so long to leave.
+#: Seconds in which a holder whose folder was taken over has to leave.
 _TAKEOVER_SECONDS = 30.0
-#: Every body has this size: it is replaced by one write.
+#: Size of every body, so that a single write replaces it.
 _BYTES = 512
-#: Seconds before each read of a lease that may be half written.
+#: Seconds to wait before each read of a lease that may be half written.
 _PAUSES = (0.0, 0.1, 0.3)
 
 
 class RunFolderError(UserError):
-    """The folder cannot be used as asked; the message says why and what to do. `holder`: the run
-    that is at work in it, in words, where that is why."""
+    """The folder cannot be used; the message has the reason and the remedy. `holder`: description
+    of the run that holds it, if one does."""
 
     def __init__(self, message: str, holder: str = "") -> None:
         super().__init__(message)
@@ -47,8 +47,8 @@ class RunFolderError(UserError):
 
 
 class LeaseLost(RunFolderError):
-    """The folder was taken over by another run, renamed, deleted or replaced; nothing more may be
-    written there. `facts`: keys of failure.json, among them the present folder of this run."""
+    """The folder was taken over by another run, renamed, deleted or replaced; writing stops.
+    `facts`: keys of failure.json, among them the present folder of this run."""
 
     def __init__(self, message: str, advice: str, folder: Path | None) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class Lease:
         """Use :meth:`take`."""
         self.file, self.epoch, self.handle = file, epoch, handle
         self._beats = 0
-        #: The identity of the run, the same for all its starts.
+        #: Identity of the run, the same for all its starts.
         run = _read(handle).get("run")
         self.run = run if run and isinstance(run, str) else uuid.uuid4().hex
         self._claim: int | None = None
@@ -78,10 +78,9 @@ class Lease:
 
     @staticmethod
     def take(folder: Path, *, takeover: bool = False) -> Lease:
-        """Take the lease of `folder`, or raise RunFolderError saying who holds it.
+        """Take the lease of `folder`, or raise RunFolderError with the holder's description.
 
-        `takeover`: raise the epoch, wait for the holder to leave, and go on without its consent if
-        it does not.
+        `takeover`: raise the epoch and wait for the holder to leave; take the folder in any case.
         """
         file = folder / FILE
         handle = _open(file)
@@ -94,8 +93,8 @@ class Lease:
                 os.close(handle)
                 return Lease._take_over(file, epoch + 1)
             body = _read(handle)
-            # What a process of this host held, it holds no more: its lock is free. That of another
-            # host this lock may not reach.
+            # A process of this host has lost its lease: its lock is free. Locks of another host may
+            # be invisible here.
             is_foreign = bool(body.get("held")) and body.get("boot") != boot_name()
             first, end = _number(body, "counter"), time.monotonic() + _OBSERVE_SECONDS
             while not takeover and is_foreign and time.monotonic() < end:
@@ -115,8 +114,8 @@ class Lease:
 
     @staticmethod
     def refuse_held(folder: Path) -> None:
-        """Raises RunFolderError, as :meth:`take` would, where a process that this host's lock
-        reaches holds the lease of `folder`; takes and writes nothing."""
+        """Raises RunFolderError, as :meth:`take` would, if a process holds the lease of `folder`
+        and its lock is visible on this host; takes and writes nothing."""
         try:
             handle = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -132,7 +131,7 @@ class Lease:
 
     @staticmethod
     def _take_over(file: Path, epoch: int) -> Lease:
-        """The holder finds a new epoch, and leaves; one that hangs keeps a file of no name."""
+        """Raise the epoch, so that the holder leaves; a hung holder keeps an unlinked file."""
         handle = _open(file)
         try:
             noted = {**_read(handle), "epoch": epoch}
@@ -154,33 +153,33 @@ class Lease:
         return Lease(handle, file, epoch + 1)
 
     def note_claim(self, number: int) -> None:
-        """Tell the ranks of this run its claim to a folder of checkpoints elsewhere."""
+        """Write the claim of this run to an external checkpoint folder into the lease."""
         with self._lock:
             self._claim = number
             self._claim_epoch()
 
     def raise_epoch(self) -> None:
-        """A new start of the same run: ranks of the one before may write nothing any more. Raises
-        RunFolderError where that cannot be written."""
+        """Begin a new start of the same run: ranks of the previous start may no longer write.
+        Raises RunFolderError if the file cannot be written."""
         with self._lock:
             self.epoch += 1
             self._claim_epoch()
 
     def release(self) -> None:
-        """Give it back; nothing happens when that was done already."""
+        """Release the lease; no-op if released."""
         if self._ended.is_set():
             return
         self._ended.set()
         self._thread.join()
-        with suppress(OSError):  # where nothing can be written, the lock is free all the same
-            if _read(self.handle).get("epoch") == self.epoch:  # also in a folder that was renamed
+        with suppress(OSError):  # if the write fails, the lock is free anyway
+            if _read(self.handle).get("epoch") == self.epoch:  # holds in a renamed folder, too
                 self._write(held=False)
         os.close(self.handle)
 
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT_SECONDS):
             with self._lock, suppress(OSError):
-                # Else the new holder's body would be overwritten.
+                # Never overwrite the body of a new holder.
                 if why_lost(self.file.parent, self.run, self.epoch) is None:
                     self._beats += 1
                     self._write(held=True)
@@ -209,8 +208,8 @@ class Lease:
 
 
 def read_start(folder: Path) -> tuple[str | None, int | None]:
-    """The identity of the run in the lease of `folder`, and the epoch of its newest start; None
-    where they cannot be read."""
+    """The identity of the run in the lease of `folder`, and the epoch of its newest start; None if
+    they cannot be read."""
     try:
         body = parse_json((folder / FILE).read_bytes())
         return body.get("run"), int(body["epoch"])
@@ -219,8 +218,8 @@ def read_start(folder: Path) -> tuple[str | None, int | None]:
 
 
 def why_lost(folder: Path, run: str | None, epoch: int) -> str | None:
-    """Why the start `epoch` of `run` may no longer write into `folder`; None where it may, or where
-    the file system does not answer."""
+    """The reason why the start `epoch` of `run` may no longer write into `folder`; None if it may,
+    or if the file system does not answer."""
     for pause in _PAUSES:
         time.sleep(pause)
         try:
@@ -237,8 +236,8 @@ def why_lost(folder: Path, run: str | None, epoch: int) -> str | None:
 
 
 def read_claim(folder: Path) -> tuple[str, int] | None:
-    """The identity of the run in `folder`, and its claim to a folder of checkpoints elsewhere; None
-    where it has none."""
+    """The identity of the run in `folder`, and its claim to an external checkpoint folder; None
+    without a claim."""
     try:
         with (folder / FILE).open("rb") as file:
             body = parse_json(file.read(_BYTES))
@@ -270,17 +269,17 @@ def _lock(handle: int, file: Path) -> bool:
     except OSError as error:
         raise RunFolderError(
             f"{file}: cannot be locked ({error.strerror}): choose a folder on a file system that "
-            "knows file locks"
+            "supports file locks"
         ) from error
     return True
 
 
 def _read(handle: int) -> dict[str, Any]:
     try:
-        found = parse_json(os.pread(handle, 4096, 0))
+        content = parse_json(os.pread(handle, 4096, 0))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _number(body: dict[str, Any], key: str) -> int:
@@ -289,14 +288,14 @@ def _number(body: dict[str, Any], key: str) -> int:
 
 
 def holder_now() -> dict[str, Any]:
-    """This process as a holder, which :func:`describe_holder` puts in words."""
+    """This process as a holder, the input of :func:`describe_holder`."""
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
 
 
 def describe_holder(body: dict[str, Any]) -> str:
-    """Who holds a folder, in words."""
+    """The holder of a folder as text."""
     try:
         return f"pid {body['pid']} on {body['host']}, since {body['started']}"
     except KeyError:
-        return "it does not say who"
+        return "unknown process"

@@ -1,6 +1,7 @@
 """Causes of failed runs: one table of kinds and advice, for the console and for reports.
 
-The judge of ranks (:mod:`moemesh.watch.verdict`) and exceptions give a kind, the table the advice.
+The failure detector (:mod:`moemesh.monitor.detector`) and exceptions give a kind, the table the
+advice.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any, NamedTuple, cast
 
 
 class FailureCause(NamedTuple):
-    """A cause: its name, what to do, patterns of kinds and of messages ("": none) that it is known
-    by, and arguments to add to the command of the next attempt."""
+    """A cause: its name, advice, patterns of kinds and of messages ("": none) that identify it,
+    and arguments to add to the command of the next attempt."""
 
     name: str
     advice: str
@@ -21,11 +22,11 @@ class FailureCause(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-#: In this order: the first that fits is the cause.
+#: Causes in order of precedence: the first match counts.
 CAUSES: tuple[FailureCause, ...] = (
     FailureCause(
         "out of memory",
-        "Compute activations again in the backward, or take smaller microbatches.",
+        "Recompute activations in the backward, or take smaller microbatches.",
         kind=r"OutOfMemory|MemoryError|TooLarge",
         message=r"out of memory|can't allocate memory|cannot allocate memory",
         arguments=("--set", "plan.recompute=full", "--allow-change", "plan.recompute"),
@@ -54,20 +55,20 @@ CAUSES: tuple[FailureCause, ...] = (
     ),
     FailureCause(
         "network cut",
-        "The network between the hosts was cut, or the other host died or froze: nobody here can "
-        "tell which; look at that host first, then at the links and switches between.",
+        "The network between the hosts was cut, or the other host died or froze: the two look the "
+        "same from here; look at that host first, then at the links and switches between.",
         kind=r"^NetworkCut",
     ),
     FailureCause(
         "hang",
-        "Find out what the rank that did not come was doing: its log says, and rank-*.stacks where "
-        "every rank was (in logs/; in failures/EPOCH/ once the run has gone on).",
+        "Find out what the rank that did not come was doing: see its log, and rank-*.stacks for "
+        "the position of every rank (in logs/; in failures/EPOCH/ once the run has continued).",
         kind=r"Hung|Busy|Timeout|DistBackend|DistStore",
         message=r"timed out|timeout|waited longer",
     ),
     FailureCause(
         "stopped from outside",
-        "A debugger or a scheduler stopped the rank: let it continue, or start again.",
+        "A debugger or a scheduler stopped the rank: let it continue, or restart the run.",
         kind=r"^Stopped",
         message=r"sigstop",
     ),
@@ -86,7 +87,7 @@ CAUSES: tuple[FailureCause, ...] = (
     ),
     FailureCause(
         "damaged checkpoint",
-        "Verify the checkpoints; an older one can be gone on from.",
+        "Verify the checkpoints; the run can resume from an older one.",
         kind=r"Checkpoint",
         message=r"checkpoint .*(damaged|digest|cannot be read)",
     ),
@@ -98,7 +99,7 @@ CAUSES: tuple[FailureCause, ...] = (
     ),
     FailureCause(
         "configuration",
-        "Change the configuration as the message says.",
+        "Change the configuration as described in the message.",
         kind=r"ConfigError|WorldSize|UserError|RunFolder|DeviceError",
     ),
     FailureCause(
@@ -107,12 +108,12 @@ CAUSES: tuple[FailureCause, ...] = (
         kind=r"Exited|SystemExit",
     ),
 )
-#: Of any other exception.
+#: Cause of any other exception.
 OTHER = FailureCause(
-    "exception", "The last frames are those of the exception; the same may come again."
+    "exception", "The last frames are those of the exception; a restart may fail in the same way."
 )
 
-#: Keys of the report that say where it happened, in the order of a sentence.
+#: Keys of the report that locate the failure, in the order of a sentence.
 _WHERE = ("host", "pid", "step", "phase", "microbatch", "layer", "expert", "parameter", "file")
 
 
@@ -120,17 +121,17 @@ def cause_of(failure: Mapping[str, Any]) -> FailureCause:
     """The first cause of the table that fits the kind, else the first that fits the message."""
     kind, message = (str(failure.get(key, "")) for key in ("kind", "message"))
     kinds = f"{kind} {failure.get('exception', '')}".strip()
-    # A message says more than a kind that stands for any error.
+    # A message is more specific than a kind that covers any error.
     for cause in CAUSES:
         if cause.kind and re.search(cause.kind, kinds):
             # Backends give out-of-memory and lost peers the kind of a timeout.
-            told = _by_message(message) if cause.name == "hang" else None
-            return told or cause
+            specific = _by_message(message) if cause.name == "hang" else None
+            return specific or cause
     return _by_message(message) or OTHER
 
 
 def is_disk_full(message: str) -> bool:
-    """Whether a message is about a disk without room, or a quota that is used up."""
+    """Whether a message is about a full disk or an exhausted quota."""
     return cause_of({"message": message}).name == "disk full"
 
 
@@ -140,8 +141,7 @@ def _by_message(message: str) -> FailureCause | None:
 
 
 def culprit_of(failure: Mapping[str, Any], keys: Sequence[str] = _WHERE) -> str:
-    """Rank and place of the failure (`keys` of its report), as far as it tells; "" where it tells
-    nothing."""
+    """Rank and place of the failure, from the `keys` that its report has; "" if it has none."""
     parts = [f"rank {failure['rank']}"] if failure.get("rank") is not None else []
     parts += [
         f"{name} {failure[name]}"
@@ -150,12 +150,12 @@ def culprit_of(failure: Mapping[str, Any], keys: Sequence[str] = _WHERE) -> str:
     ]
     collective = failure.get("collective")
     if isinstance(collective, dict):
-        found = cast("dict[str, Any]", collective)
-        text = f"in {found.get('operation', 'a collective')}"
-        if found.get("group"):
-            text += f" over {found['group']}"
-        if found.get("missing"):
-            text += f" without rank {', '.join(map(str, found['missing']))}"
+        operation = cast("dict[str, Any]", collective)
+        text = f"in {operation.get('operation', 'a collective')}"
+        if operation.get("group"):
+            text += f" over {operation['group']}"
+        if operation.get("missing"):
+            text += f" without rank {', '.join(map(str, operation['missing']))}"
         parts.append(text)
     elif collective:
         parts.append(f"in {collective}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moemesh.watch import devices
-from moemesh.watch.devices import num_visible_gpus, settings_for_gpus
+from moemesh.monitor import devices
+from moemesh.monitor.devices import num_visible_gpus, settings_for_gpus
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from moemesh.watch.progress_words import Collective, Word, members_of
-from moemesh.watch.verdict import Judge, Limits, Seen, Told, Verdict
+from moemesh.monitor.detector import FailureDetector, Limits, RankStatus, ReportedError, Verdict
+from moemesh.monitor.progress import Collective, ProgressRecord, members_of
 
 GROUP = "0-3"
 
@@ -23,7 +23,9 @@ def collective(number: int, group: str = GROUP, op: str = "all_reduce") -> Colle
     )
 
 
-def word(rank: int, *, step: int = 5, phase: str = "step", at: Any = None, **more: Any) -> Word:
+def record(
+    rank: int, *, step: int = 5, phase: str = "step", at: Any = None, **more: Any
+) -> ProgressRecord:
     """In user code, or `at` a collective; `counts` default to what that says."""
     counts = more.pop("counts", {at.group: at.number} if at is not None else {GROUP: 6})
     values: dict[str, Any] = {
@@ -46,26 +48,26 @@ def word(rank: int, *, step: int = 5, phase: str = "step", at: Any = None, **mor
         "worked": 0.0,
         "counts": counts,
     }
-    return Word(**values | more)
+    return ProgressRecord(**values | more)
 
 
-def seen(rank: int, state: str = "S", **more: Any) -> Seen:
-    return Seen(rank=rank, state=state, **{"word": word(rank), **more})
+def status(rank: int, state: str = "S", **more: Any) -> RankStatus:
+    return RankStatus(rank=rank, state=state, **{"record": record(rank), **more})
 
 
 class Clock:
     """Looks again and again, every 0.03 s."""
 
     def __init__(self, patience: float = 600.0) -> None:
-        self.judge, self.now = Judge(Limits(patience=patience)), 100.0
+        self.detector, self.now = FailureDetector(Limits(patience=patience)), 100.0
         self.changes = 100
 
-    def look(self, ranks: list[Seen], seconds: float = 0.03) -> Verdict | None:
+    def poll(self, ranks: list[RankStatus], seconds: float = 0.03) -> Verdict | None:
         """Look for `seconds`; the verdict if one comes."""
         end = self.now + seconds
         while self.now < end:
             self.now += 0.03
-            if (found := self.judge.look(self.now, ranks)) is not None:
+            if (found := self.detector.poll(self.now, ranks)) is not None:
                 return found
         return None
 
@@ -76,17 +78,18 @@ class Clock:
                 self.changes += 1
                 self.now += seconds / 4
                 moving = [
-                    seen(r, word=word(r, step=step, changes=self.changes)) for r in range(ranks)
+                    status(r, record=record(r, step=step, changes=self.changes))
+                    for r in range(ranks)
                 ]
-                assert self.judge.look(self.now, moving) is None
+                assert self.detector.poll(self.now, moving) is None
 
 
-def waiting(rank: int, number: int = 7, **more: Any) -> Seen:
-    return seen(rank, word=word(rank, at=collective(number), **more))
+def waiting(rank: int, number: int = 7, **more: Any) -> RankStatus:
+    return status(rank, record=record(rank, at=collective(number), **more))
 
 
-def told(kind: str, message: str, at: float, **more: Any) -> Told:
-    return Told(kind=kind, message=message, at=at, **more)
+def error(kind: str, message: str, at: float, **more: Any) -> ReportedError:
+    return ReportedError(kind=kind, message=message, at=at, **more)
 
 
 RESET = "Connection reset by peer"

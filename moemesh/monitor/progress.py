@@ -1,15 +1,15 @@
-"""Progress words: fixed-size records in shared memory in which every rank says where it is.
+"""Progress records: fixed-size records in shared memory with the position of every rank in a run.
 
 A rank writes its own record only, at the places that all runs pass: :func:`phase` and
 :func:`at_step` in the training loop, :func:`at_microbatch` and :func:`at_layer` in the forward,
-:func:`entered`, :func:`waiting` and :func:`left` around each operation of `moemesh.comm`. Whoever
-supervises the run reads the records of all ranks with :class:`WordFile`.
+:func:`entered`, :func:`waiting` and :func:`left` around each operation of `moemesh.comm`. The
+supervisor of the run reads the records of all ranks with :class:`ProgressFile`.
 
-A record stands in one of two places, in turns, with the same counter in its first and its last
-field: a rank that is killed or stopped in the middle of a write leaves the one before whole.
-Besides the operation that it entered last, a record counts the operations of each group of ranks.
-A rank whose count is below that of the others has not entered the operation that they wait in. A
-process that is not :func:`attached <attach>` writes nothing.
+A record has two places that are written in turns, with the same counter in its first and its last
+field: if a rank is killed or stopped during a write, the previous record is intact. Besides the
+operation that it entered last, a record counts the operations of each group of ranks. A rank whose
+count is below that of the others has not entered the operation that they wait in. A process that is
+not :func:`attached <attach>` writes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-#: Phases of a rank. "run": a process that tells nothing finer, such as a benchmark.
+#: Phases of a rank; "run" is that of a process without finer phases, such as a benchmark.
 RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
     "run",
     "setup",
@@ -41,27 +41,27 @@ RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
     "finish",
 )
 FAILED = -1
-#: `inside` of a rank that waits for its device.
+#: Value of `inside` while a rank waits for its device.
 ON_DEVICE = 2
-#: An operation: its bytes and the place of its group in one number, its own number in the group,
-#: and the names of operation, axis and caller.
+#: Layout of an operation: its bytes and the slot of its group in one number, its number in the
+#: group, and the names of operation, axis and caller.
 TICKET = struct.Struct("<QQ16s16s32s")
-#: With two operations: the one that is shown, and the one that was shown before.
+#: Layout of a record, with two operations: the one shown now, and the one shown before.
 RECORD = struct.Struct("<Qqq12siiiQBBh80s80sdddQ")
 GROUP = struct.Struct("<56sQ")
 COUNT = struct.Struct("<Q")
 NUM_GROUPS = 64
-#: Characters of the name of a group; a longer one is cut.
+#: Longest name of a group, in characters; a longer one is truncated.
 NAME_BYTES = 55
 PLACE_BYTES = 256
 HEADER_BYTES = 2 * PLACE_BYTES
-#: Bytes of one rank's part of the file.
+#: Bytes of one rank in the file.
 RANK_BYTES = HEADER_BYTES + NUM_GROUPS * GROUP.size
 assert RECORD.size <= PLACE_BYTES and TICKET.size == 80
-#: Names of the fields of RECORD: those of a Word and of its writer.
+#: Names of the fields of RECORD, in a ProgressRecord and in its writer.
 _FIELDS = (
     *("changes", "pid", "step", "phase", "microbatch", "layer", "stage", "number", "inside"),
-    *("done", "code", "shown", "before", "moved", "waited", "worked", "again"),
+    *("done", "code", "shown", "before", "moved", "waited", "worked", "repeated"),
 )
 
 
@@ -69,7 +69,7 @@ _FIELDS = (
 class Collective:
     """An operation of a group: its `number` counts those of the group on this rank, from 1.
 
-    ``members``: the ranks of the group; of a message the sender and the receiver.
+    ``members``: the ranks of the group; sender and receiver of a message.
     """
 
     op: str
@@ -85,17 +85,16 @@ class Collective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word:
-    """The record of one rank. ``changes`` grows with every write; times are of the monotonic clock.
+class ProgressRecord:
+    """The record of one rank. ``changes`` grows with every write; times are monotonic seconds.
 
-    ``inside``: the rank waits in ``collective``, which otherwise is the one it waited in last, or,
-    after a failure, entered last;
-    ``on_device``: it waits for its device, which has come to ``collective`` at most.
-    ``before``: the operation that it showed before, which it has got past.
+    ``inside``: the rank waits in ``collective``. Otherwise ``collective`` is the operation that it
+    waited in last, or, after a failure, entered last.
+    ``on_device``: it waits for its device, which has reached ``collective`` at most.
+    ``before``: the operation shown before, which the rank has completed.
     ``waited``: seconds inside of collectives so far;
     ``worked``: seconds outside of them in the steps before this one.
-    ``done``: it leaves as intended, with ``code``; ``failed``: with an exception, of which it has
-    told.
+    ``done``: it leaves as intended, with ``code``; ``failed``: it leaves with a reported exception.
     """
 
     rank: int
@@ -120,11 +119,11 @@ class Word:
     before: Collective | None = None
 
     def entered(self, collective: Collective) -> bool:
-        """Whether this rank has entered `collective` of a group that it is a member of."""
+        """Whether this rank has entered `collective`, an operation of one of its groups."""
         return self.counts.get(collective.group, 0) >= collective.number
 
     def place(self) -> str:
-        """The rank's place, for a person: ``step 7, microbatch 0, layer 2``."""
+        """The rank's position as text: ``step 7, microbatch 0, layer 2``."""
         where = f"step {self.step}" if self.step else self.phase
         if self.step and self.phase != STEP:
             where += f" ({self.phase})"
@@ -140,8 +139,8 @@ class Word:
 
 
 def members_text(ranks: Sequence[int]) -> str:
-    """The ranks of a group in short form, cut to 55 characters, unique for groups of one run that
-    need no more.
+    """The ranks of a group in short form, truncated to 55 characters; unique among the groups of a
+    run unless truncated.
 
     >>> members_text((0, 1, 2, 3)), members_text((1, 3, 5, 7)), members_text((0, 1, 4, 5))
     ('0-3', '1-7:2', '0,1,4,5')
@@ -155,14 +154,14 @@ def members_text(ranks: Sequence[int]) -> str:
 
 @lru_cache(maxsize=1024)
 def members_of(text: str) -> tuple[int, ...]:
-    """The inverse of :func:`members_text`; of a text that was cut, the ranks that it names whole.
+    """The inverse of :func:`members_text`; for a truncated text, the ranks named in full.
 
     >>> members_of("1-7:2"), members_of("0,1,4"), members_of("2>0")
     ((1, 3, 5, 7), (0, 1, 4), (2, 0))
     """
     if ">" in text:
-        source, _, destination = text.partition(">")
-        return int(source), int(destination)
+        sender, _, receiver = text.partition(">")
+        return int(sender), int(receiver)
     if "," in text or "-" not in text:
         parts = text.split(",")
         return tuple(
@@ -173,7 +172,7 @@ def members_of(text: str) -> tuple[int, ...]:
     return tuple(range(int(first), int(last) + 1, int(step or 1)))
 
 
-class WordFile:
+class ProgressFile:
     """The records of `num_ranks` ranks in one file. The file is removed by :meth:`close`."""
 
     def __init__(
@@ -181,24 +180,24 @@ class WordFile:
         path: Path,
         num_ranks: int,
         *,
-        is_there: bool = False,
+        exists: bool = False,
         reserved: range | None = None,
     ) -> None:
-        """Create the file, unless it `is_there`; raises OSError where that cannot be.
+        """Create the file, or open it if it `exists`. Raises OSError on failure.
 
-        `reserved`: the ranks whose records have their room from the start (None: all); those of
-        ranks that never come need none.
+        `reserved`: the ranks whose records get disk space now (None: all); ranks of other nodes
+        need none.
         """
         self.path, self.num_ranks = path, num_ranks
         size = RANK_BYTES * num_ranks
-        created = 0 if is_there else os.O_CREAT | os.O_EXCL
+        created = 0 if exists else os.O_CREAT | os.O_EXCL
         handle = os.open(path, os.O_RDWR | created, 0o600)
         try:
-            if not is_there:
+            if not exists:
                 os.ftruncate(handle, size)
                 ranks = range(num_ranks) if reserved is None else reserved
-                # Take the room of these records now: on a full file system, whoever writes or reads
-                # a record without room is killed by SIGBUS.
+                # Allocate these records now: on a full file system, a process that writes or reads
+                # a record without space is killed by SIGBUS.
                 try:
                     if hasattr(os, "posix_fallocate"):
                         os.posix_fallocate(
@@ -211,12 +210,12 @@ class WordFile:
         finally:
             os.close(handle)
 
-    def read(self, rank: int) -> Word | None:
-        """The record of `rank`; None as long as it has not attached."""
-        return read_word(self._memory, rank)
+    def read(self, rank: int) -> ProgressRecord | None:
+        """The record of `rank`; None before it has attached."""
+        return read_record(self._memory, rank)
 
     def unmap(self) -> None:
-        """Leave the file to others."""
+        """Unmap the file and leave it in place."""
         self._memory.close()
 
     def close(self) -> None:
@@ -226,14 +225,14 @@ class WordFile:
             self.path.unlink()
 
 
-def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
-    """The record of `rank` in the memory of all ranks; None where nothing was written."""
+def read_record(memory: mmap.mmap | bytearray, rank: int) -> ProgressRecord | None:
+    """The record of `rank` in the memory of all ranks; None before the first write."""
     start = rank * RANK_BYTES
     raw = _newest(memory, start)
     if raw is None:
         return None
     fields = dict(zip(_FIELDS, RECORD.unpack(raw), strict=True))
-    shown, inside, code, _ = (fields.pop(key) for key in ("shown", "inside", "code", "again"))
+    shown, inside, code, _ = (fields.pop(key) for key in ("shown", "inside", "code", "repeated"))
     counts: dict[str, int] = {}
     names: list[str] = []
     for slot in range(NUM_GROUPS):
@@ -244,7 +243,7 @@ def read_word(memory: mmap.mmap | bytearray, rank: int) -> Word | None:
         counts[names[-1]] = count
     fields["phase"], fields["done"] = _text(fields["phase"]), bool(fields["done"])
     fields["before"] = _collective(fields["before"], names)
-    return Word(
+    return ProgressRecord(
         **fields,
         rank=rank,
         inside=bool(inside),
@@ -275,15 +274,15 @@ def _collective(raw: bytes, groups: Sequence[str]) -> Collective | None:
 
 
 def _newest(memory: mmap.mmap | bytearray, start: int) -> bytes | None:
-    """The newer of the two places that is whole; None where nothing was written."""
+    """The newest intact record of the two places; None before the first write."""
     places = (start, start + PLACE_BYTES)
     for _ in range(1000):
         raws = [bytes(memory[place : place + RECORD.size]) for place in places]
-        again = [bytes(memory[place : place + RECORD.size]) for place in places]
-        whole = [raw for raw, same in zip(raws, again, strict=True) if raw == same]
-        whole = [raw for raw in whole if raw[:8] == raw[-8:] and any(raw[:8])]
-        if whole:
-            return max(whole, key=lambda raw: COUNT.unpack_from(raw)[0])
+        reread = [bytes(memory[place : place + RECORD.size]) for place in places]
+        stable = [raw for raw, same in zip(raws, reread, strict=True) if raw == same]
+        intact = [raw for raw in stable if raw[:8] == raw[-8:] and any(raw[:8])]
+        if intact:
+            return max(intact, key=lambda raw: COUNT.unpack_from(raw)[0])
         if not any(map(any, raws)):
             return None
     return None
@@ -294,14 +293,14 @@ def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
-# The writer: a rank's own record.
+# The writer of the rank's own record.
 
 _STEP_PHASES = (DATA.encode(), STEP.encode())
 _fields_of = attrgetter(*_FIELDS)
 
 
 class Ticket(NamedTuple):
-    """An operation that was entered: what :func:`waiting` shows while its end is awaited."""
+    """An operation that was entered, as :func:`waiting` shows it until its end."""
 
     group: int
     number: int
@@ -321,11 +320,11 @@ class _Writer:
         self.microbatch = self.layer = -1
         self.stage = self.number = 0
         self.inside = self.done = self.code = 0
-        #: What the record shows, and the operation that was entered last.
+        #: The operation that the record shows, and the one that was entered last.
         self.ticket = self.newest = Ticket(-1, 0, b"", b"", b"", 0)
-        #: The bytes of what it shows, and of what it showed before.
+        #: Packed operations: the one shown now, and the one shown before.
         self.shown = self.before = bytes(TICKET.size)
-        self.moved, self.again = 0.0, 0
+        self.moved, self.repeated = 0.0, 0
         self.waited = self.waited_in_steps = self.since = 0.0
         self.worked = self.began = 0.0
         self.waited_before: float | None = None
@@ -336,7 +335,7 @@ class _Writer:
         self.background: set[int] = set()
 
     def write(self) -> None:
-        self.changes = self.again = self.changes + 1
+        self.changes = self.repeated = self.changes + 1
         self.moved = time.monotonic()
         record = RECORD.pack(*_fields_of(self))
         # Not pack_into, which fills the place with zeros first.
@@ -344,12 +343,12 @@ class _Writer:
         self.memory[place : place + RECORD.size] = record
 
     def show(self, ticket: Ticket) -> None:
-        """Let the record show this operation; what it has shown is the one before."""
+        """Show this operation; the one shown until now becomes the one before."""
         if ticket is self.ticket:
             return
         self.ticket, self.before = ticket, self.shown
         self.shown = TICKET.pack(
-            # Size and place of the group share a number, so that the record stays small.
+            # Size and slot of the group share a number, so that the record stays small.
             (min(ticket.num_bytes, (1 << 55) - 1) << 8) | (ticket.group + 1),
             ticket.number,
             ticket.op,
@@ -358,7 +357,7 @@ class _Writer:
         )
 
     def group(self, ranks: Sequence[int], separator: str) -> int:
-        """The slot of a group; -1 when all are taken."""
+        """The slot of a group; -1 if all slots are taken."""
         known = self.groups.get(id(ranks))
         if known is not None:
             return known[1]
@@ -371,22 +370,22 @@ class _Writer:
                 self.counts.append(0)
                 place = self.start + HEADER_BYTES + slot * GROUP.size
                 GROUP.pack_into(self.memory, place, text.encode(), 0)
-        # The sequence is kept, so that no other one can get its id.
+        # Keep the sequence alive, so that its id stays unique.
         self.groups[id(ranks)] = ranks, slot
         return slot
 
     def name(self, text: str) -> bytes:
-        found = self.names.get(text)
-        if found is None:
-            found = self.names[text] = text.encode()
-        return found
+        encoded = self.names.get(text)
+        if encoded is None:
+            encoded = self.names[text] = text.encode()
+        return encoded
 
 
 _own: _Writer | None = None
 
 
 def attach(path: Path, rank: int) -> None:
-    """Write into the record of `rank` in the file of a :class:`WordFile` from now on."""
+    """Write into the record of `rank` in the file of a :class:`ProgressFile` from now on."""
     handle = os.open(path, os.O_RDWR)
     try:
         memory = mmap.mmap(handle, os.fstat(handle).st_size)
@@ -396,14 +395,14 @@ def attach(path: Path, rank: int) -> None:
 
 
 def attach_memory(memory: mmap.mmap | bytearray, rank: int) -> None:
-    """As :func:`attach`, into memory of :data:`RANK_BYTES` for each rank."""
+    """Same as :func:`attach`, into memory of :data:`RANK_BYTES` for each rank."""
     global _own
     _own = _Writer(memory, rank)
     _own.write()
 
 
 def detach() -> None:
-    """Write nothing any more."""
+    """Stop writing records."""
     global _own
     _own = None
 
@@ -414,7 +413,7 @@ def is_attached() -> bool:
 
 
 def in_background() -> None:
-    """The calling thread works beside the main one: where it waits is not where the rank is."""
+    """Mark the calling thread as a background thread: its waits are not the rank's position."""
     if _own is not None:
         _own.background.add(threading.get_ident())
 
@@ -437,8 +436,8 @@ def at_step(step: int, stage: int = 0) -> None:
 
 
 def stepped() -> None:
-    """The step is over, and its work is told with the next one; what the first rank alone has yet
-    to report is no work of the step."""
+    """The step is over; its work is counted in the record from the next step on. Reporting, which
+    only the first rank does, does not count as work of the step."""
     if (own := _own) is not None and own.waited_before is not None:
         waited = own.waited_in_steps - own.waited_before
         own.worked += time.monotonic() - own.began - waited
@@ -453,7 +452,7 @@ def at_microbatch(microbatch: int) -> None:
 
 
 def at_layer(layer: int) -> None:
-    """The rank begins the forward of a layer (from 0); -1: behind the last."""
+    """The rank begins the forward of a layer (from 0); -1: after the last."""
     if (own := _own) is not None:
         own.layer = layer
         own.write()
@@ -462,10 +461,10 @@ def at_layer(layer: int) -> None:
 def entered(
     op: str, axis: str, caller: str, ranks: Sequence[int], num_bytes: int, *, separator: str = ""
 ) -> Ticket | None:
-    """The rank starts an operation of the group `ranks`; returns what :func:`waiting` wants.
+    """The rank starts an operation of the group `ranks`; returns the ticket for :func:`waiting`.
 
-    The same sequence object must stand for the same ranks. `separator`: ">" for a message from the
-    first of `ranks` to the second.
+    The same sequence object must always mean the same ranks. `separator`: ">" for a message from
+    the first of `ranks` to the second.
     """
     own = _own
     if own is None:
@@ -484,7 +483,7 @@ def entered(
 
 def waiting(ticket: Ticket | None) -> None:
     """The rank waits for the end of an operation until :func:`left`. After an exception the record
-    still says so: whoever supervises tells errors inside of operations from others by that."""
+    still shows the operation: the supervisor recognizes errors inside of operations by that."""
     own = _own
     if own is None or ticket is None:
         return
@@ -496,8 +495,8 @@ def waiting(ticket: Ticket | None) -> None:
 
 
 def waiting_for_device() -> None:
-    """The host waits, until :func:`left`, for what its device has been given to do. Operations of
-    several ranks stand in that queue, too: the record names the one that was entered last."""
+    """The host waits, until :func:`left`, for work queued on its device. Operations of several
+    ranks are in that queue, too: the record names the one that was entered last."""
     own = _own
     if own is None or (own.background and threading.get_ident() in own.background):
         return
@@ -518,7 +517,7 @@ def left() -> None:
         own.inside = 0
         waited = time.monotonic() - own.since
         own.waited += waited
-        # Behind the step ranks ask each other whether to stop, which is no time of a step.
+        # After the step ranks agree on whether to stop; that is not time of the step.
         if own.waited_before is not None and own.phase in _STEP_PHASES:
             own.waited_in_steps += waited
         own.write()
@@ -526,7 +525,7 @@ def left() -> None:
 
 def waited_in_steps() -> float | None:
     """Seconds that the main thread has waited inside operations of steps so far, from
-    :func:`at_step` to :func:`stepped`; None where this process writes no record."""
+    :func:`at_step` to :func:`stepped`; None if this process writes no record."""
     return None if _own is None else _own.waited_in_steps
 
 
@@ -538,8 +537,8 @@ def finished(code: int) -> None:
 
 
 def failed() -> None:
-    """The rank leaves with an exception, and has told of it. Unless it waits in an operation, the
-    record shows the one that was entered last: the start of it may have failed."""
+    """The rank leaves with a reported exception. Unless it waits in an operation, the record shows
+    the one that was entered last: its start may have failed."""
     if (own := _own) is not None and not own.done:
         own.code = FAILED
         if not own.inside:
@@ -547,6 +546,6 @@ def failed() -> None:
         own.write()
 
 
-def own_word() -> Word | None:
-    """The record of this process; None where it writes none."""
-    return None if _own is None else read_word(_own.memory, _own.start // RANK_BYTES)
+def own_record() -> ProgressRecord | None:
+    """The record of this process; None if it writes none."""
+    return None if _own is None else read_record(_own.memory, _own.start // RANK_BYTES)

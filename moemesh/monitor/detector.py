@@ -1,0 +1,647 @@
+"""Verdicts on a run: the kind of a failure and the rank at fault, from snapshots of all ranks.
+
+No process is started or inspected here. :class:`FailureDetector` takes one snapshot after another,
+each with its time, and returns at most one verdict.
+
+| sign | verdict |
+|---|---|
+| a rank ended, or reported an exception | that rank, or the one with the strongest sign |
+| state T for a while, but not of all ranks | stopped |
+| ranks failed inside of operations, or none moves, and their operations differ | mismatch |
+| no rank's progress record changes within the limit of its phase | hung or busy |
+| no rank moves, and some wait for ranks of a host that does not answer | network-cut |
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from moemesh.monitor.progress import DATA, NAME_BYTES, STEP, Collective, ProgressRecord, members_of
+
+#: Seconds within which a rank that leaves as intended has to end.
+END_SECONDS = 120.0
+#: Stand-in for an unknown exit code: the process is gone, and only its parent could read the code.
+GONE = 256
+_PEER_GONE = ("closed by peer", "reset by peer", "broken pipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedError:
+    """An exception that a rank reported before it left. ``at``: monotonic seconds of this host.
+
+    ``facts``: more keys for the report. ``is_final``: a restart would fail in the same way (a
+    mistake of the user, a training that diverged).
+    """
+
+    kind: str
+    message: str
+    at: float
+    trace: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    is_final: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStatus:
+    """Snapshot of one rank. ``exit_code``: None while it lives, negative if a signal killed it.
+
+    ``state``: the kernel's letter, "" if unknown or if the rank has moved since the last snapshot;
+    ``cpu_seconds``: CPU time of all its threads, if the state is known. ``record``: None until the
+    rank has written one.
+    """
+
+    rank: int
+    exit_code: int | None = None
+    state: str = ""
+    cpu_seconds: float = 0.0
+    record: ProgressRecord | None = None
+    error: ReportedError | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the rank has left, or is leaving, as intended."""
+        return self.record is not None and self.record.done
+
+    def has_left(self, now: float) -> bool:
+        """Whether the rank has ended, or announced its end more than END_SECONDS ago: NCCL may
+        hang while it closes its communicators."""
+        if self.exit_code is not None:
+            return True
+        return self.is_done and self.record is not None and now - self.record.moved > END_SECONDS
+
+    @property
+    def code(self) -> int | None:
+        """The exit code of the rank, or the one that it has announced."""
+        if self.exit_code is None and self.is_done and self.record is not None:
+            return self.record.code
+        return self.exit_code
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the rank shows a failure, its own or one that follows from another rank's."""
+        if self.is_done:
+            return False
+        return self.error is not None or self.exit_code is not None
+
+    @property
+    def has_lost_a_peer(self) -> bool:
+        """Whether the rank reported an error of gloo that follows from the end of a peer."""
+        text = self.error.message.lower() if self.error is not None else ""
+        return "gloo" in text and any(word in text for word in _PEER_GONE)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the rank waits, or waited when it failed, in an operation of several ranks."""
+        return self.record is not None and self.record.inside
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostHost:
+    """Another host of the run: its `name` and `ranks`. Its kernel does not answer."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def weakness(status: RankStatus, *, aborts_follow: bool = False) -> int:
+    """Weakness of a sign. 0: a cause for sure; 1: a likely one; 2: may follow from the end of
+    another rank.
+
+    `aborts_follow`: a watchdog of the backend aborts ranks whose peers do not come, on every host.
+    """
+    if status.exit_code is not None and status.exit_code < 0:
+        if -status.exit_code != signal.SIGABRT:
+            return 0
+        return 2 if status.is_inside or aborts_follow else 0
+    if status.exit_code is not None and status.error is None:
+        # A rank that loses a peer reports an exception before it exits.
+        return 0 if status.exit_code == GONE else 1
+    if status.has_lost_a_peer:
+        return 2
+    # An error of the device appears where the host waits for it.
+    return (
+        2 if status.is_inside and status.record is not None and not status.record.on_device else 1
+    )
+
+
+class StepTimes:
+    """Seconds of the last 100 steps; ``num_seen`` counts all steps."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=100)
+        self._step: int | None = None
+        self._at = 0.0
+        self.num_seen = 0
+        self.longest = 0.0
+        self.median: float | None = None
+
+    def poll(self, now: float, records: Sequence[ProgressRecord]) -> None:
+        """Read the step of the slowest rank."""
+        step = min((record.step for record in records), default=0)
+        if not step or step == self._step:
+            return
+        if self._step is not None and step > self._step:
+            if self.num_seen:  # the first step may have begun long before
+                seconds = (now - self._at) / (step - self._step)
+                self._times.append(seconds)
+                self.longest = max(self._times)
+                self.median = statistics.median(self._times)
+            self.num_seen += step - self._step
+        self._step, self._at = step, now
+
+
+#: Operations for which the ledger counts the bytes of the whole tensor: equal on all ranks,
+#: whatever block each rank holds. In an all_to_all every rank counts what it sends.
+_OF_THE_WHOLE = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Ranks that called the same operation."""
+
+    collective: Collective
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        call = self.collective
+        return f"{call.op} of {call.num_bytes} bytes ({call.caller})"
+
+
+def mismatch(records: Sequence[ProgressRecord]) -> tuple[Call, ...]:
+    """The different calls under one number of a group: the call of the most ranks first, the one at
+    fault last; among equally many ranks, the call of the lowest rank first. Empty if all agree.
+
+    Ranks of a group call its operations in the same order, so equal numbers are one operation: by
+    the same name on all ranks, and with the same bytes if these are of the whole tensor. The
+    operations that ranks wait in, or waited in last, are compared, and those before them: a rank
+    that receives less than it expects may pass the operation and fail in the next one. The lowest
+    number of a group counts: later differences may follow from it. Messages between two ranks are
+    not compared: their tags let them start in any order.
+    """
+    by_number: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: record.rank):
+        for operation in (record.collective, record.before):
+            # Two groups may share a name that was truncated.
+            if (
+                operation is not None
+                and 0 < len(operation.group) < NAME_BYTES
+                and ">" not in operation.group
+            ):
+                by_number[operation.group, operation.number].append((record.rank, operation))
+    differing: dict[str, tuple[Call, ...]] = {}
+    for (group, _), same in sorted(by_number.items()):
+        alike: dict[tuple[str, int], Call] = {}
+        for rank, operation in same:
+            key = operation.op, operation.num_bytes if operation.op in _OF_THE_WHOLE else -1
+            before = alike[key] if key in alike else Call(collective=operation, ranks=())
+            alike[key] = replace(before, ranks=(*before.ranks, rank))
+        if len(alike) > 1:
+            ordered = sorted(alike.values(), key=lambda call: (-len(call.ranks), call.ranks[0]))
+            differing.setdefault(group, tuple(ordered))
+    return max(
+        differing.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """The rank that holds the others up in ``collective``; None: no rank waits in one."""
+
+    rank: int
+    collective: Collective | None
+    entered: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def find_culprit(records: Sequence[ProgressRecord]) -> Culprit | None:
+    """The rank that the others wait for, from the records of ranks that do not move.
+
+    The search starts at every rank that waits in an operation and moves to a member of its group
+    that has not entered it. It ends at a rank that waits in nothing (it is in user code), or in an
+    operation that all have entered. None without records.
+    """
+    if not records:
+        return None
+    by_rank = {record.rank: record for record in records}
+    votes: Counter[int] = Counter()
+    last: dict[int, ProgressRecord] = {}
+    for record in records:
+        current, path = record, list[int]()
+        while current.inside and current.collective is not None and current.rank not in path:
+            path.append(current.rank)
+            missing = _missing(current.collective, by_rank)
+            if not missing:
+                break
+            last[missing[0]] = current
+            current = by_rank[missing[0]]
+        if record.inside:
+            # In a circle of ranks that wait for one another: the one with the fewest operations.
+            circle = path[path.index(current.rank) :] if current.rank in path else [current.rank]
+            votes[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
+    if not votes:
+        # No rank is seen waiting: take the one with the fewest operations of a group.
+        for record in records:
+            for group, count in record.counts.items():
+                late = [w for w in records if group in w.counts and w.counts[group] < count]
+                if late and record.collective is not None and record.collective.group == group:
+                    rank = min(late, key=lambda w: (w.counts[group], w.rank)).rank
+                    return _culprit(rank, record.collective, by_rank)
+        least = min(records, key=lambda record: (record.number, record.rank))
+        return Culprit(rank=least.rank, collective=None, entered=(), missing=())
+    rank = min(votes, key=lambda rank: (-votes[rank], by_rank[rank].number, rank))
+    if rank not in last:
+        return Culprit(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
+    collective = last[rank].collective
+    assert collective is not None
+    return _culprit(rank, collective, by_rank)
+
+
+def _culprit(rank: int, collective: Collective, by_rank: Mapping[int, ProgressRecord]) -> Culprit:
+    missing = _missing(collective, by_rank)
+    members = [member for member in collective.members if member in by_rank]
+    entered = tuple(member for member in members if member not in missing)
+    return Culprit(rank=rank, collective=collective, entered=entered, missing=missing)
+
+
+def _missing(collective: Collective, by_rank: Mapping[int, ProgressRecord]) -> tuple[int, ...]:
+    """Members that have not entered the operation, those in user code first."""
+    missing = [
+        rank
+        for rank in collective.members
+        if rank in by_rank and not by_rank[rank].entered(collective)
+    ]
+    return tuple(sorted(missing, key=lambda rank: (by_rank[rank].inside, rank)))
+
+
+Kind = Literal[
+    "killed",
+    "exited",
+    "exception",
+    "stopped",
+    "mismatch",
+    "hung",
+    "busy",
+    "lost-contact",
+    "network-cut",
+]
+
+#: Seconds during which signs are collected: peers of a dead rank fail milliseconds after it.
+SETTLE_SECONDS = 0.15
+#: Seconds in which a cause may still arrive if all errors so far follow from another rank's.
+LATE_SECONDS = 1.5
+#: Seconds within which a rank that reported an exception has to leave; the second limit holds for
+#: one that gets no core.
+LEAVE_SECONDS, MOST_LEAVE_SECONDS = 3.0, 20.0
+#: Seconds in state T after which a rank counts as stopped.
+STOPPED_SECONDS = 1.0
+#: Seconds without progress after which ranks that wait for a silent host are cut off.
+CUT_SECONDS = 3.0
+#: Shortest limit of a step, however short the others were; the verdict comes within 3 s.
+FLOOR_SECONDS = 2.9
+#: Longest time between two snapshots that counts as observed: a suspended supervisor sees nothing.
+LONGEST_GAP = 0.5
+#: Parts of messages of errors that follow from a peer that is gone.
+_FOLLOW_UP = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds without progress after which a run hangs.
+
+    The limit of a step is `floor`, ten times the median of the steps so far, or three times the
+    longest; that of the first steps and of all other phases is `patience`.
+    """
+
+    patience: float
+    floor: float = FLOOR_SECONDS
+    #: Number of first steps of this process.
+    first_steps: int = 2
+    #: See :func:`moemesh.monitor.detector.weakness`.
+    aborts_follow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The failure of a run: its kind, the rank at fault and its position.
+
+    ``entered`` and ``missing``: the ranks that wait in ``collective``, and those that have not
+    entered it. ``waited``: seconds without progress. ``calls``: those of a mismatch, see
+    :func:`moemesh.monitor.detector.mismatch`. ``lost``: hosts that cannot be reached.
+    """
+
+    kind: Kind
+    rank: int
+    message: str
+    status: RankStatus
+    collective: Collective | None = None
+    entered: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    waited: float = 0.0
+    calls: tuple[Call, ...] = ()
+    lost: tuple[LostHost, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the run: the rank's own, 128 + signal if one killed it, else 1."""
+        code = self.status.exit_code
+        if code is None or code in (0, GONE):
+            return 1
+        return code if code > 0 else 128 - code
+
+
+class FailureDetector:
+    """Failure detector, fed with snapshots of all ranks; see the module."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        #: Signal that stops the run: ranks may end by it, at their own pace.
+        self.stopping: int | None = None
+        #: Other hosts of the run that cannot be reached now.
+        self.lost: tuple[LostHost, ...] = ()
+        self._time: float | None = None
+        self._first_sign: float | None = None
+        self._order: dict[int, float] = {}
+        self._leaving = 0.0
+        self._stopped: defaultdict[int, float] = defaultdict(float)
+        self._still = 0.0
+        self._changes: dict[int, int] = {}
+        self._cpu: dict[int, float] = {}
+        self._steps = StepTimes()
+
+    @property
+    def is_deciding(self) -> bool:
+        """Whether a rank has failed and the verdict is pending."""
+        return self._first_sign is not None
+
+    def poll(self, now: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        """The verdict on a snapshot at `now` (monotonic seconds); None while the run is healthy."""
+        passed = 0.0 if self._time is None else min(now - self._time, LONGEST_GAP)
+        self._time = now
+        verdict = self._deaths(now, passed, statuses)
+        if verdict is None and self._first_sign is None:
+            verdict = self._stops(passed, statuses) or self._hangs(now, passed, statuses)
+        self._cpu = {status.rank: status.cpu_seconds for status in statuses if status.state}
+        return verdict
+
+    # Ranks that ended.
+
+    def _deaths(self, now: float, passed: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        # Exit codes of ranks that end after a stop signal.
+        stop_codes: tuple[int, ...] = ()
+        if self.stopping is not None:
+            stop_codes = (-self.stopping, 128 + self.stopping, 130, 143)
+        failed = [
+            status
+            for status in statuses
+            if status.has_failed and status.exit_code not in stop_codes
+        ]
+        if not failed:
+            return None
+        for status in failed:
+            self._order.setdefault(status.rank, now)
+        if self._first_sign is None:
+            self._first_sign = now
+        since = now - self._first_sign
+        if since < SETTLE_SECONDS:
+            return None
+        follow = self.limits.aborts_follow
+        weak = {status.rank: weakness(status, aborts_follow=follow) for status in failed}
+        came = {
+            status.rank: status.error.at if status.error is not None else self._order[status.rank]
+            for status in failed
+        }
+        cause = min(failed, key=lambda status: (weak[status.rank], came[status.rank], status.rank))
+        if weak[cause.rank] >= 2:
+            if (differing := _differing_calls(statuses)) is not None:
+                return differing
+            if since < LATE_SECONDS and not all(status.has_failed for status in statuses):
+                return None
+            if (silent := self._silent_cause(now, statuses)) is not None:
+                return silent
+        self._leaving += passed * self._share(cause, passed)
+        if cause.exit_code is None and self._leaving < LEAVE_SECONDS and since < MOST_LEAVE_SECONDS:
+            return None
+        error, code = cause.error, cause.exit_code
+        if code is not None and code < 0:
+            message = f"rank {cause.rank} was killed by {signal.Signals(-code).name}"
+            return Verdict(kind="killed", rank=cause.rank, message=message, status=cause)
+        if error is not None:
+            kind: Kind = "exception"
+            text = error.message.lower()
+            follows = cause.is_inside and any(word in text for word in _FOLLOW_UP)
+            if follows or cause.has_lost_a_peer:
+                if (cut := _network_cut([cause], self.lost, 0.0)) is not None:
+                    return cut
+                kind = "lost-contact"
+            shown = 1 if code in (None, 0, GONE) else code
+            message = f"rank {cause.rank} failed with exit code {shown}: {error.kind}"
+            message += f": {error.message}" if error.message else ""
+            at = _collective(cause)
+            return Verdict(kind=kind, rank=cause.rank, message=message, status=cause, collective=at)
+        if code == GONE:
+            message = f"rank {cause.rank} ended in the middle of the run, with an unknown exit code"
+        elif code == 0:
+            message = f"rank {cause.rank} left with exit code 0 before the run was over"
+        else:
+            message = f"rank {cause.rank} failed with exit code {code}"
+        return Verdict(kind="exited", rank=cause.rank, message=message, status=cause)
+
+    def _silent_cause(self, now: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        """A living rank that did not come to the operation in which the others failed."""
+        alive = [status for status in statuses if not status.has_failed and not status.is_done]
+        for status in alive:
+            if status.state == "T":
+                return self._verdict("stopped", status, statuses, 0.0)
+        records = [status.record for status in statuses if status.record is not None]
+        stale = [
+            status
+            for status in alive
+            if status.record is not None and now - status.record.moved >= 2.0
+        ]
+        outside = [status for status in stale if not status.is_inside]
+        if outside and (culprit := find_culprit(records)) is not None:
+            for status in outside:
+                if status.rank == culprit.rank and status.record is not None:
+                    kind = "busy" if status.state == "R" else "hung"
+                    return self._verdict(kind, status, statuses, now - status.record.moved)
+        return None
+
+    # Ranks that are alive.
+
+    def _stops(self, passed: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        alive = [status for status in statuses if status.exit_code is None]
+        stopped = [status for status in alive if status.state == "T"]
+        for status in statuses:
+            if status not in stopped:
+                self._stopped.pop(status.rank, None)
+        if len(stopped) == len(alive) and len(alive) > 1:
+            return None  # a whole job is suspended on purpose
+        for status in stopped:
+            self._stopped[status.rank] += passed
+            if self._stopped[status.rank] >= STOPPED_SECONDS:
+                return self._verdict("stopped", status, statuses, self._stopped[status.rank])
+        return None
+
+    def _hangs(self, now: float, passed: float, statuses: Sequence[RankStatus]) -> Verdict | None:
+        if self.stopping is not None:
+            return None
+        running = [status for status in statuses if not status.is_done]
+        records = [status.record for status in running if status.record is not None]
+        self._steps.poll(now, records)
+        changes = {record.rank: record.changes for record in records}
+        counted = passed * min((self._share(status, passed) for status in running), default=0.0)
+        self._still = self._still + counted if changes == self._changes else 0.0
+        self._changes = changes
+        lost = self.lost if self._still >= CUT_SECONDS else ()
+        if (cut := _network_cut(running, lost, self._still)) is not None:
+            return cut
+        limits, steps = self.limits, self._steps
+        limit = limits.patience
+        in_steps = bool(records) and all(record.phase == STEP for record in records)
+        if in_steps and steps.num_seen >= limits.first_steps and steps.median is not None:
+            by_steps = max(10 * steps.median, 3 * steps.longest)
+            limit = min(max(limits.floor, by_steps), limits.patience)
+        if not running or self._still < limit:
+            return None
+        if (differing := _differing_calls(running)) is not None:
+            return differing
+        late = [status for status in running if status.record is None]
+        culprit = None if late else find_culprit(records)
+        if culprit is None:
+            message = f"rank {late[0].rank} did not start within {self._still:.0f} s"
+            return Verdict(kind="hung", rank=late[0].rank, message=message, status=late[0])
+        at_fault = next(status for status in running if status.rank == culprit.rank)
+        record = at_fault.record
+        if record is not None and (record.inside or record.on_device):
+            # It may wait for ranks of another node, whose watcher sees the rank at fault. A device,
+            # and a rank inside of an operation, may wait for any operation started earlier.
+            groups = set(record.counts) if record.on_device else set[str]()
+            waited_for = [at for other in statuses if (at := _collective(other)) is not None]
+            members = [members_of(group) for group in groups] + [at.members for at in waited_for]
+            if any(not set(group) <= {other.rank for other in statuses} for group in members):
+                return None
+        kind: Kind = "busy" if at_fault.state == "R" and not at_fault.is_inside else "hung"
+        return self._verdict(kind, at_fault, statuses, self._still)
+
+    def _share(self, status: RankStatus, passed: float) -> float:
+        """The share of the time since the last snapshot in which a rank could have moved: time in
+        which it waited for the disk, or for a core of a busy machine, does not count."""
+        if status.state in ("D", "T", "t"):
+            return 0.0
+        if status.state == "R" and passed:
+            used = status.cpu_seconds - self._cpu.get(status.rank, status.cpu_seconds)
+            return min(1.0, 2.0 * used / passed)
+        return 1.0
+
+    def _verdict(
+        self, kind: Kind, status: RankStatus, statuses: Sequence[RankStatus], waited: float
+    ) -> Verdict:
+        records = [other.record for other in statuses if other.record is not None]
+        culprit, record, start = find_culprit(records), status.record, f"rank {status.rank}"
+        if kind == "stopped":
+            message = f"{start} was stopped (SIGSTOP)"
+            waiting = [w for w in records if w.inside and w.collective and w.rank != status.rank]
+            if culprit is None or culprit.rank != status.rank:
+                # The operation of the first waiting rank, if this rank is one of its members.
+                at = next((w.collective for w in waiting if w.collective is not None), None)
+                by_rank = {record.rank: record for record in records}
+                is_member = at is not None and status.rank in at.members
+                culprit = (
+                    _culprit(status.rank, at, by_rank) if at is not None and is_member else None
+                )
+        elif record is not None and record.on_device:
+            behind = f", behind {record.collective}" if record.collective is not None else ""
+            message = f"{start} has waited for {waited:.0f} s for its device{behind}"
+        elif record is not None and record.inside:
+            message = f"{start} has waited for {waited:.0f} s in {record.collective}"
+        else:
+            is_reading = record is not None and record.phase == DATA
+            state = "is busy" if status.state == "R" else "sleeps"
+            where = "while it read data" if is_reading else "in user code"
+            message = f"{start} {state} {where} for {waited:.0f} s without progress"
+        is_missed = culprit is not None and culprit.rank == status.rank and bool(culprit.entered)
+        if is_missed and culprit is not None and culprit.collective is not None:
+            entered = _ranks(culprit.entered)
+            message += (
+                f": it never entered {culprit.collective}, in which {entered} "
+                f"wait{'s' if len(culprit.entered) == 1 else ''}"
+            )
+        return Verdict(
+            kind=kind,
+            rank=status.rank,
+            message=message,
+            status=status,
+            collective=culprit.collective if culprit else None,
+            entered=culprit.entered if culprit else (),
+            missing=culprit.missing if culprit else (),
+            waited=waited,
+        )
+
+
+def _differing_calls(statuses: Sequence[RankStatus]) -> Verdict | None:
+    """The verdict on ranks that called different operations; None if they agree."""
+    calls = mismatch([status.record for status in statuses if status.record is not None])
+    if not calls:
+        return None
+    most, *others, least = calls
+    right = " and ".join(f"{_ranks(call.ranks)} called {call}" for call in (most, *others))
+    at = most.collective
+    return Verdict(
+        kind="mismatch",
+        rank=least.ranks[0],
+        message=f"{_ranks(least.ranks)} called {least} as #{at.number} of {at.axis}, where {right}",
+        status=next(status for status in statuses if status.rank == least.ranks[0]),
+        collective=at,
+        entered=most.ranks,
+        missing=tuple(rank for call in calls[1:] for rank in call.ranks),
+        calls=calls,
+    )
+
+
+def _network_cut(
+    statuses: Sequence[RankStatus], lost: tuple[LostHost, ...], waited: float
+) -> Verdict | None:
+    """The verdict if a rank waits for ranks of a host in `lost`, else None.
+
+    A device may wait in an operation of any group.
+    """
+    for status in statuses if lost else ():
+        record, at = status.record, _collective(status)
+        members = set(at.members if at is not None else ())
+        if record is not None and record.on_device:
+            members.update(rank for group in record.counts for rank in members_of(group))
+        missing = sorted(members & {rank for host in lost for rank in host.ranks})
+        if not missing:
+            continue
+        hosts = " and ".join(f"{host.name} with {_ranks(host.ranks)}" for host in lost)
+        text = f"host {hosts} cannot be reached: the network is cut, or the host is down"
+        place = f" in {at}" if at is not None else ""
+        return Verdict(
+            kind="network-cut",
+            rank=status.rank,
+            message=f"{text}; rank {status.rank} waits for {_ranks(missing)}{place}",
+            status=status,
+            collective=at,
+            entered=tuple(o.rank for o in statuses if at and o.record and o.record.entered(at)),
+            missing=tuple(missing),
+            waited=waited,
+            lost=lost,
+        )
+    return None
+
+
+def _collective(status: RankStatus) -> Collective | None:
+    return status.record.collective if status.record is not None and status.record.inside else None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1 and 3``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:-1]))
+    return f"ranks {shown} and {ranks[-1]}" if ranks else "no rank"

@@ -1,1 +1,0 @@
-"""Who is alive, and what went wrong: progress words of ranks, their watcher, and its verdicts."""
