@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import get_args
 
 from moemesh.config.data import DataSource
@@ -264,9 +267,21 @@ def dispatcher_rows() -> str:
     )
 
 
+def dispatch_matrices() -> str:
+    """Rows between ranks of the command in docs/dispatchers.md, drawn by the command."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "rows.svg")
+        command = ["dispatch", "uneven-reduce-scatter", "--svg", str(file)]
+        subprocess.run(
+            [sys.executable, "-m", "moemesh", *command], check=True, stdout=subprocess.DEVNULL
+        )
+        return file.read_text(encoding="utf-8")
+
+
 #: File -> what draws it.
 PICTURES = {
     "docs/dispatchers.svg": dispatcher_rows,
+    "docs/dispatch-rows.svg": dispatch_matrices,
     **schedule_documents.PICTURES,
     **balance_pictures.PICTURES,
 }

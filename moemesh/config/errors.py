@@ -138,7 +138,7 @@ LONGEST_VALUE = 80
 #: The kinds of mistakes, by what the user can do about them.
 CODES: dict[str, str] = {
     "conflict": "two settings exclude each other, or one needs another; the message names both",
-    "duplicate": "a name, key or expert is given twice and may be given once",
+    "duplicate": "one name, key or expert occurs twice where only one is allowed",
     "empty": "a list, file or pattern has nothing in it",
     "missing": "a key, option or argument that is needed has no value",
     "no-file": "a file or folder is not there, or cannot be read",
@@ -146,7 +146,7 @@ CODES: dict[str, str] = {
     "no-plan": "the search found no legal layout; the message counts why they failed",
     "not-a-choice": "a word is not among the legal ones; the nearest is named",
     "not-a-plan": "the text after --plan is of a kind that this verb does not read",
-    "not-available": "this version does not support it; the message has the alternative",
+    "not-available": "this version does not support it; the message names an alternative",
     "not-divisible": "a number does not divide another; the legal divisors are listed",
     "out-of-range": "a number is outside its bounds; the bounds are named",
     "partition": "these stages, devices or microbatches cannot be combined by `partition`",
