@@ -46,7 +46,7 @@ $(VENV)/tools: $(VENV)/ready
 	@touch "$@"
 
 train: $(VENV)/ready
-	"$(BIN)/moemesh" train $(PLAN_$(CORES)) --set train.steps=80 --out "$(OUT)"
+	"$(BIN)/moemesh" train $(PLAN_$(CORES)) --set data.global_batch=16 --set train.steps=160 --out "$(OUT)"
 
 test: $(VENV)/tools
 	$(TESTS) $(PYTEST_FLAGS)
