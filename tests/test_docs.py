@@ -38,6 +38,8 @@ pytestmark = pytest.mark.documents
 
 #: First words of commands that are not run: they install, build or need a person.
 NOT_RUN = ("make", "pip", "git", "source")
+#: The pages that a new user reads, whose runs must write every file that is documented.
+FIRST = ("README.md", "docs/tutorial.md")
 
 
 class Fence(NamedTuple):
@@ -122,11 +124,12 @@ def run_snippet(fence: Fence, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def readme_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which every snippet of the README has run, in its order."""
+    """A folder in which every snippet of FIRST has run, in its order."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "examples").symlink_to(ROOT / "examples")
-    for fence in fences(text_of("README.md")):
-        run_snippet(fence, folder)
+    for document in FIRST:
+        for fence in fences(text_of(document)):
+            run_snippet(fence, folder)
     return folder
 
 
@@ -134,7 +137,7 @@ def test_the_snippets_of_the_readme_run(readme_folder: Path) -> None:
     assert (readme_folder / "runs").is_dir()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS[1:])
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in FIRST])
 def test_snippets_run(document: str, tmp_path: Path) -> None:
     for fence in fences(text_of(document)):
         run_snippet(fence, tmp_path)
@@ -155,7 +158,7 @@ def test_a_wrong_snippet_is_found(tmp_path: Path) -> None:
         run_snippet(Fence(1, "toml", "[plan]\nepp = 2\n"), tmp_path)
 
 
-# The documented run folder, compared with the runs of the README.
+# The documented run folder, compared with the runs of the first pages.
 
 
 def listed(section: str, document: str = "docs/run-folder.md") -> set[str]:
@@ -201,7 +204,7 @@ def test_the_ledger_is_as_documented(readme_folder: Path) -> None:
         for rank in json.loads(file.read_text())["ranks"]:
             keys |= {(e["caller"], e["phase"], e["axis"]) for e in rank["entries"]}
     callers, phases, axes = (set(column) for column in zip(*keys, strict=True))
-    assert len(callers) > 12, "the README trains no plan with tp and ep"
+    assert len(callers) > 12, "the first pages train no plan with tp and ep"
     assert callers <= listed("Callers of the ledger")
     assert phases <= listed("Phases of the ledger")
     documented = listed("Axes", "docs/parallelism.md")

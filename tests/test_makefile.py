@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,29 +79,41 @@ def make(clone: Path, *words: str, refused: str = "nothing") -> subprocess.Compl
 def installed(clone: Path) -> list[list[str]]:
     """What pip was asked for, torch first."""
     lines = (clone / "log").read_text().splitlines()
-    asked = [line.split("--disable-pip-version-check ")[1] for line in lines if "install" in line]
+    asked = [line.split("--no-compile ")[1] for line in lines if "install" in line]
     return [line.split() for line in asked]
 
 
 def test_the_cpu_build_is_taken_where_the_index_answers(clone: Path, index: str) -> None:
     done = make(clone, ".venv/ready", "GPU=", f"CPU_WHEELS={index}")
     assert done.returncode == 0, done.stderr
-    assert installed(clone) == [["--extra-index-url", index, PINNED], ["-e", ".[dev]"]]
+    assert installed(clone) == [["--extra-index-url", index, PINNED], ["-e", "."]]
     assert (clone / ".venv/ready").exists() and not done.stderr
     make(clone, ".venv/ready", "GPU=", f"CPU_WHEELS={index}")
     assert len(installed(clone)) == 2  # once
+    make(clone, ".venv/tools", "GPU=", f"CPU_WHEELS={index}")
+    assert installed(clone)[2:] == [["-e", ".[dev]"]]
+
+
+@pytest.mark.parametrize(
+    ("cores", "plan"), [(1, ""), (2, "plan.dp=2 plan.ep=2"), (4, "plan.tp=2 plan.dp=2 plan.ep=4")]
+)
+def test_training_takes_as_many_ranks_as_there_are_cores(
+    clone: Path, cores: int, plan: str
+) -> None:
+    command = make(clone, "-n", "train", f"CORES={cores}").stdout.splitlines()[-1]
+    assert " ".join(re.findall(r"--set (plan\S+)", command)) == plan
 
 
 def test_an_index_that_does_not_answer_changes_nothing(clone: Path, index: str) -> None:
     done = make(clone, ".venv/ready", "GPU=", f"CPU_WHEELS={index}/nothing")
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert installed(clone) == [[PINNED], ["-e", ".[dev]"]]
+    assert installed(clone) == [[PINNED], ["-e", "."]]
 
 
 def test_a_python_without_the_pinned_version_gets_the_newest(clone: Path) -> None:
     done = make(clone, ".venv/ready", "CPU_WHEELS=", refused=PINNED)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert installed(clone) == [[PINNED], [NEWEST], ["-e", ".[dev]"]]
+    assert installed(clone) == [[PINNED], [NEWEST], ["-e", "."]]
 
 
 def test_what_stands_in_the_way_of_the_last_attempt_is_shown(clone: Path) -> None:

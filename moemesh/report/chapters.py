@@ -200,12 +200,18 @@ def timeline(run: Run) -> Chapter:
             identity="timeline-simulated",
         )
     parts = Table(
-        caption="Parts of the last step, mean rank, in milliseconds: the pipeline "
-        "simulated with the median time of each operation, and measured",
+        caption="Parts of the last step, mean rank, in milliseconds"
+        + (
+            ": the pipeline simulated with the median time of each operation, and measured"
+            if run.simulated is not None
+            else ""
+        ),
         header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
         rows=bars.time_rows(run.simulated, last),
     )
-    columns = ("Span", "Busy", "Idle", "Waiting for inputs", "Busy, of the longest span")
+    # An operation includes its exchanges with other ranks.
+    busy = "In operations, of the longest span"
+    columns = ("Span", "In operations", "Idle", "Waiting for inputs", busy)
     of_ranks = Table(
         caption=f"Time of each rank in the last step, in {unit}",
         header=("Rank", *columns),
@@ -228,6 +234,10 @@ def timeline(run: Run) -> Chapter:
     )
 
 
+#: Part of a step in which a rank waits for the messages of others, within its operations.
+_WAITED = "waiting for other ranks, in operations"
+
+
 def _medians(run: Run) -> list[Table]:
     """Medians of rank 0 over all steps but the first, which builds caches."""
     if not (rows := run.current):
@@ -236,7 +246,7 @@ def _medians(run: Run) -> list[Table]:
     medians = {"step": step}
     for name, label in (
         ("data_seconds", "waiting for data"),
-        ("communication_seconds", "exposed communication"),
+        ("communication_seconds", _WAITED),
     ):
         if values := [value for row in rows if (value := getattr(row, name)) is not None]:
             medians[label] = statistics.median(values)
@@ -256,7 +266,9 @@ def _medians(run: Run) -> list[Table]:
                 caption="Communication that no computation hides, in milliseconds a step: as "
                 f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
                 header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
-                rows=bars.exposed_rows(run.planned, medians.get("exposed communication"), step),
+                rows=bars.exposed_rows(
+                    run.planned, medians.get(_WAITED), step
+                ),
             )
         )
     return tables
@@ -446,11 +458,11 @@ def events(run: Run) -> Chapter:
 
 #: Identity, title and function of each chapter, in page order.
 CHAPTERS: tuple[tuple[str, str, Callable[[Run], Chapter]], ...] = (
-    ("configuration", "Configuration", configuration),
     ("training", "Training", training),
     ("timeline-section", "Time of a step", timeline),
     ("traffic-section", "Traffic", traffic),
     ("memory-section", "Memory", memory),
     ("loads", "Expert load", loads),
     ("events", "Events", events),
+    ("configuration", "Configuration", configuration),
 )

@@ -25,14 +25,25 @@ Cards = tuple[str, Sequence[tuple[str, str]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of texts; the first `num_names` columns are names, the others numbers. A `folded`
-    table is closed until the reader opens it."""
+    """A table of texts; the first `num_names` columns are names, the others numbers, of which those
+    without any value are left out. A `folded` table is closed until the reader opens it."""
 
     caption: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     num_names: int = 1
     folded: bool = False
+
+    def __post_init__(self) -> None:
+        columns = [
+            place
+            for place in range(len(self.header))
+            if place < self.num_names or not self.rows or any(row[place] for row in self.rows)
+        ]
+        if len(columns) < len(self.header):
+            object.__setattr__(self, "header", [self.header[place] for place in columns])
+            rows = [[row[place] for place in columns] for row in self.rows]
+            object.__setattr__(self, "rows", rows)
 
 
 class Figure(NamedTuple):

@@ -1,4 +1,4 @@
-"""The way of a user, by the commands of the README's section "Your own models and data"."""
+"""The path of a user, by the commands of a section of docs/finetuning.md."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.waiting import PATIENCE, until
 
 transformers = pytest.importorskip("transformers")
 
-TITLE = "## Your own models and data"
+PAGE, TITLE = ROOT / "docs/finetuning.md", "## From download to export"
 MODEL = "Qwen3-30B-A3B"
 STEPS = 12
 #: The recipe's sizes on four processes of this machine; the environment is stronger than a file.
@@ -45,16 +45,16 @@ SMALL = {
 }  # fmt: skip
 
 
-def commands_of_readme() -> list[list[str]]:
+def commands_of_page() -> list[list[str]]:
     """The commands of the section, word by word."""
-    section = (ROOT / "README.md").read_text().split(TITLE)[1].split("\n## ")[0]
+    section = PAGE.read_text().split(TITLE)[1].split("\n## ")[0]
     lines = "".join(re.findall(r"^```text\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
     return [shlex.split(line, comments=True) for line in lines.splitlines() if line]
 
 
 def command(words: str) -> list[str]:
-    """The command of the README that begins with `words`."""
-    (found,) = (line for line in commands_of_readme() if shlex.join(line).startswith(words))
+    """The command of the page that begins with `words`."""
+    (found,) = (line for line in commands_of_page() if shlex.join(line).startswith(words))
     return found
 
 
@@ -124,9 +124,9 @@ def loss_of_transformers(folder: Path, text: str) -> float:
 
 
 @pytest.mark.documents
-def test_the_commands_of_the_readme(tmp_path: Path) -> None:
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
     user, by_verb = User(tmp_path), dict[str, list[str]]()
-    for words in commands_of_readme():
+    for words in commands_of_page():
         by_verb.setdefault(" ".join(words[:2]), words)
     train = by_verb["moemesh train"]
     assert "ok: 4 ranks" in user.run(["moemesh", "config", "check", *train[2:3]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -325,10 +326,24 @@ class Artifacts:
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",
+                *_next_commands(self.config, self.folder.path),
                 *([] if self._validation < self._unigram else [_NOT_LEARNED]),
                 *([f"note: {collapse}"] if collapse else []),
             ]
         )
+
+
+def _next_commands(config: RunConfig, run: Path) -> list[str]:
+    """Commands that a user may want after a run, aligned with the other lines of the summary."""
+    is_default = config.data.path is None and not config.data.sources
+    prompt = '"def "' if is_default else "TEXT"
+    folder = shlex.quote(str(run))
+    explain, generate = f"moemesh explain {folder}", f"moemesh generate {folder} --prompt {prompt}"
+    width = max(len(explain), len(generate)) + 2
+    return [
+        f"{'next':<20}{explain:<{width}}what bounds its speed, and what would change it",
+        f"{'':<20}{generate:<{width}}text from the trained model",
+    ]
 
 
 def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:
