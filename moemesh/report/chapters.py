@@ -266,9 +266,7 @@ def _medians(run: Run) -> list[Table]:
                 caption="Communication that no computation hides, in milliseconds a step: as "
                 f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
                 header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
-                rows=bars.exposed_rows(
-                    run.planned, medians.get(_WAITED), step
-                ),
+                rows=bars.exposed_rows(run.planned, medians.get(_WAITED), step),
             )
         )
     return tables
