@@ -79,11 +79,11 @@ def test_a_schedule_is_planned_and_drawn(invoke: Any, tmp_path: Path) -> None:
     drawn = tmp_path / "toy.svg"
     words = ("schedule", "toy", "--ranks", "2", "--microbatches", "3")
     code, text, _ = invoke(*words, "--svg", str(drawn), "--json")
-    found = json.loads(text)
+    answer = json.loads(text)
     # Each microbatch is forward (1), input and weight gradient (1 + 1) on one rank after another.
-    assert code == 0 and found["makespan"] == 3 * 2 * 3
-    assert found["peak_activation"] == [1, 1] and drawn.exists()
-    assert found["closed_form"]["bubble"] == 9
+    assert code == 0 and answer["makespan"] == 3 * 2 * 3
+    assert answer["peak_activation"] == [1, 1] and drawn.exists()
+    assert answer["closed_form"]["bubble"] == 9
     assert build_step(Plan(pp=2, microbatches=3, schedule="toy")).name == "toy"
     words = ("estimate", "--model", "tiny", "--cluster", "dgx_h100", "--seq-len", "64", "--json")
     seconds: dict[str, float] = {}

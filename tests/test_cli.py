@@ -200,7 +200,7 @@ def test_the_table_of_verbs_is_that_of_the_modules() -> None:
             found.setdefault(command.callback.__module__, set()).add(str(group.name))
     named: dict[str, set[str]] = {}
     for verb, row in VERBS.items():
-        named.setdefault(row.module, set()).add(verb.split()[0])
+        named.setdefault(f"moemesh.cli{row.module}", set()).add(verb.split()[0])
     assert found == named
 
 

@@ -13,7 +13,7 @@ from moemesh.bench.examination import CHECKS, Diagnosis
 from moemesh.config import learning_rate
 from moemesh.config.dispatcher_table import DISPATCHERS, ROW_HOPS, DispatcherRow
 from moemesh.config.optimizer_table import OPTIMIZERS, OptimizerRow
-from moemesh.config.schedule_table import SCHEDULES, Form, ScheduleRow
+from moemesh.config.schedule_table import SCHEDULES, ScheduleRow
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
 from moemesh.schedule.action import Op, Schedule, linear, one_pipe, single
 from tests.parity.training import train_on_rank
@@ -59,14 +59,8 @@ ROWS: list[tuple[dict[str, Any], Any]] = [
         ScheduleRow(
             make="tests.toys:one_by_one",
             holds_form_peak=True,
-            form=Form(
-                bubble_text="m (p-1) (tF+tB)",
-                peak_text="1",
-                bubble=lambda n: (
-                    n.microbatches * (n.ranks - 1) * (n.times.forward + n.times.backward)
-                ),
-                peak=lambda n, rank: 1,
-            ),
+            bubble="m (p-1)(tF+tB)",
+            peak="1",
         ),
     ),
     (

@@ -20,7 +20,7 @@ def import_verbs(words: Sequence[str] = ()) -> None:
     known = words and words[0] in first.values()
     for verb, row in VERBS.items():
         if not known or first[verb] == words[0]:
-            importlib.import_module(row.module)
+            importlib.import_module(row.module, __name__)
     order = list(first.values())
     app.registered_commands.sort(
         key=lambda one: order.index(one.name or getattr(one.callback, "__name__", ""))

@@ -163,11 +163,10 @@ def schedule_text(result: "ScheduleAnswer", picture: str = "") -> str:
 
 
 def _formula(closed: "ClosedForm | None", metric: str) -> str:
-    if closed is None or closed.form.metric != metric:
+    if closed is None or closed.row.metric != metric:
         return ""
     from moemesh.schedule.answer import short
 
-    form = closed.form
     value = "" if closed.bubble is None else f" = {short(closed.bubble)}"
     holds = "" if closed.bubble is not None else "not here: "
-    return f"{form.bubble_text}{value}   ({holds}{form.where_text})"
+    return f"{closed.row.bubble}{value}   ({holds}{closed.row.bubble_where})"

@@ -12,6 +12,7 @@ from moemesh.config.names import Names
 from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.section import Range, Section
 from moemesh.config.sources import preset_names
+from moemesh.config.suggest import choices_of
 
 _TYPES: dict[type, dict[str, Any]] = {
     bool: {"type": "boolean"},
@@ -76,10 +77,9 @@ def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:
     """The schema of one type; TOML has no null, so None is left out."""
     annotation = getattr(annotation, "__value__", annotation)  # of a type alias
     if get_origin(annotation) is Annotated:
-        annotation, *rules = get_args(annotation)
-        for rule in rules:
-            if isinstance(rule, Names):
-                return {"type": "string", "enum": list(rule)}
+        if isinstance(get_args(annotation)[1], Names):
+            return {"type": "string", "enum": list(choices_of(annotation))}
+        annotation = get_args(annotation)[0]
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return {"type": "string", "enum": list(arguments)}

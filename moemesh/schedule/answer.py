@@ -71,9 +71,9 @@ class ScheduleAnswer:
         if self.closed is not None:
             found["closed_form"] = {
                 "bubble": self.closed.bubble,
-                "metric": self.closed.form.metric,
-                "formula": self.closed.form.bubble_text,
-                "exact_when": self.closed.form.where_text,
+                "metric": self.closed.row.metric,
+                "formula": self.closed.row.bubble,
+                "exact_when": self.closed.row.bubble_where,
                 "peak_activation": self.closed.peak_activation,
             }
         if self.bound is not None:

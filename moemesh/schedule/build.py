@@ -13,7 +13,14 @@ from moemesh.config.conditions import (
     require,
 )
 from moemesh.config.errors import UserError, public
-from moemesh.config.schedule_table import SCHEDULES, Form, FormNumbers, MicrobatchTimes, ScheduleRow
+from moemesh.config.schedule_table import (
+    SCHEDULES,
+    FormNumbers,
+    MicrobatchTimes,
+    ScheduleRow,
+    holds,
+    value_of,
+)
 from moemesh.schedule.action import Op, Schedule
 
 #: More operations than any pipeline has in a step; a slip must not fill the memory.
@@ -95,8 +102,8 @@ def is_defined(name: str, ranks: int, microbatches: int, stages_per_rank: int = 
     """Whether the schedule exists for these numbers; its stages are not made."""
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     row = schedule_row(name)
-    holds = all(rule.holds(numbers) for rule in row.rules(numbers))
-    return holds and _num_operations(row, numbers) <= LARGEST_NUM_OPERATIONS
+    is_legal = all(rule.holds(numbers) for rule in row.rules(numbers))
+    return is_legal and _num_operations(row, numbers) <= LARGEST_NUM_OPERATIONS
 
 
 def schedule_row(name: str) -> ScheduleRow:
@@ -115,7 +122,7 @@ class ClosedForm:
     """A schedule's formulas at its numbers: the bubble is None where the formula does not hold,
     and so is the peak."""
 
-    form: Form
+    row: ScheduleRow
     bubble: float | None
     peak_activation: tuple[float, ...] | None
     weight_copies: tuple[int, ...]
@@ -126,9 +133,9 @@ def closed_form(
 ) -> ClosedForm | None:
     """The formulas of a generated schedule for equal stages and slices and no latency; None without
     any. `held` is M_w / M_a."""
-    if schedule.name not in SCHEDULES:
+    row = SCHEDULES.get(schedule.name)
+    if row is None:
         return None
-    form = SCHEDULES[schedule.name].form
     numbers = FormNumbers(
         ranks=schedule.num_ranks,
         microbatches=schedule.total_microbatches,
@@ -137,11 +144,14 @@ def closed_form(
         held=held,
         slice_share=1 / schedule.num_slices,
     )
-    ranks = range(schedule.num_ranks)
-    peak = tuple(form.peak(numbers, rank) for rank in ranks) if form.peak_holds(numbers) else None
+    ranks, bubble, peak = range(schedule.num_ranks), None, None
+    if not row.is_asynchronous and holds(row.bubble_where, numbers):
+        bubble = value_of(row.bubble, numbers)
+    if holds(row.peak_where, numbers):
+        peak = tuple(value_of(row.peak, numbers, rank) for rank in ranks)
     return ClosedForm(
-        form=form,
-        bubble=form.bubble(numbers) if form.bubble_holds(numbers) else None,
+        row=row,
+        bubble=bubble,
         peak_activation=peak,
-        weight_copies=tuple(form.copies(numbers, rank) for rank in ranks),
+        weight_copies=tuple(int(value_of(row.copies, numbers, rank)) for rank in ranks),
     )

@@ -26,7 +26,7 @@ from moemesh.config.rules import (
     SLICED_SCHEDULES,
     V_SCHEDULES,
 )
-from moemesh.config.schedule_table import SCHEDULES, FormNumbers, MicrobatchTimes
+from moemesh.config.schedule_table import SCHEDULES, FormNumbers, MicrobatchTimes, value_of
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
@@ -196,7 +196,7 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
     row = SCHEDULES[step.schedule]
     if row.holds_form_peak:
         numbers = _form_numbers(step, step.microbatches)
-        peaks = [row.form.peak(numbers, rank) for rank in range(step.ranks)]
+        peaks = [value_of(row.peak, numbers, rank) for rank in range(step.ranks)]
         return tuple(((float(min(step.microbatches, peak)),) * step.chunks,) for peak in peaks)
     most = step.microbatches * step.share
     # Later microbatches add nothing; fewer than a schedule can run with are a part of those.
@@ -258,7 +258,7 @@ def weight_copies(step: PipelineStep, rank: int) -> int:
     if not step.is_stream:
         return 1
     numbers = _form_numbers(step, max(step.microbatches, 4 * step.ranks))
-    return SCHEDULES[step.schedule].form.copies(numbers, rank)
+    return int(value_of(SCHEDULES[step.schedule].copies, numbers, rank))
 
 
 def _form_numbers(step: PipelineStep, microbatches: int) -> FormNumbers:

@@ -10,6 +10,10 @@ import torch
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
+from moemesh.config.train import TrainConfig
 from moemesh.parallel.expert import deepep_probe
 from moemesh.parallel.expert.deepep import DeepEPDispatcher, DeepEPError, connect
 from moemesh.parallel.expert.self_test import self_test
@@ -181,17 +185,29 @@ def test_a_package_that_does_not_load_is_a_message_too(monkeypatch: pytest.Monke
     ("change", "said"),
     [
         ({}, None),
-        ({"etp": 2}, "needs etp = 1, not 2"),
-        ({"exact": True}, 'needs combine = "fast"'),
-        ({"coded": True}, 'needs payload = "same"'),
-        ({"dtype": "float32"}, "needs dtype bfloat16, not float32"),
-        ({"hidden": 40}, "needs a hidden size that 16 divides, not 40"),
+        ({"plan.etp": 2}, "needs etp = 1, not 2"),
+        ({"plan.combine": "exact"}, 'needs combine = "fast"'),
+        ({"plan.payload": "fp8"}, 'needs payload = "same"'),
+        ({"plan.recompute": "full"}, "does not dispatch twice in one order"),
+        ({"train.dtype": "float32"}, "needs dtype bfloat16, not float32"),
+        ({"model.hidden_size": 40}, "needs a hidden size that 16 divides, not 40"),
     ],
 )
 def test_what_it_cannot_do_is_told_before_the_start(
-    change: dict[str, Any], said: str | None
+    change: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = {"etp": 1, "exact": False, "coded": False, "dtype": "bfloat16", "hidden": 64}
-    found = deepep_probe.refusals(**(usual | change))
+    usable = deepep_probe.Probe(interface="v1", missing=())
+    monkeypatch.setattr(deepep_probe, "available", lambda: usable)
+    sections: dict[str, dict[str, Any]] = {"model": {}, "plan": {}, "train": {"dtype": "bfloat16"}}
+    for key, value in change.items():
+        section, _, name = key.partition(".")
+        sections[section][name] = value
+    found = deepep_probe.obstacles(
+        RunConfig(
+            model=ModelConfig(**{"hidden_size": 64} | sections["model"]),
+            plan=Plan(**sections["plan"]),
+            train=TrainConfig(**sections["train"]),
+        )
+    )
     assert len(found) == (said is not None)
     assert said is None or said in found[0]

@@ -58,12 +58,12 @@ def schedules(old: str) -> str:
     """Of every schedule: its one sentence, source, conditions, formulas, and picture."""
     lines: list[str] = []
     for name, row in SCHEDULES.items():
-        form, generator = row.form, resolve_name(row.make)
+        generator = resolve_name(row.make)
         module = inspect.getmodule(generator)
         assert module is not None
         head, _, source = description(generator).partition("\n\n")
         rules = ", ".join(f"`{rule.text}`" for rule in row.conditions)
-        metric = "span bubble" if form.metric == "span" else "rank idle"
+        metric = "span bubble" if row.metric == "span" else "rank idle"
         found = simulate(shown(name))
         peaks = ", ".join(f"{peak:g}" for peak in found.peak_activation)
         file = module.__name__.rpartition(".")[2]
@@ -73,9 +73,9 @@ def schedules(old: str) -> str:
             *textwrap.wrap(f"{head} {' '.join(source.split())}", 110, break_long_words=False),
             "",
             f"- generator: `moemesh/schedule/{file}.py`; needs {rules}",
-            f"- {metric}: {form.bubble_text}; exact when: {form.where_text}",
-            f"- peak activation of rank r, in M_a: {form.peak_text}",
-            f"- copies of the weights: {form.copies_text}",
+            f"- {metric}: {row.bubble}; exact when: {row.bubble_where}",
+            f"- peak activation of rank r, in M_a: {row.peak}",
+            f"- copies of the weights: {row.copies}",
             f"- drawn: bubble rate {found.bubble_rate:.4f}, makespan {found.makespan:g}, "
             f"peaks {peaks}",
             "",

@@ -77,7 +77,7 @@ def test_formulas_equal_the_simulator(name: str) -> None:
                 assert formula is not None
                 if formula.bubble is not None:
                     bubble = found.span_bubble
-                    if formula.form.metric == "rank_idle":
+                    if formula.row.metric == "rank_idle":
                         bubble = found.rank_idle
                     assert bubble == pytest.approx(formula.bubble, abs=1e-9), schedule.parameters
                     compared["bubble"] += 1

@@ -84,35 +84,20 @@ def _version(package: str) -> str | None:
 
 
 def obstacles(config: RunConfig) -> list[str]:
-    """Reasons why a run cannot use this dispatcher on this machine, one sentence each."""
-    plan, probe = config.plan, available()
-    reasons = [] if probe.usable else [str(probe)]
-    reasons += refusals(
-        etp=plan.etp,
-        exact=plan.combine == "exact",
-        coded=plan.payload != "same",
-        dtype=config.train.dtype,
-        hidden=config.model.hidden_size,
-    )
-    if plan.recompute == "full":
-        reasons.append(
-            "deepep does not dispatch twice in one order, as recompute = full would need"
-        )
-    return reasons
-
-
-def refusals(*, etp: int, exact: bool, coded: bool, dtype: str, hidden: int) -> list[str]:
-    """The parts of a configuration that this dispatcher does not support, one sentence each.
-
-    `coded`: the payload has another dtype than the computation (fp8).
-    """
+    """The reasons why a run cannot use this dispatcher on this machine, one sentence each."""
+    plan, dtype, hidden = config.plan, config.train.dtype, config.model.hidden_size
     rules = {
-        f"etp = 1, not {etp}": etp == 1,
-        'combine = "fast": results are summed per rank before they return': not exact,
-        'payload = "same"': not coded,
+        f"etp = 1, not {plan.etp}": plan.etp == 1,
+        'combine = "fast": results are summed per rank before they return': plan.combine == "fast",
+        'payload = "same"': plan.payload == "same",
         f"dtype bfloat16, not {dtype}": dtype == "bfloat16",
         f"a hidden size that {_HIDDEN_MULTIPLE} divides, not {hidden}": (
             hidden % _HIDDEN_MULTIPLE == 0
         ),
     }
-    return [f'plan.dispatcher = "deepep" needs {rule}' for rule, kept in rules.items() if not kept]
+    broken = [
+        f'plan.dispatcher = "deepep" needs {rule}' for rule, kept in rules.items() if not kept
+    ]
+    if plan.recompute == "full":
+        broken.append("deepep does not dispatch twice in one order, as recompute = full would need")
+    return broken if (probe := available()).usable else [str(probe), *broken]

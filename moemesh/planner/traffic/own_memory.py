@@ -17,7 +17,6 @@ from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.schedule_table import SCHEDULES, FormNumbers, MicrobatchTimes
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
@@ -29,6 +28,7 @@ from moemesh.planner.traffic.tensors import (
     gathered_units,
     owned,
 )
+from moemesh.schedule.step import PipelineStep, weight_copies
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
 from moemesh.trace.memory_profile import (
@@ -99,13 +99,8 @@ def predict_states(
     versions = 1
     if schedule.update is not None:
         # A stream keeps older versions of the weights.
-        numbers = FormNumbers(
-            ranks=schedule.num_ranks,
-            microbatches=4 * schedule.num_ranks,
-            chunks=schedule.stages_per_rank,
-            times=MicrobatchTimes(),
-        )
-        versions = SCHEDULES[plan.schedule].form.copies(numbers, pp_rank)
+        step = PipelineStep(plan.schedule, schedule.num_ranks, plan.microbatches)
+        versions = weight_copies(step, pp_rank)
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
     gathered = gathered_units(placement, rank, element)[1] if plan.data == "zero3" else 0
     return MemoryProfile(
