@@ -15,7 +15,7 @@ from moemesh.config.names import Names
 
 
 class HopRows(NamedTuple):
-    """One exchange of rows on their way to the experts; the results take it in reverse.
+    """One exchange of rows towards the experts; the results take it in reverse.
 
     Each rank sends its `rows` (a field of the planner's `SentRows`; "slots": a fixed number) by
     all-to-all to those ranks of `axis` that need them. If `is_gathered`, all ranks of the axis

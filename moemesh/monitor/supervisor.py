@@ -286,7 +286,7 @@ class RankWatcher:
             record = self.records.read(rank)
             code = self._processes.exit_code(rank, record)
             state, cpu_seconds = "", 0.0
-            # Reading /proc is slow: skip ranks that make progress.
+            # Reading the state of a process is slow: skip ranks that make progress.
             if record is not None and record.changes != self._changes.get(rank):
                 self._changes[rank] = record.changes
             else:

@@ -10,12 +10,12 @@ are sharded, rank i of the N ranks that share them owns ``shard_range(n, N, i)``
 | plan.data | a bucket ends | because |
 |---|---|---|
 | replicate | at 25 MiB of gradients | few operations, which start early |
-| zero1 | also at a share of the rank's gradients | sums under way add little to the states |
+| zero1 | also at a share of the rank's gradients | pending sums add little to the states |
 | parameter_server | the same, at 4 MiB | a server receives a copy of it from every rank at once |
 | zero2 | as zero1, and at the border of a stage | the backward of a stage fills and empties it |
 | zero3 | at the border of a unit, whatever its size | a unit is gathered before it is used |
 
-A unit is the embedding, a layer, or everything behind the last layer.
+A unit is the embedding, a layer, or everything after the last layer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from moemesh.config.layout import EXPERT_AXES, shard_sizes
 BUCKET_BYTES = 25 << 20
 #: The same where one rank receives the bucket from all others at once.
 SERVED_BUCKET_BYTES = 4 << 20
-#: Where states are sharded, a bucket has this share of a rank's gradients, but never less than
-#: these bytes: a few buckets, and what is received for them, are what a step adds to the states.
+#: Share of a rank's gradients in a bucket of sharded states, and its least bytes: a step adds only
+#: a few buckets, and what is received for them, to the states.
 SHARE_OF_GRADIENTS, LEAST_BUCKET_BYTES = 1 / 16, 1 << 18
 
 
-#: Sums over ranks of buckets whose states are sharded that are under way at once.
+#: Largest number of pending sums of buckets whose states are sharded.
 MOST_UNDER_WAY = 2
 
 
@@ -42,7 +42,7 @@ MOST_UNDER_WAY = 2
 class Member:
     """One parameter on one rank: its local `numbers`, bytes of a number as a weight, the axis over
     which its gradient is summed, whether another pipeline rank holds it too, the pipeline `stages`
-    of this rank that use it, whether it trains, and its `unit` where the name does not say it."""
+    of this rank that use it, whether it trains, and its `unit` unless it follows from the name."""
 
     name: str
     numbers: int
@@ -65,8 +65,8 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters that travel together, in the order of the flat vector; all alike in what the
-    properties tell. ``unit``: the one that they belong to, None where a bucket may span several."""
+    """Parameters that travel together, in the order of the flat vector; the
+    properties of all are equal. ``unit``: their unit, None where a bucket may span several."""
 
     members: tuple[Member, ...]
     unit: str | None = None
@@ -86,7 +86,7 @@ class Bucket:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Of this rank, those that use any of the members."""
+        """Pipeline stages of this rank that use any of the members."""
         return tuple(sorted({stage for member in self.members for stage in member.stages}))
 
     @property
@@ -102,18 +102,18 @@ class Bucket:
         return sum(member.numbers for member in self.members)
 
     def expert_numbers(self, own: range) -> int:
-        """How many of the numbers in the range `own` are those of routed experts."""
-        found = start = 0
+        """Count of the numbers in the range `own` that belong to routed experts."""
+        count = start = 0
         for member in self.members:
             stop = start + member.numbers
             if member.axis in EXPERT_AXES:
-                found += len(range(max(own.start, start), min(own.stop, stop)))
+                count += len(range(max(own.start, start), min(own.stop, stop)))
             start = stop
-        return found
+        return count
 
 
 def owned_sizes(numbers: int, ranks: int, owners: int) -> tuple[int, ...]:
-    """How many numbers of a flat vector each of `ranks` ranks owns: equal parts for the first
+    """Numbers of a flat vector that each of `ranks` ranks owns: equal parts for the first
     `owners` (`Plan.owners`), one after the other, none for the rest."""
     return shard_sizes(numbers, owners) + (0,) * (ranks - owners)
 

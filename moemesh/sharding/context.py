@@ -29,7 +29,7 @@ def context_runs(length: int, ranks: int, index: int) -> tuple[range, ...]:
 
 
 def context_sizes(length: int, ranks: int) -> tuple[int, ...]:
-    """How many positions of a sequence each rank holds."""
+    """Number of positions of a sequence on each rank."""
     return tuple(sum(map(len, context_runs(length, ranks, index))) for index in range(ranks))
 
 

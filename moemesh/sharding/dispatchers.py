@@ -4,15 +4,15 @@ The facts are the rows of :data:`moemesh.config.dispatcher_table.DISPATCHERS`. L
 rank, K experts of a token, P ranks in R nodes, d distinct ranks of a token and n distinct nodes, C
 slots for each pair of ranks. Rows of one direction, those of a rank to itself included:
 
-| dispatcher | over all ranks | across nodes | inside a node | copied, there and back |
-|---|---|---|---|---|
-| all_to_all | K T | | | 3 K T |
-| all_gather | P T | | | T + (K + d) T |
-| hierarchical | | n T | d T | (K + 2 d + 2 n (R-1)/R) T |
-| low_latency | C P | | | 3 C P |
+| rows of a hop | all ranks | across nodes | inside a node |
+|---|---|---|---|
+| rows | K T | | |
+| tokens | P T | | |
+| node_visits, visits | | n T | d T |
+| slots | C P | | |
 
 Copied are rows that a rank reorders or sums, each counted on the side where there are more of them.
-On a single node a hierarchical exchange has the inner hop alone (n = 0).
+On a single node a node-aware exchange has the inner hop alone (n = 0).
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def expected_distinct(
     """Expected number of distinct parts (ranks, nodes) that hold a token's experts, if uniform: its
     `kept` groups of `groups`, then its experts in them, are drawn evenly. One of `groups` and
     `parts` must divide the other."""
-    each = max(groups // parts, 1)  # groups that a part holds, or has a piece of
+    each = max(groups // parts, 1)  # groups that a part holds, or shares
     reach, size = experts * kept // groups, experts // max(parts, groups)
-    found = 0.0
-    for here in range(1, min(each, kept) + 1):
-        ways = comb(each, here) * comb(groups - each, kept - here) / comb(groups, kept)
-        found += ways * visit_probability(reach, chosen, here * size)
-    return parts * found
+    expected = 0.0
+    for number in range(1, min(each, kept) + 1):
+        ways = comb(each, number) * comb(groups - each, kept - number) / comb(groups, kept)
+        expected += ways * visit_probability(reach, chosen, number * size)
+    return parts * expected
 
 
 class RowsMoved(NamedTuple):

@@ -39,8 +39,8 @@ def load_recorded(
     path: Path, overrides: Sequence[str] = (), *, sections: Sequence[str] = tuple(SECTIONS)
 ) -> RunConfig:
     """The configuration that a run has written (``config.toml``), its `sections` and else defaults,
-    with `overrides`: every key is there, so neither presets nor the folder that the run started
-    from are read again.
+    with `overrides`. The file has every key, so neither presets nor the folder of the weights are
+    read.
 
     Raises ConfigError with every problem found.
     """
@@ -49,7 +49,7 @@ def load_recorded(
 
 #: The number of a layer or of an expert in a name.
 _NUMBER = r"(?<=\.)\d+(?=\.)"
-#: How many of the extra prediction layers of a folder are trained is the user's to say.
+#: Keys in which a user may differ from the folder: any of its extra prediction layers may train.
 _FREE = frozenset({"num_mtp_layers"})
 
 
@@ -57,7 +57,7 @@ def contradictions(
     folder: ConfigSource, chosen: Mapping[str, Leaf], broken: Collection[str]
 ) -> Iterator[Problem]:
     """A problem for each key of `chosen` whose value gives the model other tensors than those of
-    the `folder`. Keys that are `broken` are told already."""
+    the `folder`. Keys that are `broken` have a problem already."""
     values = {
         key.removeprefix("model."): leaf.value
         for key, leaf in folder.leaves.items()
@@ -73,13 +73,13 @@ def contradictions(
         name = key.removeprefix("model.")
         if key in broken or name == key or name not in ModelConfig.model_fields or name in _FREE:
             continue
-        found = _shapes({**values, name: leaf.value})
-        if found is None or found == shapes:
+        changed = _shapes({**values, name: leaf.value})
+        if changed is None or changed == shapes:
             continue
         default = ModelConfig.model_fields[name].default
-        there = values.get(name, default)
+        recorded = values.get(name, default)
         origin = folder.leaves[key].origin if key in folder.leaves else "the default"
-        given = f"{name} = {format_value(there)} ({origin})"
+        given = f"{name} = {format_value(recorded)} ({origin})"
         message = f"the weights of model.path have {given}, and fit no other"
         yield leaf.problem("conflict", key, message, f"leave {key} out, or choose another folder")
 

@@ -9,13 +9,13 @@ without torch; tests hold the two together.
 | latents up to heads (MLA), row-parallel W_o | tp | dp_cp |
 | dense and shared MLP, vocabulary rows | tp | dp_cp |
 | other norms, router, output bias | - | stage (dp, cp, tp) |
-| down to latents (MLA), whole W_o behind the all_to_all exit | - | stage (dp, cp, tp) |
+| down to latents (MLA), whole W_o after the all_to_all exit | - | stage (dp, cp, tp) |
 | routed experts | ep, etp | edp |
 
-What of them trains (:mod:`moemesh.config.tuning`) stands below. The units of the model, in the
-order of its forward, are the embedding, the layers, the head with its norms, and extra prediction
-layers. The backward ends at the first unit in which anything trains (:func:`first_unit`): those
-before it keep nothing, compute no gradient and send none.
+The second half of the module is about parameters that train (:mod:`moemesh.config.tuning`). The
+units of the model, in the order of its forward, are the embedding, the layers, the head with its
+norms, and extra prediction layers. The backward ends at the first unit in which anything trains
+(:func:`first_unit`): units before it keep nothing, compute no gradient and send none.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _mlp(model: ModelConfig, prefix: str, width: int) -> Iterator[ParameterTenso
 
 
 def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
-    """The adapter parameters of a block's weights, behind all of them."""
+    """The adapter parameters of a block's weights; in the list they follow the weights."""
     for weight in weights:
         block, _, leaf = weight.name.rpartition(".")
         own, is_stack = (weight.shape, weight.shards, weight.summed_over), weight.is_expert
@@ -240,14 +240,14 @@ def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
 
 
 def units(model: ModelConfig) -> list[str]:
-    """The units in the order of the forward, as :func:`unit_of` names them; the head comes again
-    behind each extra prediction layer."""
+    """The units in the order of the forward, as :func:`unit_of` names them; an extra
+    prediction layer includes its use of the head."""
     layers = [f"layers.{index}" for index in range(model.num_layers)]
     return ["embedding", *layers, "head", *(f"layers.{index}" for index in model.mtp_layers)]
 
 
 def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[int], list[int]]]:
-    """Of every rank of ep, in the order of its places: its experts of `chosen`, and its others."""
+    """Experts of each rank of ep, in order: those in `chosen`, then the others."""
     return [
         ([one for one in own if one in chosen], [one for one in own if one not in chosen])
         for own in (shard_range(num_experts, ep, index) for index in range(ep))
@@ -258,7 +258,7 @@ def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[Pa
     """The parameters of the whole model, in the order of its list, with what trains.
 
     Where some experts of a layer train, they are stacks of their own, and the others are stacks
-    below ``rest``, behind them.
+    below ``rest``, after them.
     """
     behind: list[ParameterTensor] = []
     for tensor in tensors(model, plan):
@@ -293,8 +293,8 @@ def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
     """The first unit in which any parameter trains; the last one where none does."""
     if tuning.is_full:
         return "embedding"
-    found = {tensor.unit for tensor in tensors(model, plan) if tensor.trained_rows(tuning)}
-    return next((unit for unit in units(model) if unit in found), units(model)[-1])
+    trained = {tensor.unit for tensor in tensors(model, plan) if tensor.trained_rows(tuning)}
+    return next((unit for unit in units(model) if unit in trained), units(model)[-1])
 
 
 def first_stage(unit: str, layers: Sequence[range]) -> int:
@@ -310,7 +310,7 @@ def first_stage(unit: str, layers: Sequence[range]) -> int:
 
 
 def num_trained(tuning: Tuning, model: ModelConfig, plan: Plan) -> int:
-    """How many numbers train, of the whole model."""
+    """Count of the numbers of the whole model that train."""
     total = 0
     for tensor in tensors(model, plan):
         stack = tensor.shape[0] if tensor.is_expert else 1

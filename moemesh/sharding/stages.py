@@ -29,9 +29,9 @@ def layer_costs(model: ModelConfig) -> list[int]:
 
 
 def last_stage_cost(model: ModelConfig) -> int:
-    """What the last stage has besides its layers, in the unit of :func:`layer_costs`: the head, and
-    extra prediction layers with their projection 2 H -> H and the head once more. Looking up the
-    embedding is free."""
+    """Cost of the last stage besides its layers, in the unit of :func:`layer_costs`: the head, and
+    extra prediction layers with their projection 2 H -> H and another use of the head. The
+    lookup of the embedding is free."""
     head = model.vocab_size * model.hidden_size
     projection = 2 * model.hidden_size**2
     return head + model.num_mtp_layers * (layer_costs(model)[-1] + projection + head)
@@ -83,7 +83,7 @@ _Cut = tuple[int, int, tuple[int, ...]]
 
 @lru_cache(maxsize=1024)
 def _best_cuts(costs: tuple[int, ...], last_extra: int, stages: int) -> dict[int, _Cut]:
-    """The best cuts of layers[first:] into so many stages, by first: from those into one less."""
+    """The best cuts of layers[first:] into `stages` stages, by first; from those with one less."""
     prefix = (0, *accumulate(costs))
     found: dict[int, _Cut] = {}
     for first in range(len(prefix) - stages):

@@ -1,4 +1,4 @@
-"""From `plan.dispatcher` to the dispatcher of every MoE layer: chosen, built, tested at start."""
+"""The dispatcher of every MoE layer of a plan: chosen, built and tested at start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, slots_per_p
 class OverlappedExchange:
     """A :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks, that pauses twice.
 
-    `defers`: weight gradients wait until the gradients of tokens are on their way.
+    `defers`: weight gradients are computed after the gradients of tokens have been sent.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class OverlappedExchange:
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
     ) -> list[Pending[ExpertRows]]:
-        """Start the first chunk. All plans come first, so that their small exchanges do not wait
+        """Start the first chunk. All plans come first, so that their small exchanges do not queue
         behind rows."""
         self.sizes = shard_sizes(len(x_TH), self.num_chunks)
         xs, weights = x_TH.split(self.sizes), weights_TK.split(self.sizes)
@@ -59,7 +59,7 @@ class OverlappedExchange:
         return [first]
 
     def compute(self, experts: Experts, rows: list[Pending[ExpertRows]]) -> list[Pending[Tensor]]:
-        """Chunk by chunk, each behind the start of the next one's dispatch."""
+        """Compute each chunk after the dispatch of the next one has started."""
         self.flow.pause()
         deferred, leaving = None, list[Pending[Tensor]]()
         for chunk, plan in enumerate(self.plans):
@@ -67,8 +67,8 @@ class OverlappedExchange:
                 waiting = *self._waiting[chunk], self.plans[chunk + 1]
                 rows.append(self.dispatcher.dispatch(*waiting))
             if deferred is None and self.defers:
-                # Made here, behind starts of dispatches and before their ends, these gradients are
-                # computed while those of tokens are on their way back.
+                # Created between the start and the end of dispatches, so that these gradients are
+                # computed while those of tokens travel back.
                 deferred = defer(experts.weights)
             y_RH = experts(rows[chunk].wait(), deferred)
             sent = self.flow.start(
@@ -136,8 +136,8 @@ def set_experts(
 def tested_dispatcher(
     config: ModelConfig, plan: Plan, mesh: Mesh, *, dtype: torch.dtype, tokens_per_rank: int
 ) -> tuple[Dispatcher, list[str]]:
-    """The dispatcher of `plan`, self-tested, and a line that says what `auto` decided; every rank
-    of the mesh calls this at the same point."""
+    """The dispatcher of `plan`, self-tested, and a line with the decision of `auto`; every rank of
+    the mesh calls this at the same point."""
     name, notes = plan.dispatcher, list[str]()
     if name == "auto":
         name, note = choose_dispatcher(config, plan, mesh, dtype, tokens_per_rank)
@@ -168,8 +168,8 @@ def make_dispatcher(
 ) -> Dispatcher:
     """The dispatcher called `name` over the mesh's expert axes.
 
-    The exact combine wraps a dispatcher that counts the owners of rows: there `all_to_all` stands
-    in for the local one, and over an axis of one rank it sends nothing.
+    The exact combine wraps a dispatcher that counts the owners of rows. On one rank it wraps
+    all_to_all in place of the local dispatcher, and nothing is sent.
     """
     ep, etp, row = mesh["ep"], mesh["etp"], DISPATCHERS[name]
     exact = plan.combine == "exact"
@@ -184,7 +184,7 @@ def make_dispatcher(
 def choose_dispatcher(
     config: ModelConfig, plan: Plan, mesh: Mesh, dtype: torch.dtype, tokens_per_rank: int
 ) -> tuple[str, str]:
-    """The name that `auto` stands for here, the same on every rank, and a line that says why."""
+    """The dispatcher that `auto` selects, the same on every rank, and a line with the reason."""
     if plan.ep == 1:
         return "all_to_all", "dispatcher auto: experts are not spread over ranks"
     result_bytes = config.hidden_size * dtype.itemsize

@@ -84,7 +84,7 @@ def predict_seconds(
     shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((per_node - 1) / per_node, 0.0)}
     seconds: dict[str, float] = {}
     for name, moved in site.rows.items():
-        # Back and forth twice; coded rows only on the way to the experts in the forward.
+        # Back and forth twice; coded rows only to the experts in the forward.
         per_row = site.row_bytes + 3 * site.result_bytes
         exchanges = 4 + moved.small_exchanges
         seconds[name] = 0.0

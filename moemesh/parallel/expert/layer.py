@@ -109,12 +109,13 @@ class Connection:
             return cls(Mesh.single(device))
         # The connection keeps the group alive, so no other object has its id.
         key = (id(ranks.group), device)
-        found = _CONNECTIONS.get(key)
-        if found is None:
+        connection = _CONNECTIONS.get(key)
+        if connection is None:
             node = launch.ranks_of_a_node(ranks.ranks)
             layout = Layout(dp=ranks.size, ep=ranks.size, ranks_per_node=node)
-            found = _CONNECTIONS[key] = cls(Mesh.from_group(ranks.group, layout, device))
-        return found
+            mesh = Mesh.from_group(ranks.group, layout, device)
+            connection = _CONNECTIONS[key] = cls(mesh)
+        return connection
 
     def dispatcher(
         self, config: ModelConfig, plan: Plan, dtype: torch.dtype, num_tokens: int

@@ -11,8 +11,8 @@ O owners (ranks of the ep*etp group), H hidden.
 | combine | N x H | T x H | reduce_scatter(etp), all_to_all of B slots over ep | the way there |
 
 Sizes are known before the routing is: no counts, no splits, and nothing on the way of the rows
-waits for the host. A header says, for each slot, which local expert its row is for (-1: none). A
-slot that holds nothing carries a copy of token 0 that nobody reads or computes on.
+waits for the host. A header has, for each slot, the local expert of its row (-1: none). An empty
+slot carries a copy of token 0 that is neither read nor computed.
 
 Bytes that a rank sends, whatever the routing: ``(P-1) * C * row`` over ep for dispatch, for combine
 and for the backward of each, ``(P-1) * (C+1) * 4`` for the headers, ``(P-1) * C`` weights; over etp
@@ -70,7 +70,7 @@ class SlotPlan(NamedTuple):
 
     Of slots, ``hop.rows`` maps B slots to tokens (at least one: a rank without tokens sends a row
     of zeros), its bags list the S slots that hold a row, and ``slot_S`` [B] is the position
-    ``token * K + k`` behind each slot.
+    ``token * K + k`` of the pair in each slot.
     """
 
     num_tokens: int
@@ -121,7 +121,7 @@ class LowLatencyDispatcher(Dispatcher):
         # Of all pairs, those without an expert (-1) at the end.
         expert_S = experts_TK.reshape(-1).gather(0, found.order)
         # The slot of each pair; those beyond the C-th for their rank (the plan that they belong to
-        # is thrown away), and those without an expert, get the place behind all slots.
+        # is thrown away), and those without an expert, get the place after all slots.
         rank_S, start_P = expert_S // self.num_local, sent_P.cumsum(0) - sent_P
         places_S = torch.arange(len(rank_S), device=rank_S.device)
         index_S = places_S - start_P.gather(0, rank_S.clamp(min=0))
