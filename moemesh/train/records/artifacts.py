@@ -257,7 +257,7 @@ class Artifacts:
         self._loads.add(loads)
         self._recent += loads
         for layer in loads:
-            self._alarms.look(layer)
+            self._alarms.check(layer)
         return row
 
     @contextmanager
