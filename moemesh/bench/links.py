@@ -114,7 +114,7 @@ def shapes(num_ranks: int, node_size: int) -> list[GroupShape]:
 
 
 def run(settings: LinksSettings, found: Path | None = None) -> dict[str, Any] | None:
-    """Measure on the ranks that `settings` ask for; None where another rank has the result."""
+    """Measure on the ranks of `settings`; None if another rank has the result."""
     return on_ranks(
         ("moemesh", "bench", "links"),
         settings,

@@ -44,8 +44,8 @@ def resolved(device: Device) -> str:
 
 
 def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
-    """Raises DeviceError when `num_ranks` ranks on this machine cannot have the device asked for,
-    or compute in `dtype` there."""
+    """Raises DeviceError if `num_ranks` ranks on this machine cannot have the requested device, or
+    cannot compute in `dtype` on it."""
     if resolved(device) == "cpu":
         return
     available = num_devices()

@@ -55,16 +55,16 @@ from moemesh.monitor.supervisor import (
 )
 from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cores
 
-#: The module that Python runs as a rank where the caller does not say, and its first arguments.
+#: The default module that Python runs as a rank, and its first arguments.
 MODULE = ("moemesh",)
 #: Seconds after which a rank that waits for others prints that, and between two such lines.
 _FIRST_NOTE_SECONDS, _NOTE_SECONDS = 3.0, 30.0
 _WATCHDOG_SECONDS = 60.0
-#: Longer than a watcher takes to tell a cause from what followed.
+#: Longer than a watcher takes to distinguish a cause from its consequences.
 _VERDICT_SECONDS = 6.0
 #: A watcher that has not locked the folder by then could not start.
 _START_SECONDS = 5.0
-#: Of a rank of another launcher that is to be watched: its node, and where it meets its watcher.
+#: Node of a watched rank of another launcher, and the rendezvous folder of its watcher.
 _node: Node | None = None
 _watched: Path | None = None
 
@@ -94,8 +94,8 @@ def num_joined() -> int:
 
 
 def ranks_of_a_node(ranks: Sequence[int]) -> int:
-    """Number of these ranks on each node, where all nodes hold as many; 1 where they differ, 0
-    where all are on one node or the launcher did not say."""
+    """Number of these ranks on each node: 1 if nodes differ, 0 if all are on one node or the
+    launcher does not report nodes."""
     try:
         size = _variable("LOCAL_WORLD_SIZE", 0)
     except RankError:  # of a program that has its process group from elsewhere
@@ -125,17 +125,16 @@ def launched() -> bool:
 
 
 def attach() -> None:
-    """Let the launcher see where this rank is, its exceptions and its stacks; all of it ends with
-    the launcher. :func:`start` does it for those who have not. Nothing for ranks of others."""
+    """Make the progress, exceptions and stacks of this rank visible to the launcher, and end this
+    process with it. :func:`start` calls it if needed. A no-op for ranks of other launchers."""
     if progress.is_attached():
         return
     if not launched():
-        if joined():  # nobody looks; the rank itself asks how long it has waited
+        if joined():  # not watched; the rank itself reads how long it has waited
             progress.attach_memory(bytearray(RANK_BYTES), 0)
         return
-    # This rank ends when the launcher dies without having been able to: one that lived on would
-    # write into a folder that the next run believes to have for itself. The kernel does it, else a
-    # thread that looks each second.
+    # This rank ends when the launcher is killed: else it would write into a folder that the next
+    # run takes to be its own. The kernel ends it, or a thread that polls each second.
     is_seen_to, parent = die_with_parent(), os.getppid()
     # It may have died before: then its lock is free.
     if not has_supervisor(_launcher()):
@@ -179,7 +178,7 @@ def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
 
 
 def watched() -> bool:
-    """Whether a watcher tells the failure of this rank of another launcher."""
+    """Whether a watcher reports the failure of this rank of another launcher."""
     if _watched is None:
         return False
     # It locks the folder when it has started; one that could not, or was killed, leaves the folder.
@@ -222,8 +221,8 @@ def start(
     A process that was not started as a rank is a world of one without a process group. Collectives
     that take longer than `timeout_seconds` fail. Each rank computes with its share of the cores.
     While it waits for the others, `stopping` returns the code with which it must exit, or None.
-    Raises DeviceError when the device asked for is not there, cannot compute in `dtype`, or does
-    not go with those of the other ranks; RankError where the ranks cannot meet.
+    Raises DeviceError if the requested device does not exist, cannot compute in `dtype`, or does
+    not fit those of the other ranks; RankError if the ranks cannot connect.
     """
     os.environ.update(settings_for_gpus(os.environ))
     rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
@@ -354,11 +353,11 @@ def stop(code: int = 0) -> None:
 
 
 def report_failure(error: BaseException, *, is_final: bool = False) -> None:
-    """Tell the launcher why this rank is about to fail, so that it can name the first cause.
+    """Report to the launcher why this rank is about to fail, so that it can name the first cause.
 
-    Exceptions that end the process are told by themselves; call this before a ``sys.exit`` of your
-    own. `is_final`: the same would happen again in a run that goes on. An attribute ``facts`` of
-    the exception, a mapping, goes into the report.
+    Exceptions that end the process are reported automatically; call this before an explicit
+    ``sys.exit``. `is_final`: a resumed run would fail the same way. An attribute ``facts`` of the
+    exception, a mapping, goes into the report.
     """
     folder = _launcher() if launched() else _watched
     if folder is None:
@@ -386,8 +385,8 @@ def launch(
 ) -> int:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here; returns the exit code.
 
-    As :func:`run_ranks`, and the failure is told on stderr. `log_folder` None: the output of ranks
-    other than 0 is shown only when that rank fails.
+    Calls :func:`run_ranks` and prints the failure to stderr. `log_folder` None: the output of ranks
+    other than 0 is shown only if that rank fails.
     """
     with tempfile.TemporaryDirectory(prefix="moemesh-logs-") as scratch:
         logs = Path(scratch) if log_folder is None else log_folder

@@ -69,7 +69,7 @@ class Architecture:
     def from_json(cls, text: str) -> Architecture:
         """The record of a line of :meth:`to_json`. Raises ValueError for another text."""
         given = json.loads(text)
-        if not isinstance(given, dict) or {one.name for one in fields(cls)} != given.keys():
+        if not isinstance(given, dict) or {field.name for field in fields(cls)} != given.keys():
             raise ValueError("not the record of an architecture")
         values = cast("dict[str, Any]", given)
         if not isinstance(values["costs"], dict) or values["costs"].keys() != COSTS:

@@ -188,7 +188,7 @@ class AttentionConfig(Section):
         elif not (rotated := self.rotary_dim) or rotated % 2:
             size, even = self.head_dim, rotated - rotated % 2
             legal = sorted({max(even, 2), even + 2})
-            factors = " or ".join(format_value(one / size) for one in legal if one <= size)
+            factors = " or ".join(format_value(value / size) for value in legal if value <= size)
             message = (
                 f"partial_rotary_factor ({share}) of head_dim ({size}) is {rotated} channels: "
                 "RoPE rotates pairs of them"

@@ -131,7 +131,9 @@ class DataConfig(Section):
 
     def with_paths(self, change: Callable[[str | None], str | None]) -> DataConfig:
         """The same with every path of data after `change`."""
-        sources = tuple(one.model_copy(update={"path": change(one.path)}) for one in self.sources)
+        sources = tuple(
+            source.model_copy(update={"path": change(source.path)}) for source in self.sources
+        )
         paths = {"path": change(self.path), "validation": change(self.validation)}
         update = {key: value for key, value in paths.items() if value != getattr(self, key)}
         return self.model_copy(update=update | ({"sources": sources} if sources else {}))
@@ -150,7 +152,9 @@ class DataConfig(Section):
                 fix = f'date = "{datetime.date.today()}", for one'
                 problems.append(self.problem("out-of-range", "date", f"date: {error}", fix))
         for number, source in enumerate(self.sources):
-            faults = [(one.code, one.message, one.fix) for one in source.range_problems()]
+            faults = [
+                (problem.code, problem.message, problem.fix) for problem in source.range_problems()
+            ]
             for name in ("path", "text_key"):
                 if getattr(source, name) == "":
                     faults.append(("empty", f"{name} is empty", f"leave {name} out, or name it"))

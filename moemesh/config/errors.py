@@ -106,19 +106,23 @@ def _check_plain(name: str, value: object, hint: Any) -> None:
     """Raises where an argument is none that its annotation allows: ConfigError with legal words,
     TypeError with the types. A class by itself has a check of its own, with a fix."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    words = [word for one in members if get_origin(one) is Literal for word in get_args(one)]
-    kinds = [get_origin(one) or one for one in members if get_origin(one) is not Literal]
+    words = [
+        word for member in members if get_origin(member) is Literal for word in get_args(member)
+    ]
+    kinds = [
+        get_origin(member) or member for member in members if get_origin(member) is not Literal
+    ]
     is_own = len(kinds) == 1 and kinds[0] not in _PLAIN
-    if is_own or not all(isinstance(one, type) for one in kinds):
+    if is_own or not all(isinstance(kind, type) for kind in kinds):
         return
     if words and (isinstance(value, str) or not kinds):
         if value not in words and str not in kinds:
             fix = nearest_choice(str(value), words)
-            fix += "".join(f", or {_PLAIN[one][0]}" for one in kinds if one is not NoneType)
+            fix += "".join(f", or {_PLAIN[kind][0]}" for kind in kinds if kind is not NoneType)
             problem = Problem.of("not-a-choice", name, value, f"{name} cannot be {value!r}", fix)
             raise ConfigError([problem], "in the arguments")
         return
-    plain = [_PLAIN.get(one, (f"a {one.__name__}", one)) for one in kinds]
+    plain = [_PLAIN.get(kind, (f"a {kind.__name__}", kind)) for kind in kinds]
     is_bool = isinstance(value, bool) and bool not in kinds
     if is_bool or not any(isinstance(value, kind) for _, kind in plain):
         raise TypeError(f"{name} must be {' or '.join(text for text, _ in plain)}, not {value!r}")

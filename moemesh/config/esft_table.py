@@ -88,7 +88,7 @@ def _read(file: Path, changed_at: int, size: int) -> Experts:
         if not layer.isdecimal() or not isinstance(experts, list):
             raise TableError(f"{file}: {layer!r} is not the number of a layer with a list")
         ids = cast("list[Any]", experts)
-        if not all(type(one) is int for one in ids) or len(set(ids)) < len(ids):
+        if not all(type(number) is int for number in ids) or len(set(ids)) < len(ids):
             raise TableError(f"{file}: layer {layer} must list different numbers of experts")
         found[int(layer)] = tuple(sorted(cast("list[int]", ids)))
     return dict(sorted(found.items()))
@@ -105,7 +105,7 @@ def misfit(experts: Mapping[int, Sequence[int]], model: ModelConfig) -> str:
         if not chosen:
             return f"names no expert of layer {layer}: at least one of each layer trains"
         if not 0 <= min(chosen) <= max(chosen) < model.num_experts:
-            wrong = next(one for one in chosen if not 0 <= one < model.num_experts)
+            wrong = next(expert for expert in chosen if not 0 <= expert < model.num_experts)
             return f"names expert {wrong} of layer {layer}; the model has {model.num_experts}"
     return ""
 

@@ -156,10 +156,10 @@ def _word(text: str) -> str:
     if text.isprintable():
         return shlex.quote(text)
     parts = (
-        one.replace("\\", "\\\\").replace("'", "\\'")
-        if one.isprintable()
-        else "".join(f"\\x{byte:02x}" for byte in one.encode(errors="surrogateescape"))
-        for one in text
+        character.replace("\\", "\\\\").replace("'", "\\'")
+        if character.isprintable()
+        else "".join(f"\\x{byte:02x}" for byte in character.encode(errors="surrogateescape"))
+        for character in text
     )
     return f"$'{''.join(parts)}'"
 

@@ -84,7 +84,7 @@ def _of_type(annotation: Any, limits: Range | None) -> dict[str, Any]:
     if origin is Literal:
         return {"type": "string", "enum": list(arguments)}
     if origin in (Union, UnionType):
-        kinds = [_of_type(one, limits) for one in arguments if one is not NoneType]
+        kinds = [_of_type(argument, limits) for argument in arguments if argument is not NoneType]
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     if origin is tuple:
         schema: dict[str, Any] = {"type": "array", "items": _of_type(arguments[0], limits)}

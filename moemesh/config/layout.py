@@ -166,7 +166,7 @@ class Layout(Shown):
     def same_ranks(self, axis: str) -> str:
         """The first of :data:`SHARDED_AXES` with the groups of `axis`, which is one of them."""
         shape = self._shape_of_groups(axis)
-        return next(one for one in SHARDED_AXES if self._shape_of_groups(one) == shape)
+        return next(other for other in SHARDED_AXES if self._shape_of_groups(other) == shape)
 
     def _shape_of_groups(self, axis: str) -> list[tuple[int, int]]:
         """(degree, distance of neighbours in ranks) of the dimensions that a group spans, innermost

@@ -142,7 +142,9 @@ def resolve(
     problems += section_problems
     broken |= {problem.key for problem in section_problems}
     if path is not None and not base.problems:
-        folder_problems = [one for check in folder_checks for one in check(base, chosen, broken)]
+        folder_problems = [
+            problem for check in folder_checks for problem in check(base, chosen, broken)
+        ]
         problems += folder_problems
         broken |= {problem.key for problem in folder_problems}
     if not base.problems:
@@ -164,7 +166,9 @@ def resolve(
         problems.append(replace(problem, origin=origin))
     if problems:
         broken |= {problem.key for problem in problems}
-        raise UnresolvedError((_as_the_model(one, base) for one in problems), config, broken)
+        raise UnresolvedError(
+            (_as_the_model(problem, base) for problem in problems), config, broken
+        )
     notes = tuple(note for source in [base, *given] for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
 

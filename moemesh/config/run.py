@@ -64,13 +64,13 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
     if not lora.rank:
         return []
     known, problems = projections(model), list[Problem]()
-    names = tuple(dict.fromkeys(one.target for one in known))
+    names = tuple(dict.fromkeys(module.target for module in known))
     for target in lora.targets:
         if target not in (*names, ALL_LINEAR):
             message = f"targets names {target}, and the model has no such projection"
             fix = nearest_choice(target, (*names, ALL_LINEAR))
             problems.append(lora.problem("not-a-choice", "targets", message, fix))
-    adapted = [one for one in known if lora.adapts(one.target)]
+    adapted = [module for module in known if lora.adapts(module.target)]
     if adapted:
         one = min(adapted, key=lambda one: min(one.inputs, one.outputs))
         if lora.rank > (most := min(one.inputs, one.outputs)):
@@ -163,9 +163,9 @@ class RunConfig(Shown):
             if self.train.cluster is not None:
                 load_cluster(self.train.cluster)
         except ConfigError as error:
-            for one in error.problems:
-                message = f"{one.key}: {one.message}"
-                own.append(self.train.problem(one.code, "cluster", message, one.fix))
+            for problem in error.problems:
+                message = f"{problem.key}: {problem.message}"
+                own.append(self.train.problem(problem.code, "cluster", message, problem.fix))
         if not own and (table := self.train.esft) is not None:
             fix = "moemesh esft scores"
             try:
@@ -175,7 +175,7 @@ class RunConfig(Shown):
             except TableError as error:
                 own.append(self.train.problem("no-file", "esft", str(error), fix))
         if not own:
-            own += [one for check in further for one in check(self)]
+            own += [problem for check in further for problem in check(self)]
         return own + independent(rules, {problem.key for problem in own})
 
 

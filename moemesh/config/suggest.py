@@ -166,7 +166,7 @@ def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True
         missing, home = missing.parent, home.parent
     with suppress(OSError):
         is_whole = missing == path
-        names = [one.name for one in home.iterdir() if not is_whole or accepts(one)]
+        names = [file.name for file in home.iterdir() if not is_whole or accepts(file)]
         if close := get_close_matches(missing.name, names, n=1, cutoff=0.7):
             near = missing.with_name(close[0])
             # A wrong folder in the middle: the rest of the path may be right.

@@ -90,4 +90,4 @@ def _table(experts: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[int, frozen
 @lru_cache(maxsize=256)
 def matcher(patterns: tuple[str, ...]) -> Callable[[str], object]:
     """Whether any of the patterns matches a name as a whole."""
-    return compile_pattern("|".join(f"(?:{translate(one)})" for one in patterns)).match
+    return compile_pattern("|".join(f"(?:{translate(pattern)})" for pattern in patterns)).match

@@ -90,7 +90,7 @@ class ChatTemplate:
                 parsed = environment.parse(source)
             except (TemplateError, RecursionError, MemoryError) as error:
                 raise DataError(f"{origin}: the chat template is broken: {error}") from error
-            if any(one.name == BEGIN for one in parsed.find_all(nodes.Name)):
+            if any(node.name == BEGIN for node in parsed.find_all(nodes.Name)):
                 self._marking.add(name)
 
     @classmethod
@@ -240,7 +240,7 @@ class _Rendering:
                 begin = self._place(turn - 1)[1] if turn else 0
                 is_last = turn + 1 == len(self._messages)
                 end = len(self.text) if is_last else self._place(turn + 1)[0]
-                spans = [one for one in spans if one.start < begin or one.stop > end]
+                spans = [span for span in spans if span.start < begin or span.stop > end]
         return spans
 
     def spans(self, learned: Sequence[bool], template: ChatTemplate) -> list[range] | None:

@@ -132,7 +132,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 amount = self._formatted(str(value), given)
             else:
                 amount = self._size(value) * (1 + sum(map(self._extent, given)))
-                if name == "sum" and any(isinstance(one, (list, tuple)) for one in given):
+                if name == "sum" and any(isinstance(argument, (list, tuple)) for argument in given):
                     amount *= len(value)  # lists are copied at each addition
             self.charge(amount)
             return function(*args, **kwargs)
@@ -213,7 +213,7 @@ class _ChargingGenerator(CodeGenerator):
         parts: list[nodes.Expr] = [node]
         while isinstance(first := parts[0], nodes.Add):
             parts[:1] = [first.left, first.right]
-        if sum(not isinstance(one, nodes.Const) for one in parts) > 1:
+        if sum(not isinstance(part, nodes.Const) for part in parts) > 1:
             self._call("added", parts, frame)
         else:  # what grows by literal text only is charged with the loop around it
             super().visit_Add(node, frame)
@@ -238,8 +238,8 @@ class _ChargingGenerator(CodeGenerator):
         """A call of a method of the environment."""
         is_charge = name == "charge"
         self.write(f"environment.{name}(" if is_charge else f"environment.{name}((")
-        for one in args:
-            self.visit(one, frame)
+        for argument in args:
+            self.visit(argument, frame)
             self.write("" if is_charge else ", ")
         self.write(")" if is_charge else "))")
 

@@ -261,7 +261,7 @@ def _by_transformers(
         import transformers  # pyright: ignore  # optional
     except ImportError:
         return None
-    return _read_once(transformers, folder, tuple((one, _state(one)) for one in parts))
+    return _read_once(transformers, folder, tuple((part, _state(part)) for part in parts))
 
 
 @lru_cache(maxsize=4)
@@ -374,7 +374,7 @@ def _settings(folder: Path) -> TokenizerSettings:
     if isinstance(templates, str):
         templates = {"default": templates}
     elif isinstance(templates, list):
-        templates = {one.get("name"): one.get("template") for one in templates}
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
     written = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE).is_file():
         written["default"] = folder / TEMPLATE
@@ -431,8 +431,8 @@ def _tokens_in(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         flags = ("lstrip", "rstrip", "single_word", "normalized")
         yield value["content"], {key: value[key] for key in flags if key in value}
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tokens_in(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tokens_in(item)
 
 
 def read_whole(file: Path) -> bytes:

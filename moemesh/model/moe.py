@@ -82,7 +82,7 @@ class PlainExchange:
 
 def computes_directly(moe: MoE, routing: Routing, context: Context) -> bool:
     """Whether experts of a few tokens of generated text are computed in place, without sorting or
-    sending: all are local, on a CPU, and the rows are so few that they hardly share experts."""
+    sending: all are local, on a CPU, and few rows share an expert."""
     return (
         not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
         and isinstance(moe.dispatcher, LocalDispatcher)

@@ -103,7 +103,7 @@ def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backward
         return _rotated(x, cosine, sine, interleaved, backwards)
     x = x.contiguous()
     y = torch.empty_like(x)
-    tables = (one.reshape(-1, one.shape[-1]) for one in (cosine, sine))
+    tables = (table.reshape(-1, table.shape[-1]) for table in (cosine, sine))
     sign = np.float32(-1 if backwards else 1)
     given = x.flatten(0, 1), *tables, interleaved, sign, y.flatten(0, 1)
     fusion.run_in_one_pass("rotate", *given)

@@ -15,7 +15,7 @@ from moemesh.ops.grouped_gemm import grouped_weight_gradient, row_ends
 from moemesh.ops.weight_gradient import weight_gradient
 from moemesh.trace.memory_profile import ONE_PASS_NUMBERS
 
-#: On a CPU a block takes experts until it has this many rows: enough to hide the price of calls.
+#: Rows at which a block on a CPU is full: enough to hide the cost of calls.
 BLOCK_ROWS = 256
 #: Rows of a block of wide experts in 16 bits: their products take a quarter of the time of 32 bits,
 #: while the cost of a call is the same (docs/results/layer.md).

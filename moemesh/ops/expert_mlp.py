@@ -179,8 +179,8 @@ class _ExpertMLP(torch.autograd.Function):
         needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         grad_RH = grad_RH.contiguous()
         grad_x, grad_x_BH = Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
-        # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing waits: it would
-        # hold as many numbers as were not kept.
+        # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing is queued: the
+        # queue would hold all numbers that were not kept.
         calls = None if is_bounded or deferring() else call.calls
         # The gradient of a weight that is not a leaf must flow on to its own inputs.
         is_deferred = calls is not None or (deferring() and ctx.leaves[0].is_leaf)

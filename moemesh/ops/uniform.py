@@ -1,7 +1,7 @@
 """Uniform random numbers as a pure function of integer keys: no state, any device, any order.
 
 A value depends on its logical coordinates (seed, step, layer, token, expert) and on nothing else,
-so it is the same in every layout and when a layer is computed again.
+so it is the same in every layout and in a recomputed layer.
 """
 
 from __future__ import annotations

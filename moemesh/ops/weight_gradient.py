@@ -2,7 +2,7 @@
 
 Zero-bubble pipelines (Qi et al., 2024) run the input-gradient half `I` of a microbatch at once and
 its weight-gradient half `W` when the pipeline would otherwise idle. Every matrix product of this
-library asks :func:`weight_gradient` for its weight's gradient: usually it is computed on the spot,
+library calls :func:`weight_gradient` for its weight's gradient: usually it is computed at once;
 inside a :class:`WeightGradientQueue` it is stored as a closure that holds only what `W` needs.
 """
 

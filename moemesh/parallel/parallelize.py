@@ -85,7 +85,7 @@ def split_experts(
                     where,
                     name=name,
                     shape=(sum(map(len, lists)), *where.shape[1:]),
-                    places=tuple(expert for one in lists for expert in one),
+                    places=tuple(expert for experts in lists for expert in experts),
                     per_rank=tuple(map(len, lists)),
                     trains=where.trains and not index,
                 )

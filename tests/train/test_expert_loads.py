@@ -28,7 +28,7 @@ def run(steps: list[list[int]], dropped: int = 0) -> list[str]:
     told: list[str] = []
     alarms = LoadAlarms(lambda text, kind: told.append(text), num_steps=3, entropy=0.5, dropped=0.1)
     for step, experts in enumerate(steps, start=1):
-        alarms.look(
+        alarms.check(
             LayerLoads(step=step, layer=3, tokens_per_expert=tuple(experts), dropped=dropped)
         )
     return told
@@ -90,7 +90,7 @@ def test_layers_ring_by_themselves_and_empty_steps_do_not() -> None:
     alarms = LoadAlarms(lambda text, kind: told.append(text), num_steps=2)
     for step in range(1, 6):
         for layer in (1, 2):
-            alarms.look(LayerLoads(step=step, layer=layer, tokens_per_expert=(7, 0, 7, 7)))
+            alarms.check(LayerLoads(step=step, layer=layer, tokens_per_expert=(7, 0, 7, 7)))
     assert [line.split(":")[1] for line in told] == [" step 2, layer 1", " step 2, layer 2"]
     assert run([[0, 0, 0]] * 9) == []
 

@@ -60,9 +60,9 @@ def equivalents(model: ModelConfig) -> list[ModelConfig]:
 def exported(model: ModelConfig) -> ModelConfig:
     """`model`, or the first of its :func:`equivalents` that a family computes. Raises ConfigError
     where none does, naming the nearest family."""
-    for one in equivalents(model):
-        if families_for(one):
-            return one
+    for equivalent in equivalents(model):
+        if families_for(equivalent):
+            return equivalent
     family_or_refusal(model)
     return model
 

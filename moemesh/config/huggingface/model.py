@@ -117,7 +117,7 @@ def quantization_of(config: Config) -> Quantization | None:
         raise wrong("not-available", f"{_QUANTIZATION}.fmt", fmt, message)
     block: object = given.get("weight_block_size")
     sizes = cast("Sequence[object]", block) if isinstance(block, (list, tuple)) else ()
-    numbers = [one for one in sizes if isinstance(one, int) and not isinstance(one, bool)]
+    numbers = [size for size in sizes if isinstance(size, int) and not isinstance(size, bool)]
     if len(sizes) != 2 or len(numbers) != 2 or min(numbers) < 1:
         key, given_block = f"{_QUANTIZATION}.weight_block_size", cast("object", block)
         message = "fp8 weights are read with a scale for each block of [rows, columns] only"
@@ -227,7 +227,7 @@ def _rope(
     from the `row` of the family's class."""
     newer, older = table(values, "rope_parameters"), table(values, "rope_scaling")
     key, given = ("rope_scaling", older) if older else ("rope_parameters", newer)
-    if any(isinstance(one, Mapping) for one in given.values()):
+    if any(isinstance(value, Mapping) for value in given.values()):
         message = "RoPE that differs between kinds of layers is not known"
         raise wrong("not-available", key, sorted(given), message)
     given = {name: value for name, value in given.items() if value is not None}

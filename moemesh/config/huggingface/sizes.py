@@ -329,7 +329,7 @@ def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     kinds = words(config, "layer_types") or words(config, "attention_layers")
     if not kinds and (groups := config.get("attention_types")):
         try:  # [[["global", "local"], 12]], to be written out
-            kinds = tuple(one for each, n in groups for one in [str(kind) for kind in each] * n)
+            kinds = tuple(name for each, n in groups for name in [str(kind) for kind in each] * n)
         except (TypeError, ValueError):
             message = 'attention_types must be a list such as [[["global", "local"], 12]]'
             raise wrong("wrong-type", "attention_types", groups, message) from None

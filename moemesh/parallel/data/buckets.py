@@ -385,7 +385,9 @@ class GatheredBucket(ScatteredBucket):
     @property
     def buffer_bytes(self) -> int:
         waiting = self._waiting_gradients.values()
-        return super().buffer_bytes + sum(one.numel() * one.element_size() for one in waiting)
+        return super().buffer_bytes + sum(
+            tensor.numel() * tensor.element_size() for tensor in waiting
+        )
 
     def launch(self) -> None:
         while self._waiting_gradients:

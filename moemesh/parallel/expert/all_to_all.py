@@ -103,7 +103,7 @@ class AllToAllDispatcher(Dispatcher):
         sorted_chunks = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
         shape = self.ep.size, self.num_local
         sent = torch.stack(
-            [one.counts_E.view(shape) for one in sorted_chunks], dim=1
+            [chunk.counts_E.view(shape) for chunk in sorted_chunks], dim=1
         )  # [ep, chunks, L]
         received = collectives.exchange_counts(sent, self.ep, caller="moe.counts")
         # What each lane receives from each source: [etp, ep, chunks, L].

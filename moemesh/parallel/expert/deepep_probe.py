@@ -32,7 +32,7 @@ class Probe:
     def __str__(self) -> str:
         if self.usable:
             return "deepep: " + ", ".join(self.versions)
-        versions = f" (found: {', '.join(self.versions)})" if self.found else ""
+        versions = f" (found: {', '.join(self.versions)})" if self.versions else ""
         return f'plan.dispatcher = "deepep" needs {"; ".join(self.missing)}{versions}. {INSTEAD}'
 
 

@@ -173,8 +173,8 @@ class Relay:
             tickets.append(None)
             if axis.size > 1:
                 out, into = (
-                    [rows * row_bytes for rows in one]
-                    for one in (splits.back() if is_combine else splits)
+                    [rows * row_bytes for rows in part]
+                    for part in (splits.back() if is_combine else splits)
                 )
                 moved = wire.all_to_all(out, into, axis.index)
                 tickets[-1] = transfers.record(axis, "all_to_all", phase, caller, moved)
@@ -393,8 +393,8 @@ class HierarchicalDispatcher(Dispatcher):
         hops = (sent_RC, received_RC, own_NC, own_in, onward_NC, onward_in)
         parts = (*hops, near.sum(0, keepdim=True), *lanes.unbind(1))
         found: list[RelayCounts] = []
-        for one in HostCopy(torch.cat(parts).t()).tensor():
-            numbers: list[list[int]] = [part.tolist() for part in one.split([*map(len, parts)])]
+        for row in HostCopy(torch.cat(parts).t()).tensor():
+            numbers: list[list[int]] = [part.tolist() for part in row.split([*map(len, parts)])]
             across, own, onward = (Splits(*numbers[place : place + 2]) for place in (0, 2, 4))
             found.append(RelayCounts(across, own, onward, numbers[6][0], *numbers[7:]))
         return found

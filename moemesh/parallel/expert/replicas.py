@@ -150,7 +150,7 @@ class ReplicaDispatcher(Dispatcher):
         self, chunks: Sequence[Tensor], *, is_complete: bool = False
     ) -> list[ReplicaPlan]:
         own = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
-        counts_CE = torch.stack([one.counts_E for one in own])
+        counts_CE = torch.stack([chunk.counts_E for chunk in own])
         counts_OCE = collectives.all_gather(counts_CE[None], self.group, caller="moe.counts")
         counted = HostCopy(counts_OCE).tensor()
         start = time.perf_counter()

@@ -99,7 +99,7 @@ class SpreadExperts(Spread, Experts):
 
 def copy_sharing(module: Any, memo: dict[int, Any], *shared: object) -> Any:
     """A deep copy of `module` in which `shared` stay the same objects."""
-    memo |= {id(one): one for one in shared}
+    memo |= {id(value): value for value in shared}
     clone = module.__class__.__new__(module.__class__)
     memo[id(module)] = clone
     clone.__dict__.update(copy.deepcopy(module.__dict__, memo))
@@ -145,10 +145,15 @@ class SpreadGradient(Tensor):
         places = [at for at, one in enumerate(tensors) if getattr(one, "ranks", None) is not None]
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.stack:
-                whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
+                whole = [
+                    tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                    for tensor in tensors
+                ]
                 return func(whole, *args[1:], **kwargs)
             if func is torch._foreach_norm:  # DTensors may be among them
-                results = [torch.linalg.vector_norm(one, *args[1:], **kwargs) for one in tensors]
+                results = [
+                    torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in tensors
+                ]
                 for at in places:
                     results[at] = _norm_of_all(results[at], tensors[at].ranks, args, kwargs)
                 return results

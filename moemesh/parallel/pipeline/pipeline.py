@@ -70,7 +70,9 @@ def names_of(config: ModelConfig, parts: Sequence[ModelPart]) -> list[str]:
     if config.architecture is None:
         return [name for name, _ in Transformer(config, parts).named_parameters()]
     units = {unit for part in parts for unit in part.units(tied=config.tied_embeddings)}
-    return [one.name for one in config.architecture.parameters if one.unit in units]
+    return [
+        parameter.name for parameter in config.architecture.parameters if parameter.unit in units
+    ]
 
 
 def holders(

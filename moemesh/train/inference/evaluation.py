@@ -125,7 +125,7 @@ def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -
     under a key and in a format of their own."""
     given = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
     for key, value in (("sources", "[]"), ("format", "auto")):
-        if not any(one.startswith(f"data.{key}=") for one in given):
+        if not any(override.startswith(f"data.{key}=") for override in given):
             given.append(f"data.{key}={value}")
     return config_of(source, given)
 

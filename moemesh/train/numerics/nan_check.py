@@ -143,30 +143,44 @@ def origin(
     parameters: tuple[str, ...],
 ) -> NonfiniteOrigin:
     """The first value in the order of the computation; all ranks call with the values of all."""
-    phase = next((phase for phase in PHASES if any(one.phase == phase for one in seen)), None)
+    phase = next(
+        (phase for phase in PHASES if any(finding.phase == phase for finding in seen)), None
+    )
     if phase is None:
         return NonfiniteOrigin(phase="unrepeated", parameters=parameters[:MOST_NAMED])
-    candidates = [one for one in seen if one.phase == phase]
+    candidates = [finding for finding in seen if finding.phase == phase]
     if phase == "backward":
         # A backward goes from the last layer to the first: the gradient of a weight of a later
         # layer, or of an earlier microbatch, comes before it.
         first = min(candidates, key=order)
         before = first.microbatch, -first.layer
-        weights = [one for one in seen if one.phase == "gradient" and one.layer >= 0]
-        candidates = [one for one in weights if (one.microbatch, -one.layer) < before] or candidates
+        weights = [
+            finding for finding in seen if finding.phase == "gradient" and finding.layer >= 0
+        ]
+        candidates = [
+            finding for finding in weights if (finding.microbatch, -finding.layer) < before
+        ] or candidates
     first = min(candidates, key=lambda one: (order(one), not one.is_fresh, one.rank))
     place = order(first), first.name, first.is_fresh
-    same = [one for one in candidates if (order(one), one.name, one.is_fresh) == place]
+    same = [
+        finding
+        for finding in candidates
+        if (order(finding), finding.name, finding.is_fresh) == place
+    ]
     in_step = first.phase not in ("weight", "sum")
-    concerned = [one for one in same if one.sequences]
+    concerned = [finding for finding in same if finding.sequences]
     if in_step and not concerned:
         # Rows of experts are tokens of other ranks, which have them in the same layer.
         where = first.phase, first.microbatch, first.layer
-        concerned = [one for one in seen if (one.phase, one.microbatch, one.layer) == where]
-    sequences = sorted({sequence for one in concerned for sequence in one.sequences})
-    are_all = all(len(one.sequences) == one.num_looked for one in concerned)
-    experts = tuple(sorted({expert for one in same for expert in one.experts}))
-    layer, ranks = layer_in(first.name), tuple(sorted({one.rank for one in same}))
+        concerned = [
+            finding
+            for finding in seen
+            if (finding.phase, finding.microbatch, finding.layer) == where
+        ]
+    sequences = sorted({sequence for finding in concerned for sequence in finding.sequences})
+    are_all = all(len(finding.sequences) == finding.num_looked for finding in concerned)
+    experts = tuple(sorted({expert for finding in same for expert in finding.experts}))
+    layer, ranks = layer_in(first.name), tuple(sorted({finding.rank for finding in same}))
     return NonfiniteOrigin(
         phase=first.phase,
         rank=first.rank,
@@ -177,7 +191,7 @@ def origin(
         layer=None if layer < 0 else layer,
         expert=experts[0] if len(experts) == 1 else None,
         experts=experts[:MOST_NAMED],
-        samples=tuple(int(sample_ids[one]) for one in sequences)[:MOST_NAMED],
+        samples=tuple(int(sample_ids[sequence]) for sequence in sequences)[:MOST_NAMED],
         num_alike=len(sequences) if len(sequences) > 1 and are_all else 0,
         parameters=parameters[:MOST_NAMED],
         is_damage=phase == "weight" and _is_damage(parallel, first.name, first.rank, ranks),
@@ -231,7 +245,9 @@ class NaNCheck:
         """The first values of each phase, of every rank; all ranks call."""
         own: list[dict[str, Any]] = []
         for phase in PHASES:
-            ordered = sorted((one for one in self._seen.values() if one.phase == phase), key=order)
+            ordered = sorted(
+                (finding for finding in self._seen.values() if finding.phase == phase), key=order
+            )
             own += map(asdict, ordered[:_MOST_SENT])
         tuples = ("experts", "sequences")  # which come as lists from JSON
         return [

@@ -244,7 +244,7 @@ class Artifacts:
         if rank_LP is None:
             ep = self.config.plan.ep
             rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)
-        numbers = (one.tolist() for one in (counts_LE, rank_LP, dropped_L))
+        numbers = (tensor.tolist() for tensor in (counts_LE, rank_LP, dropped_L))
         loads = [
             LayerLoads(
                 step=row.step,
@@ -258,7 +258,7 @@ class Artifacts:
         self._loads.add(loads)
         self._recent += loads
         for layer in loads:
-            self._alarms.look(layer)
+            self._alarms.check(layer)
         return row
 
     @contextmanager
@@ -297,7 +297,9 @@ class Artifacts:
             "steps": self._row.step if self._row else 0,
             "validation_loss": self._validation,
             "unigram_loss": self._unigram,
-            "parameters": sum(one.num_elements for one in self.parallel.placements.values()),
+            "parameters": sum(
+                placement.num_elements for placement in self.parallel.placements.values()
+            ),
             "trained_parameters": num_trained(config.tuning, config.model, config.plan),
         }
         try:

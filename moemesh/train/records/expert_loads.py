@@ -135,7 +135,7 @@ class LoadAlarms:
         self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._rung: set[tuple[int, str]] = set()
 
-    def look(self, loads: LayerLoads) -> None:
+    def check(self, loads: LayerLoads) -> None:
         """Check one layer of one step; a step without tokens is ignored."""
         if not sum(loads.tokens_per_expert) + loads.dropped:
             return

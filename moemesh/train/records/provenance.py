@@ -84,7 +84,7 @@ def record_start(
         "library": {"folder": str(_LIBRARY), **_commit(_LIBRARY)},
         "hardware": hardware(),
         "hosts": [{"host": host, "ranks": own} for host, own in ranks.items()],
-        "devices": [str(one["device"]) for one in hosts],
+        "devices": [str(host["device"]) for host in hosts],
         "ranks_per_node": mesh.layout.ranks_per_node,
         "threads": torch.get_num_threads(),
         "seed": config.train.seed,
@@ -146,8 +146,12 @@ def redacted_arguments(argv: Sequence[str]) -> list[str]:
 def packages() -> dict[str, str]:
     """Every installed distribution with its version."""
     # Read the metadata once per distribution: each access parses the text.
-    metadata = [one.metadata for one in importlib.metadata.distributions()]
-    versions = {str(one["Name"]): str(one["Version"]) for one in metadata if one and one["Name"]}
+    metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    versions = {
+        str(fields["Name"]): str(fields["Version"])
+        for fields in metadata
+        if fields and fields["Name"]
+    }
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 

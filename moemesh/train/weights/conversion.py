@@ -221,7 +221,11 @@ def _write(
         given.pop("quantization_config", None)
         added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
         choices = ({**added, **given, **stored}, {**given, **ours, **stored})
-        fits = (one for one in choices if not export.differences(model, kind, model_values(one)))
+        fits = (
+            choice
+            for choice in choices
+            if not export.differences(model, kind, model_values(choice))
+        )
         if (values := next(fits, None)) is None:
             differing = ", ".join(sorted(export.differences(model, kind)))
             message = f"a model of {origin} differs from the run's in {differing}"

@@ -57,7 +57,9 @@ class HubSource(NamedTuple):
     @property
     def dtype(self) -> str:
         """The dtype of most tensors."""
-        dtypes = (one.dtype for one in self.tensors.stored.values() if one.dtype in WEIGHT_DTYPES)
+        dtypes = (
+            tensor.dtype for tensor in self.tensors.stored.values() if tensor.dtype in WEIGHT_DTYPES
+        )
         return Counter(dtypes).most_common(1)[0][0]
 
 
