@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -35,6 +36,8 @@ MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 REASONING = ("reasoning_content", "thinking", "reasoning")
 #: Key of a turn -> the values with which it carries loss, and those with which it does not.
 LOSS_KEYS = {"weight": (1, 0), "train": (True, False)}
+#: Types and keys of parts of a message that are not text, such as ``image_url``.
+_MEDIA = re.compile("image|video|audio")
 #: A turn that every template accepts as the first.
 QUESTION = {"role": "user", "content": "?"}
 #: Place of messages that come from no file.
@@ -375,6 +378,19 @@ class _Generation(Extension):
         return [first, *body, last]
 
 
+def _media(content: Any) -> str | None:
+    """The kind of data other than text in the parts of a message, if there is any."""
+    parts = (
+        [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    )
+    names = [
+        str(name)
+        for part in parts
+        for name in (part.get("type"), *(key for key, value in part.items() if value is not None))
+    ]
+    return next((match[0] for match in map(_MEDIA.search, names) if match), None)
+
+
 def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[bool]]:
     """The messages in the form that transformers gives to templates, reasoning under all of its
     names, and whether each carries loss if the template writes it."""
@@ -388,6 +404,9 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
             raise BadRecordError(where, f'message {number} has no "role"')
         if "content" not in message and "tool_calls" not in message:
             raise BadRecordError(where, f'message {number} has no "content"')
+        if (media := _media(message.get("content"))) is not None:
+            reason = f"message {number} holds {media} data; only text is trained"
+            raise BadRecordError(where, reason)
         message = {key: value for key, value in message.items() if value is not None}
         is_answer = message["role"] == "assistant"
         given = {key: message[key] for key in LOSS_KEYS if key in message}

@@ -139,6 +139,14 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "no role": ({"messages": [{"content": "x"}]}, 'line 1, byte 0: message 1 has no "role"'),
     "no content": ({"messages": [{"role": "user"}]}, 'message 1 has no "content"'),
     "no answer": ({"messages": TALK[:2]}, "no assistant turn"),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "line 1, byte 0: message 1 holds image data; only text is trained",
+    ),
+    "a sound": (
+        {"messages": [*TALK[:1], {"role": "user", "content": [{"audio": "a.wav"}]}]},
+        "message 2 holds audio data",
+    ),
     "no list": ({"messages": "x"}, "at least one message"),
 }
 
