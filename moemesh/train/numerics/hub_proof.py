@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from moemesh.config.architecture import Architecture
 from moemesh.config.errors import UserError
 from moemesh.config.huggingface.architecture import hub_model
 from moemesh.config.layout import shard_range
+from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
@@ -80,9 +81,24 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
     if plan.dispatcher == "auto":
         changes["dispatcher"] = "all_to_all"
     plan = plan.model_copy(update=changes)
-    experts = plan.ep * max(1, _EXPERTS // plan.ep)
     with mesh.ledger.paused():
-        worst, name = _difference(config.model.architecture, experts, plan, mesh)
+        alone, problem = None, None
+        try:
+            alone = _alone(config.model.architecture, plan, mesh)
+        except (
+            Exception
+        ) as error:  # of a configuration class or of modelling code, whatever they check
+            problem = f"{type(error).__name__}: {error}"
+        # No rank begins what all ranks do together unless all of them can.
+        for rank, other in enumerate(gather_json(problem, mesh.control)):
+            if other is not None:
+                raise ProofError(
+                    f"{config.model.architecture.model_type}: no small model of the family can be "
+                    f"made to prove this layout with (rank {rank}: {other}): train it in one "
+                    "process, or take another version of transformers"
+                )
+        assert alone is not None
+        worst, name = _difference(alone, plan, mesh)
     of_ranks = [tuple(pair) for pair in gather_json([worst, name], mesh.control)]
     worst, name = max(of_ranks, key=lambda pair: (not pair[0] <= MOST, pair[0]))
     if not worst <= MOST:
@@ -96,25 +112,28 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
     return f"the proof of the layout on a small model took {seconds:.0f} s" if is_slow else ""
 
 
-def _difference(
-    architecture: Architecture, experts: int, plan: Plan, mesh: Mesh
-) -> tuple[float, str]:
-    """The largest difference on this rank, and its name."""
+class _Alone(NamedTuple):
+    """A small model on one device: its configuration, its tokens [B, S + 1], its loss, and its
+    weights and gradients by name."""
+
+    model: ModelConfig
+    tokens: Tensor
+    loss: float
+    weights: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+
+
+def _alone(architecture: Architecture, plan: Plan, mesh: Mesh) -> _Alone:
+    """Forward and backward of a small model by transformers alone."""
     # Late: transformers takes seconds to import.
     from moemesh.model.hub.architecture import read
     from moemesh.model.hub.build import initialize
     from moemesh.model.hub.precision import exactly
     from moemesh.model.hub.shrink import shrunken
 
-    try:
-        small = shrunken(architecture.values, experts, layers=plan.num_stages)
-        net: Any = small.build()
-    except Exception as error:  # of a configuration class, whatever it checks
-        raise ProofError(
-            f"{architecture.model_type}: no small model of the family can be made to prove this "
-            f"layout with ({type(error).__name__}: {error}): train it in one process, or take "
-            "another version of transformers"
-        ) from error
+    experts = plan.ep * max(1, _EXPERTS // plan.ep)
+    small = shrunken(architecture.values, experts, layers=plan.num_stages)
+    net: Any = small.build()
     initialize(net, seed=0)
     net = net.to(mesh.device)
     sequences = plan.dp * plan.microbatches
@@ -126,26 +145,31 @@ def _difference(
     loss.backward()
     record = read(small.config.to_dict(), documents=architecture.documents)
     model = hub_model(record).model_copy(update={"aux_loss_coefficient": 0.0})
-    parallel = parallelize(
-        model,
-        plan,
-        mesh,
-        seed=0,
-        dtype=torch.float64,
-        tokens_per_rank=plan.tokens_per_rank(_LENGTH, sequences),
-    )
-    optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd"))
-    saving.load_weights(_Weights(net.state_dict()), parallel, optimizer)
-    result = gradients_of_step(
-        parallel, _batches(tokens, plan, mesh), TimelineRecorder(mesh.rank), refuses=False
-    )
-    differences = [(abs(result.loss - loss.item()), "the loss")]
     gradients = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in net.named_parameters()
     }
+    return _Alone(model, tokens, loss.item(), net.state_dict(), gradients)
+
+
+def _difference(alone: _Alone, plan: Plan, mesh: Mesh) -> tuple[float, str]:
+    """The largest difference on this rank between the layout and one device, and what differs."""
+    parallel = parallelize(
+        alone.model,
+        plan,
+        mesh,
+        seed=0,
+        dtype=torch.float64,
+        tokens_per_rank=plan.tokens_per_rank(_LENGTH, len(alone.tokens)),
+    )
+    optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd"))
+    saving.load_weights(_Weights(alone.weights), parallel, optimizer)
+    result = gradients_of_step(
+        parallel, _batches(alone.tokens, plan, mesh), TimelineRecorder(mesh.rank), refuses=False
+    )
+    differences = [(abs(result.loss - alone.loss), "the loss")]
     for shard in saving.owned_shards(parallel, parallel.reducer.gradients):
-        difference = (shard.tensor - _part(gradients, shard)).abs().max().item()
+        difference = (shard.tensor - _part(alone.gradients, shard)).abs().max().item()
         differences.append((difference, f"the gradient of {shard.name}"))
     return max(differences, key=lambda pair: (not pair[0] <= MOST, pair[0]))
 
