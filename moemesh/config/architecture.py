@@ -31,8 +31,9 @@ class Architecture:
     and of the MLP of each layer; ``has_plain_head``: logits are the last hidden states times the
     head's weight; ``documents``: how documents in one row are kept apart ("positions", "masks",
     or "rows": they are not); ``reads_between``: parameters outside of the layers are read between
-    them, so that zero3 cannot free them; ``layer_output``: the sizes [B, S] excluded of the one
-    tensor that every layer returns; ``uncut``: the reason why its layers cannot be cut into
+    them, so that zero3 cannot free them; ``layer_output``: dtype (in a bfloat16 model) and sizes
+    after [B, S] of each tensor that every layer returns, of which -k is k or fewer where there are
+    fewer positions; ``uncut``: the reason why its layers cannot be cut into
     pipeline stages, empty where they can; ``notes``: what a run is to know; ``costs``: figures of
     the planner.
     """
@@ -56,7 +57,7 @@ class Architecture:
     buffers: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     documents: str = "rows"
     reads_between: bool = False
-    layer_output: tuple[int, ...] = ()
+    layer_output: tuple[tuple[str, tuple[int, ...]], ...] = ()
     uncut: str = ""
     notes: tuple[str, ...] = ()
     costs: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -83,7 +84,7 @@ class Architecture:
             "parameters": tuple(parameters),
             "routed_layers": tuple(values["routed_layers"]),
             "notes": tuple(values["notes"]),
-            "layer_output": tuple(values["layer_output"]),
+            "layer_output": tuple((dtype, (*sizes,)) for dtype, sizes in values["layer_output"]),
             "buffers": {name: tuple(shape) for name, shape in values["buffers"].items()},
         }
         return cls(**values)

@@ -115,7 +115,8 @@ class Output(NamedTuple):
     computed; counts of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
     each expert, ``dropped_L`` choices that found their expert full, ``fault_L`` the first fault
     (:mod:`moemesh.model.faults`); ``moe_layers`` the numbers of those layers; ``ahead_losses`` as
-    ``losses_T``, of each extra prediction layer."""
+    ``losses_T``, of each extra prediction layer; ``more``: further tensors for the next part, of a
+    layer that returns several."""
 
     x_TH: Tensor | None
     losses_T: Tensor | None
@@ -126,11 +127,12 @@ class Output(NamedTuple):
     moe_layers: tuple[int, ...] = ()
     ahead_losses: tuple[Tensor, ...] = ()
     sums: Tensor | None = None
+    more: tuple[Tensor, ...] = ()
 
     @property
     def for_next(self) -> list[Tensor]:
         """The tensors that the next part takes; empty after the head."""
-        return [x for x in (self.x_TH, self.sums) if x is not None]
+        return [x for x in (self.x_TH, *self.more, self.sums) if x is not None]
 
 
 class Transformer(nn.Module):
@@ -181,14 +183,13 @@ class Transformer(nn.Module):
         self,
         batch: Batch,
         part: ModelPart | None = None,
-        x_TH: Tensor | None = None,
-        sums_QX: Tensor | None = None,
-        *,
+        *received: Tensor,
         flow: Flow = PLAIN_FLOW,
     ) -> Output:
-        """Run one part (None: the whole model); `x_TH` and `sums_QX` come from the part before, see
+        """Run one part (None: the whole model) on what it has `received` of the part before, its
         :attr:`Output.for_next`."""
         config = self.config
+        x_TH, sums_QX = (*received, None, None)[:2]
         part = whole(config) if part is None else part
         local = self.tokens.local(batch.num_tokens)
         context = make_context(batch, local, config, flow)
@@ -304,19 +305,15 @@ class Transformer(nn.Module):
             if moe.router.selection_bias is not None
         }
 
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        """The dtype of the residual stream: that of an embedding or a norm, which come before any
-        fp32 router."""
-        return next(self.parameters()).dtype
-
     def num_sequences(self, batch: Batch) -> int:
         """The number of sequences that a part computes for `batch`."""
         return len(batch.tokens_BS)
 
-    def stream_shape(self, batch: Batch) -> tuple[int, ...]:
-        """The shape of the residual stream that a part returns for `batch`."""
-        return len(self.tokens.local(batch.num_tokens)), self.config.hidden_size
+    def stream_specs(self, batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor of the residual stream that a part returns for `batch`."""
+        shape = len(self.tokens.local(batch.num_tokens)), self.config.hidden_size
+        # An embedding or a norm comes before any fp32 router.
+        return [(shape, next(self.parameters()).dtype)]
 
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""

@@ -170,7 +170,7 @@ def test_the_balance_loss_is_that_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("layers", ["together", "each"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v4", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm_moe_dsa", "zaya", "deepseek_v4", "qwen3_next"])
 def test_stages_pass_on_the_stream_and_the_sums_of_the_balance_loss(name: str, layers: str) -> None:
     """Of packed documents, which have rows of their own in the stream of some families."""
     architecture = architecture_of(name)
@@ -201,8 +201,9 @@ def test_stages_pass_on_the_stream_and_the_sums_of_the_balance_loss(name: str, l
                 parameter.copy_(weights[path])
     first = stages[0](batch, parts[0])
     assert first.x_TH is not None
-    assert first.x_TH.shape == stages[1].stream_shape(batch)
-    received = [x.detach().requires_grad_() for x in first.for_next]
+    specs = [(tuple(x.shape), x.dtype) for x in (first.x_TH, *first.more)]
+    assert specs == stages[1].stream_specs(batch)
+    received = [x.detach().requires_grad_(x.is_floating_point()) for x in first.for_next]
     last = stages[1](batch, parts[1], *received)
     assert last.losses_T is not None
     (last.losses_T.sum() + last.aux).backward()

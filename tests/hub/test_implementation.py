@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.architecture import _read, read_architecture
 from moemesh.config.trainable import refusals
+from moemesh.model.hub.architecture import read
+from moemesh.model.hub.build import blueprint
 from moemesh.sharding.load_run import load_run
 from tests.hub.training import values_of
 
@@ -17,7 +22,7 @@ from tests.hub.training import values_of
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("folders")
-    for name in ("qwen3_moe", "qwen3_next", "glm_moe_dsa"):
+    for name in ("qwen3_moe", "qwen3_next", "gemma4_text"):
         (home / name).mkdir()
         (home / name / "config.json").write_text(json.dumps(values_of(name)))
     return home
@@ -59,7 +64,7 @@ def test_what_it_cannot_do_is_refused_by_name(folders: Path, key: str, fix: str)
     [
         ("qwen3_next", ["plan.schedule=chimera"], ("plan.schedule", "chimera", "1f1b")),
         ("qwen3_next", ["plan.schedule=terapipe"], ("plan.schedule", "terapipe", "1f1b")),
-        ("glm_moe_dsa", [], ("plan.pp", "more than one tensor", "pp = 1")),
+        ("gemma4_text", [], ("plan.pp", "read more than the output", "pp = 1")),
     ],
 )
 def test_a_pipeline_that_it_cannot_run_is_refused_by_name(
@@ -113,3 +118,58 @@ def test_an_older_record_in_the_cache_is_read_once_more(
     _read.cache_clear()
     assert read_architecture(values_of("olmoe")) == expected
     assert json.loads(file.read_text())["costs"].keys() == expected.costs.keys()
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        (None, "needs the package transformers"),
+        ("4.57.1", r"transformers 4\.57\.1 is too old .*5\.20"),
+    ],
+)
+def test_transformers_that_is_missing_or_too_old_is_named(
+    installed: str | None, words: str, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr("moemesh.config.huggingface.architecture.version", version)
+    for implementation in ("auto", "transformers"):
+        given = [f"model.path={folders / 'qwen3_next'}", f"model.implementation={implementation}"]
+        with pytest.raises(ConfigError, match=words) as raised:
+            load_run([], given, {})
+        assert "pip install 'transformers>=5.20'" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "qwen9"}, r"does not know this family[\s\S]*model card names"),
+        (
+            {"model_type": "qwen9", "transformers_version": "6.1.0"},
+            r"does not know this family[\s\S]*transformers 6\.1\.0 or later",
+        ),
+        (
+            {"model_type": "qwen9", "auto_map": {"AutoModelForCausalLM": "modeling.Qwen9"}},
+            r"code in the folder is never run[\s\S]*has the family itself",
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights are not read"),
+    ],
+)
+def test_a_folder_that_transformers_cannot_train_is_refused_with_the_reason(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        blueprint({**values_of("qwen3_next"), **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "experts"),
+    [("llama4_text", "Llama4TextExperts"), ("longcat_flash", "LongcatFlashExperts")],
+)
+def test_experts_that_do_not_pass_through_the_interface_are_named(name: str, experts: str) -> None:
+    words = rf"experts \(.*{experts}.*\) do not pass through the interface of transformers"
+    with pytest.raises(ConfigError, match=words):
+        read(CONFIG_MAPPING[name]().to_dict())

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.architecture import Architecture
 from moemesh.config.plan import Plan
+from moemesh.model.hub.architecture import read
+from moemesh.model.hub.shrink import shrunken
 from moemesh.train.numerics.hub_proof import ProofError, prove
 from tests.hub.families import family_names
 from tests.hub.training import architecture_of, difference, model_of, plain, split
+from tests.ranks import mesh_on_ranks
 
 #: dp, ep, ep beside replicas of experts, weights that are gathered, each layer computed twice, and
 #: stages of a pipeline.
@@ -42,8 +50,9 @@ def test_a_layout_trains_as_transformers(name: str, layout: str) -> None:
     assert difference(split(name, **LAYOUTS[layout]), plain(name)) < 1e-9
 
 
-# Linear attention; a head that is tied to the embedding.
-@pytest.mark.parametrize("name", ["qwen3_next", "cohere2_moe"])
+# Linear attention; a head that is tied to the embedding; a router that reads that of the layer
+# before.
+@pytest.mark.parametrize("name", ["qwen3_next", "cohere2_moe", "zaya"])
 def test_a_pipeline_trains_as_transformers(name: str) -> None:
     assert difference(split(name, **LAYOUTS["pp2_ep2"]), plain(name)) < 1e-9
 
@@ -78,5 +87,61 @@ def test_a_family_without_a_small_model_is_refused_with_the_reason(
 
     monkeypatch.setattr("moemesh.model.hub.shrink.shrunken", fail)
     config = SimpleNamespace(model=model_of(architecture_of("olmoe")), plan=Plan())
-    with pytest.raises(ProofError, match=r"olmoe: .*\(ValueError: the small model has no Indexer"):
+    with pytest.raises(
+        ProofError, match=r"olmoe: .*\(rank 0: ValueError: the small model has no Indexer"
+    ):
         prove(cast("Any", config), Mesh.single("cpu"))
+
+
+def proof_with_a_fault(mesh: Mesh, architecture: Architecture, target: str) -> str:
+    """The message of a proof in which rank 1 computes something else."""
+    torch.set_num_threads(1)
+
+    def broken(function: Any) -> Any:
+        def fails(*args: Any, **kwargs: Any) -> Any:
+            if target.endswith("shrunken"):
+                raise ValueError("no memory for it")
+            return function(*args, **kwargs) * 1.001
+
+        return fails
+
+    config = SimpleNamespace(model=model_of(architecture), plan=Plan(dp=2, ep=2))
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.rank == 1:
+            patch.setattr(target, broken(resolve_name(target)))
+        with pytest.raises(ProofError) as raised:
+            prove(cast("Any", config), mesh)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("moemesh.model.hub.shrink.shrunken", r"rank 1: ValueError: no memory for it"),
+        (
+            "moemesh.model.hub.experts.HeldExperts.__call__",
+            r"the gradient of model\.\S+ of a small model differs by \d\.\de-0\d",
+        ),
+    ],
+)
+def test_a_proof_that_fails_on_one_rank_fails_on_all(target: str, words: str) -> None:
+    args = architecture_of("olmoe"), target
+    first, second = mesh_on_ranks(Plan(dp=2, ep=2).layout, proof_with_a_fault, *args, timeout=60)
+    assert first == second
+    assert re.search(words, first), first
+
+
+def proof(mesh: Mesh, architecture: Architecture) -> str:
+    torch.set_num_threads(1)
+    config = SimpleNamespace(model=model_of(architecture), plan=Plan(dp=2, ep=2))
+    return prove(cast("Any", config), mesh)
+
+
+def test_experts_that_are_called_as_those_of_the_interface_are_spread() -> None:
+    """Without the decorator of transformers, and with a gate of their own."""
+    values = CONFIG_MAPPING["step3p7"]().to_dict()
+    values["text_config"]["sliding_window"] = 8
+    small = shrunken(values)
+    architecture = read(small.config.to_dict(), documents="rows")
+    assert architecture.routed_layers
+    mesh_on_ranks(Plan(dp=2, ep=2).layout, proof, architecture)

@@ -24,7 +24,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.python import python_command
 
 #: Version of the record: an older one in the cache is discarded and read from the model.
-RECORD_VERSION = 5
+RECORD_VERSION = 6
 #: Problem codes of our own reading for models that the code of transformers may still run.
 _BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
 #: The oldest supported and the first untested version of transformers.
@@ -58,7 +58,8 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
     Raises `error` if it names wrong values of a family that we read, if the weights are quantized,
-    if no key names experts, and if transformers cannot build the model either.
+    and if no key names experts; with the problems of transformers if it cannot build the model
+    either.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
     has_experts = re.search(r'"\w*(expert|moe)\w*"', json.dumps(values)) is not None
@@ -67,7 +68,7 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     try:
         return read_architecture(values)
     except ConfigError as other:
-        raise error from other
+        raise ConfigError([*error.problems, *other.problems]) from other
 
 
 @lru_cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -37,6 +37,8 @@ from moemesh.model.transformer import ModelPart
 #: Positions of the forward on the meta device, and of the two documents that are packed. These are
 #: longer than the small model's windows and shorter than what its indexers choose.
 _LENGTH, _DOCUMENTS = 16, (20, 13)
+#: Positions up to which sizes of layers' results may grow with their number.
+_LONGEST = 1 << 15
 #: Difference of a token's loss, in float64, up to which documents count as kept apart, and stages
 #: as the whole model.
 _SAME = 1e-8
@@ -116,14 +118,12 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         for path, parameter in model.named_parameters()
         if not path.startswith(name + ".")
     )
-    layer_output = _layer_output(uses.results)
+    layer_output = _layer_output(model, uses.results)
     uncut = ""
     if reads_between:
         uncut = "parameters outside of its layers are read between them"
     elif not layer_output:
-        uncut = "its layers return more than one tensor"
-    elif not _embeds_alone(model, uses):
-        uncut = "more than its embedding is computed before its layers"
+        uncut = "its layers return different tensors"
     notes = list(plan.notes)
     is_counted = documents is None  # else for a proof
     if documents is None:
@@ -202,22 +202,38 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
     return uses, max(slots)
 
 
-def _layer_output(results: Sequence[Any]) -> tuple[int, ...]:
-    """The sizes after [B, S] of the one tensor, of the model's dtype, that every layer returns;
-    () where they return something else."""
-    shapes: set[tuple[int, ...]] = set()
-    for result in results:
-        is_stream = isinstance(result, Tensor) and result.dtype == torch.bfloat16
-        is_stream = is_stream and result.shape[:2] == (1, _LENGTH)
-        shapes.add(tuple(result.shape[2:]) if is_stream else ())
-    return shapes.pop() if len(shapes) == 1 else ()
+def _layer_output(
+    model: PreTrainedModel, results: list[Any]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """A value of `Architecture.layer_output`; () where layers differ in what they return, or return
+    what grows with the length of a sequence."""
+    kinds = {_tensors(result, _LENGTH) for result in results}
+    if len(kinds) > 1:
+        return ()
+    (tensors,) = kinds
+    length, longer = _LENGTH, tensors
+    while any(length in sizes for _, sizes in longer):
+        if (length := 2 * length) > _LONGEST:
+            return ()
+        results.clear()
+        ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        with unpacked_masks(), torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+        longer = _tensors(results[0], length)
+    both = zip(longer, tensors, strict=True)
+    return tuple(
+        (dtype, tuple(a if a == b else -a for a, b in zip(sizes, short, strict=True)))
+        for (dtype, sizes), (_, short) in both
+    )
 
 
-def _embeds_alone(model: PreTrainedModel, uses: _Uses) -> bool:
-    """Whether all parameters that are read before the layers are in the embedding."""
-    embedding: Any = model.get_input_embeddings()
-    own = {id(parameter) for parameter in embedding.parameters()}
-    return all(name in own for name, phases in uses.phases.items() if 0 in phases)
+def _tensors(result: Any, length: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Dtype and sizes after [B, S] of each tensor of a layer's `result`; () where it is something
+    else than a tensor, or several."""
+    leaves = list(result) if isinstance(result, (tuple, list)) else [result]
+    if not all(isinstance(leaf, Tensor) and leaf.shape[:2] == (1, length) for leaf in leaves):
+        return ()
+    return tuple((str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape[2:])) for leaf in leaves)
 
 
 def _against_stages(values: Mapping[str, Any]) -> str:
@@ -234,25 +250,31 @@ def _against_stages(values: Mapping[str, Any]) -> str:
             targets_BS=tokens[:, 1:],
             sequences_B=torch.zeros(1, dtype=torch.int64),
         )
-        whole_T = _losses(model, batch)
-        for cut in range(1, config.num_layers):
-            first = ModelPart(range(cut), True, False)
-            last = ModelPart(range(cut, config.num_layers), False, True)
-            if not torch.allclose(_losses(model, batch, first, last), whole_T, 0, _SAME):
-                return f"its layers read more than the output of the layer before (cut {cut})"
+        cuts = range(1, config.num_layers)
+        with torch.no_grad():
+            whole_T = _losses(model, batch)
+            sent = [model(batch, ModelPart(range(cut), True, False)).for_next for cut in cuts]
+            # Later stages hold nothing of what is computed before the layers.
+            tables: Any = model.net.get_input_embeddings()
+            kept = {*tables.parameters()}
+            for one in record.parameters:
+                parameter = model.net.get_parameter(one.name)
+                if one.unit == "embedding" and parameter not in kept:
+                    parameter.zero_()
+            for cut, tensors in zip(cuts, sent, strict=True):
+                last = ModelPart(range(cut, config.num_layers), False, True)
+                if not torch.allclose(_losses(model, batch, last, *tensors), whole_T, 0, _SAME):
+                    return f"its layers read more than the output of the layer before (cut {cut})"
     except Exception as error:
         return f"a small model of it fails in stages ({type(error).__name__}: {error})"
     return ""
 
 
-@torch.no_grad()
-def _losses(model: HubModel, batch: Batch, *parts: ModelPart) -> Tensor:
-    """The tokens' losses of the model, run in these parts one after the other."""
-    output = model(batch, *parts[:1])
-    for part in parts[1:]:
-        output = model(batch, part, *output.for_next)
-    assert output.losses_T is not None
-    return output.losses_T
+def _losses(model: HubModel, batch: Batch, *inputs: Any) -> Tensor:
+    """The tokens' losses of the model, or of its last part on what it has received."""
+    losses_T = model(batch, *inputs).losses_T
+    assert losses_T is not None
+    return losses_T
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:

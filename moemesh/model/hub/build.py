@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -21,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moemesh.config.huggingface.keys import wrong
-from moemesh.model.hub.experts import IMPLEMENTATION
+from moemesh.model.hub.experts import IMPLEMENTATION, adopt
 from moemesh.model.hub.precision import exactly
 
 #: (parameter name, logical shape) -> the part of each dim that is held here; None: nothing of it.
@@ -42,7 +43,22 @@ class Blueprint(NamedTuple):
             model = self.kind._from_config(
                 config, dtype=dtype, experts_implementation=IMPLEMENTATION
             )
-        return model.train()
+        adopt(model)
+        set_mode(model, training=True)
+        return model
+
+
+def set_mode(model: PreTrainedModel, *, training: bool) -> None:
+    """Training, without noise of routers, or evaluation, where some routers read the size of that
+    noise as a threshold."""
+    model.train(training)
+    for module in model.modules():
+        values = vars(module)
+        sizes = {
+            key: size for key, size in values.items() if "jitter" in key and isinstance(size, float)
+        }
+        sizes = values.setdefault("_noise_sizes", sizes)
+        values.update(dict.fromkeys(sizes, 0.0) if training else sizes)
 
 
 @contextmanager
@@ -67,6 +83,10 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     if kind not in CONFIG_MAPPING:
         message = f"transformers {installed} does not know this family"
         fix = "the version of transformers that the folder's model card names"
+        with suppress(InvalidVersion):
+            saved = Version(str(values.get("transformers_version")))
+            if saved > Version(installed):
+                fix = f"transformers {saved} or later: this version has written the folder"
         if "auto_map" in values:
             message += ", and code in the folder is never run"
             fix = "a version of transformers that has the family itself"
@@ -100,9 +120,9 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     for part in {id(one): one for one in (config, config.get_text_config())}.values():
         part.use_cache = False
         for key, value in list(vars(part).items()):
-            is_random = "dropout" in key or "jitter" in key or key.endswith(("pdrop", "layerdrop"))
-            if is_random and isinstance(value, (int, float)) and value:
-                setattr(part, key, 0.0)
+            is_dropout = "dropout" in key or key.endswith(("pdrop", "layerdrop"))
+            if (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
+                setattr(part, key, 0.0 if is_dropout else value)
                 notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
     family: Any = known[type(config)]
     return Blueprint(family, config, tuple(notes))

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -29,6 +31,8 @@ from moemesh.ops.permute import count_ids, permute
 
 #: The name of our experts function among those of transformers.
 IMPLEMENTATION = "moemesh"
+#: The parameters of the modules that the interface is for.
+_CALL = ["hidden_states", "top_k_index", "top_k_weights"]
 #: (x [T, H], experts [T, K], weights [T, K]) -> [T, H]
 Exchange: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -47,8 +51,9 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
 def eager_forward(
     module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The module's own forward, which the decorator of its class has wrapped."""
-    own = cast("Any", type(module).forward).__wrapped__
+    """The module's own forward, which the decorator of its class has wrapped, if it has one."""
+    own: Any = type(module).forward
+    own = getattr(own, "__wrapped__", own)
     return own(module, x_TH, experts_TK, weights_TK)
 
 
@@ -60,6 +65,24 @@ def set_exchange(module: nn.Module, exchange: Exchange) -> None:
 def is_experts(module: nn.Module) -> bool:
     """Whether the module passes through the interface."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
+
+
+def adopt(model: nn.Module) -> None:
+    """Pass through the interface what is called as its modules are and lacks its decorator."""
+    for module in model.modules():
+        stacks = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        count = getattr(module, "num_experts", None)
+        are_stacks = all(
+            isinstance(stack, nn.Parameter) and stack.dim() == 3 and len(stack) == count
+            for stack in stacks
+        )
+        if is_experts(module) or not are_stacks or [*signature(module.forward).parameters] != _CALL:
+            continue
+        adopted: Any = module
+        adopted.has_gate = adopted.is_concatenated = True
+        adopted.has_bias = adopted.has_post_expert_norm = adopted.is_transposed = False
+        adopted._is_expert_parallel = False
+        adopted.forward = partial(forward, module)
 
 
 def is_swiglu(module: Any) -> bool:

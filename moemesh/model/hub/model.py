@@ -32,7 +32,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums, joint_loss, no_sums
 from moemesh.model.batch import Batch, Context
 from moemesh.model.faults import NO_FAULT
-from moemesh.model.hub.build import blueprint
+from moemesh.model.hub.build import blueprint, set_mode
 from moemesh.model.hub.experts import HubMoE, is_experts
 from moemesh.model.hub.precision import exactly
 from moemesh.model.router import Routing
@@ -68,9 +68,9 @@ class Rows(NamedTuple):
 
 
 class _StageEnd(Exception):
-    """The end of a forward after a stage's last layer, with the stream and each router's logits."""
+    """The end of a forward after a stage's last layer: its tensors, and each router's logits."""
 
-    def __init__(self, stream: Tensor, router_logits: tuple[Tensor, ...]) -> None:
+    def __init__(self, stream: list[Tensor], router_logits: tuple[Tensor, ...]) -> None:
         super().__init__()
         self.stream, self.router_logits = stream, router_logits
 
@@ -99,14 +99,23 @@ class HubModel(Transformer):
         self.embedding = self.norm = self.head = None
         self._moes: dict[int, HubMoE] = {}
         self._context: Context | None = None
-        #: The part that runs now, and the stream that it has received.
-        self._part, self._received = whole(config), None
+        #: The part that runs now, and the tensors that it has received.
+        self._part, self._received = whole(config), list[Tensor]()
         parts = [self._part] if parts is None else parts
         units = {unit for part in parts for unit in part.units(tied=config.tied_embeddings)}
         #: Names of the parameters that are held.
         self._held = {one.name for one in self.architecture.parameters if one.unit in units}
         embedding: Any = net.get_input_embeddings()
         embedding.forward = partial(self._embed, embedding.forward)
+        tables_read = {*embedding.parameters()}
+        #: Names of parameters that are read before the layers alone, and not held.
+        self._absent = [
+            one.name
+            for one in self.architecture.parameters
+            if one.unit == "embedding"
+            and one.name not in self._held
+            and net.get_parameter(one.name) not in tables_read
+        ]
         tables = {module.weight for module in net.modules() if isinstance(module, nn.Embedding)}
         #: Whether what lies before the layers is more than tables, whose backward reads no weights.
         self._reads_embedding_twice = any(
@@ -137,20 +146,30 @@ class HubModel(Transformer):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Persistent ones alone: those that are state, of the layers that are held."""
-        held = {name.rpartition(".")[0] for name in self._held}
-        for name, buffer in self.net.named_buffers(*args, **kwargs):
-            if name in self.architecture.buffers and name.rpartition(".")[0] in held:
-                yield name, buffer
+        layers = self.architecture.layers + "."
 
-    @property
-    def stream_dtype(self) -> torch.dtype:
-        return self.dtype
+        def owner(name: str) -> str:
+            """The decoder layer of a parameter or buffer; else its module."""
+            is_layer = name.startswith(layers)
+            return name.removeprefix(layers).split(".")[0] if is_layer else name.rpartition(".")[0]
+
+        held = {owner(name) for name in self._held}
+        for name, buffer in self.net.named_buffers(*args, **kwargs):
+            if name in self.architecture.buffers and owner(name) in held:
+                yield name, buffer
 
     def num_sequences(self, batch: Batch) -> int:
         return max(len(batch.tokens_BS), 1)  # one of padding where there is none
 
-    def stream_shape(self, batch: Batch) -> tuple[int, ...]:
-        return *self.rows_of(batch).ids_BS.shape, *self.architecture.layer_output
+    def stream_specs(self, batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        num_rows, length = self.rows_of(batch).ids_BS.shape
+        specs: list[tuple[tuple[int, ...], torch.dtype]] = []
+        for name, sizes in self.architecture.layer_output:
+            shape = [size if size > 0 else min(-size, length) for size in sizes]
+            dtype: torch.dtype = getattr(torch, name)
+            dtype = torch.promote_types(dtype, self.dtype) if dtype.is_floating_point else dtype
+            specs.append(((num_rows, length, *shape), dtype))
+        return specs
 
     def get_submodule(self, target: str) -> nn.Module:
         return self.net.get_submodule(target)
@@ -179,9 +198,7 @@ class HubModel(Transformer):
         self,
         batch: Batch,
         part: ModelPart | None = None,
-        x_TH: Tensor | None = None,
-        sums_QX: Tensor | None = None,
-        *,
+        *received: Tensor,
         flow: Flow = PLAIN_FLOW,
     ) -> Output:
         config = self.config
@@ -190,27 +207,28 @@ class HubModel(Transformer):
         context = self._make_context(batch, rows, flow)
         if part.first:
             self.weights.fetch("embedding")
-        losses_T = None
-        self._part, self._received = part, x_TH
+        losses_T, num_tensors = None, len(self.architecture.layer_output)
+        sums_QX = received[num_tensors] if len(received) > num_tensors else None
+        self._part, self._received = part, list(received[:num_tensors])
         try:
             with self._inside(context):
                 stream, logits = self._hidden_states(rows, wants_logits=config.has_aux_loss)
                 if part.last:
-                    hidden_TH = stream.flatten(0, 1)
+                    hidden_TH = stream[0].flatten(0, 1)
                     if rows.place_T is not None:
                         hidden_TH = hidden_TH[rows.place_T]
                     losses_T = self._losses(hidden_TH[: max(batch.num_tokens, 1)], batch.targets_BS)
                     losses_T = self.weights.leave("head", losses_T)
                 aux, sums_QX = self._auxiliary(logits, context, sums_QX, is_last=part.last)
         finally:
-            self._part, self._received = whole(config), None
+            self._part, self._received = whole(config), []
         layers = tuple(sorted(self._moes.keys() & {*part.layers}))
         counts_LE = context.token_ids_T.new_zeros(len(layers), config.num_experts)
         for place, layer in enumerate(layers):
             counts_LE[place] = self._moes[layer].counts_E
         zeros_L = counts_LE.new_zeros(len(layers))
         return Output(
-            None if part.last else stream,
+            None if part.last else stream[0],
             losses_T,
             aux,
             counts_LE,
@@ -218,6 +236,7 @@ class HubModel(Transformer):
             torch.full_like(zeros_L, NO_FAULT),
             moe_layers=layers,
             sums=sums_QX,
+            more=() if part.last else tuple(stream[1:]),
         )
 
     def rows_of(self, batch: Batch) -> Rows:
@@ -258,7 +277,7 @@ class HubModel(Transformer):
         document in each: the modelling code keeps earlier positions in a cache of its own."""
         rows = self.rows_of(batch)
         with self._inside(self._make_context(batch, rows, PLAIN_FLOW)):
-            return self._hidden_states(rows, wants_logits=False, slices=batch.slices)[0]
+            return self._hidden_states(rows, wants_logits=False, slices=batch.slices)[0][0]
 
     def _make_context(self, batch: Batch, rows: Rows, flow: Flow) -> Context:
         num_rows, length = rows.ids_BS.shape
@@ -286,6 +305,8 @@ class HubModel(Transformer):
     @contextmanager
     def _inside(self, context: Context) -> Iterator[None]:
         """A forward, or the recomputation of a layer: experts look at its context."""
+        if self.net.training != context.training:
+            set_mode(self.net, training=context.training)
         before = self._context
         mode: AbstractContextManager[Any] = nullcontext() if before else exactly(self.dtype)
         self._set_context(context)
@@ -302,9 +323,9 @@ class HubModel(Transformer):
 
     def _hidden_states(
         self, rows: Rows, *, wants_logits: bool, slices: SliceState = NO_SLICES
-    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The stream after the last norm, or after the stage's last layer, and the logits of each
-        router."""
+    ) -> tuple[list[Tensor], tuple[Tensor, ...] | None]:
+        """The stream after the last norm, or the tensors of the stage's last layer, and the logits
+        of each router."""
         given: dict[str, Any] = (
             {"position_ids": rows.position_BS} if rows.position_BS is not None else {}
         )
@@ -325,12 +346,18 @@ class HubModel(Transformer):
             return end.stream, end.router_logits
         if slices is not NO_SLICES:
             slices.foreign = output[cache]
-        return output.last_hidden_state, getattr(output, "router_logits", None)
+        return [output.last_hidden_state], getattr(output, "router_logits", None)
 
     def _embed(self, inner: Callable[..., Tensor], ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The forward of the embedding; zeros where its result is not read."""
         if self._part.first:
             return inner(ids, *args, **kwargs)
+        for name in self._absent:  # the results of these are not read either
+            path, _, leaf = name.rpartition(".")
+            module, shape = self.net.get_submodule(path), self.net.get_parameter(name).shape
+            zeros = torch.zeros((), dtype=self.dtype, device=ids.device).expand(shape)
+            module._parameters[leaf] = nn.Parameter(zeros, requires_grad=False)
+        self._absent.clear()
         return torch.zeros(*ids.shape, self.config.hidden_size, dtype=self.dtype, device=ids.device)
 
     def _run_layer(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +366,8 @@ class HubModel(Transformer):
         if self._context is None:  # outside of a run
             return inner(*args, **kwargs)
         if index < part.layers.start:
-            return self._received
+            received = self._received
+            return received[0] if len(received) == 1 else tuple(received)
         at_layer(index)
         leaves, spec = _pytree.tree_flatten((args, kwargs))
         leaves = together(leaves)
@@ -361,7 +389,7 @@ class HubModel(Transformer):
         first = _first(results)
         results[first] = weights.leave(unit, results[first])
         if index + 1 == part.layers.stop and not part.last:
-            raise _StageEnd(results[first], _recorded_logits())
+            raise _StageEnd(results, _recorded_logits())
         if index == self.architecture.num_layers - 1:
             results[first] = weights.enter("head", self.begin_graph("head", results[first]))
         return _pytree.tree_unflatten(results, form)

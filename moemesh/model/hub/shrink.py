@@ -88,7 +88,9 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         if is_experts(module):
             found |= {next(one for one in lists if name.startswith(one + "."))}
     if not found:
-        raise ValueError("none of its experts pass through the interface of transformers")
+        classes = {type(module).__name__ for module in model.modules()}
+        names = ", ".join(sorted(name for name in classes if "Expert" in name)) or "none"
+        raise ValueError(f"experts ({names}) do not pass through the interface of transformers")
     if len(found) > 1:
         raise ValueError(f"several lists of layers have experts: {', '.join(sorted(found))}")
     (name,) = found

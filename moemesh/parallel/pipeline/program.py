@@ -194,7 +194,7 @@ def stream_specs(model: Transformer, batch: Batch) -> Sequence[TensorSpec]:
     """The message of a stage to the next: the residual stream of this rank's tokens, and where all
     layers have one auxiliary loss the sums for it."""
     config = model.config
-    specs = [TensorSpec(model.stream_shape(batch), model.stream_dtype)]
+    specs = [TensorSpec(*spec) for spec in model.stream_specs(batch)]
     if config.has_joint_aux_loss:
         shape = num_scopes(config, model.num_sequences(batch)), width_of_sums(config)
         specs.append(TensorSpec(shape, torch.float64))
