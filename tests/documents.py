@@ -1,8 +1,8 @@
 """Blocks of the documentation that are written from the code.
 
 ``python -m tests.documents`` writes everything between ``<!-- generated: NAME -->`` and
-``<!-- end -->`` again. What a person wrote in them (meanings, descriptions) stays; what is new says
-TODO, which `tests/test_docs.py` refuses.
+``<!-- end -->`` again. Blocks that take minutes are written with ``--slow``. What a person wrote in
+them (meanings, descriptions) stays; what is new says TODO, which `tests/test_docs.py` refuses.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from moemesh.sharding.dispatchers import expected_distinct
 from moemesh.sharding.load_run import load_run
 from moemesh.train.preparation import untrainable
 from tests.balance import pictures as balance_pictures
+from tests.hub import documents as hub_documents
 from tests.huggingface import documents as family_documents
 from tests.planner import documents as planner_documents
 from tests.sandbox import ROOT
@@ -222,6 +223,8 @@ def codes(old: str) -> str:
     return "\n| code | meaning |\n|---|---|\n" + rows
 
 
+#: Blocks that are made in minutes.
+SLOW_BLOCKS = hub_documents.BLOCKS
 BLOCKS = {
     "codes": codes,
     "floors": floors,
@@ -289,9 +292,15 @@ PICTURES = {
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
-def regenerate(text: str) -> str:
-    """`text` with every generated block written again."""
-    return BLOCK.sub(lambda m: m[1] + BLOCKS[m[2]](m[3]) + m[4], text)
+def regenerate(text: str, *, slow: bool = False) -> str:
+    """`text` with every generated block, or every one that is made at once, as it is now."""
+    blocks = {**BLOCKS, **(SLOW_BLOCKS if slow else {})}
+
+    def block(match: re.Match[str]) -> str:
+        inside = blocks[match[2]](match[3]) if match[2] in blocks else match[3]
+        return match[1] + inside + match[4]
+
+    return BLOCK.sub(block, text)
 
 
 def meanings_file() -> str:
@@ -308,7 +317,8 @@ def meanings_file() -> str:
 
 if __name__ == "__main__":
     for name in DOCUMENTS:
-        (ROOT / name).write_text(regenerate(text_of(name)), encoding="utf-8")
+        text = regenerate(text_of(name), slow="--slow" in sys.argv)
+        (ROOT / name).write_text(text, encoding="utf-8")
     (ROOT / MEANINGS).write_text(meanings_file(), encoding="utf-8")
     for name, draw in PICTURES.items():
         (ROOT / name).write_text(draw(), encoding="utf-8")

@@ -28,6 +28,7 @@ from tests.documents import (
     DOCUMENTS,
     PICTURES,
     ROOT,
+    SLOW_BLOCKS,
     SMALL_RUN,
     regenerate,
     text_of,
@@ -221,6 +222,13 @@ def test_generated_blocks_are_current(document: str) -> None:
     assert not [match[2] for match in BLOCK.finditer(text) if "TODO" in match[3]]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_table_of_families_of_transformers_is_current() -> None:
+    text = text_of("docs/huggingface.md")
+    assert text == regenerate(text, slow=True), "run `python -m tests.documents --slow`"
+
+
 @pytest.mark.parametrize("picture", PICTURES)
 def test_pictures_are_current(picture: str) -> None:
     assert text_of(picture) == PICTURES[picture](), "run: python -m tests.documents"
@@ -228,7 +236,7 @@ def test_pictures_are_current(picture: str) -> None:
 
 def test_every_block_is_somewhere() -> None:
     names = [match[2] for document in DOCUMENTS for match in BLOCK.finditer(text_of(document))]
-    assert sorted(names) == sorted(BLOCKS)
+    assert sorted(names) == sorted([*BLOCKS, *SLOW_BLOCKS])
 
 
 # Links.

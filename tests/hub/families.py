@@ -129,6 +129,16 @@ def multimodal() -> Iterator[str]:
     yield from _with_experts(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
+def text_of_images() -> list[str]:
+    """Those of :func:`multimodal` whose text part has no class of its own."""
+    known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return [
+        name
+        for name in multimodal()
+        if CONFIG_MAPPING[name]().get_text_config().model_type not in known
+    ]
+
+
 def _with_experts(names: Mapping[str, Any]) -> Iterator[str]:
     """Those whose modelling file decorates a module of experts."""
     home = Path(transformers.__file__).parent / "models"
@@ -199,18 +209,27 @@ def tiny_config(name: str, layers: int = 2) -> Any:
         if there is None and key == "vision_config":
             there = kind()
         if there is not None and there is not whole.get_text_config():
-            inner = _small(_values(there))
-            inner |= {size: 64 for size in OF_THE_TEXT if isinstance(inner.get(size), int)}
-            if (count := inner.get("num_hidden_layers")) is not None:
-                lists = {size: one for size, one in inner.items() if isinstance(one, list)}
-                inner |= {size: one[:1] for size, one in lists.items() if len(one) == count}
-                inner["num_hidden_layers"] = 1
+            inner = _encoder(_values(there))
             inner |= BOUND.get(there.model_type, {})
             values[key] = (type(there) if kind is AutoConfig else kind)(**inner)
     config = type(whole)(**{**values, "text_config": _tiny_text(whole, layers, values)})
     count = sum(parameter.numel() for parameter in on_meta(config).parameters())
     assert count < 20_000_000, f"{name} has {count:,} parameters"
     return config
+
+
+def _encoder(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of an encoder with small sizes and one layer, and of those inside of it."""
+    inner = _small(values)
+    inner |= {size: 64 for size in OF_THE_TEXT if isinstance(inner.get(size), int)}
+    if (count := inner.get("num_hidden_layers")) is not None:
+        lists = {size: one for size, one in inner.items() if isinstance(one, list)}
+        inner |= {size: one[:1] for size, one in lists.items() if len(one) == count}
+        inner["num_hidden_layers"] = 1
+    parts = {
+        key: one for key, one in inner.items() if isinstance(one, dict) and "model_type" in one
+    }
+    return inner | {key: _encoder(one) for key, one in parts.items()}
 
 
 def _tiny_text(whole: Any, layers: int, values: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from tests.train.runs import metrics, moemesh, said, sets
 
 PAIR = ("--set", "plan.dp=2", "--set", "plan.ep=2")
 STAGES = ("--set", "plan.pp=2", "--set", "plan.microbatches=2")
-LENGTH = 32
+LENGTH = 40
 
 
 def text_file(folder: Path) -> Path:
@@ -81,9 +81,10 @@ def test_a_folder_trains_on_two_ranks_resumes_on_one_and_comes_out(
     said("train", out / "config.toml", "--out", out, *one)
     said("checkpoint", "verify", out)
     assert len(metrics(out)) == 3
-    assert "3 steps" in said("explain", out)
-    assert Path(said("report", out).split()[-1]).exists()
-    assert "3/3" in said("watch", out)
+    assert "finished step 3 of 3" in said("explain", out)
+    report = moemesh("report", str(out)).stdout.strip()
+    assert Path(report).exists()
+    assert "step 3/3" in said("watch", out)
     words = ["generate", out, "--chat", "--prompt", "5 squared?", "--max-tokens", 6, "--json"]
     answer = json.loads(moemesh(*map(str, words), *PAIR).stdout)
     assert 0 < len(answer["tokens"]) <= 6

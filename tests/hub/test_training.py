@@ -15,9 +15,10 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.architecture import Architecture
 from moemesh.config.plan import Plan
 from moemesh.model.hub.architecture import read
+from moemesh.model.hub.experts import is_experts
 from moemesh.model.hub.shrink import shrunken
 from moemesh.train.numerics.hub_proof import ProofError, prove
-from tests.hub.families import family_names
+from tests.hub.families import family_names, random_model, text_of_images
 from tests.hub.training import architecture_of, difference, model_of, plain, split
 from tests.ranks import mesh_on_ranks
 
@@ -77,6 +78,34 @@ def test_every_family_trains_as_transformers(name: str, layout: str) -> None:
     if "pp" in LAYOUTS[layout] and architecture.uncut:
         pytest.skip(architecture.uncut)
     assert difference(split(name, **LAYOUTS[layout]), plain(name)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "qwen3_vl_moe" else pytest.mark.slow)
+        for name in text_of_images()
+    ],
+)
+def test_models_of_images_and_text_alone_train_on_text(name: str) -> None:
+    """The weights of the encoders stay as they are."""
+    try:
+        weights = random_model(name).state_dict()
+    except (AssertionError, RuntimeError) as error:
+        pytest.skip(f"transformers itself: {error}")
+    if len(experts_of(name)) > 1:
+        pytest.skip("several lists of layers have experts")
+    trained = split(name, **LAYOUTS["ep2"])
+    assert difference(trained, plain(name)) < 1e-9
+    encoder = [key for key in trained.weights if "vis" in key]
+    assert all(torch.equal(trained.weights[key], weights[key].double()) for key in encoder)
+    mesh_on_ranks(Plan(dp=2, ep=2).layout, proof, architecture_of(name))
+
+
+def experts_of(name: str) -> set[str]:
+    """The names of experts modules without the numbers of their layers."""
+    modules = random_model(name).named_modules()
+    return {re.sub(r"\d+", "", path) for path, module in modules if is_experts(module)}
 
 
 def test_a_family_without_a_small_model_is_refused_with_the_reason(

@@ -115,7 +115,7 @@ def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         if key == "num_hidden_layers":
-            value = layers
+            value = min(value, layers)
         elif re.fullmatch(_EXPERTS, str(key)) and isinstance(value, int):
             value = min(value, experts)
         elif isinstance(value, dict) and "rope" not in str(key):
@@ -126,7 +126,7 @@ def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
         elif isinstance(value, list):
             items = cast("list[Any]", value)
             if total is not None and len(items) >= total:
-                items = items[: len(items) - total + layers]
+                items = items[: len(items) - total + min(total, layers)]
             elif str(key).endswith("layers"):
                 items = [one for one in items if not isinstance(one, int) or one <= layers]
             value = [_smaller(key, one) for one in items]
@@ -134,6 +134,8 @@ def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
             value = _smaller(key, value)
         found[key] = value
     # Sizes that are equal in the real model because one follows from the other.
+    if values.get("qk_nope_head_dim") == values.get("qk_rope_head_dim", 0):
+        found["qk_nope_head_dim"] = found["qk_rope_head_dim"]
     heads = values.get("num_attention_heads")
     if heads is not None and heads == values.get("num_key_value_heads"):
         found["num_key_value_heads"] = found["num_attention_heads"]
@@ -143,6 +145,14 @@ def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
         for key in (key for key in values if str(key).endswith("head_dim") and key not in parts):
             if values[key] in (rotary, both):
                 found[key] = sum(found[part] for part in parts[values[key] == rotary :])
+    # Rotary pairs for time, height and width, which are all that are turned.
+    rope = dict(found.get("rope_parameters") or {})
+    if "mrope_section" in rope:
+        size = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+        size *= rope.get("partial_rotary_factor") or 1
+        pairs = int(found.get("qk_rope_head_dim") or size) // 2
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+        found["rope_parameters"] = rope
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if isinstance(found.get(key), (int, list)):
             found[key] = 1

@@ -1,0 +1,43 @@
+"""The table of docs/huggingface.md on families of transformers, from their architectures."""
+
+from __future__ import annotations
+
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.model import trained_families
+
+
+def hub_families(old: str) -> str:
+    """A row for each family with experts that the installed transformers has, as its tiny model is
+    read."""
+    # Late: transformers takes seconds to import.
+    from moemesh.model.hub.architecture import read
+    from tests.hub.families import family_names, text_of_images
+    from tests.hub.training import values_of
+
+    lines = ["| `model_type` | code | ep | pp | documents of a row | balance | generate |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for name in [*family_names(), *text_of_images()]:
+        try:
+            values = values_of(name)
+            family = read(values)
+        except (AssertionError, RuntimeError, ConfigError):
+            continue  # transformers builds no tiny model of it, or it has experts in two stacks
+        text = {**values, **dict(values.get("text_config") or {})}
+        state = [one.shape for one in family.parameters if one.is_idle] + [*family.buffers.values()]
+        ways = {
+            "loss": text.get("router_aux_loss_coef") is not None,
+            "bias": (family.num_experts,) in state,
+        }
+        cells = (
+            "both" if name in trained_families()["family"] else "transformers",
+            "yes",
+            "no" if family.uncut else "yes",
+            "each by itself" if family.documents == "rows" else "together",
+            ", ".join(way for way, is_known in ways.items() if is_known) or "by key",
+            "yes",
+        )
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+BLOCKS = {"hub_families": hub_families}
