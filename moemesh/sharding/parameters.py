@@ -37,7 +37,7 @@ from moemesh.sharding.buckets import unit_of
 class ParameterTensor:
     """One parameter. `shards`: axis -> sharded dim. `trains`: whether it does. ``per_rank``: of a
     stack that holds some experts of a layer only, how many each rank of ep has. The other three
-    are those of a :class:`~moemesh.config.architecture.ParameterRecord`."""
+    are those of a :class:`~moemesh.config.architecture.ParameterRecord`, as is `blocks`."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +48,7 @@ class ParameterTensor:
     recorded_unit: str = ""
     is_fp32: bool = False
     is_idle: bool = False
+    blocks: int = 1
 
     @property
     def unit(self) -> str:
@@ -104,16 +105,20 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
 
 
 def _of_record(record: ParameterRecord) -> ParameterTensor:
-    """A parameter of a model of transformers: stacks of experts are sharded over ep, the rest is
-    whole on every rank."""
+    """A parameter of a model of transformers: stacks of experts are sharded over ep, and over etp
+    where their width can be; the rest is whole on every rank."""
+    shards = {"ep": 0} if record.is_expert else {}
+    if record.cut is not None:
+        shards["etp"] = record.cut
     return ParameterTensor(
         name=record.name,
         shape=record.shape,
-        shards={"ep": 0} if record.is_expert else {},
+        shards=shards,
         summed_over="edp" if record.is_expert else "stage",
         recorded_unit=record.unit,
         is_fp32=record.is_fp32,
         is_idle=record.is_idle,
+        blocks=record.blocks,
     )
 
 

@@ -15,6 +15,7 @@ from tests.hub.families import random_model, tiny_folder
 from tests.train.runs import moemesh, said
 
 PAIR = ("--set", "plan.dp=2", "--set", "plan.ep=2")
+WIDTHS = ("--set", "plan.dp=2", "--set", "plan.etp=2")
 STAGES = ("--set", "plan.pp=2", "--set", "plan.microbatches=2")
 LENGTH = 32
 
@@ -45,6 +46,7 @@ def loss_of(folder: Path, text: Path) -> float:
         ("qwen3_5_moe", PAIR),
         pytest.param("gemma4", PAIR, marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", STAGES, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", WIDTHS, marks=pytest.mark.slow),
     ],
 )
 def test_a_folder_trains_on_two_ranks_resumes_on_one_and_comes_out(
@@ -56,7 +58,7 @@ def test_a_folder_trains_on_two_ranks_resumes_on_one_and_comes_out(
     sets = [word for key in keys for word in ("--set", key)]
     said("train", "--out", out, *sets, *plan)
     said("train", out / "config.toml", "--out", out, "--set", "train.steps=3",
-         "--set", "plan.pp=1", "--set", "plan.dp=1", "--set", "plan.ep=1")  # fmt: skip
+         "--set", "plan.pp=1", "--set", "plan.dp=1", "--set", "plan.ep=1", "--set", "plan.etp=1")  # fmt: skip
     said("checkpoint", "verify", out)
     said("convert", out, tmp_path / "exported")
     before, after = (
