@@ -57,8 +57,9 @@ def test_a_folder_trains_on_two_ranks_resumes_on_one_and_comes_out(
     keys += ["data.global_batch=4", "train.steps=2", "train.lr=1e-3"]
     sets = [word for key in keys for word in ("--set", key)]
     said("train", "--out", out, *sets, *plan)
-    said("train", out / "config.toml", "--out", out, "--set", "train.steps=3",
-         "--set", "plan.pp=1", "--set", "plan.dp=1", "--set", "plan.ep=1", "--set", "plan.etp=1")  # fmt: skip
+    alone = ["train.steps=3", *(f"plan.{axis}=1" for axis in ("pp", "dp", "ep", "etp"))]
+    sets_alone = [word for key in alone for word in ("--set", key)]
+    said("train", out / "config.toml", "--out", out, *sets_alone)
     said("checkpoint", "verify", out)
     said("convert", out, tmp_path / "exported")
     before, after = (

@@ -13,8 +13,8 @@ from moemesh.train.numerics.hub_proof import ProofError, prove
 from tests.hub.families import family_names
 from tests.hub.training import architecture_of, difference, model_of, plain, split
 
-#: dp, ep, ep beside replicas of experts, parts of the width of experts, weights that are gathered, each layer computed twice, and
-#: stages of a pipeline.
+#: dp, ep, ep beside replicas of experts, weights that are gathered, each layer computed twice,
+#: parts of the width of experts, and stages of a pipeline.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"dp": 2, "ep": 2},
     "ep4": {"dp": 4, "ep": 4},
