@@ -7,7 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
 #: The lists of :attr:`Architecture.costs`, as :mod:`moemesh.model.hub.costs` counts them.
-COSTS = {"flops", "flops_per_key", "kept_bytes", "ends"}
+COSTS = {"flops", "flops_per_key", "ends"} | {
+    f"{width}{kind}"
+    for width in ("", "wide_")
+    for kind in ("kept_bytes", "kept_per_key", "expert_bytes")
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,8 +67,9 @@ class ParameterTensor:
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
 
     def weight_bytes(self, element_bytes: int) -> int:
-        """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
-        is_fp32 = self.is_fp32 or ".router." in self.name
+        """Bytes of a number of this weight in a model of `element_bytes`: our routers stay in fp32,
+        and recorded weights where the record says so."""
+        is_fp32 = self.is_fp32 if self.recorded_unit else ".router." in self.name
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:

@@ -172,7 +172,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         layer_output=layer_output,
         uncut=uncut,
         notes=tuple(notes),
-        costs=count_costs(model, layers) if is_counted else {},
+        costs=count_costs(model, plan.build(), name) if is_counted else {},
     )
 
 
