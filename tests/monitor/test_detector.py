@@ -71,7 +71,7 @@ def test_an_exception_of_all_ranks_names_the_rank_at_fault() -> None:
         RankStatus(rank=rank, exit_code=1, record=record(rank), error=one)
         for rank, one in enumerate(errors)
     ]
-    verdict = Clock().look(ranks, 1.0)
+    verdict = Clock().poll(ranks, 1.0)
     assert verdict is not None and verdict.rank == 2
     assert verdict.message == "rank 2 failed with exit code 1: E: x"
 
