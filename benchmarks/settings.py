@@ -267,6 +267,9 @@ class StepSettings(Settings):
         f"A step, the loss of as many tokens, or {GENERATED} tokens behind a prompt.",
     ] = "train"
     lora: Annotated[int, "Rank of adapters (the peer: peft); 0: full tuning.", {"min": 0}] = 0
+    implementation: Annotated[
+        Literal["moemesh", "transformers"], "Whose model code our own loop runs."
+    ] = "moemesh"
     rounds: Annotated[int, "Timed steps of each.", {"min": 2}] = 15
     layers: Annotated[int, "Layers.", {"min": 1}] = 6
     hidden: Annotated[int, "Hidden size, in 64s.", {"min": 64}] = 256

@@ -174,6 +174,7 @@ def _busy_neighbours(number: int) -> Iterator[None]:
 
 def our_step(mesh: Mesh, settings: StepSettings, folder: Path, dtype: str) -> Step:
     keys = [f"plan.{key}" for key in filter(None, settings.plan.split(","))]
+    keys += [f"model.implementation={settings.implementation}"]
     keys += [f"model.path={folder}", f"train.dtype={dtype}", f"train.weight_decay={DECAY}"]
     keys += [f"data.seq_len={settings.seq_len}", f"data.global_batch={settings.sequences}"]
     if settings.lora:

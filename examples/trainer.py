@@ -1,6 +1,5 @@
 """Experts over ranks with transformers' Trainer: torchrun --nproc_per_node 2 trainer.py OUT"""
 
-import os
 import sys
 
 import torch
@@ -10,8 +9,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingA
 import moemesh as mm
 
 arguments = TrainingArguments(  # it starts the process group
-    sys.argv[1], use_cpu=True, max_steps=8, learning_rate=1e-2, logging_steps=7, save_strategy="no",
-    report_to=[],
+    sys.argv[1], use_cpu=True, max_steps=8, learning_rate=1e-2, logging_steps=7, report_to=[],
 )  # fmt: skip
 torch.manual_seed(0)
 model = Qwen3MoeForCausalLM(
@@ -20,16 +18,12 @@ model = Qwen3MoeForCausalLM(
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, output_router_logits=True,
     )
 )  # fmt: skip
-blocks = [layer.mlp for layer in model.model.layers]
 for layer in model.model.layers:
     layer.mlp = mm.MoELayer.from_transformers(layer.mlp)
 model._ddp_params_and_buffers_to_ignore = list(mm.expert_parameters(model))
 rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64 * 16).view(-1, 16) % 61]
-Trainer(model, arguments, train_dataset=rows).train()
-for layer, block in zip(model.model.layers, blocks, strict=True):
-    block.load_state_dict(layer.mlp.to_transformers())  # all ranks: it gathers
-    layer.mlp = block
-if int(os.environ.get("RANK", 0)) == 0:
-    model.save_pretrained(sys.argv[1])
+trainer = Trainer(model, arguments, train_dataset=rows)
+trainer.train()  # its checkpoints hold the experts of all ranks
+trainer.save_model()  # so does this folder; all ranks call
 if dist.is_initialized():
     dist.destroy_process_group()

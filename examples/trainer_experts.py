@@ -1,6 +1,5 @@
 """An MoE of transformers over ranks: torchrun --nproc_per_node 2 trainer_experts.py OUT"""
 
-import os
 import sys
 
 import torch
@@ -10,8 +9,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Trainer, TrainingAr
 import moemesh as mm
 
 arguments = TrainingArguments(  # it starts the process group
-    sys.argv[1], use_cpu=True, max_steps=8, learning_rate=1e-2, logging_steps=7, save_strategy="no",
-    report_to=[],
+    sys.argv[1], use_cpu=True, max_steps=8, learning_rate=1e-2, logging_steps=7, report_to=[],
 )  # fmt: skip
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_config(
@@ -22,9 +20,8 @@ model = AutoModelForCausalLM.from_config(
 )  # fmt: skip
 mm.use_experts(model)  # each rank keeps 4 of the 8 experts of a layer
 rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64 * 16).view(-1, 16) % 61]
-Trainer(model, arguments, train_dataset=rows).train()
-state = mm.full_state_dict(model)  # all ranks: it gathers
-if int(os.environ.get("RANK", 0)) == 0:
-    model.save_pretrained(sys.argv[1], state_dict=state)
+trainer = Trainer(model, arguments, train_dataset=rows)
+trainer.train()  # its checkpoints hold the experts of all ranks
+trainer.save_model()  # so does this folder; all ranks call
 if dist.is_initialized():
     dist.destroy_process_group()

@@ -7,14 +7,20 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
 #: The lists of :attr:`Architecture.costs`, as :mod:`moemesh.model.hub.costs` counts them.
-COSTS = {"flops", "flops_per_key", "kept_bytes", "ends"}
+COSTS = {"flops", "flops_per_key", "ends"} | {
+    f"{width}{kind}"
+    for width in ("", "wide_")
+    for kind in ("kept_bytes", "kept_per_key", "expert_bytes")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
     """One parameter, under its name in transformers. ``unit``: the part of the forward that reads
     it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of its first dim for
-    each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient."""
+    each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient;
+    ``cut``: the dim of a stack that ranks of etp share, each of the equal ``blocks`` of it by
+    itself; None: they cannot."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,6 +28,8 @@ class ParameterRecord:
     is_expert: bool = False
     is_fp32: bool = False
     is_idle: bool = False
+    cut: int | None = None
+    blocks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,11 @@ class Architecture:
     uncut: str = ""
     notes: tuple[str, ...] = ()
     costs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def cuts_experts(self) -> bool:
+        """Whether the ranks of etp can share the width of each expert."""
+        return all(one.cut is not None for one in self.parameters if one.is_expert)
 
     def to_json(self) -> str:
         """One line, as the cache has it."""

@@ -38,7 +38,6 @@ STAGE_SCHEDULES_OF_HUB = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
 _OF_HUB: dict[tuple[str, str], tuple[object, ...]] = {
     ("plan", "tp"): (1,),
     ("plan", "cp"): (1,),
-    ("plan", "etp"): (1,),
     ("plan", "recompute"): ("none", "full"),
     ("plan", "combine"): ("fast",),
     ("plan", "spare_slots"): (0,),
@@ -70,6 +69,13 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
         yield section.problem("not-available", key, message, fix, "model.implementation")
 
     plan = config.plan
+    if plan.etp > 1 and not architecture.cuts_experts:
+        message = (
+            f"etp = {plan.etp} cannot be carried out for {architecture.model_type}: results of its "
+            "experts, as transformers computes them, are not sums over parts of their width"
+        )
+        fix = f"etp = 1, ep = {plan.ep * plan.etp}"
+        yield plan.problem("not-available", "etp", message, fix, "model.implementation")
     if plan.num_stages > 1 and architecture.uncut:
         message = (
             f"the layers of {architecture.model_type} cannot be cut into pipeline stages: "

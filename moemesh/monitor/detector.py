@@ -416,6 +416,10 @@ class FailureDetector:
             for status in failed
         }
         cause = min(failed, key=lambda status: (weak[status.rank], came[status.rank], status.rank))
+        if cause.error is not None and "rank" in cause.error.facts:
+            # All ranks raise it alike, and it names the rank at fault.
+            named = cause.error.facts["rank"]
+            cause = next((status for status in failed if status.rank == named), cause)
         if weak[cause.rank] >= 2:
             if (differing := _differing_calls(statuses)) is not None:
                 return differing

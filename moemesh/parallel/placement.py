@@ -111,7 +111,8 @@ class Placement:
     the pipeline ranks that hold it (ascending), and whether it trains. ``places``: logical ids of
     the experts in the places of a stack; None: in order. ``per_rank``: number of experts of each
     rank of ep, for a stack of some experts of a layer. ``unit``: the part of the forward that reads
-    it, if its name does not contain it."""
+    it, if its name does not contain it. ``blocks``: the number of equal blocks of the dim that etp
+    shards, of each of which a rank holds its part."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,9 +123,11 @@ class Placement:
     places: tuple[int, ...] | None = None
     per_rank: tuple[int, ...] | None = None
     unit: str = ""
+    blocks: int = 1
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
-        """The part of each dim that this rank holds; of experts, the places."""
+        """The part of each dim that this rank holds; of experts, the places. Of a dim of several
+        blocks that is sharded only the length of the range is right."""
         parts = [range(size) for size in self.shape]
         for axis_name, dim in self.shards.items():
             axis = mesh[axis_name]
@@ -133,6 +136,17 @@ class Placement:
                 first = sum(self.per_rank[: axis.index])
                 parts[dim] = range(first, first + self.per_rank[axis.index])
         return tuple(parts)
+
+    def parts_of_expert(self, mesh: Mesh) -> list[tuple[range, ...]]:
+        """The parts of each expert of a stack that this rank holds, in the order of its memory."""
+        whole, etp = self.slices(mesh)[1:], mesh["etp"]
+        if self.blocks == 1 or etp.size == 1:
+            return [whole]
+        assert self.shards["etp"] == 1, "parts of blocks follow one another in memory"
+        size = self.shape[1] // self.blocks
+        held = shard_range(size, etp.size, etp.index)
+        starts = range(0, self.shape[1], size)
+        return [(range(at + held.start, at + held.stop), *whole[1:]) for at in starts]
 
     def offset(self, mesh: Mesh) -> tuple[int, ...]:
         """The place where the part of this rank begins."""
@@ -197,6 +211,7 @@ def placements(
                 holders=(0,) if holders is None else holders[tensor.name],
                 trains=bool(tensor.trained_rows(tuning)),
                 unit=tensor.unit,
+                blocks=tensor.blocks,
             )
         return found
     for prefix, module in Transformer(config).named_modules():

@@ -37,7 +37,7 @@ from moemesh.sharding.buckets import unit_of
 class ParameterTensor:
     """One parameter. `shards`: axis -> sharded dim. `trains`: whether it does. ``per_rank``: of a
     stack that holds some experts of a layer only, how many each rank of ep has. The other three
-    are those of a :class:`~moemesh.config.architecture.ParameterRecord`."""
+    are those of a :class:`~moemesh.config.architecture.ParameterRecord`, as is `blocks`."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +48,7 @@ class ParameterTensor:
     recorded_unit: str = ""
     is_fp32: bool = False
     is_idle: bool = False
+    blocks: int = 1
 
     @property
     def unit(self) -> str:
@@ -66,8 +67,9 @@ class ParameterTensor:
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
 
     def weight_bytes(self, element_bytes: int) -> int:
-        """Bytes of a number of this weight in a model of `element_bytes`: routers stay in fp32."""
-        is_fp32 = self.is_fp32 or ".router." in self.name
+        """Bytes of a number of this weight in a model of `element_bytes`: our routers stay in fp32,
+        and recorded weights where the record says so."""
+        is_fp32 = self.is_fp32 if self.recorded_unit else ".router." in self.name
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
@@ -104,16 +106,20 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
 
 
 def _of_record(record: ParameterRecord) -> ParameterTensor:
-    """A parameter of a model of transformers: stacks of experts are sharded over ep, the rest is
-    whole on every rank."""
+    """A parameter of a model of transformers: stacks of experts are sharded over ep, and over etp
+    where their width can be; the rest is whole on every rank."""
+    shards = {"ep": 0} if record.is_expert else {}
+    if record.cut is not None:
+        shards["etp"] = record.cut
     return ParameterTensor(
         name=record.name,
         shape=record.shape,
-        shards={"ep": 0} if record.is_expert else {},
+        shards=shards,
         summed_over="edp" if record.is_expert else "stage",
         recorded_unit=record.unit,
         is_fp32=record.is_fp32,
         is_idle=record.is_idle,
+        blocks=record.blocks,
     )
 
 

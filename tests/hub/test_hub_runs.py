@@ -15,6 +15,7 @@ from tests.hub.families import random_model, tiny_folder
 from tests.train.runs import metrics, moemesh, said, sets
 
 PAIR = ("--set", "plan.dp=2", "--set", "plan.ep=2")
+WIDTHS = ("--set", "plan.dp=2", "--set", "plan.etp=2")
 STAGES = ("--set", "plan.pp=2", "--set", "plan.microbatches=2")
 LENGTH = 40
 
@@ -67,6 +68,7 @@ FAMILIES = (
     [
         ("qwen3_5_moe", PAIR),
         pytest.param("qwen3_5_moe", STAGES, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", WIDTHS, marks=pytest.mark.slow),
         *(pytest.param(name, PAIR, marks=pytest.mark.slow) for name in FAMILIES),
     ],
 )
@@ -77,7 +79,9 @@ def test_a_folder_trains_on_two_ranks_resumes_on_one_and_comes_out(
     keys = [f"model.path={folder}", f"data.path={chat_file(tmp_path)}", f"data.seq_len={LENGTH}"]
     keys += ["data.global_batch=4", "train.steps=2", "train.lr=1e-3", "train.warmup_steps=1"]
     said("train", "--out", out, *sets(*keys), *plan)
-    one = sets("train.steps=3", "plan.pp=1", "plan.dp=1", "plan.ep=1", "plan.microbatches=1")
+    one = sets(
+        "train.steps=3", "plan.pp=1", "plan.dp=1", "plan.ep=1", "plan.etp=1", "plan.microbatches=1"
+    )
     said("train", out / "config.toml", "--out", out, *one)
     said("checkpoint", "verify", out)
     assert len(metrics(out)) == 3

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 from transformers import CONFIG_MAPPING
 
 from moemesh.config.errors import ConfigError
@@ -15,7 +17,9 @@ from moemesh.config.huggingface.architecture import _read, read_architecture
 from moemesh.config.trainable import refusals
 from moemesh.model.hub.architecture import read
 from moemesh.model.hub.build import blueprint
+from moemesh.model.hub.experts import adds_up, is_experts
 from moemesh.sharding.load_run import load_run
+from tests.hub.families import random_model
 from tests.hub.training import values_of
 
 
@@ -82,6 +86,26 @@ def test_a_pipeline_that_it_cannot_run_is_refused_by_name(
 def test_a_pipeline_that_it_can_run_is_not_refused(folders: Path) -> None:
     given = [f"model.path={folders / 'qwen3_next'}", "plan.pp=2", "plan.microbatches=2"]
     assert not refusals(load_run([], given, {}).config)
+
+
+def test_experts_whose_width_cannot_be_shared_are_refused_by_name(folders: Path) -> None:
+    given = [f"model.path={folders / 'qwen3_next'}", "plan.dp=2", "plan.etp=2"]
+    config = load_run([], given, {}).config
+    assert not refusals(config)
+    architecture = config.model.architecture
+    assert architecture is not None
+    whole = [replace(record, cut=None) for record in architecture.parameters]
+    model = config.model.with_architecture(replace(architecture, parameters=tuple(whole)))
+    (problem,) = refusals(replace(config, model=model))
+    assert problem.key == "plan.etp" and "qwen3_next" in problem.message
+    assert problem.fix == "etp = 1, ep = 2"
+
+
+def test_a_norm_of_results_is_no_sum_over_parts_of_the_width() -> None:
+    module: Any = next(filter(is_experts, random_model("qwen3_moe").modules()))
+    assert adds_up(module.double())
+    module.act_fn = nn.Softmax(-1)
+    assert not adds_up(module)
 
 
 def test_a_key_that_its_code_does_not_read_is_refused(folders: Path) -> None:

@@ -22,12 +22,14 @@ from tests.hub.families import family_names, random_model, text_of_images
 from tests.hub.training import architecture_of, difference, model_of, plain, split
 from tests.ranks import mesh_on_ranks
 
-#: dp, ep, ep beside replicas of experts, weights that are gathered, each layer computed twice, and
-#: stages of a pipeline.
+#: dp, ep, ep beside replicas of experts, weights that are gathered, each layer computed twice,
+#: parts of the width of experts, and stages of a pipeline.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"dp": 2, "ep": 2},
     "ep4": {"dp": 4, "ep": 4},
     "zero3": {"dp": 2, "ep": 2, "data": "zero3", "recompute": "full", "microbatches": 2},
+    "etp2": {"dp": 2, "etp": 2},
+    "ep2_etp2": {"dp": 4, "ep": 2, "etp": 2, "data": "zero3", "microbatches": 2},
     "pp2": {"pp": 2, "microbatches": 2},
     "pp2_ep2": {"pp": 2, "dp": 2, "ep": 2, "data": "zero2", "microbatches": 2},
 }
@@ -49,6 +51,12 @@ FEW = ("qwen3_moe", "gpt_oss", "qwen3_next", "afmoe")
 @pytest.mark.parametrize("name", FEW)
 def test_a_layout_trains_as_transformers(name: str, layout: str) -> None:
     assert difference(split(name, **LAYOUTS[layout]), plain(name)) < 1e-9
+
+
+# Gates before ups; interleaved columns, transposed, with biases.
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_ranks_that_share_the_width_of_experts_train_as_transformers(name: str) -> None:
+    assert difference(split(name, **LAYOUTS["ep2_etp2"]), plain(name)) < 1e-9
 
 
 # Linear attention; a head that is tied to the embedding; a router that reads that of the layer
@@ -77,6 +85,8 @@ def test_every_family_trains_as_transformers(name: str, layout: str) -> None:
         pytest.skip(f"{architecture.num_experts} experts")
     if "pp" in LAYOUTS[layout] and architecture.uncut:
         pytest.skip(architecture.uncut)
+    if "etp" in LAYOUTS[layout] and not architecture.cuts_experts:
+        pytest.skip("experts that are no sums over parts of their width")
     assert difference(split(name, **LAYOUTS[layout]), plain(name)) < 1e-9
 
 

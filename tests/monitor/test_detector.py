@@ -64,6 +64,18 @@ def test_the_earliest_exception_in_user_code_is_the_cause() -> None:
     assert "ValueError: bad" in found.message
 
 
+def test_an_exception_of_all_ranks_names_the_rank_at_fault() -> None:
+    facts = {"rank": 2, "layer": 1}
+    errors = [replace(error("E", "x", 99.0 + rank), facts=facts) for rank in range(4)]
+    ranks = [
+        RankStatus(rank=rank, exit_code=1, record=record(rank), error=one)
+        for rank, one in enumerate(errors)
+    ]
+    verdict = Clock().poll(ranks, 1.0)
+    assert verdict is not None and verdict.rank == 2
+    assert verdict.message == "rank 2 failed with exit code 1: E: x"
+
+
 def test_a_rank_that_never_joined_is_found_at_once() -> None:
     clock = Clock()
     at = collective(1, op="rendezvous")

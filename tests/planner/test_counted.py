@@ -73,6 +73,17 @@ def test_layers_without_formulas_are_counted(kind: str) -> None:
         assert count_flops(shape, length, "full").forward == pytest.approx(want, rel=0.02)
 
 
+def test_layers_whose_mean_is_no_integer_are_counted_exactly() -> None:
+    record, number = counted(config("qwen3_moe", **SIZES))
+    norm = next(
+        part for part in record.parameters if part.unit == "layers.0" and len(part.shape) < 2
+    )
+    longer = replace(norm, shape=(norm.shape[0] + 1,))
+    parameters = tuple(longer if part is norm else part for part in record.parameters)
+    shape = counted_shape(replace(record, parameters=parameters), "m")
+    assert count_parameters(shape).total == number + 1
+
+
 def test_kept_bytes_are_those_that_were_counted() -> None:
     values = config("qwen3_moe", **SIZES)
     record, _ = counted(values)

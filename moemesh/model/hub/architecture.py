@@ -28,7 +28,7 @@ from moemesh.config.huggingface.keys import wrong
 from moemesh.model.batch import Batch
 from moemesh.model.hub.build import blueprint, initialize
 from moemesh.model.hub.costs import count_costs, unpacked_masks
-from moemesh.model.hub.experts import is_experts, set_exchange
+from moemesh.model.hub.experts import adds_up, is_experts, set_exchange, width_of
 from moemesh.model.hub.model import HubModel, masks, tail
 from moemesh.model.hub.precision import exactly
 from moemesh.model.hub.shrink import decoder_layers, shrunken
@@ -100,17 +100,34 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     _, module = next(iter(experts.values()))
     down: Any = module.down_proj
     width = down.shape[1] if module.is_transposed else down.shape[2]
-    parameters = tuple(
-        ParameterRecord(
+    is_counted = documents is None  # else for a proof
+    is_cut = not is_counted
+    if documents is None:
+        documents = "rows"
+        with suppress(Exception):
+            small = shrunken(values).build()
+            initialize(small, seed=0)
+            with suppress(Exception), exactly(torch.float64):
+                is_cut = all(adds_up(one) for one in small.modules() if is_experts(one))
+            documents = _documents(small)
+
+    def record(path: str, parameter: Tensor) -> ParameterRecord:
+        index, leaf = path.removeprefix(name + ".").split(".")[0], path.rpartition(".")[2]
+        is_stack = path in stacks
+        dim_and_blocks = width_of(experts[int(index)][1], leaf) if is_stack and is_cut else None
+        cut, blocks = dim_and_blocks or (None, 1)
+        return ParameterRecord(
             name=path,
             shape=tuple(parameter.shape),
             unit=_unit(path, name, uses.phases.get(id(parameter), set())),
-            is_expert=path in stacks,
+            is_expert=is_stack,
             is_fp32=parameter.dtype == torch.float32,
             is_idle=parameter.grad is None,
+            cut=cut,
+            blocks=blocks,
         )
-        for path, parameter in model.named_parameters()
-    )
+
+    parameters = tuple(record(*pair) for pair in model.named_parameters())
     # A tied table is read before the layers and after them.
     is_tied = any({0, 2} <= phases for phases in uses.phases.values())
     reads_between = any(
@@ -125,13 +142,8 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     elif not layer_output:
         uncut = "its layers return different tensors"
     notes = list(plan.notes)
-    is_counted = documents is None  # else for a proof
-    if documents is None:
-        documents = "rows"
-        with suppress(Exception):
-            documents = _documents(values)
-        if not uncut:
-            uncut = _against_stages(values)
+    if is_counted and not uncut:
+        uncut = _against_stages(values)
     if documents == "rows":
         notes.append(f"{kind}: documents of one sequence are computed in rows of their own")
     return Architecture(
@@ -160,7 +172,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         layer_output=layer_output,
         uncut=uncut,
         notes=tuple(notes),
-        costs=count_costs(model, layers) if is_counted else {},
+        costs=count_costs(model, plan.build(), name) if is_counted else {},
     )
 
 
@@ -294,10 +306,8 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _documents(values: Mapping[str, Any]) -> str:
+def _documents(model: PreTrainedModel) -> str:
     """The way to keep two documents in one row apart, a value of `Architecture.documents`."""
-    model = shrunken(values).build()
-    initialize(model, seed=0)
     ids = torch.randint(1, 100, (1, sum(_DOCUMENTS)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in _DOCUMENTS])[None]
     with exactly(torch.float64):

@@ -1,54 +1,66 @@
 """Costs of a token in each layer of a model of transformers, counted on the meta device.
 
-The modelling code runs once at each of two lengths, so that what grows with the length of a
+The modelling code runs at each of two lengths, so that what grows with the length of a
 sequence is separated from what does not:
 
     FLOPs(S) = a S + b S^2,     bytes kept for the backward(S) = c S + d S^2
 
 Attention on the meta device computes whole S x S scores, neither causal nor windowed; b is the cost
-of one query and one key. The d S^2 bytes are those scores, which a fused kernel does not keep.
-Experts compute T x K rows in one product, whatever the routing. The bytes that they keep are not
-counted: our own experts compute in their place.
+of one query and one key. Bytes are counted with a fused kernel where the code calls torch's, so
+that d is of scores that the code itself computes. Experts compute T x K rows in one product,
+whatever the routing. Bytes of plain SwiGLU experts are not counted: our own experts compute in
+their place.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.fx.experimental._config as _config
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, masking_utils
 
-from moemesh.model.hub.experts import is_experts, set_exchange
+from moemesh.model.hub.experts import is_experts, is_swiglu, set_exchange
 
 #: Multiples of the chunks in which linear attention is computed.
 LENGTHS = (128, 256)
 
 
-def count_costs(model: PreTrainedModel, layers: nn.ModuleList) -> dict[str, list[float]]:
-    """Forward costs of a token of `model`, which is on the meta device in bfloat16.
+def count_costs(model: PreTrainedModel, wide: PreTrainedModel, layers: str) -> dict[str, Any]:
+    """Forward costs of a token of `model`, which is on the meta device in bfloat16; `wide` is the
+    same in float32, `layers` the module that holds the decoder layers.
 
-    Per decoder layer: ``flops`` (a), ``flops_per_key`` (b), ``kept_bytes`` (c); ``ends``: the
-    FLOPs of a token outside of the layers.
+    Per decoder layer: ``flops`` (a), ``flops_per_key`` (b); ``kept_bytes`` (c) and
+    ``kept_per_key`` (d), ``expert_bytes`` (those of experts that the family's own code computes),
+    and the same of `wide`; ``ends``: the FLOPs of a token outside of the layers.
     """
-    short = LENGTHS[0]
-    (flops, kept, end), (long_flops, long_kept, long_end) = (
-        _count(model, layers, length) for length in LENGTHS
-    )
+    short, long = LENGTHS
+    (flops, end), (long_flops, long_end) = (_flops(model, layers, one) for one in LENGTHS)
     quadratic = [_per_key(a, b) for a, b in zip(flops, long_flops, strict=True)]
-    grown = [_per_key(a, b) for a, b in zip(kept, long_kept, strict=True)]
-    return {
+    costs: dict[str, Any] = {
         "flops": [total / short - b * short for total, b in zip(flops, quadratic, strict=True)],
         "flops_per_key": quadratic,
-        "kept_bytes": [total / short - d * short for total, d in zip(kept, grown, strict=True)],
         "ends": [end / short - _per_key(end, long_end) * short],
     }
+    for prefix, one in (("", model), ("wide_", wide)):
+        (kept, experts), (long_kept, _) = (_kept(one, layers, length) for length in (short, long))
+        grown = [_per_key(a, b) for a, b in zip(kept, long_kept, strict=True)]
+        costs |= {
+            f"{prefix}kept_bytes": [
+                total / short - d * short for total, d in zip(kept, grown, strict=True)
+            ],
+            f"{prefix}kept_per_key": grown,
+            f"{prefix}expert_bytes": [total / short for total in experts],
+        }
+    return costs
 
 
 def _per_key(at_short: float, at_long: float) -> float:
@@ -58,51 +70,105 @@ def _per_key(at_short: float, at_long: float) -> float:
     return slope if slope * long > 1e-6 * at_long / long else 0.0
 
 
-def _count(
-    model: PreTrainedModel, layers: nn.ModuleList, length: int
-) -> tuple[list[float], list[float], float]:
-    """FLOPs and kept bytes of each layer for one sequence, and FLOPs outside of the layers."""
-    flops, kept = Counter[int](), Counter[int]()
+def _flops(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float], float]:
+    """FLOPs of each layer for one sequence, and FLOPs outside of the layers."""
+    flops, current = Counter[int](), [-1]
+
+    def enter(index: int) -> None:
+        flops[current[0]] += counter.get_total_flops() - sum(flops.values())
+        current[0] = index
+
+    counter = FlopCounterMode(display=False)
+    with counter:
+        number = _run(model, layers, length, enter, _even_experts)
+    enter(-1)
+    return [float(flops[index]) for index in range(number)], float(flops[-1])
+
+
+def _kept(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float], list[float]]:
+    """Bytes that each layer keeps of one sequence: without its experts, and of its experts where
+    they are no plain SwiGLU MLPs."""
+    kept, of_experts = Counter[int](), Counter[int]()
     parameters = {id(parameter) for parameter in model.parameters()}
     seen: dict[int, Tensor] = {}
-    current, in_experts = [-1], [False]
+    current, counts = [-1], [kept]
 
     def pack(tensor: Tensor) -> Tensor:
         base = tensor
         while base._base is not None:
             base = base._base
-        if not in_experts[0] and id(base) not in parameters and id(base) not in seen:
+        if id(base) not in parameters and id(base) not in seen:
             seen[id(base)] = base
-            kept[current[0]] += base.numel() * base.element_size()
+            counts[0][current[0]] += base.numel() * base.element_size()
         return tensor
 
-    def experts(module: nn.Module, *inputs: Tensor) -> Tensor:
-        in_experts[0] = True
-        y_TH = _even_experts(module, *inputs)
-        in_experts[0] = False
-        return y_TH
-
-    def enter(index: int, *_: Any) -> None:
-        flops[current[0]] += counter.get_total_flops() - sum(flops.values())
+    def enter(index: int) -> None:
         current[0] = index
 
+    def experts(module: nn.Module, *inputs: Tensor) -> Tensor:
+        counts[0] = Counter[int]() if is_swiglu(module) else of_experts
+        y_TH = _even_experts(module, *inputs)
+        counts[0] = kept
+        return y_TH
+
+    fused = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _FusedAttention.of
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            number = _run(model, layers, length, enter, experts)
+    finally:
+        F.scaled_dot_product_attention = fused
+    return [float(kept[i]) for i in range(number)], [float(of_experts[i]) for i in range(number)]
+
+
+def _run(
+    model: PreTrainedModel,
+    layers: str,
+    length: int,
+    enter: Callable[[int], None],
+    experts: Callable[..., Tensor],
+) -> int:
+    """A forward of one sequence with `experts` in the place of all experts; `enter` gets the index
+    of each layer that begins, and -1 after it. Returns the number of layers."""
     for module in model.modules():
         if is_experts(module):
             set_exchange(module, partial(experts, module))
-    hooks = [layer.register_forward_pre_hook(partial(enter, i)) for i, layer in enumerate(layers)]
-    hooks += [layer.register_forward_hook(partial(enter, -1)) for layer in layers]
-    ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    counter = FlopCounterMode(display=False)
+    modules = list(model.get_submodule(layers).children())
+    hooks: list[RemovableHandle] = []
+    for index, layer in enumerate(modules):
+        hooks.append(layer.register_forward_pre_hook(lambda *_, index=index: enter(index)))
+        hooks.append(layer.register_forward_hook(lambda *_: enter(-1)))
     try:
-        with unpacked_masks(), torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
-            with counter:
-                model(input_ids=ids, use_cache=False)
-            enter(-1)
+        with unpacked_masks():
+            ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+            model(input_ids=ids, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
-    own = range(len(layers))
-    return [float(flops[i]) for i in own], [float(kept[i]) for i in own], float(flops[-1])
+    return len(modules)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Tensors that a fused kernel keeps: queries, keys and values [B, N, S, D], the output, which
+    lies in memory as [B, S, N, D], and a log-sum-exp for each query."""
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        return cast("Tensor", _FusedAttention.apply(query, key, value))
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        num_sequences, num_heads, length, _ = query.shape
+        output = query.new_empty(num_sequences, length, num_heads, value.shape[-1])
+        output = output.transpose(1, 2)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        sums = query.new_empty(query.shape[:-1], dtype=wide)
+        ctx.save_for_backward(query, key, value, output, sums)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        raise NotImplementedError
 
 
 @contextmanager

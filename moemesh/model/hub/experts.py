@@ -10,6 +10,7 @@ Legend: T tokens, K slots per token, R rows by expert, L experts held here, H hi
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from inspect import signature
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
@@ -96,6 +98,51 @@ def is_swiglu(module: Any) -> bool:
     )
 
 
+def width_of(module: Any, leaf: str) -> tuple[int, int] | None:
+    """The dim of a stack along which ranks can share the width of its experts, and the number of
+    blocks of that dim, gates and ups; of the bias of results, the dim of their channels. None for
+    parameters that cannot be shared."""
+    outer, inner = (2, 1) if module.is_transposed else (1, 2)
+    blocks = 2 if module.is_concatenated else 1
+    cut = {
+        "gate_up_proj": (outer, blocks),
+        "up_proj": (outer, 1),
+        "down_proj": (inner, 1),
+        "gate_up_proj_bias": (1, blocks),
+        "up_proj_bias": (1, 1),
+        "down_proj_bias": (1, 1),
+    }.get(leaf)
+    # Columns of both blocks alternate in the memory of a transposed stack.
+    return None if cut == (2, 2) or module.has_post_expert_norm else cut
+
+
+@torch.no_grad()
+def adds_up(module: nn.Module) -> bool:
+    """Whether the experts' results are the sum of those of the two halves of their width."""
+    experts = cast("Any", module)
+    hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
+    x_TH = torch.randn(experts.num_experts, hidden, dtype=experts.down_proj.dtype)
+    experts_TK = torch.arange(len(x_TH))[:, None]
+
+    def part(leaf: str, parameter: Tensor, index: int) -> Tensor:
+        if leaf == "down_proj_bias":  # in the first part
+            return parameter * (1 - index)
+        width = width_of(experts, leaf)
+        assert width is not None
+        dim, blocks = width
+        halves = parameter.unflatten(dim, (blocks, -1)).chunk(2, dim + 1)
+        return halves[index].flatten(dim, dim + 1)
+
+    total_TH = eager_forward(module, x_TH, experts_TK, x_TH.new_ones(len(x_TH), 1))
+    for index in range(2):
+        half = copy.copy(module)
+        half.__dict__["_parameters"] = {
+            leaf: part(leaf, one, index) for leaf, one in module.named_parameters(recurse=False)
+        }
+        total_TH = total_TH - eager_forward(half, x_TH, experts_TK, x_TH.new_ones(len(x_TH), 1))
+    return bool(total_TH.abs().max() < 1e-9)
+
+
 class HeldExperts:
     """The experts of one layer that a rank holds, in the form that an exchange computes with."""
 
@@ -127,11 +174,17 @@ class HeldExperts:
         places_R = torch.arange(len(x_RH), device=x_RH.device)
         # Padding rows come last, with the expert number that eager forwards skip.
         expert_R1 = torch.searchsorted(rows.counts_L.cumsum(0), places_R, right=True)[:, None]
-        whole, module.num_experts = module.num_experts, num_local
+        whole, parameters = module.num_experts, module._parameters
+        module.num_experts = num_local
+        if (bias := parameters.get("down_proj_bias")) is not None:
+            # Other ranks of etp add the other channels of it.
+            after = x_RH.shape[1] - self.column - bias.shape[1]
+            padded = F.pad(bias, (self.column, after))
+            module.__dict__["_parameters"] = {**parameters, "down_proj_bias": padded}
         try:
             y_RH = eager_forward(module, x_RH, expert_R1, x_RH.new_ones(len(x_RH), 1))
         finally:
-            module.num_experts = whole
+            module.num_experts, module.__dict__["_parameters"] = whole, parameters
         # Eager forwards of no row leave the graph: the backward of this rank would not exchange
         # anything, and the others would wait for it.
         zero = sum((weight.sum() * 0 for weight in module.parameters()), x_RH.sum() * 0)

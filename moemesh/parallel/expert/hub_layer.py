@@ -26,13 +26,13 @@ from moemesh.model.visibility import Visibility
 from moemesh.parallel.expert.layer import (
     Connection,
     axes_of,
-    caller,
     check_choice,
     check_divides,
     model_config,
     refuse_misuse,
 )
 from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
+from moemesh.parallel.expert.transformers_trainer import caller, follow
 
 #: Instruction to save a model with spread experts in the format of transformers.
 _SAVE = "model.save_pretrained(folder, state_dict=state)"
@@ -99,11 +99,19 @@ def _check(name: str, module: Any, size: int) -> None:
             )
 
 
+class _SpreadModule(Spread):
+    """A module of transformers with the experts of one rank."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _SpreadModule:
+        follow()
+        return super()._apply(fn, recurse)
+
+
 @torch.no_grad()
 def _spread(module: nn.Module, ranks: Axis) -> None:
     """Keep the experts of this rank, in a class that knows of the others."""
     kind = type(module)
-    module.__class__ = type(f"Spread{kind.__name__}", (Spread, kind), {})
+    module.__class__ = type(f"Spread{kind.__name__}", (_SpreadModule, kind), {})
     assert isinstance(module, Spread)
     module.ranks = ranks
     held = slice(module.held.start, module.held.stop)
@@ -161,8 +169,7 @@ class _Exchange:
 
     def _connect(self, module: Spread, x_TH: Tensor, experts_TK: Tensor) -> None:
         """At the first forward: check that the ranks agree, then choose a dispatcher."""
-        way_back = f"state = mm.full_state_dict(model) and {_SAVE}"
-        refuse_misuse(module, self.ranks.size, way_back)
+        refuse_misuse(module, self.ranks.size)
         connection = Connection.over(self.ranks, x_TH.device)
         (_, hidden), slots = x_TH.shape, experts_TK.shape[1]
         mine = {"call": f"{self.plan} {hidden} {slots} {x_TH.dtype}", "tokens": len(x_TH)}

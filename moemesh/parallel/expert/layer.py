@@ -14,11 +14,9 @@ the gradients of all n ranks of the group. With ``gradients="mean"``, the conven
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from types import FrameType
 from typing import Any, Literal, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
@@ -61,6 +59,7 @@ from moemesh.parallel.expert.spread import (
     expert_parameters,
     full_state_dict,
 )
+from moemesh.parallel.expert.transformers_trainer import caller, follow
 from moemesh.parallel.tensor import ShardedTokens
 from moemesh.sharding.dispatchers import rows_at_once
 from moemesh.sharding.load_run import load_run
@@ -227,14 +226,6 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
-def caller(function: str, module: str) -> FrameType | None:
-    """The frame of a function of transformers that is being run."""
-    frame = inspect.currentframe()
-    while frame and (frame.f_code.co_name != function or frame.f_globals.get("__name__") != module):
-        frame = frame.f_back
-    return frame
-
-
 def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: object) -> None:
     """A hook of the state dict: in `save_pretrained` the names and tensors are those of the block,
     which transformers reads. Only the caller shows what the state of a whole model is for."""
@@ -244,14 +235,19 @@ def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: objec
                 "save_pretrained is called by one rank, which has the experts of one rank: put the "
                 "blocks back before, on all ranks, block.load_state_dict(layer.to_transformers())"
             )
-        own = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
-        stored = layer.origin.stored({name[len(prefix) :]: one for name, one in own.items()})
-        state.update({prefix + name: one for name, one in stored.items()})
+        layer.origin.store_into(state, prefix)
 
 
-def refuse_misuse(experts: nn.Module, size: int, way_back: str) -> None:
+def _load_block(layer: MoELayer, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """A hook before a state dict is loaded: it may be that of the block."""
+    if layer.origin and {prefix + name for name in layer.origin.sources} <= state.keys():
+        block = {name: state.pop(prefix + name) for name in layer.origin.sources}
+        state.update({prefix + name: one for name, one in layer.origin.read(block).items()})
+
+
+def refuse_misuse(experts: nn.Module, size: int) -> None:
     """Raise LayerError where the program around a forward would overwrite or lose the parameters of
-    `experts` that are spread over `size` ranks; `way_back`: what to call to save them."""
+    `experts` that are spread over `size` ranks."""
     if size == 1:
         return
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -263,14 +259,7 @@ def refuse_misuse(experts: nn.Module, size: int, way_back: str) -> None:
                 "wrapping the model: model._ddp_params_and_buffers_to_ignore = "
                 "list(moemesh.expert_parameters(model))"
             )
-    trainer = caller("training_step", "transformers.trainer")
-    strategy = trainer.f_locals["self"].args.save_strategy.value if trainer else "no"
-    if strategy != "no":
-        raise LayerError(
-            f'save_strategy = "{strategy}" saves the weights of one rank, which has the '
-            f'experts of one rank: TrainingArguments(save_strategy="no"), and after the '
-            f"training {way_back} on all ranks"
-        )
+    follow()
 
 
 class MoELayer(nn.Module):
@@ -417,7 +406,7 @@ class MoELayer(nn.Module):
             device="meta",
             **{name: value for name, value in routing.items() if value is not None},
         )
-        tensors = origin.read(block)
+        tensors = origin.read(block.state_dict(keep_vars=True))
         copies = {name: one.detach().contiguous().clone() for name, one in tensors.items()}
         layer.load_state_dict(copies, assign=True)
         for name, parameter in layer.named_parameters():
@@ -426,6 +415,7 @@ class MoELayer(nn.Module):
         layer.recorder = layer._block[0].recorder = origin.recorder()
         layer.register_forward_hook(origin.finish)
         layer.register_state_dict_post_hook(_save_as_block)
+        layer.register_load_state_dict_pre_hook(_load_block)
         return layer.train(block.training)._apply(lambda tensor: tensor)
 
     def to_transformers(self) -> dict[str, Tensor]:
@@ -591,8 +581,7 @@ class MoELayer(nn.Module):
 
     def _connect(self, x: Tensor, dtype: torch.dtype) -> None:
         """At the first forward: check that the ranks agree, then choose and test a dispatcher."""
-        way_back = "block.load_state_dict(layer.to_transformers())"
-        refuse_misuse(self, self.ranks.size, way_back)
+        refuse_misuse(self, self.ranks.size)
         connection = Connection.over(self.ranks, x.device)
         mesh, block = connection.mesh, self._block[0]
         # A copy: FSDP2 resizes the memory of the weight, and numpy forbids that for good.
@@ -621,6 +610,7 @@ class MoELayer(nn.Module):
         self._connection = connection
 
     def _apply(self, fn: Any, recurse: bool = True) -> MoELayer:
+        follow()
         super()._apply(fn, recurse)
         if (bias := self.router.selection_bias) is not None:
             # An update of 1e-3 would vanish in bfloat16.

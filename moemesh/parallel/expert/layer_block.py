@@ -68,9 +68,13 @@ class TransformersBlock:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise LayerError(f"{name} contradicts its configuration: {'; '.join(shapes)}{more}")
 
-    def read(self, block: nn.Module) -> dict[str, Tensor]:
-        """Our tensors from those of the block, in its graph."""
-        state = block.state_dict(keep_vars=True)
+    @property
+    def sources(self) -> list[str]:
+        """The names of the block's tensors."""
+        return [piece.source for tensor in self.tensors.values() for piece in tensor.pieces]
+
+    def read(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Our tensors from the state dict of the block, in its graph."""
 
         def part(name: str, box: Any) -> Tensor:
             return state[name][slices(box)]
@@ -87,6 +91,11 @@ class TransformersBlock:
             for name, tensor in self.tensors.items()
             for piece in tensor.pieces
         }
+
+    def store_into(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Put the tensors of the block in the place of ours, whose names begin with `prefix`."""
+        own = {name[len(prefix) :]: state.pop(name) for name in [*state] if name.startswith(prefix)}
+        state.update({prefix + name: one for name, one in self.stored(own).items()})
 
     def recorder(self) -> nn.Module:
         """A module that gets the logits [T, E] of each forward. It is of the family's class of

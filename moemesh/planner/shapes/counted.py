@@ -92,21 +92,25 @@ def shape_of_folder(values: dict[str, Any], name: str) -> tuple[ModelShape, Mode
 
 def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Counted, Counted]:
     costs = architecture.costs
-    weights, experts, ends = [0] * shape.num_layers, [0] * shape.num_layers, 0
+    weights, experts, rest = [0] * shape.num_layers, [0] * shape.num_layers, 0
     for parameter in architecture.parameters:
         kind, _, index = parameter.unit.partition(".")
+        rest += prod(parameter.shape)
         if kind == "layers":
             (experts if parameter.is_expert else weights)[int(index)] += prod(parameter.shape)
-        else:
-            ends += prod(parameter.shape)
 
     def mean(moe: bool) -> Counted:
         layers = [index for index, kind in enumerate(shape.kinds) if kind.moe == moe]
         columns = (weights, experts, costs["flops"], costs["kept_bytes"])
         count = max(len(layers), 1)
-        return Counted(*(sum(column[i] for i in layers) / count for column in columns))
+        means = [sum(column[i] for i in layers) / count for column in columns]
+        return Counted(*map(round, means[:2]), *means[2:])
 
-    return mean(False), mean(True), Counted(weights=ends)
+    dense, moe = mean(False), mean(True)
+    for kind in shape.kinds:
+        rest -= round(sum((moe if kind.moe else dense)[:2]))
+    # The ends, and what means round off, so that the sum is exact.
+    return dense, moe, Counted(weights=rest)
 
 
 def _kv_heads(given: object, heads: int) -> int:

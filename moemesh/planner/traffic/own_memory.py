@@ -6,12 +6,12 @@ Model states are exact, activations approximate.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
@@ -217,6 +217,11 @@ class LayerMemory(RankStep):
         return parts
 
     def _layer(self, number: int, layer: int, whole: int, local: int, length: int) -> SavedTensors:
+        stream = local * self.w * self.model.hidden_size
+        entry = stream * (self.w == self.wide)
+        if self.model.architecture is not None:
+            saved = [*self._counted(self.model.architecture.costs, number, layer, whole, length)]
+            return SavedTensors(saved, input=stream, entry=entry)
         saved = [self._norm(local), *self._attention(number, whole, local, length)]
         # Gradients of the adapters' narrow products, kept until the weight gradients.
         if self.model.attention == "gqa":
@@ -234,8 +239,29 @@ class LayerMemory(RankStep):
             saved += self._moe(number, layer, whole, local)
         else:
             saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
-        stream = local * self.w * self.model.hidden_size
-        return SavedTensors(saved, input=stream, entry=stream * (self.w == self.wide))
+        return SavedTensors(saved, input=stream, entry=entry)
+
+    def _counted(
+        self, costs: Mapping[str, Any], number: int, layer: int, whole: int, length: int
+    ) -> Iterator[Saved]:
+        """A layer of transformers' code, as it was counted there, and its experts."""
+        prefix, element = ("", 2) if self.w < self.wide else ("wide_", 4)
+        kept, per_key, of_experts = (
+            self.w / element * costs[prefix + name][layer]
+            for name in ("kept_bytes", "kept_per_key", "expert_bytes")
+        )
+        yield Saved("other", whole * (kept + length * per_key))
+        if not self.model.is_moe_layer(layer):
+            return
+        source, rows, inner, picks = self._rows(number, layer)
+        yield Saved("dispatch", picks)
+        if not of_experts:
+            yield self._routed(source, rows, inner)
+            return
+        # Their code multiplies results by weights of 1, the exchange by those of the router.
+        hidden = self.w * self.model.hidden_size
+        size = of_experts / self.model.experts_per_token + hidden + self.wide
+        yield Saved("experts", rows * size)
 
     def _attention(self, number: int, whole: int, local: int, length: int) -> Iterator[Saved]:
         """An attention block without its norm; `length` is that of a sequence or slice."""
@@ -411,14 +437,18 @@ class LayerMemory(RankStep):
         if model.shared_gate:
             # Both factors: the sigmoid, and the shared experts' output.
             yield Saved("mlp", local * w + narrow, gradient=local * w)
-        # The experts' rows; gate and up; a weight per row.
-        is_copied = not alone or plan.combine == "exact"
-        copied = source * w * model.hidden_size if is_copied else 0.0
-        width = w * model.expert_intermediate_size / plan.etp
+        yield self._routed(source, rows, kept)
+
+    def _routed(self, source: float, rows: float, kept: float) -> Saved:
+        """The experts' rows; gate and up; a weight per row. See :meth:`_rows`."""
+        plan, hidden = self.plan, self.w * self.model.hidden_size
+        is_copied = plan.ep * plan.etp > 1 or plan.combine == "exact"
+        copied = source * hidden if is_copied else 0.0
+        width = self.w * self.model.expert_intermediate_size / plan.etp
         inner = 0.0 if self.is_selective and plan.recompute_experts else 2 * kept * width
         narrow = 2 * self._narrow(rows, "gate_proj", "up_proj", "down_proj")
-        gradient = rows * (w * model.hidden_size + 3 * width) + narrow
-        yield Saved("experts", copied + rows * wide + inner, held=copied, gradient=gradient)
+        gradient = rows * (hidden + 3 * width) + narrow
+        return Saved("experts", copied + rows * self.wide + inner, held=copied, gradient=gradient)
 
     def _narrow(self, rows: float, *targets: str) -> float:
         """Bytes of `rows` rows of the adapters' rank, for each target with an adapter."""

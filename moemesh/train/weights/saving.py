@@ -130,16 +130,17 @@ def _owned(
             yield from _parts(f"{prefix}.{where.name}", where.shape, slices, own, tensor)
             continue
         module, _, leaf = where.stack.rpartition(".")
-        experts = where.experts(parallel.mesh)
-        size = math.prod(len(part) for part in slices[1:])
-        for place, part in rows(len(experts), size, own.numbers):
-            numbers = range(part.start - place * size, part.stop - place * size)
-            own_row, row = (
+        experts, held = where.experts(parallel.mesh), where.parts_of_expert(parallel.mesh)
+        size = math.prod(map(len, held[0]))
+        for index, part in rows(len(experts) * len(held), size, own.numbers):
+            numbers = range(part.start - index * size, part.stop - index * size)
+            own_part, numbers_held = (
                 OwnRange(numbers=numbers, is_first=own.is_first),
                 part_of(tensor, own, part),
             )
+            place, block = divmod(index, len(held))
             expert = f"{prefix}.{module}.{experts[place]}.{leaf}"
-            yield from _parts(expert, where.shape[1:], slices[1:], own_row, row)
+            yield from _parts(expert, where.shape[1:], held[block], own_part, numbers_held)
 
 
 def _parts(

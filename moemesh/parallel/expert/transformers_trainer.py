@@ -1,0 +1,167 @@
+"""The Trainer of transformers around experts over ranks: its checkpoints hold those of all ranks.
+
+The Trainer writes weights and the state of the optimizer on one rank, by methods that all ranks
+call, and loads both on every rank. These methods of a trainer that runs a layer are wrapped: all
+ranks gather what one of them writes, and each keeps its share of what it reads.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moemesh.comm import transfers
+from moemesh.parallel.expert.layer_block import TransformersBlock
+from moemesh.parallel.expert.spread import LayerError, Spread
+
+
+def caller(function: str, module: str) -> FrameType | None:
+    """The frame of a function of transformers that is being run."""
+    frame = inspect.currentframe()
+    while frame and (frame.f_code.co_name != function or frame.f_globals.get("__name__") != module):
+        frame = frame.f_back
+    return frame
+
+
+def follow() -> None:
+    """Wrap the methods of the Trainer that is being run, if there is one. Raises LayerError where
+    it saves by FSDP or DeepSpeed, whose files have no form for experts over ranks."""
+    frame = inspect.currentframe()
+    while frame and frame.f_globals.get("__name__") != "transformers.trainer":
+        frame = frame.f_back
+    trainer = frame.f_locals.get("self") if frame else None
+    if trainer is None or "_save" in vars(trainer):
+        return
+    strategy = trainer.args.save_strategy.value
+    if strategy != "no" and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        raise LayerError(
+            f'save_strategy = "{strategy}" with FSDP or DeepSpeed of the Trainer cannot save '
+            'experts that are spread over ranks: TrainingArguments(save_strategy="no"), and after '
+            "the training mm.full_state_dict(model) on all ranks"
+        )
+    for name, wrapper in (
+        ("_save", _save),
+        ("_load_from_checkpoint", _load),
+        ("_load_best_model", _load_best),
+        ("_save_optimizer_and_scheduler", _save_optimizer),
+        ("_load_optimizer_and_scheduler", _load_optimizer),
+    ):
+        setattr(trainer, name, partial(wrapper, trainer, getattr(trainer, name)))
+
+
+def _save(
+    trainer: Any,
+    inner: Callable[..., None],
+    output_dir: str | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+) -> None:
+    """`Trainer._save` with the weights of all ranks."""
+    if state_dict is None:
+        state: dict[str, Any] = {}
+        for name, tensor in trainer.model.state_dict().items():
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if trainer.args.should_save:
+                state[name] = whole
+        for name, module in trainer.model.named_modules():
+            origin = getattr(module, "origin", None)
+            if isinstance(origin, TransformersBlock) and state:
+                origin.store_into(state, f"{name}.")
+        state_dict = state
+    inner(output_dir, state_dict=state_dict)
+
+
+def _load(trainer: Any, inner: Callable[..., None], folder: str, model: Any = None) -> None:
+    """`Trainer._load_from_checkpoint` as `from_pretrained` reads a folder: its tensors may have
+    other names than the parameters, and the Trainer passes over these."""
+    from transformers import PreTrainedModel
+
+    model = trainer.model if model is None else model
+    if not isinstance(model, PreTrainedModel):
+        inner(folder, model)
+        return
+    dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
+    dtype = reduce(torch.promote_types, dtypes)
+    model.load_state_dict(type(model).from_pretrained(folder, dtype=dtype).state_dict())
+
+
+def _load_best(trainer: Any, inner: Callable[[], None]) -> None:
+    """`Trainer._load_best_model`, read in the same way."""
+    _load(trainer, lambda *_: inner(), trainer.state.best_model_checkpoint)
+
+
+def _save_optimizer(trainer: Any, inner: Callable[[str], None], output_dir: str) -> None:
+    """`Trainer._save_optimizer_and_scheduler` with the optimizer's state of all ranks."""
+    optimizer = _optimizer(trainer)
+    whole = optimizer.state_dict()
+    for index, experts, entry in _of_experts(trainer.model, optimizer, whole):
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.ndim:
+                if len(value) != len(experts.held):
+                    raise LayerError(
+                        f"{type(optimizer).__name__} keeps {key} {list(value.shape)} for the "
+                        f"{len(experts.held)} experts of a rank, with no part of each expert's: "
+                        "TrainingArguments(save_only_model=True)"
+                    )
+                value = transfers.all_gather(
+                    value, experts.ranks, phase="control", caller="moe.save"
+                )
+            if trainer.args.should_save:
+                whole["state"][index] = {**whole["state"][index], key: value}
+    handle = optimizer.register_state_dict_post_hook(lambda *_: whole)
+    try:
+        inner(output_dir)
+    finally:
+        handle.remove()
+
+
+def _load_optimizer(
+    trainer: Any, inner: Callable[[str | None], None], checkpoint: str | None
+) -> None:
+    """`Trainer._load_optimizer_and_scheduler` of which each rank keeps the part of its experts."""
+
+    def take_own(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        own = {**state, "state": dict(state["state"])}
+        for index, experts, entry in _of_experts(trainer.model, optimizer, state):
+            held = slice(experts.held.start, experts.held.stop)
+            own["state"][index] = {
+                key: value[held].clone() if isinstance(value, Tensor) and value.ndim else value
+                for key, value in entry.items()
+            }
+        return own
+
+    handle = _optimizer(trainer).register_load_state_dict_pre_hook(take_own)
+    try:
+        inner(checkpoint)
+    finally:
+        handle.remove()
+
+
+def _optimizer(trainer: Any) -> torch.optim.Optimizer:
+    """The optimizer inside of that of accelerate."""
+    return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+
+
+def _of_experts(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> list[tuple[int, Spread, dict[str, Any]]]:
+    """The entries of an optimizer's state dict of parameters that are spread over ranks: index,
+    module, values by name."""
+    modules = {
+        id(parameter): module
+        for module in model.modules()
+        if isinstance(module, Spread)
+        for parameter in module.parameters()
+    }
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    return [
+        (index, modules[id(parameter)], state["state"][index])
+        for index, parameter in enumerate(parameters)
+        if id(parameter) in modules and index in state["state"]
+    ]
