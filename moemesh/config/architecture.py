@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
+
+from moemesh.config.lora import ALL_LINEAR, LoraConfig, TargetPart, factors_of, is_adapter, parts_of
 
 #: The lists of :attr:`Architecture.costs`, as :mod:`moemesh.model.hub.costs` counts them.
 COSTS = {"flops", "flops_per_key", "kept_bytes", "ends"}
@@ -12,9 +16,18 @@ COSTS = {"flops", "flops_per_key", "kept_bytes", "ends"}
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
+<<<<<<< HEAD
     """One parameter, under its name in transformers. ``unit``: the part of the forward that reads
     it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of its first dim for
     each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient."""
+=======
+    """One parameter, under the name that its module has in transformers. ``unit``: the part of the
+    forward that reads it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of
+    its first dim for each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: no
+    gradient ever reaches it; ``layout``: the dims of a weight that may have an adapter, in the
+    order of our own weights and in the stored order, "o i -> o i" of a linear layer and
+    "e p f h -> e (p f) h" of a stack of gates and up projections; else empty."""
+>>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
 
     name: str
     shape: tuple[int, ...]
@@ -22,6 +35,46 @@ class ParameterRecord:
     is_expert: bool = False
     is_fp32: bool = False
     is_idle: bool = False
+    layout: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that holds the adapters of the weight: around a linear layer, or the experts
+        module."""
+        return ".".join(self.name.split(".")[: -1 if self.is_expert else -2])
+
+    @property
+    def parts(self) -> tuple[TargetPart, ...]:
+        """The projections that the weight holds and that may have adapters."""
+        if not self.layout:
+            return ()
+        if self.is_expert:
+            return parts_of(self.name.rpartition(".")[2].removesuffix("_proj"), self.logical_shape)
+        return (TargetPart(self.name.split(".")[-2]),)
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in the dims of our own weights."""
+        logical, stored = self.layout.split(" -> ")
+        sizes = dict(zip(re.sub(r"\(.*\)", "f", stored).split(), self.shape, strict=True))
+        if "p" in logical:  # gate and up in one dim
+            sizes |= {"p": 2, "f": sizes["f"] // 2}
+        return tuple(sizes[dim] for dim in logical.split())
+
+    def adapted(self, lora: LoraConfig) -> tuple[TargetPart, ...]:
+        """The parts with an adapter. "all-linear" leaves out a weight with a dim below the rank."""
+        if not lora.rank:
+            return ()
+        is_wide = ALL_LINEAR in lora.targets and lora.rank <= min(self.shape[-2:], default=0)
+        return tuple(part for part in self.parts if is_wide or part.target in lora.targets)
+
+    def adapters(self, lora: LoraConfig) -> Iterator[ParameterRecord]:
+        """The adapter parameters of the weight."""
+        if parts := self.adapted(lora):
+            shape, is_stack = self.logical_shape, self.is_expert
+            for factor in factors_of(lora, parts, shape, {}, "", is_stack=is_stack):
+                name = f"{self.module}.{factor.leaf}"
+                yield replace(self, name=name, shape=factor.shape, layout="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +113,12 @@ class Architecture:
     uncut: str = ""
     notes: tuple[str, ...] = ()
     costs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def with_adapters(self, lora: LoraConfig) -> Architecture:
+        """The same with the adapters `lora` in place of its own, each after its weight."""
+        weights = [one for one in self.parameters if not is_adapter(one.name)]
+        parameters = (one for weight in weights for one in (weight, *weight.adapters(lora)))
+        return replace(self, parameters=tuple(parameters))
 
     def to_json(self) -> str:
         """One line, as the cache has it."""

@@ -22,9 +22,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.attention import Attention, LatentAttention
-from moemesh.model.initialization import initialize
+from moemesh.model.initialization import adapter_slice, initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.context import CONTEXTS
@@ -44,7 +44,13 @@ from moemesh.parallel.tensor import (
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
-from moemesh.sharding.parameters import first_stage, first_unit, places, units_without_backward
+from moemesh.sharding.parameters import (
+    chosen_experts,
+    first_stage,
+    first_unit,
+    places,
+    units_without_backward,
+)
 
 # Chosen experts: in a layer where only some experts train, the others are stacks of their own.
 #
@@ -63,16 +69,20 @@ def split_experts(
     tuning: Tuning,
     mesh: Mesh,
 ) -> None:
+<<<<<<< HEAD
     """Split the stacks of every layer of which some experts train: the local parameters, and the
     placements of all ranks. All weights have their values."""
     whole = list(placements.values())
+=======
+    """Split the stacks of every layer of which some experts train: the parameters held here, and
+    the placements of all ranks. All weights have their values."""
+    whole, chosen_of = list(placements.values()), chosen_experts(model.config, tuning)
+>>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
     placements.clear()
     for module, stacks in groupby(whole, key=lambda where: where.name.rpartition(".")[0]):
         behind: dict[str, Placement] = {}
         for where in stacks:
-            leaf, chosen = where.name.rpartition(".")[2], None
-            if where.is_expert and leaf in STACKS:
-                chosen = tuning.chosen(int(module.split(".")[1]), where.shape[0])
+            leaf, chosen = where.name.rpartition(".")[2], chosen_of.get(where.name)
             if chosen is None:
                 placements[where.name] = where
                 continue
@@ -91,7 +101,7 @@ def split_experts(
                 )
         placements |= behind
     for layer, moe in model.moe_layers().items():
-        chosen = tuning.chosen(layer, model.config.num_experts)
+        chosen = tuning.chosen(model.config.expert_stacks(layer), model.config.num_experts)
         if chosen is None:
             continue
         shares = places(chosen, model.config.num_experts, plan.ep)
@@ -234,8 +244,13 @@ def fill(
     seed: int,
     dtype: torch.dtype,
 ) -> None:
+<<<<<<< HEAD
     """Allocate and initialize the local parameters. The weights of a model of transformers always
     come from a folder or a checkpoint: they are zero until then."""
+=======
+    """Memory and initial values of what this rank holds. The weights of a model of transformers
+    always come from a folder or a checkpoint: they are zero until then, but for its adapters."""
+>>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
 
     held = {name for name, _ in model.named_parameters()}
 
@@ -255,6 +270,11 @@ def fill(
         device=mesh.device,
         slices=lambda name, shape: slices(name, shape) if name in held else None,
     )
+    for name, parameter in model.named_parameters():
+        if name.endswith("_lora_A"):
+            shape = where[name].shape
+            value = adapter_slice(seed, name, shape, slices(name, shape))
+            parameter.data.copy_(value)
 
 
 def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:
