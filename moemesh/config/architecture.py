@@ -73,8 +73,13 @@ class ParameterRecord:
         if parts := self.adapted(lora):
             shape, is_stack = self.logical_shape, self.is_expert
             for factor in factors_of(lora, parts, shape, {}, "", is_stack=is_stack):
-                name = f"{self.module}.{factor.leaf}"
-                yield replace(self, name=name, shape=factor.shape, layout="")
+                yield ParameterRecord(
+                    name=f"{self.module}.{factor.leaf}",
+                    shape=factor.shape,
+                    unit=self.unit,
+                    is_expert=self.is_expert,
+                    is_fp32=self.is_fp32,
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
