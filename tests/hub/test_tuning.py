@@ -18,9 +18,14 @@ from torch import Tensor
 from moemesh.checkpoint.huggingface.adapters import adaptations
 from moemesh.checkpoint.huggingface.convert import write_adapters
 from moemesh.checkpoint.huggingface.pieces import slices
-from moemesh.config.lora import ADAPTER_WEIGHTS, LoraConfig, is_adapter
+from moemesh.comm.mesh import Mesh
+from moemesh.config.lora import ADAPTER_WEIGHTS, NO_ADAPTERS, LoraConfig, is_adapter
 from moemesh.config.model import ModelConfig
+from moemesh.config.run import RunConfig, adapter_rules, projections
+from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
+from moemesh.model.hub.experts import HeldExperts
+from moemesh.train.numerics.hub_proof import ProofError, prove
 from tests.hub.families import family_names
 from tests.hub.training import (
     Trained,
@@ -84,7 +89,7 @@ def by_peft(name: str, lora: LoraConfig, folder: Path) -> tuple[Trained, dict[st
     named = dict(net.named_parameters())
 
     def parameter(key: str) -> Any:
-        return named[key.replace(".weight", ".default.weight")]
+        return named[f"{key.removesuffix('.weight')}.default.weight"]
 
     masks = {parameter(key): block for key, block in blocks.items()}
     trained = steps(net, masks, masks)
@@ -155,3 +160,46 @@ def test_frozen_weights_stay(patterns: tuple[str, ...]) -> None:
     tuning = Tuning(freeze=patterns)
     trained = split("qwen3_next", tuning=tuning, **LAYOUTS["zero3"])
     assert difference(trained, plain("qwen3_next", tuning=tuning)) < 1e-9
+
+
+@pytest.mark.parametrize("train", [TrainConfig(), TrainConfig(train_only=("*.experts.1.*",))])
+def test_the_proof_before_a_run_is_tuned_as_the_run(
+    train: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = NO_ADAPTERS if train.train_only else LORA
+    model = model_of(architecture_of("gpt_oss"))
+    config = RunConfig(model=model, train=train, lora=lora)
+    mesh = Mesh.single("cpu")
+    prove(config, mesh)
+    held: Any = HeldExperts
+    product = held._product
+
+    def wrong(self: Any, leaf: str, *inputs: Any) -> Tensor:
+        return product(self, leaf, *inputs) * (leaf != "down_proj")
+
+    monkeypatch.setattr(held, "_product", wrong)
+    with pytest.raises(ProofError, match="gpt_oss: "):
+        prove(config, mesh)
+
+
+def test_targets_are_the_linear_layers_that_a_family_calls() -> None:
+    for name, has, lacks in (
+        ("nemotron_h", {"in_proj", "up_proj"}, {"out_proj", "gate_proj"}),  # kernel; no gate
+        ("jamba", {"out_proj", "x_proj", "gate_proj"}, {"dt_proj", "router"}),
+        ("qwen3_next", {"in_proj_qkvz", "in_proj_ba"}, {"shared_expert_gate", "gate"}),
+        ("deepseek_v32", {"q_a_proj", "kv_b_proj"}, {"wk", "wq_b"}),  # no gradient reaches these
+        ("deepseek_v4", {"o_b_proj"}, {"o_a_proj"}),  # a forward of its own
+    ):
+        model = model_of(architecture_of(name)).with_lora(LoraConfig(rank=2, targets=("none",)))
+        (problem,) = adapter_rules(model)
+        assert problem.code == "not-a-choice"
+        targets = {one.target for one in projections(model)}
+        assert has <= targets and not lacks & targets
+
+
+def test_all_linear_leaves_out_what_is_smaller_than_the_rank() -> None:
+    architecture = architecture_of("qwen3_next")
+    for rank, has_small in ((8, True), (9, False)):
+        names = [one.name for one in architecture.with_adapters(LoraConfig(rank=rank)).parameters]
+        assert any("in_proj_ba_lora_A" in name for name in names) == has_small
+        assert any("in_proj_qkvz_lora_A" in name for name in names)

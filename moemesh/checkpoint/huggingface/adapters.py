@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _CONFIG_LIMIT = 1 << 20
 _FUSED = r"experts\.gate_up_proj"
 #: Names of modules that PEFT takes for the experts of a model that has some.
-_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 

@@ -163,9 +163,12 @@ class HubModel(Transformer):
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Persistent ones alone: those that are state, of the layers that are held."""
-        held = {name.rpartition(".")[0] for name in self._units}
+        modules = {name.rpartition(".")[0] for name in self._units}
+        units, layers = {*self._units.values()}, self.architecture.layers + "."
         for name, buffer in self.net.named_buffers(*args, **kwargs):
-            if name in self.architecture.buffers and name.rpartition(".")[0] in held:
+            module, inner = name.rpartition(".")[0], name.removeprefix(layers)
+            is_held = module in modules or f"layers.{inner.split('.')[0]}" in units
+            if name in self.architecture.buffers and is_held:
                 yield name, buffer
 
     @property
