@@ -91,6 +91,13 @@ def by_peft(name: str, lora: LoraConfig, folder: Path) -> tuple[Trained, dict[st
     def parameter(key: str) -> Any:
         return named[f"{key.removesuffix('.weight')}.default.weight"]
 
+    stored = load_file(folder / "first" / ADAPTER_WEIGHTS)
+    lost = [key for key, factor in stored.items() if not torch.equal(parameter(key), factor)]
+    # PEFT renames what it loads: it loses modules with "weight" in their names (inkling2), and
+    # shared experts of laguna.
+    assert not lost or name.startswith(("inkling2", "laguna"))
+    for key in lost:
+        parameter(key).data.copy_(stored[key])
     masks = {parameter(key): block for key, block in blocks.items()}
     trained = steps(net, masks, masks)
     weights: dict[str, Tensor] = {}
@@ -124,7 +131,8 @@ def test_adapters_train_as_in_peft(name: str, layout: str, tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", family_names())
 def test_adapters_of_every_family_train_as_in_peft(name: str, tmp_path: Path) -> None:
-    assert adapted(name, LORA, tmp_path, **LAYOUTS["ep2"]) < 1e-9
+    layout = LAYOUTS["ep2"] if architecture_of(name).num_experts % 2 == 0 else {"dp": 2}
+    assert adapted(name, LORA, tmp_path, **layout) < 1e-9
 
 
 def some_experts(name: str) -> Tuning:
@@ -150,9 +158,8 @@ def test_chosen_experts_train_as_in_a_plain_loop(name: str, layout: str) -> None
 @pytest.mark.parametrize("name", family_names())
 def test_chosen_experts_of_every_family_train_as_in_a_plain_loop(name: str) -> None:
     tuning = some_experts(name)
-    assert (
-        difference(split(name, tuning=tuning, **LAYOUTS["ep2"]), plain(name, tuning=tuning)) < 1e-9
-    )
+    layout = LAYOUTS["ep2"] if architecture_of(name).num_experts % 2 == 0 else {"dp": 2}
+    assert difference(split(name, tuning=tuning, **layout), plain(name, tuning=tuning)) < 1e-9
 
 
 @pytest.mark.parametrize("patterns", [("*self_attn*", "*linear_attn*"), ("model.layers.1.*",)])
