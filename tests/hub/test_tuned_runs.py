@@ -102,3 +102,32 @@ def test_the_experts_of_a_table_train_alone(tmp_path: Path) -> None:
         for expert in chosen
         for leaf in ("gate", "up", "down")
     }
+
+
+def test_our_code_and_that_of_transformers_tune_alike(tmp_path: Path) -> None:
+    folder, text = tiny_folder("qwen3_moe", tmp_path / "in"), text_file(tmp_path)
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"experts": {"0": [1, 2, 5], "1": [0]}}))
+    keys = words(
+        model__path=folder, data__path=text, data__seq_len=LENGTH, data__global_batch=4,
+        train__steps=3, train__lr=0.01, train__dtype="float64",
+    )  # fmt: skip
+    lora = words(lora__rank=2, lora__alpha=8)
+    said("train", "--out", tmp_path / "first", *keys, *lora)
+    said("convert", tmp_path / "first", tmp_path / "start", "--adapter")
+    lora += words(lora__path=tmp_path / "start")
+    results: dict[str, list[dict[str, torch.Tensor]]] = {"adapters": [], "experts": []}
+    for whose in ("moemesh", "transformers"):
+        same = [*keys, *words(model__implementation=whose)]
+        runs = {"adapters": lora, "experts": words(train__esft=table)}
+        for kind, more in runs.items():
+            run, out = tmp_path / f"{kind}-{whose}", tmp_path / f"{kind}-{whose}-out"
+            said("train", "--out", run, *same, *more)
+            form = ["--adapter"] if kind == "adapters" else []
+            said("convert", run, out, "--dtype", "float64", *form)
+            (file,) = out.glob("*.safetensors")
+            results[kind].append(load_file(file))
+    for ours, theirs in results.values():
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            torch.testing.assert_close(theirs[key].double(), tensor.double(), rtol=0, atol=1e-9)
