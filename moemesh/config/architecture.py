@@ -16,18 +16,12 @@ COSTS = {"flops", "flops_per_key", "kept_bytes", "ends"}
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRecord:
-<<<<<<< HEAD
     """One parameter, under its name in transformers. ``unit``: the part of the forward that reads
     it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of its first dim for
-    each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient."""
-=======
-    """One parameter, under the name that its module has in transformers. ``unit``: the part of the
-    forward that reads it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of
-    its first dim for each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: no
-    gradient ever reaches it; ``layout``: the dims of a weight that may have an adapter, in the
-    order of our own weights and in the stored order, "o i -> o i" of a linear layer and
-    "e p f h -> e (p f) h" of a stack of gates and up projections; else empty."""
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
+    each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient;
+    ``layout``: the dims of a weight that may have an adapter, in the order of our weights and in
+    the stored order, "o i -> o i" of a linear layer and "e p f h -> e (p f) h" of a stack of gates
+    and up projections; else empty."""
 
     name: str
     shape: tuple[int, ...]

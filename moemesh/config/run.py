@@ -83,17 +83,13 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
             message = f"targets names {target}, and the model has no such projection"
             fix = nearest_choice(target, (*names, ALL_LINEAR))
             problems.append(lora.problem("not-a-choice", "targets", message, fix))
-<<<<<<< HEAD
-    adapted = [module for module in known if lora.adapts(module.target)]
-=======
     # Of a model of transformers "all-linear" leaves out what is too small.
     is_named = model.architecture is not None
     adapted = [
-        one
-        for one in known
-        if one.target in lora.targets or (not is_named and lora.adapts(one.target))
+        module
+        for module in known
+        if module.target in lora.targets or (not is_named and lora.adapts(module.target))
     ]
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
     if adapted:
         one = min(adapted, key=lambda one: min(one.inputs, one.outputs))
         if lora.rank > (most := min(one.inputs, one.outputs)):

@@ -55,21 +55,11 @@ class Tuning:
         (`num_experts` 0): (0,) if it trains, else ()."""
         return _rows(self, name, num_experts)
 
-<<<<<<< HEAD
-    def chosen(self, layer: int, num_experts: int) -> tuple[int, ...] | None:
-        """The experts of a layer of which any weight trains, where that is not none or all."""
-        module = f"layers.{layer}.feed_forward.experts"
-        experts = {
-            expert for leaf in STACKS for expert in self.rows(f"{module}.{leaf}", num_experts)
-        }
-        return tuple(sorted(experts)) if 0 < len(experts) < num_experts else None
-=======
     def chosen(self, stacks: Iterable[str], num_experts: int) -> tuple[int, ...] | None:
         """The experts of a layer with these `stacks` of which any weight trains, where that is not
         none or all."""
-        found = {expert for stack in stacks for expert in self.rows(stack, num_experts)}
-        return tuple(sorted(found)) if 0 < len(found) < num_experts else None
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
+        experts = {expert for stack in stacks for expert in self.rows(stack, num_experts)}
+        return tuple(sorted(experts)) if 0 < len(experts) < num_experts else None
 
 
 #: (layer, expert) of a name, ours or that of a model of transformers.

@@ -69,15 +69,9 @@ def split_experts(
     tuning: Tuning,
     mesh: Mesh,
 ) -> None:
-<<<<<<< HEAD
     """Split the stacks of every layer of which some experts train: the local parameters, and the
     placements of all ranks. All weights have their values."""
-    whole = list(placements.values())
-=======
-    """Split the stacks of every layer of which some experts train: the parameters held here, and
-    the placements of all ranks. All weights have their values."""
     whole, chosen_of = list(placements.values()), chosen_experts(model.config, tuning)
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
     placements.clear()
     for module, stacks in groupby(whole, key=lambda where: where.name.rpartition(".")[0]):
         behind: dict[str, Placement] = {}
@@ -244,13 +238,8 @@ def fill(
     seed: int,
     dtype: torch.dtype,
 ) -> None:
-<<<<<<< HEAD
     """Allocate and initialize the local parameters. The weights of a model of transformers always
-    come from a folder or a checkpoint: they are zero until then."""
-=======
-    """Memory and initial values of what this rank holds. The weights of a model of transformers
-    always come from a folder or a checkpoint: they are zero until then, but for its adapters."""
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
+    come from a folder or a checkpoint: they are zero until then, unlike its adapters."""
 
     held = {name for name, _ in model.named_parameters()}
 

@@ -24,13 +24,8 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.python import python_command
 
 #: Version of the record: an older one in the cache is discarded and read from the model.
-<<<<<<< HEAD
-RECORD_VERSION = 5
-#: Problem codes of our own reading for models that the code of transformers may still run.
-=======
 RECORD_VERSION = 6
-#: Kinds of problems in our own reading with a model that the code of transformers may have.
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
+#: Problem codes of our own reading for models that the code of transformers may still run.
 _BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
 #: The oldest supported and the first untested version of transformers.
 TESTED = ((5, 20), (6, 0))

@@ -1,19 +1,13 @@
 """Proof of a layout before a run: a small model of the family, on one device and in the layout.
 
-<<<<<<< HEAD
 The modelling code of transformers is not ours, so its behaviour is tested: forward and backward of
 a small instance run on one device by transformers alone and on all ranks of the plan, in float64.
 A difference of losses or gradients above :data:`MOST` is a refusal.
-=======
-The modelling code of transformers is not ours, so nothing is taken for granted: forward and
-backward of a small instance run on one device by transformers alone and on all ranks of the plan,
-in float64. Losses and gradients that differ by more than :data:`MOST` are a refusal.
 
 The small model is tuned as the run is: with adapters at the same projections, which the one device
 adds to the weights, and with the same patterns of what trains. Where a run trains some experts of a
 layer, every second one trains in the small model, which has fewer. Patterns that leave nothing to
 train there, because they name other layers, are left out.
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
 """
 
 from __future__ import annotations
@@ -54,13 +48,9 @@ from moemesh.train.weights import saving
 MOST = 1e-9
 #: Largest number of experts of the small model, and its number of positions.
 _EXPERTS, _LENGTH = 8, 16
-<<<<<<< HEAD
-#: Seconds up to which a proof is not mentioned.
-=======
 #: Largest rank of its adapters.
 _RANK = 2
-#: Seconds of a proof that a run need not mention.
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
+#: Seconds up to which a proof is not mentioned.
 _MOST_SECONDS = 10.0
 
 
@@ -119,12 +109,6 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
     return f"the proof of the layout on a small model took {seconds:.0f} s" if is_slow else ""
 
 
-<<<<<<< HEAD
-def _difference(
-    architecture: Architecture, experts: int, plan: Plan, mesh: Mesh
-) -> tuple[float, str]:
-    """The largest difference on this rank, and its name."""
-=======
 def _small_tuning(config: RunConfig, model: ModelConfig) -> Tuning:
     """The parameters of the small `model` that train."""
     tuning = replace(config.tuning, experts=())
@@ -136,10 +120,9 @@ def _small_tuning(config: RunConfig, model: ModelConfig) -> Tuning:
 
 
 def _difference(config: RunConfig, experts: int, plan: Plan, mesh: Mesh) -> tuple[float, str]:
-    """The largest difference on this rank, and what differs."""
+    """The largest difference on this rank, and its name."""
     architecture = config.model.architecture
     assert architecture is not None
->>>>>>> 1cf40eec (Models of transformers are tuned as ours: frozen weights, chosen experts, and adapters of linear layers and of experts in any layout)
     # Late: transformers takes seconds to import.
     from moemesh.model.hub.architecture import read
     from moemesh.model.hub.build import initialize
