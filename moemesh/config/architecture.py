@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, cast
+
+from moemesh.config.lora import ALL_LINEAR, LoraConfig, TargetPart, factors_of, is_adapter, parts_of
 
 #: The lists of :attr:`Architecture.costs`, as :mod:`moemesh.model.hub.costs` counts them.
 COSTS = {"flops", "flops_per_key", "ends"} | {
@@ -20,7 +24,9 @@ class ParameterRecord:
     it ("embedding", "layers.3", "head"); ``is_expert``: a stack with an entry of its first dim for
     each expert; ``is_fp32``: float32 in a bfloat16 model; ``is_idle``: never has a gradient;
     ``cut``: the dim of a stack that ranks of etp share, each of the equal ``blocks`` of it by
-    itself; None: they cannot."""
+    itself; None: they cannot. ``layout``: the dims of a weight that may have an adapter, in the
+    order of our weights and in the stored order, "o i -> o i" of a linear layer and
+    "e p f h -> e (p f) h" of a stack of gates and up projections; else empty."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,6 +36,51 @@ class ParameterRecord:
     is_idle: bool = False
     cut: int | None = None
     blocks: int = 1
+    layout: str = ""
+
+    @property
+    def module(self) -> str:
+        """The module that holds the adapters of the weight: around a linear layer, or the experts
+        module."""
+        return ".".join(self.name.split(".")[: -1 if self.is_expert else -2])
+
+    @property
+    def parts(self) -> tuple[TargetPart, ...]:
+        """The projections that the weight holds and that may have adapters."""
+        if not self.layout:
+            return ()
+        if self.is_expert:
+            return parts_of(self.name.rpartition(".")[2].removesuffix("_proj"), self.logical_shape)
+        return (TargetPart(self.name.split(".")[-2]),)
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape of the weight in the dims of our own weights."""
+        logical, stored = self.layout.split(" -> ")
+        sizes = dict(zip(re.sub(r"\(.*\)", "f", stored).split(), self.shape, strict=True))
+        if "p" in logical:  # gate and up in one dim
+            sizes |= {"p": 2, "f": sizes["f"] // 2}
+        return tuple(sizes[dim] for dim in logical.split())
+
+    def adapted(self, lora: LoraConfig) -> tuple[TargetPart, ...]:
+        """The parts with an adapter. "all-linear" leaves out a weight with a dim below the rank."""
+        if not lora.rank:
+            return ()
+        is_wide = ALL_LINEAR in lora.targets and lora.rank <= min(self.shape[-2:], default=0)
+        return tuple(part for part in self.parts if is_wide or part.target in lora.targets)
+
+    def adapters(self, lora: LoraConfig) -> Iterator[ParameterRecord]:
+        """The adapter parameters of the weight."""
+        if parts := self.adapted(lora):
+            shape, is_stack = self.logical_shape, self.is_expert
+            for factor in factors_of(lora, parts, shape, {}, "", is_stack=is_stack):
+                yield ParameterRecord(
+                    name=f"{self.module}.{factor.leaf}",
+                    shape=factor.shape,
+                    unit=self.unit,
+                    is_expert=self.is_expert,
+                    is_fp32=self.is_fp32,
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +125,12 @@ class Architecture:
     def cuts_experts(self) -> bool:
         """Whether the ranks of etp can share the width of each expert."""
         return all(one.cut is not None for one in self.parameters if one.is_expert)
+
+    def with_adapters(self, lora: LoraConfig) -> Architecture:
+        """The same with the adapters `lora` in place of its own, each after its weight."""
+        weights = [one for one in self.parameters if not is_adapter(one.name)]
+        parameters = (one for weight in weights for one in (weight, *weight.adapters(lora)))
+        return replace(self, parameters=tuple(parameters))
 
     def to_json(self) -> str:
         """One line, as the cache has it."""

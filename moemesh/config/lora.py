@@ -18,7 +18,7 @@ over those ranks, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, NamedTuple
 
 from moemesh.config.errors import Problem
@@ -106,6 +106,7 @@ class Factor(NamedTuple):
 #: Parts of parameters, by the end of the parameter's name; a part without dim is all of it.
 _GATE_UP = (TargetPart("gate_proj", 0, 0, 1), TargetPart("up_proj", 0, 1, 1))
 _WHOLE = {
+    "up": "up_proj",
     "down": "down_proj",
     "output": "o_proj",
     "query": "q_proj",
@@ -134,17 +135,18 @@ def parts_of(leaf: str, shape: tuple[int, ...]) -> tuple[TargetPart, ...]:
 
 def factors_of(
     lora: LoraConfig,
-    leaf: str,
+    parts: Iterable[TargetPart],
     shape: tuple[int, ...],
     shards: Mapping[str, int],
     summed_over: str,
     *,
     is_stack: bool,
 ) -> Iterator[Factor]:
-    """The adapter parameters of one parameter, in the model's order; `is_stack`: of experts."""
+    """The adapter parameters of the `parts` of one parameter, in the model's order; `is_stack`: of
+    experts."""
     last = len(shape) - 1
     first = 1 if is_stack else 0
-    for part in parts_of(leaf, shape):
+    for part in parts:
         if not lora.adapts(part.target):
             continue
         *rows, inputs = part.shape(shape, is_stack=is_stack)

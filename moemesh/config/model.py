@@ -10,9 +10,10 @@ from moemesh.config.architecture import Architecture
 from moemesh.config.attention_keys import AttentionConfig
 from moemesh.config.errors import Problem, independent
 from moemesh.config.experts import ExpertConfig
-from moemesh.config.lora import LoraConfig
+from moemesh.config.lora import LoraConfig, is_adapter
 from moemesh.config.rules import CutSizes
 from moemesh.config.section import LARGEST_SIZE, Positive, Range, Size
+from moemesh.config.tuning import STACKS
 
 
 class ModelConfig(ExpertConfig, AttentionConfig):
@@ -49,7 +50,7 @@ class ModelConfig(ExpertConfig, AttentionConfig):
             return self
         adapted = self.model_copy()
         adapted._lora = lora
-        return adapted
+        return adapted.with_architecture(self._architecture)
 
     @property
     def architecture(self) -> Architecture | None:
@@ -57,10 +58,22 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         return self._architecture
 
     def with_architecture(self, architecture: Architecture | None) -> ModelConfig:
-        """The same with the record `architecture`."""
+        """The same with the record `architecture`, and the adapters of the model in it."""
         built = self.model_copy()
+        if architecture is not None:
+            architecture = architecture.with_adapters(self._lora)
         built._architecture = architecture
         return built
+
+    def expert_stacks(self, layer: int) -> tuple[str, ...]:
+        """Names of the stacked weights of the experts of a layer."""
+        if self._architecture is None:
+            return tuple(f"layers.{layer}.feed_forward.experts.{leaf}" for leaf in STACKS)
+        return tuple(
+            one.name
+            for one in self._architecture.parameters
+            if one.is_expert and one.unit == f"layers.{layer}" and not is_adapter(one.name)
+        )
 
     @property
     def sizes(self) -> CutSizes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import NamedTuple
 
 from moemesh.config.cluster import load_cluster
@@ -32,6 +33,18 @@ class Projection(NamedTuple):
 
 def projections(model: ModelConfig) -> list[Projection]:
     """Every projection that `model` has in some layer and that can have an adapter."""
+    if model.architecture is not None:
+        return [
+            Projection(
+                part.target,
+                record.module.rpartition(".")[2],
+                sizes[-1],
+                prod(sizes[record.is_expert : -1]),
+            )
+            for record in model.architecture.parameters
+            for part in record.parts
+            for sizes in (part.shape(record.logical_shape, is_stack=record.is_expert),)
+        ]
     hidden, heads, rank = model.hidden_size, model.num_heads, model.q_lora_rank
     queries, keys = heads * model.query_head_dim, model.num_kv_heads * model.head_dim
     latent = model.kv_lora_rank
@@ -70,7 +83,13 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
             message = f"targets names {target}, and the model has no such projection"
             fix = nearest_choice(target, (*names, ALL_LINEAR))
             problems.append(lora.problem("not-a-choice", "targets", message, fix))
-    adapted = [module for module in known if lora.adapts(module.target)]
+    # Of a model of transformers "all-linear" leaves out what is too small.
+    is_named = model.architecture is not None
+    adapted = [
+        module
+        for module in known
+        if module.target in lora.targets or (not is_named and lora.adapts(module.target))
+    ]
     if adapted:
         one = min(adapted, key=lambda one: min(one.inputs, one.outputs))
         if lora.rank > (most := min(one.inputs, one.outputs)):

@@ -42,8 +42,6 @@ _OF_HUB: dict[tuple[str, str], tuple[object, ...]] = {
     ("plan", "combine"): ("fast",),
     ("plan", "spare_slots"): (0,),
     ("train", "rebalance_every"): (0,),
-    ("train", "esft"): (None,),
-    ("lora", "rank"): (0,),
 }
 
 
@@ -65,7 +63,7 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
             "whose layers are computed by the code of transformers; dp, pp, ep, microbatches, "
             "plan.data and recompute = full can"
         )
-        fix = f"leave {key} out" if None in values else f"{key} = {' or '.join(map(str, values))}"
+        fix = f"{key} = {' or '.join(map(str, values))}"
         yield section.problem("not-available", key, message, fix, "model.implementation")
 
     plan = config.plan
@@ -73,6 +71,15 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
         message = (
             f"etp = {plan.etp} cannot be carried out for {architecture.model_type}: results of its "
             "experts, as transformers computes them, are not sums over parts of their width"
+        )
+        fix = f"etp = 1, ep = {plan.ep * plan.etp}"
+        yield plan.problem("not-available", "etp", message, fix, "model.implementation")
+    is_adapted = any(map(config.lora.adapts, ("gate_proj", "up_proj", "down_proj")))
+    if plan.etp > 1 and (is_adapted or trains_some_experts(config)):
+        what = "adapters of experts" if is_adapted else "experts of which only some train"
+        message = (
+            f"etp = {plan.etp} shares the width of experts, and {what} of {architecture.model_type} "
+            "are whole on every rank"
         )
         fix = f"etp = 1, ep = {plan.ep * plan.etp}"
         yield plan.problem("not-available", "etp", message, fix, "model.implementation")
@@ -203,16 +210,17 @@ def _adapters(config: RunConfig) -> Iterator[Problem]:
     if plan.spare_slots:
         why = "fetches the weights of experts for their replicas, but not their adapters"
         yield _clash(plan, "spare_slots", why, "spare_slots = 0", "lora.rank", setting)
-    if _trains_some_experts(config):
+    if trains_some_experts(config):
         message = f"some experts of a layer would train beside {setting}"
         fix = "train_only = [], or lora.targets without gate_proj, up_proj and down_proj"
         yield config.train.problem("conflict", "train_only", message, fix, "lora.rank")
 
 
-def _trains_some_experts(config: RunConfig) -> bool:
+def trains_some_experts(config: RunConfig) -> bool:
     """Whether some experts of a layer train, and others do not."""
     tuning, model = config.tuning, config.model
-    return any(tuning.chosen(layer, model.num_experts) for layer in model.routed_layers)
+    layers = model.routed_layers
+    return any(tuning.chosen(model.expert_stacks(one), model.num_experts) for one in layers)
 
 
 def _frozen(config: RunConfig) -> Iterator[Problem]:
@@ -228,7 +236,7 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
     key = f"train.{key}"
     if config.lora.rank:
         key, setting, default = "lora.rank", f"rank = {config.lora.rank}", "0"
-    is_part = _trains_some_experts(config)
+    is_part = trains_some_experts(config)
     if is_part and train.rebalance_every:
         message = "experts of a layer of which only some train cannot move to other ranks"
         fix = f"rebalance_every = 0, or {key.partition('.')[2]} = {default}"

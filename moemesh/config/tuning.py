@@ -17,7 +17,7 @@ matches `train_only`; not what matches `freeze`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
@@ -55,18 +55,16 @@ class Tuning:
         (`num_experts` 0): (0,) if it trains, else ()."""
         return _rows(self, name, num_experts)
 
-    def chosen(self, layer: int, num_experts: int) -> tuple[int, ...] | None:
-        """The experts of a layer of which any weight trains, where that is not none or all."""
-        module = f"layers.{layer}.feed_forward.experts"
-        experts = {
-            expert for leaf in STACKS for expert in self.rows(f"{module}.{leaf}", num_experts)
-        }
+    def chosen(self, stacks: Iterable[str], num_experts: int) -> tuple[int, ...] | None:
+        """The experts of a layer with these `stacks` of which any weight trains, where that is not
+        none or all."""
+        experts = {expert for stack in stacks for expert in self.rows(stack, num_experts)}
         return tuple(sorted(experts)) if 0 < len(experts) < num_experts else None
 
 
-#: (layer, expert) of a name.
-_EXPERT = compile_pattern(r"layers\.(\d+)\.feed_forward\.experts\.(\d+)\.")
-#: The weights of routed experts.
+#: (layer, expert) of a name, ours or that of a model of transformers.
+_EXPERT = compile_pattern(r"(?:.*\.)?layers\.(\d+)\.(?:\w+\.)*?experts\.(\d+)\.")
+#: The weights of routed experts of our own models.
 STACKS = ("gate_up", "down", "gate_up_bias", "down_bias")
 #: Everything trains.
 FULL = Tuning()

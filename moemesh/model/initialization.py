@@ -54,6 +54,14 @@ def normal_slice(
     return torch.from_numpy(out).reshape([len(part) for part in slices])
 
 
+def adapter_slice(
+    seed: int, name: str, shape: tuple[int, ...], slices: Sequence[range]
+) -> torch.Tensor:
+    """The `slices` of a factor A as it is at first, with the variance of PEFT's uniform numbers,
+    1 / (3 in)."""
+    return normal_slice(seed, name, shape, slices) * (1 / math.sqrt(3 * shape[-1]))
+
+
 def initialize(
     model: Transformer,
     *,
@@ -74,12 +82,11 @@ def initialize(
             value = torch.zeros([len(part) for part in parts])
         elif len(shape) == 1 and not name.endswith(".sinks"):
             value = torch.ones([len(part) for part in parts])
+        elif name.endswith("_lora_A"):
+            value = adapter_slice(seed, name, shape, parts)
         else:
             deviation = model.config.init_std
-            if name.endswith("_lora_A"):
-                # PEFT's uniform numbers have the variance 1 / (3 in).
-                deviation = 1 / math.sqrt(3 * shape[-1])
-            elif name.endswith((".output", ".down")):  # writes to the residual stream
+            if name.endswith((".output", ".down")):  # writes to the residual stream
                 deviation /= math.sqrt(2 * model.config.num_layers)
             value = normal_slice(seed, name, shape, parts) * deviation
         kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype

@@ -43,9 +43,9 @@ class AdaptedModule(nn.Module):
         self.lora, self.scaling = lora, lora.scaling
         for leaf in leaves:
             shape = tuple(getattr(self, leaf).shape)
-            for factor in factors_of(lora, leaf, shape, {}, "", is_stack=is_stack):
-                setattr(self, factor.leaf, nn.Parameter(torch.empty(factor.shape)))
             parts = [part for part in parts_of(leaf, shape) if lora.adapts(part.target)]
+            for factor in factors_of(lora, parts, shape, {}, "", is_stack=is_stack):
+                setattr(self, factor.leaf, nn.Parameter(torch.empty(factor.shape)))
             if parts:
                 self._adapted[leaf] = parts
 

@@ -22,9 +22,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.attention import Attention, LatentAttention
-from moemesh.model.initialization import initialize
+from moemesh.model.initialization import adapter_slice, initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.context import CONTEXTS
@@ -44,7 +44,13 @@ from moemesh.parallel.tensor import (
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
-from moemesh.sharding.parameters import first_stage, first_unit, places, units_without_backward
+from moemesh.sharding.parameters import (
+    chosen_experts,
+    first_stage,
+    first_unit,
+    places,
+    units_without_backward,
+)
 
 # Chosen experts: in a layer where only some experts train, the others are stacks of their own.
 #
@@ -65,14 +71,12 @@ def split_experts(
 ) -> None:
     """Split the stacks of every layer of which some experts train: the local parameters, and the
     placements of all ranks. All weights have their values."""
-    whole = list(placements.values())
+    whole, chosen_of = list(placements.values()), chosen_experts(model.config, tuning)
     placements.clear()
     for module, stacks in groupby(whole, key=lambda where: where.name.rpartition(".")[0]):
         behind: dict[str, Placement] = {}
         for where in stacks:
-            leaf, chosen = where.name.rpartition(".")[2], None
-            if where.is_expert and leaf in STACKS:
-                chosen = tuning.chosen(int(module.split(".")[1]), where.shape[0])
+            leaf, chosen = where.name.rpartition(".")[2], chosen_of.get(where.name)
             if chosen is None:
                 placements[where.name] = where
                 continue
@@ -91,7 +95,7 @@ def split_experts(
                 )
         placements |= behind
     for layer, moe in model.moe_layers().items():
-        chosen = tuning.chosen(layer, model.config.num_experts)
+        chosen = tuning.chosen(model.config.expert_stacks(layer), model.config.num_experts)
         if chosen is None:
             continue
         shares = places(chosen, model.config.num_experts, plan.ep)
@@ -235,7 +239,7 @@ def fill(
     dtype: torch.dtype,
 ) -> None:
     """Allocate and initialize the local parameters. The weights of a model of transformers always
-    come from a folder or a checkpoint: they are zero until then."""
+    come from a folder or a checkpoint: they are zero until then, unlike its adapters."""
 
     held = {name for name, _ in model.named_parameters()}
 
@@ -255,6 +259,11 @@ def fill(
         device=mesh.device,
         slices=lambda name, shape: slices(name, shape) if name in held else None,
     )
+    for name, parameter in model.named_parameters():
+        if name.endswith("_lora_A"):
+            shape = where[name].shape
+            value = adapter_slice(seed, name, shape, slices(name, shape))
+            parameter.data.copy_(value)
 
 
 def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import EXPERT_AXES, shard_range
-from moemesh.config.lora import factors_of
+from moemesh.config.lora import factors_of, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
@@ -222,8 +222,9 @@ def placements(
             if isinstance(module, AdaptedModule):
                 # The adapter parameters of this weight follow it.
                 shape, is_stack = tuple(parameter.shape), isinstance(module, Experts)
+                parts = parts_of(leaf, shape)
                 for factor in factors_of(
-                    module.lora, leaf, shape, shards, summed_over, is_stack=is_stack
+                    module.lora, parts, shape, shards, summed_over, is_stack=is_stack
                 ):
                     rules[factor.leaf] = factor.shards, factor.summed_over
             experts = parameter.shape[0] if summed_over in EXPERT_AXES else 0

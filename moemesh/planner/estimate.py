@@ -529,7 +529,7 @@ def estimate_run(
     layout, is_full = priced.layout, config.tuning.is_full
     plan = exact_plan(config.model, config.plan)
     if isinstance(plan, str):
-        note = f"memory and traffic are those of training every weight: {plan}"
+        note = f"memory and traffic follow from the shares of weights that train: {plan}"
         return priced if is_full else replace(priced, notes=(*priced.notes, note))
     # The same prediction as in the run's files.
     short, batch = _shortened(plan, data.global_batch)

@@ -152,6 +152,8 @@ LARGEST_LEDGER = 20_000
 def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
     """The plan with `auto` replaced by its dispatcher, if the ledger of a run with it can be
     predicted to the byte; else the reason why not, as text."""
+    if model.architecture is not None:
+        return "the bytes of transformers' code are counted, not listed one by one"
     for problem in refusals(RunConfig(model=model, plan=plan)):
         if problem.code != "not-available":
             return problem.message

@@ -154,11 +154,7 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
         rows, size = tensor.trained_rows(tuning), tensor.shape[0]
         module, _, leaf = tensor.name.rpartition(".")
         message = fix = ""
-        if model.architecture is not None:
-            if 0 < len(rows) < size and tensor.is_expert:
-                message = f"{len(rows)} of the {size} experts of {tensor.name} would train"
-                fix = f"all of them, as {module}.*, or none: transformers has one stack of them"
-        elif tensor.is_expert and is_adapter(tensor.name):
+        if tensor.is_expert and is_adapter(tensor.name):
             if 0 < len(rows) < size:
                 message = f"{len(rows)} of the {size} adapters of {tensor.name} would train"
                 fix = "choose the adapters of all experts, or of none"

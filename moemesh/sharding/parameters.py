@@ -26,10 +26,10 @@ from math import prod
 
 from moemesh.config.architecture import ParameterRecord
 from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
-from moemesh.config.lora import factors_of
+from moemesh.config.lora import factors_of, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import STACKS, Tuning
+from moemesh.config.tuning import Tuning
 from moemesh.sharding.buckets import unit_of
 
 
@@ -227,7 +227,8 @@ def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[Par
     for weight in weights:
         block, _, leaf = weight.name.rpartition(".")
         own, is_stack = (weight.shape, weight.shards, weight.summed_over), weight.is_expert
-        for name, shape, shards, axis in factors_of(model.lora, leaf, *own, is_stack=is_stack):
+        parts = parts_of(leaf, weight.shape)
+        for name, shape, shards, axis in factors_of(model.lora, parts, *own, is_stack=is_stack):
             name = f"{block}.{name}"
             yield ParameterTensor(name=name, shape=shape, shards=shards, summed_over=axis)
 
@@ -243,6 +244,8 @@ def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
         yield tensor.name
         if tensor.name.endswith(".router.weight") and model.router_selection_bias:
             yield f"{module}.selection_bias"
+    if model.architecture is not None:
+        yield from model.architecture.buffers
 
 
 def units(model: ModelConfig) -> list[str]:
@@ -260,6 +263,16 @@ def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[
     ]
 
 
+def chosen_experts(model: ModelConfig, tuning: Tuning) -> dict[str, tuple[int, ...]]:
+    """The experts that train of each stack of a layer of which some train and others do not."""
+    chosen: dict[str, tuple[int, ...]] = {}
+    for layer in model.routed_layers:
+        stacks = model.expert_stacks(layer)
+        experts = tuning.chosen(stacks, model.num_experts)
+        chosen |= dict.fromkeys(stacks, experts) if experts is not None else {}
+    return chosen
+
+
 def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:
     """The parameters of the whole model, in the order of its list, with what trains.
 
@@ -267,14 +280,13 @@ def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[Pa
     below ``rest``, after them.
     """
     behind: list[ParameterTensor] = []
+    chosen_of = chosen_experts(model, tuning)
     for tensor in tensors(model, plan):
         module, _, leaf = tensor.name.rpartition(".")
         if behind and not tensor.name.startswith(behind[0].name.partition("rest.")[0]):
             yield from behind
             behind = []
-        chosen = None
-        if tensor.is_expert and leaf in STACKS:
-            chosen = tuning.chosen(int(module.split(".")[1]), tensor.shape[0])
+        chosen = chosen_of.get(tensor.name)
         if chosen is None:
             yield replace(tensor, trains=bool(tensor.trained_rows(tuning)))
             continue

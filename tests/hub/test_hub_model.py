@@ -224,3 +224,16 @@ def test_stages_pass_on_the_stream_and_the_sums_of_the_balance_loss(name: str, l
                 assert other is own, path
             else:
                 torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["lfm2_moe", "zaya", "gemma4_text"])
+def test_buffers_of_a_module_without_parameters_are_held(name: str) -> None:
+    architecture = architecture_of(name)
+    assert {key for key, _ in HubModel(model_of(architecture)).named_buffers()} == {
+        *architecture.buffers
+    }
+    first = HubModel(model_of(architecture), [ModelPart(range(1), True, False)])
+    layer = f"{architecture.layers}.0."
+    assert {key for key, _ in first.named_buffers()} == {
+        key for key in architecture.buffers if key.startswith(layer)
+    }

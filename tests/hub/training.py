@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.architecture import Architecture
 from moemesh.config.huggingface.architecture import hub_values
 from moemesh.config.layout import shard_range
+from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.model.hub.architecture import read
 from moemesh.model.hub.build import allocate, blueprint
@@ -77,13 +79,33 @@ def train_config() -> TrainConfig:
     )
 
 
-def plain(name: str, *, num_parts: int = 1) -> Trained:
-    """The steps by transformers and torch alone, in float64."""
+def plain_model(name: str) -> Any:
+    """The model of transformers, in float64."""
     net = blueprint(values_of(name)).build(torch.float64)
     allocate(net, dtype=torch.float64)
     net.load_state_dict(random_model(name).state_dict(), strict=False)
+    return net
+
+
+def plain(name: str, *, num_parts: int = 1, tuning: Tuning = FULL) -> Trained:
+    """The steps by transformers and torch alone, in float64."""
+    net = plain_model(name)
+    records = {one.name: one for one in architecture_of(name).parameters}
+    masks: dict[Any, Tensor] = {}
+    for key, parameter in net.named_parameters():
+        experts = len(parameter) if records[key].is_expert else 0
+        rows = tuning.rows(key, experts)
+        masks[parameter] = torch.zeros_like(parameter)
+        masks[parameter][list(rows) if experts else slice(None)] = float(bool(rows))
+    return steps(net, net.parameters(), masks, num_parts=num_parts)
+
+
+def steps(
+    net: Any, chosen: Iterable[Any], masks: Mapping[Any, Tensor], *, num_parts: int = 1
+) -> Trained:
+    """Steps of gradient descent on the parameters `chosen`, in the numbers where `masks` are 1."""
     train, losses, norms = train_config(), list[float](), list[float]()
-    parameters = list(net.parameters())
+    parameters = list(chosen)
     for step in range(1, STEPS + 1):
         tokens = tokens_of(step, net.config.get_text_config().vocab_size)
         total = 0.0
@@ -95,6 +117,9 @@ def plain(name: str, *, num_parts: int = 1) -> Trained:
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
+        for parameter in parameters:
+            if parameter.grad is not None and parameter in masks:
+                parameter.grad *= masks[parameter]
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, CLIP)))
         with torch.no_grad():
             for parameter in parameters:
@@ -105,7 +130,11 @@ def plain(name: str, *, num_parts: int = 1) -> Trained:
 
 
 def on_rank(
-    mesh: Mesh, model: ModelConfig, keys: Mapping[str, Any], weights: Mapping[str, Tensor]
+    mesh: Mesh,
+    model: ModelConfig,
+    keys: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    tuning: Tuning = FULL,
 ) -> tuple[list[float], list[float], list[Any]]:
     """The steps of one rank; returns what it owns of each parameter, each expert by itself."""
     torch.set_num_threads(1)
@@ -117,6 +146,7 @@ def on_rank(
         seed=0,
         dtype=torch.float64,
         tokens_per_rank=plan.tokens_per_rank(LENGTH, SEQUENCES),
+        tuning=tuning,
     )
     optimizer = Optimizer.of(parallel, train)
     for shard in (*_owned(parallel, "", _weights(parallel, optimizer)), *_state(parallel)):
@@ -162,11 +192,21 @@ def batches_of(mesh: Mesh, model: ModelConfig, plan: Plan, step: int) -> list[Ba
     return batches
 
 
-def split(name: str, **keys: Any) -> Trained:
-    """The steps in the layout `keys`, by this library."""
-    architecture = architecture_of(name)
+def split(
+    name: str,
+    *,
+    tuning: Tuning = FULL,
+    lora: LoraConfig = NO_ADAPTERS,
+    factors: Mapping[str, Tensor] | None = None,
+    **keys: Any,
+) -> Trained:
+    """The steps in the layout `keys`, by this library; `factors`: adapters at first, by name."""
+    model = model_of(architecture_of(name)).with_lora(lora)
+    architecture = model.architecture
+    assert architecture is not None
     random = random_model(name)
     weights = {key: value.double() for key, value in random.state_dict().items()}
+    weights |= factors or {}
     for record in architecture.parameters:  # experts by themselves, as checkpoints have them
         if record.is_expert:
             module, _, leaf = record.name.rpartition(".")
@@ -175,9 +215,9 @@ def split(name: str, **keys: Any) -> Trained:
     plan = Plan(**keys)
     if plan.world_size == 1:
         mesh = Mesh.single("cpu")
-        ranks = [on_rank(mesh, model_of(architecture), keys, weights)]
+        ranks = [on_rank(mesh, model, keys, weights, tuning)]
     else:
-        args = model_of(architecture), keys, weights
+        args = model, keys, weights, tuning
         ranks = mesh_on_ranks(plan.layout, on_rank, *args)
     losses, norms, _ = ranks[0]
     found = {record.name: torch.full(record.shape, math.nan) for record in architecture.parameters}

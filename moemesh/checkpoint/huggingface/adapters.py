@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moemesh.checkpoint.files import CheckpointError, check_folder
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
-from moemesh.checkpoint.huggingface.logical import pieces
+from moemesh.checkpoint.huggingface.logical import pieces, table_piece
 from moemesh.checkpoint.huggingface.pieces import TensorPiece
+from moemesh.config.architecture import Architecture
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
-from moemesh.config.lora import TargetPart, factor_name, parts_of
+from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.sharding.parameters import ParameterTensor, tensors
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 
 #: Upper bound of adapter_config.json in bytes.
 _CONFIG_LIMIT = 1 << 20
-_FUSED = "gate_up_proj"
+_FUSED = r"experts\.gate_up_proj"
+#: Names of modules that PEFT takes for the experts of a model that has some.
+_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
@@ -61,7 +64,8 @@ _NO_BIAS = ("bias", "none")
 class Adaptation(NamedTuple):
     """One adapter of PEFT for the `parts` of our `weight` in the family `kind`; in our model each
     part has its own adapter of rank `rank`. `module`: PEFT's name of the adapted module, without
-    names of tensors; `wraps`: another adapter wraps it."""
+    names of tensors; `wraps`: another adapter wraps it; `layout`: that of the record of a weight of
+    transformers."""
 
     weight: ParameterTensor
     parts: tuple[TargetPart, ...]
@@ -69,6 +73,7 @@ class Adaptation(NamedTuple):
     rank: int
     module: str
     wraps: bool = False
+    layout: str = ""
 
     @property
     def target(self) -> str:
@@ -155,6 +160,9 @@ class Adaptation(NamedTuple):
 
     def _piece(self, rank: int) -> TensorPiece:
         """Piece of a factor B of that rank, laid out like the weight."""
+        if self.layout:
+            shape = (*self.weight.shape[:-1], rank)
+            return table_piece(self.module, ["", self.layout], shape)
         places = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
         if self.is_stack:
             return places[0]
@@ -169,12 +177,15 @@ def _rows(joined: Tensor, part: TargetPart) -> Tensor:
 
 def _is_transposed(piece: TensorPiece) -> bool:
     """Whether the family stores [E, in, out]."""
-    return piece.order != tuple(range(len(piece.order)))
+    return piece.order[-1] != len(piece.order) - 1
 
 
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
     """PEFT's adapters of `model`, of the family `kind`, without extra prediction layers, which
     transformers does not have."""
+    if model.architecture is not None:
+        yield from _recorded(model.architecture, model.lora, kind)
+        return
     lora = model.lora
     for weight in tensors(model, Plan()):
         owner, index, *rest = weight.name.split(".")
@@ -192,15 +203,35 @@ def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
             yield Adaptation(weight, (part,), kind, lora.rank, module)
 
 
+def _recorded(architecture: Architecture, lora: LoraConfig, kind: str) -> Iterator[Adaptation]:
+    """:func:`adaptations` of a model of transformers. PEFT wraps an experts module once for each of
+    its parameters, the first of them inside."""
+    last: dict[str, str] = {}
+    for record in architecture.parameters:
+        if record.adapted(lora):
+            last[record.module] = record.name
+    for record in architecture.parameters:
+        if not (parts := record.adapted(lora)):
+            continue
+        module = record.name if record.is_expert else record.name.rpartition(".")[0]
+        weight = ParameterTensor(
+            name=f"{record.module}.{module.rpartition('.')[2]}",
+            shape=record.logical_shape,
+            summed_over="edp" if record.is_expert else "stage",
+        )
+        wraps = record.is_expert and record.name != last[record.module]
+        yield Adaptation(weight, parts, kind, lora.rank, module, wraps, record.layout)
+
+
 def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, Any]:
     """``adapter_config.json``; `base` is the folder or name of the base model."""
     lora, every = model.lora, list(adaptations(model, kind))
     stacks = {one.target for one in every if one.is_stack}
     modules, parameters = set[str](), set(stacks)
     for one in (one for one in every if not one.is_stack):
-        # With stacks PEFT matches any other MLP as if it were the experts', unless it is given as a
+        # Among experts PEFT matches any other MLP as if it were theirs, unless it is given as a
         # parameter.
-        if stacks and ".feed_forward." in one.weight.name:
+        if model.num_experts and one.target in _OF_EXPERTS:
             parameters.add(".".join(one.module.split(".")[-2:]) + ".weight")
         else:
             modules.add(one.target)

@@ -7,16 +7,17 @@ Each function maps a `Read` to a `Read`, which reads any part of any weight.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moemesh.checkpoint.huggingface.logical import logical_shapes
+from moemesh.checkpoint.huggingface.logical import logical_shapes, table_piece
 from moemesh.checkpoint.huggingface.pieces import Read
 from moemesh.checkpoint.huggingface.weight_folder import EXPERT
-from moemesh.config.lora import factor_name, parts_of
+from moemesh.config.architecture import ParameterRecord
+from moemesh.config.lora import LoraConfig, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.initialization import normal_slice
@@ -25,6 +26,8 @@ from moemesh.sharding.parameters import tensors
 
 def merged(weights: Read, model: ModelConfig) -> Read:
     """Weights of `model` with its adapters merged: W + scaling B A, computed in fp32 or wider."""
+    if model.architecture is not None:
+        return _merged_records(weights, model)
     lora, known = model.lora, {tensor.name: tensor for tensor in tensors(model, Plan())}
 
     def read(name: str, box: Sequence[range]) -> Tensor:
@@ -57,6 +60,49 @@ def merged(weights: Read, model: ModelConfig) -> Read:
         return weight
 
     return read
+
+
+def _merged_records(weights: Read, model: ModelConfig) -> Read:
+    """:func:`merged` of a model of transformers."""
+    assert model.architecture is not None
+    lora, known = model.lora, {record.name: record for record in model.architecture.parameters}
+
+    def read(name: str, box: Sequence[range]) -> Tensor:
+        weight, record = weights(name, box), known.get(name)
+        if record is None or not record.adapted(lora):
+            return weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        experts = list(box[:1]) if record.is_expert else []
+
+        def factor(name: str, shape: tuple[int, ...]) -> Tensor:
+            ranges = [*experts, *map(range, shape[len(experts) :])]
+            return weights(name, ranges).to(wide)
+
+        inner = [slice(part.start, part.stop) for part in box[len(experts) :]]
+        delta = delta_of(record, lora, factor)[(..., *inner)]
+        return weight.to(wide) + lora.scaling * delta
+
+    return read
+
+
+def delta_of(
+    record: ParameterRecord, lora: LoraConfig, factor: Callable[[str, tuple[int, ...]], Tensor]
+) -> Tensor:
+    """The product B A of the adapters of a weight of transformers, in its stored layout. `factor`:
+    (name, shape) -> an adapter parameter, or the part of it of the experts that are wanted."""
+    shapes = {one.name: one.shape for one in record.adapters(lora)}
+    products: list[Tensor | None] = []
+    for part in record.parts:
+        names = [f"{record.module}.{factor_name(part.target, letter)}" for letter in "AB"]
+        if names[0] not in shapes:
+            products.append(None)
+            continue
+        a, b = (factor(name, shapes[name]) for name in names)
+        product = b.flatten(int(record.is_expert), -2) @ a
+        products.append(product.view(*b.shape[:-1], -1))
+    zeros = torch.zeros_like(next(one for one in products if one is not None))
+    whole = torch.cat([zeros if one is None else one for one in products], 1)
+    return table_piece(record.module, ["", record.layout], tuple(whole.shape)).store(whole)
 
 
 def equivalent(weights: Read, model: ModelConfig, other: ModelConfig) -> Read:

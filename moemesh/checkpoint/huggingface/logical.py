@@ -80,7 +80,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
     if owner != "layers":
         raise KeyError(name)
     if part in _table()["layer"]:
-        return [_piece(layer, _table()["layer"][part], shape)]
+        return [table_piece(layer, _table()["layer"][part], shape)]
     block = f"{layer}.{names.block}"
     match part.split("."):
         case ["attention", "qkv" | "qkv_bias" as leaf]:
@@ -104,7 +104,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
         case ["feed_forward", "gate_up" | "down" as leaf]:
             return _mlp(leaf, f"{layer}.mlp", shape, names_of("", fused=False))
         case ["feed_forward", "router", "selection_bias"]:
-            return [_piece(block, names.selection_bias, shape)]
+            return [table_piece(block, names.selection_bias, shape)]
         case ["feed_forward", "router", leaf]:
             return [whole(f"{block}.{names.router}.{leaf}", shape)]
         case ["feed_forward", "shared_gate"]:
@@ -112,7 +112,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
         case ["feed_forward", "shared", leaf]:
             return _mlp(leaf, f"{block}.{names.shared}", shape, names_of("", fused=False))
         case ["feed_forward", "experts", leaf] if names.stack is not None:
-            return [_piece(block, names.stack[leaf], shape)]
+            return [table_piece(block, names.stack[leaf], shape)]
         case ["feed_forward", "experts", "gate_up" | "down" as leaf]:
             return [
                 # The piece of one expert as a piece of the stack of all.
@@ -128,7 +128,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
             raise KeyError(name)
 
 
-def _piece(block: str, row: str | list[str], shape: Shape) -> TensorPiece:
+def table_piece(block: str, row: str | list[str], shape: Shape) -> TensorPiece:
     """Piece of a table row, which is a name, or a name with a pattern of dims."""
     if isinstance(row, str):
         return whole(f"{block}.{row}", shape)

@@ -44,6 +44,21 @@ _LONGEST = 1 << 15
 _SAME = 1e-8
 
 
+class _Watched(nn.Linear):
+    """A linear layer that counts its forwards, and the reads of its weight: a kernel that reads the
+    weight computes nothing that the forward adds."""
+
+    num_forwards = num_reads = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.num_reads += name == "weight"
+        return super().__getattr__(name)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.num_forwards += 1
+        return super().forward(input)
+
+
 class _Uses(TorchFunctionMode):
     """Records of a forward: the phases in which each parameter is read (0 before the layers, 1 in
     them, 2 after them), and the result of each layer."""
@@ -96,6 +111,13 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         for leaf, parameter in module.named_parameters(recurse=False)
         if parameter.shape[0] == num_experts
     }
+    layouts = {
+        f"{path}.weight": "o i -> o i"
+        for path, linear in layers.named_modules(prefix=name)
+        if _is_projection(path, linear)
+    }
+    for path, module in experts.values():
+        layouts |= {f"{path}.{leaf}": text for leaf, text in _stack_layouts(module).items()}
     config = model.config.get_text_config()
     _, module = next(iter(experts.values()))
     down: Any = module.down_proj
@@ -125,6 +147,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
             is_idle=parameter.grad is None,
             cut=cut,
             blocks=blocks,
+            layout=layouts.get(path, "") if parameter.grad is not None else "",
         )
 
     parameters = tuple(record(*pair) for pair in model.named_parameters())
@@ -176,6 +199,24 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     )
 
 
+def _is_projection(path: str, module: nn.Module) -> bool:
+    """Whether the module is a plain linear layer whose weight its own forward alone reads, with
+    several outputs, and not in a router, which transformers names so."""
+    if not isinstance(module, _Watched) or not 0 < module.num_forwards == module.num_reads:
+        return False
+    return module.out_features > 1 and not {"gate", "router"} & {*path.split(".")}
+
+
+def _stack_layouts(module: Any) -> dict[str, str]:
+    """The layouts of the weights of experts, as :attr:`ParameterRecord.layout` has them."""
+    pair = "(p f)" if module.is_concatenated else "(f p)"
+    up, width = ("gate_up_proj", pair) if module.has_gate else ("up_proj", "f")
+    ours = "e p f h" if module.has_gate else "e f h"
+    if module.is_transposed:
+        return {up: f"{ours} -> e h {width}", "down_proj": "e h f -> e f h"}
+    return {up: f"{ours} -> e {width} h", "down_proj": "e h f -> e h f"}
+
+
 def _unit(path: str, layers: str, phases: set[int]) -> str:
     if path.startswith(layers + "."):
         return f"layers.{path.removeprefix(layers + '.').split('.')[0]}"
@@ -195,6 +236,9 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
     for module in model.modules():
         if is_experts(module):
             set_exchange(module, partial(exchange, module))
+    for module in layers.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = _Watched
 
     def enter(phase: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any, TypeAlias, cast
@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.moe import Observer, PlainExchange, Runner
 from moemesh.model.seams import Flow, Tokens
 from moemesh.ops.expert_mlp import DeferredProducts
-from moemesh.ops.expert_weights import ExpertWeights
+from moemesh.ops.expert_weights import ExpertWeights, rows_of
+from moemesh.ops.linear import Adapter
 from moemesh.ops.permute import count_ids, permute
 
 #: The name of our experts function among those of transformers.
@@ -143,28 +145,126 @@ def adds_up(module: nn.Module) -> bool:
     return bool(total_TH.abs().max() < 1e-9)
 
 
+def _swiglu_weights(module: Any) -> tuple[Tensor, Tensor]:
+    """The weights of plain SwiGLU experts as ours are, [E, 2, F, H] and [E, H, F]."""
+    return module.gate_up_proj.unflatten(1, (2, -1)), module.down_proj
+
+
+def add_adapter(linear: nn.Module, owner: nn.Module, target: str, scale: float) -> None:
+    """Add to the output of a linear layer what the adapter `target` of the module `owner` gives."""
+    inner: Callable[[Tensor], Tensor] = linear.forward
+
+    def forward(x: Tensor) -> Tensor:
+        a, b = (getattr(owner, factor_name(target, factor)) for factor in "AB")
+        return inner(x) + F.linear(F.linear(x, a) * scale, b)
+
+    linear.forward = forward
+
+
 class HeldExperts:
-    """The experts of one layer that a rank holds, in the form that an exchange computes with."""
+    """The experts of one layer that a rank holds, in the form that an exchange computes with.
+    ``rest``: the module of further experts, which do not train and follow in the order of rows."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
         self.is_swiglu = self.can_defer = is_swiglu(module)
-        self.rest, self.column, self.num_bounded = None, 0, 0
+        self.rest: Any = None
+        self.column, self.num_bounded = 0, 0
         self.max_rows: int | None = None
+        self.scale = 1.0
+        #: The name of a weight -> its parts with adapters.
+        self._adapted: dict[str, list[TargetPart]] = {}
+
+    def adapt(self, lora: LoraConfig) -> None:
+        """Use the adapter parameters of the module."""
+        self.scale = lora.scaling if lora.rank else 1.0
+        for name, weight in self.module.named_parameters(recurse=False):
+            parts = parts_of(name.removesuffix("_proj"), tuple(weight.shape))
+            adapted = [one for one in parts if hasattr(self.module, factor_name(one.target, "A"))]
+            self._adapted |= {name: adapted} if adapted else {}
+
+    @torch.no_grad()
+    def split(self, own: Sequence[int], others: Sequence[int]) -> None:
+        """Keep the experts in the places `own`, in this order; those in `others` become `rest`."""
+        self.rest = copy.copy(self.module)
+        self.rest._parameters, self.rest._modules = {}, dict(self.module._modules)
+        for name, parameter in list(self.module._parameters.items()):
+            if parameter is not None:
+                self.rest._parameters[name] = nn.Parameter(parameter[list(others)])
+                self.module._parameters[name] = nn.Parameter(parameter[list(own)])
+        self.module._modules["rest"] = self.rest
 
     @property
     def weights(self) -> ExpertWeights:
         """Inputs of the products of plain SwiGLU experts."""
-        gate_up = self.module.gate_up_proj.unflatten(1, (2, -1))
-        return ExpertWeights(gate_up, self.module.down_proj)
+        rest = () if self.rest is None else _swiglu_weights(self.rest)
+        adapters = (*self._adapters("gate_up_proj"), *self._adapters("down_proj"))
+        return ExpertWeights(
+            *_swiglu_weights(self.module), adapters=adapters, scale=self.scale, rest=rest
+        )
+
+    def _adapters(self, name: str) -> list[Adapter]:
+        """The adapters of a weight."""
+        return [
+            Adapter(
+                getattr(self.module, factor_name(part.target, "A")),
+                getattr(self.module, factor_name(part.target, "B")),
+                part.dim,
+                part.start,
+                part.size,
+            )
+            for part in self._adapted.get(name, ())
+        ]
 
     def __call__(self, rows: DispatchedRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]."""
-        if not self.is_swiglu:
+        if self.rest is None and not self._adapted and not self.is_swiglu:
             return self._computed_by_module(rows)
+        if not self.is_swiglu:
+            return self._computed_in_turn(rows)
         max_rows = None if rows.map.has_rest else self.max_rows
         self.num_bounded += max_rows is not None and rows.map.num_rows > max_rows
         return rows.compute(self.weights, deferred=deferred, max_rows=max_rows)
+
+    def _computed_in_turn(self, rows: DispatchedRows) -> Tensor:
+        """One expert after the other, with the module's own activation between the products: of
+        experts with adapters or a rest, which the module's own code would ignore."""
+        module, counts = self.module, rows.counts_L.tolist()
+        x_RH = permute(rows.source_NH, rows.map)
+        num_padded = len(x_RH) - sum(counts)
+        name = "gate_up_proj" if module.has_gate else "up_proj"
+        h_RG = self._product(name, x_RH[: len(x_RH) - num_padded], counts)
+        h_RF = module._apply_gate(h_RG) if module.has_gate else module.act_fn(h_RG)
+        y_RH = self._product("down_proj", h_RF, counts)
+        if module.has_post_expert_norm:
+            y_RH = module.post_expert_norm(y_RH)
+        y_RH = F.pad(y_RH, (0, 0, 0, num_padded))
+        return y_RH * rows.weights_R[:, None].to(y_RH.dtype)
+
+    def _product(self, name: str, x_RI: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows times the weight `name` of their experts, with its bias and adapters [R, O]."""
+        modules = [self.module] if self.rest is None else [self.module, self.rest]
+        weights = [one for module in modules for one in getattr(module, name).unbind()]
+        if self.module.is_transposed:
+            weights = [weight.t() for weight in weights]
+        biases: list[Any] = [None] * len(weights)
+        if self.module.has_bias:
+            biases = [one for module in modules for one in getattr(module, f"{name}_bias").unbind()]
+        parts = x_RI.split(list(counts))
+        y_RO = torch.cat([F.linear(*one) for one in zip(parts, weights, biases, strict=True)])
+        deltas: dict[int, Tensor] = {}
+        for adapter in self._adapters(name):
+            factors = zip(parts, adapter.a.unbind(), rows_of(adapter).unbind(), strict=True)
+            deltas[adapter.start] = torch.cat(
+                [F.linear(F.linear(x, a) * self.scale, b) for x, a, b in factors]
+            )
+        if not deltas:
+            return y_RO
+        if name != "gate_up_proj":
+            return y_RO + deltas[0]
+        zeros = torch.zeros_like(next(iter(deltas.values())))
+        pair = [deltas.get(start, zeros) for start in range(2)]
+        return y_RO + torch.stack(pair, -2 if self.module.is_concatenated else -1).flatten(-2)
 
     def _computed_by_module(self, rows: DispatchedRows) -> Tensor:
         """By the module's own code, which knows its layout and its gate: as if every row were a
@@ -234,6 +334,8 @@ class HubMoE:
         context.flow.once(self._count, experts_TK)
         for observer in self._observers.values():
             observer(weights_TK, experts_TK)
+        if self.place_E is not None:
+            experts_TK = torch.where(has_row_TK, self.place_E[experts_TK.clamp(min=0)], -1)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         exchange = self.runner(self.dispatcher, _WithResults(context.flow))
         rows = exchange.dispatch(x_TH, weights_TK.to(wide), experts_TK)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,13 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums, joint_loss, no_sums
 from moemesh.model.batch import Batch, Context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.hub.build import blueprint, set_mode
-from moemesh.model.hub.experts import HubMoE, is_experts
+from moemesh.model.hub.experts import HubMoE, add_adapter, is_experts
 from moemesh.model.hub.precision import exactly
 from moemesh.model.router import Routing
 from moemesh.model.seams import (
@@ -103,8 +105,11 @@ class HubModel(Transformer):
         self._part, self._received = whole(config), list[Tensor]()
         parts = [self._part] if parts is None else parts
         units = {unit for part in parts for unit in part.units(tied=config.tied_embeddings)}
-        #: Names of the parameters that are held.
-        self._held = {one.name for one in self.architecture.parameters if one.unit in units}
+        #: The parameters that are held, in the order of the record, and the unit of each.
+        self._units = {
+            one.name: one.unit for one in self.architecture.parameters if one.unit in units
+        }
+        self._add_adapters()
         embedding: Any = net.get_input_embeddings()
         embedding.forward = partial(self._embed, embedding.forward)
         tables_read = {*embedding.parameters()}
@@ -113,7 +118,7 @@ class HubModel(Transformer):
             one.name
             for one in self.architecture.parameters
             if one.unit == "embedding"
-            and one.name not in self._held
+            and one.name not in self._units
             and net.get_parameter(one.name) not in tables_read
         ]
         tables = {module.weight for module in net.modules() if isinstance(module, nn.Embedding)}
@@ -130,6 +135,23 @@ class HubModel(Transformer):
             for module in layer.modules():
                 if is_experts(module) and f"layers.{index}" in units:
                     self._moes[index] = HubMoE(module, config.num_experts)
+                    self._moes[index].experts.adapt(config.lora)
+
+    def _add_adapters(self) -> None:
+        """Make the adapter parameters on the meta device, and let linear layers add theirs."""
+        lora = self.config.lora
+        for record in self.architecture.parameters:
+            module, _, leaf = record.name.rpartition(".")
+            if record.name not in self._units:
+                continue
+            if is_adapter(leaf):
+                dtype = torch.float32 if record.is_fp32 else self.dtype
+                factor = torch.empty(record.shape, dtype=dtype, device="meta")
+                self.net.get_submodule(module).register_parameter(leaf, nn.Parameter(factor))
+            elif not record.is_expert:
+                owner = self.net.get_submodule(record.module)
+                for part in record.adapted(lora):
+                    add_adapter(self.net.get_submodule(module), owner, part.target, lora.scaling)
 
     @property
     def net(self) -> PreTrainedModel:
@@ -140,9 +162,13 @@ class HubModel(Transformer):
         return self.net.named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self.net.named_parameters(*args, **kwargs):
-            if name in self._held:
-                yield name, parameter
+        """In the order of the record; where some experts of a layer train, the stacks of the others
+        follow those."""
+        named = dict(self.net.named_parameters(*args, **kwargs))
+        for module, group in groupby(self._units, key=lambda name: name.rpartition(".")[0]):
+            names = list(group)
+            others = (f"{module}.rest.{name.rpartition('.')[2]}" for name in names)
+            yield from ((name, named[name]) for name in (*names, *others) if name in named)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Persistent ones alone: those that are state, of the layers that are held."""
@@ -153,7 +179,7 @@ class HubModel(Transformer):
             is_layer = name.startswith(layers)
             return name.removeprefix(layers).split(".")[0] if is_layer else name.rpartition(".")[0]
 
-        held = {owner(name) for name in self._held}
+        held = {owner(name) for name in self._units}
         for name, buffer in self.net.named_buffers(*args, **kwargs):
             if name in self.architecture.buffers and owner(name) in held:
                 yield name, buffer
@@ -191,8 +217,11 @@ class HubModel(Transformer):
 
     def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
         units = part.units(tied=self.config.tied_embeddings)
-        named = dict(self.named_parameters())
-        return [named[one.name] for one in self.architecture.parameters if one.unit in units]
+        return [
+            parameter
+            for name, parameter in self.named_parameters()
+            if self._units[name.replace(".experts.rest.", ".experts.")] in units
+        ]
 
     def forward(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 from moemesh.config.architecture import Architecture
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.architecture import hub_values, read_refused
+from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
 from moemesh.planner.shapes.shape import (
     Counted,
@@ -31,6 +32,7 @@ def counted_shape(architecture: Architecture, name: str) -> ModelShape:
     """The shape of a model of transformers, exact in its parameters."""
     costs, values = architecture.costs, architecture.values
     text: dict[str, Any] = {**values, **dict(values.get("text_config") or {})}
+    architecture = architecture.with_adapters(NO_ADAPTERS)
     per_key: Sequence[float] = costs["flops_per_key"]
     head = text.get("head_dim") if isinstance(text.get("head_dim"), int) else _HEAD
     heads = max(1, round(max(per_key) / (4 * (head or _HEAD))))

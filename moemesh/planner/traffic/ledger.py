@@ -40,7 +40,7 @@ from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.tuning import FULL, STACKS, Tuning
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, Routing, replicated
 from moemesh.planner.traffic.ledger_lines import LedgerLines
 from moemesh.planner.traffic.tensors import (
@@ -325,8 +325,8 @@ class _Step(RankStep):
             counts = (chunks if chunk == 0 else 0) if together else 1
             travels = sent_by = self.sent_by(forward, layer, chunk)
             if plan.spare_slots > 0 and plan.ep > 1:
-                stack, rows = f"layers.{layer}.feed_forward.experts", self.placement.tuning.rows
-                trains = any(rows(f"{stack}.{leaf}", model.num_experts) for leaf in STACKS)
+                rows, stacks = self.placement.tuning.rows, model.expert_stacks(layer)
+                trains = any(rows(stack, model.num_experts) for stack in stacks)
                 with lines.backward(trains):
                     if counts:
                         blocks = [float(counts * model.num_experts * _INT64)]

@@ -3,6 +3,11 @@
 The modelling code of transformers is not ours, so its behaviour is tested: forward and backward of
 a small instance run on one device by transformers alone and on all ranks of the plan, in float64.
 A difference of losses or gradients above :data:`MOST` is a refusal.
+
+The small model is tuned as the run is: with adapters at the same projections, which the one device
+adds to the weights, and with the same patterns of what trains. Where a run trains some experts of a
+layer, every second one trains in the small model, which has fewer. Patterns that leave nothing to
+train there, because they name other layers, are left out.
 """
 
 from __future__ import annotations
@@ -15,20 +20,25 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
+from moemesh.checkpoint.huggingface.derived import delta_of
 from moemesh.checkpoint.load import Shard
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
-from moemesh.config.architecture import Architecture
 from moemesh.config.errors import UserError
 from moemesh.config.huggingface.architecture import hub_model
 from moemesh.config.layout import shard_range
+from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
+from moemesh.config.trainable import trains_some_experts
+from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import parallelize
+from moemesh.sharding.parameters import tensors
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step
@@ -38,6 +48,8 @@ from moemesh.train.weights import saving
 MOST = 1e-9
 #: Largest number of experts of the small model, and its number of positions.
 _EXPERTS, _LENGTH = 8, 16
+#: Largest rank of its adapters.
+_RANK = 2
 #: Seconds up to which a proof is not mentioned.
 _MOST_SECONDS = 10.0
 
@@ -84,10 +96,8 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
     with mesh.ledger.paused():
         alone, problem = None, None
         try:
-            alone = _alone(config.model.architecture, plan, mesh)
-        except (
-            Exception
-        ) as error:  # of a configuration class or of modelling code, whatever they check
+            alone = _alone(config, plan, mesh)
+        except Exception as error:  # of a configuration class or of modelling code
             problem = f"{type(error).__name__}: {error}"
         # No rank begins what all ranks do together unless all of them can.
         for rank, other in enumerate(gather_json(problem, mesh.control)):
@@ -98,7 +108,7 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
                     "process, or take another version of transformers"
                 )
         assert alone is not None
-        worst, name = _difference(alone, plan, mesh)
+        worst, name = _difference(alone, _small_tuning(config, alone.model), plan, mesh)
     of_ranks = [tuple(pair) for pair in gather_json([worst, name], mesh.control)]
     worst, name = max(of_ranks, key=lambda pair: (not pair[0] <= MOST, pair[0]))
     if not worst <= MOST:
@@ -114,7 +124,7 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
 
 class _Alone(NamedTuple):
     """A small model on one device: its configuration, its tokens [B, S + 1], its loss, and its
-    weights and gradients by name."""
+    weights and gradients by name, those of adapters included."""
 
     model: ModelConfig
     tokens: Tensor
@@ -123,8 +133,21 @@ class _Alone(NamedTuple):
     gradients: Mapping[str, Tensor]
 
 
-def _alone(architecture: Architecture, plan: Plan, mesh: Mesh) -> _Alone:
-    """Forward and backward of a small model by transformers alone."""
+def _small_tuning(config: RunConfig, model: ModelConfig) -> Tuning:
+    """The parameters of the small `model` that train."""
+    tuning = replace(config.tuning, experts=())
+    if trains_some_experts(config):
+        every_second = tuple(range(0, model.num_experts, 2))
+        tuning = replace(tuning, experts=tuple((one, every_second) for one in model.routed_layers))
+    trains = any(tensor.trained_rows(tuning) for tensor in tensors(model, config.plan))
+    return tuning if trains else FULL
+
+
+def _alone(config: RunConfig, plan: Plan, mesh: Mesh) -> _Alone:
+    """Forward and backward of a small model by transformers alone, with the deltas of adapters
+    added to its weights."""
+    architecture = config.model.architecture
+    assert architecture is not None
     # Late: transformers takes seconds to import.
     from moemesh.model.hub.architecture import read
     from moemesh.model.hub.build import initialize
@@ -139,20 +162,34 @@ def _alone(architecture: Architecture, plan: Plan, mesh: Mesh) -> _Alone:
     sequences = plan.dp * plan.microbatches
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 100, (sequences, _LENGTH + 1), generator=generator).to(mesh.device)
+    record = read(small.config.to_dict(), documents=architecture.documents)
+    lora = config.lora.model_copy(update={"rank": min(config.lora.rank, _RANK)})
+    model = hub_model(record).model_copy(update={"aux_loss_coefficient": 0.0}).with_lora(lora)
+    assert model.architecture is not None
+    factors: dict[str, Tensor] = {}
+    merged: dict[str, Tensor] = {}
+    for one in model.architecture.parameters:
+        if is_adapter(one.name):
+            factor = torch.randn(one.shape, generator=generator, dtype=torch.float64)
+            factors[one.name] = (0.1 * factor).to(mesh.device).requires_grad_()
+    for one in model.architecture.parameters:
+        if one.adapted(lora):
+            delta = delta_of(one, lora, lambda name, _: factors[name])
+            merged[one.name] = net.get_parameter(one.name) + lora.scaling * delta
     with exactly(torch.float64):
-        logits = net(input_ids=tokens[:, :-1], use_cache=False).logits
+        inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
+        logits = functional_call(net, merged, kwargs=inputs).logits
         loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    record = read(small.config.to_dict(), documents=architecture.documents)
-    model = hub_model(record).model_copy(update={"aux_loss_coefficient": 0.0})
     gradients = {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
-        for name, weight in net.named_parameters()
+        for name, weight in (*net.named_parameters(), *factors.items())
     }
-    return _Alone(model, tokens, loss.item(), net.state_dict(), gradients)
+    weights = {**net.state_dict(), **{name: one.detach() for name, one in factors.items()}}
+    return _Alone(model, tokens, loss.item(), weights, gradients)
 
 
-def _difference(alone: _Alone, plan: Plan, mesh: Mesh) -> tuple[float, str]:
+def _difference(alone: _Alone, tuning: Tuning, plan: Plan, mesh: Mesh) -> tuple[float, str]:
     """The largest difference on this rank between the layout and one device, and what differs."""
     parallel = parallelize(
         alone.model,
@@ -161,6 +198,7 @@ def _difference(alone: _Alone, plan: Plan, mesh: Mesh) -> tuple[float, str]:
         seed=0,
         dtype=torch.float64,
         tokens_per_rank=plan.tokens_per_rank(_LENGTH, len(alone.tokens)),
+        tuning=tuning,
     )
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd"))
     saving.load_weights(_Weights(alone.weights), parallel, optimizer)

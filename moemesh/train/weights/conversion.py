@@ -163,7 +163,9 @@ def convert(
         from moemesh.train.weights import hub_export  # late: transformers takes seconds to import
 
         layout = hub_export.open_source(origin, run)
-        trains = config.tuning.trains
+        if config.lora.rank:
+            weights = merged(weights, config.model)
+        trains = hub_export.changes(config)
         hub_export.export(
             weights, layout, out, trains=trains, dtype=dtype, delta=delta, on_file=on_file
         )

@@ -30,9 +30,10 @@ from moemesh.checkpoint.huggingface.convert import (
 )
 from moemesh.checkpoint.huggingface.hub_weights import HubTensors, HubWeights, stored_hub_tensors
 from moemesh.checkpoint.huggingface.pieces import Read
-from moemesh.checkpoint.huggingface.weight_folder import WeightFolder, torch_dtype
+from moemesh.checkpoint.huggingface.weight_folder import EXPERT, WeightFolder, torch_dtype
 from moemesh.checkpoint.load import DeferredTensor
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
+from moemesh.config.run import RunConfig
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.weights.weight_sources import refused
 
@@ -119,6 +120,23 @@ def export_tensors(
             why = "no checkpoint holds it: --like FOLDER with the folder that the run started from"
         raise CheckpointError(f"{several}: {why}")
     return result, trained
+
+
+def changes(config: RunConfig) -> Callable[[str], bool]:
+    """Whether a run has changed a parameter, by its name in checkpoints: trained it, or an adapter
+    of it."""
+    assert config.model.architecture is not None
+    lora = config.lora
+    adapted = {
+        record.name for record in config.model.architecture.parameters if record.adapted(lora)
+    }
+
+    def is_changed(name: str) -> bool:
+        match = EXPERT.fullmatch(name)
+        weight = name if match is None else f"{match[1]}.{match[3]}"
+        return weight in adapted or config.tuning.trains(name)
+
+    return is_changed
 
 
 def export(

@@ -1,0 +1,133 @@
+"""Tuned runs of transformers' models by commands: adapters and chosen experts, from their folder to
+their export."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+
+from tests.hub.families import random_model, tiny_folder
+from tests.hub.test_hub_runs import LENGTH, PAIR, loss_of, text_file
+from tests.train.runs import moemesh, said
+
+
+def words(**keys: object) -> list[str]:
+    given = (f"{key.replace('__', '.')}={value}" for key, value in keys.items())
+    return [word for one in given for word in ("--set", one)]
+
+
+def evaluated(source: Path, text: Path, *more: str) -> float:
+    command = ["evaluate", source, "--data", text, "--seq-len", LENGTH, "--json", *more]
+    return json.loads(moemesh(*map(str, command)).stdout)["loss"]
+
+
+def loss_with_peft(folder: Path, adapters: Path, text: Path) -> float:
+    """The mean loss over consecutive windows, by PEFT over transformers."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    net = type(random_model(config.model_type)).from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        net = peft.PeftModel.from_pretrained(net, adapters).eval()
+    ids = transformers.AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"]
+    count = (len(ids) - 1) // LENGTH
+    inputs, targets = (
+        torch.tensor(ids[shift : shift + count * LENGTH]).view(count, LENGTH) for shift in (0, 1)
+    )
+    with torch.no_grad():
+        logits = net(input_ids=inputs, use_cache=False).logits
+    return float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_resume_on_one_rank_and_come_out_merged_and_for_peft(tmp_path: Path) -> None:
+    folder, text, out = (
+        tiny_folder("gpt_oss", tmp_path / "in"),
+        text_file(tmp_path),
+        tmp_path / "run",
+    )
+    lora = words(lora__rank=2, lora__alpha=8)
+    keys = words(
+        model__path=folder, data__path=text, data__seq_len=LENGTH, data__global_batch=4,
+        train__steps=2, train__lr=0.05,
+    )  # fmt: skip
+    said("train", "--out", out, *keys, *lora, *PAIR)
+    one_rank = words(train__steps=3, plan__dp=1, plan__ep=1)
+    said("train", out / "config.toml", "--out", out, *one_rank)
+    merged, adapters = tmp_path / "merged", tmp_path / "adapters"
+    said("convert", out, merged)
+    said("convert", out, adapters, "--adapter")
+    loss = evaluated(out, text, *PAIR)
+    assert abs(loss - loss_of(folder, text)) > 1e-3
+    assert loss_of(merged, text) == pytest.approx(loss, abs=1e-5)
+    assert loss_with_peft(folder, adapters, text) == pytest.approx(loss, abs=1e-5)
+    again = words(lora__path=adapters)
+    assert evaluated(folder, text, *lora, *again) == pytest.approx(loss, abs=1e-5)
+    before, after = (load_file(one / "model.safetensors") for one in (folder, merged))
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if key.endswith(("_proj", "_proj.weight"))}
+    said("generate", out, "--prompt", "12 is", "--max-tokens", 4)
+
+
+def test_the_experts_of_a_table_train_alone(tmp_path: Path) -> None:
+    folder, text, out = (
+        tiny_folder("qwen3_next", tmp_path / "in"),
+        text_file(tmp_path),
+        tmp_path / "run",
+    )
+    table = tmp_path / "table.json"
+    said("esft", "scores", folder, text, "--seq-len", LENGTH, "--experts-per-layer", 3,
+         "--out", table, *PAIR)  # fmt: skip
+    experts = {int(key): one for key, one in json.loads(table.read_text())["experts"].items()}
+    keys = words(
+        model__path=folder, data__path=text, data__seq_len=LENGTH, data__global_batch=4,
+        train__steps=2, train__lr=0.05, train__esft=table,
+    )  # fmt: skip
+    said("train", "--out", out, *keys, *PAIR)
+    said("convert", out, tmp_path / "exported")
+    before, after = (
+        load_file(one / "model.safetensors") for one in (folder, tmp_path / "exported")
+    )
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {
+        f"model.layers.{layer}.mlp.experts.{expert}.{leaf}_proj.weight"
+        for layer, chosen in experts.items()
+        for expert in chosen
+        for leaf in ("gate", "up", "down")
+    }
+
+
+def test_our_code_and_that_of_transformers_tune_alike(tmp_path: Path) -> None:
+    folder, text = tiny_folder("qwen3_moe", tmp_path / "in"), text_file(tmp_path)
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps({"experts": {"0": [1, 2, 5], "1": [0]}}))
+    keys = words(
+        model__path=folder, data__path=text, data__seq_len=LENGTH, data__global_batch=4,
+        train__steps=3, train__lr=0.01, train__dtype="float64",
+    )  # fmt: skip
+    lora = words(lora__rank=2, lora__alpha=8)
+    said("train", "--out", tmp_path / "first", *keys, *lora)
+    said("convert", tmp_path / "first", tmp_path / "start", "--adapter")
+    lora += words(lora__path=tmp_path / "start")
+    results: dict[str, list[dict[str, torch.Tensor]]] = {"adapters": [], "experts": []}
+    for whose in ("moemesh", "transformers"):
+        same = [*keys, *words(model__implementation=whose)]
+        runs = {"adapters": lora, "experts": words(train__esft=table)}
+        for kind, more in runs.items():
+            run, out = tmp_path / f"{kind}-{whose}", tmp_path / f"{kind}-{whose}-out"
+            said("train", "--out", run, *same, *more)
+            form = ["--adapter"] if kind == "adapters" else []
+            said("convert", run, out, "--dtype", "float64", *form)
+            (file,) = out.glob("*.safetensors")
+            results[kind].append(load_file(file))
+    for ours, theirs in results.values():
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            torch.testing.assert_close(theirs[key].double(), tensor.double(), rtol=0, atol=1e-9)
