@@ -127,7 +127,7 @@ def is_shown(path: Path) -> bool:
 
 
 def described(block: str) -> dict[str, str]:
-    """Path -> what a tree says of it."""
+    """Path -> its description in a tree."""
     found, parents = {}, []
     for line in block.splitlines():
         if match := re.fullmatch(r"( *)(\S+?)/?(?: +(.*))?", line):

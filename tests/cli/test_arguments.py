@@ -118,7 +118,10 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(verb: str, said: Sai
     count = len(broken) + len(missing) + 1
     title = f"{count} problem{'s' * (count > 1)} in the command line"
     assert told.startswith(f"moemesh: {title} (`moemesh {verb} --help`)\n"), told
-    wrong = ("{} must be a whole number, not many", "{}: a number of tokens is at least 1, with K")
+    wrong = (
+        "{} must be a whole number, not many",
+        "{}: a number of tokens is at least 1, optionally with",
+    )
     assert all(any(one.format(name) in told for one in wrong) for name in broken)
     assert all(f"{name} is missing: " in told for name in missing)
     assert "`moemesh " + verb + "` has no such option [unknown-option]" in told

@@ -1,4 +1,4 @@
-"""The DeepEP adapter against a stand-in for the package, and what is said where it is absent."""
+"""The DeepEP adapter against a stand-in for the package, and the message without it."""
 
 import gc
 import sys

@@ -48,8 +48,8 @@ class Link:
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
     """Everything about an MoE layer that a prediction needs; `row_bytes` of one dispatched row,
-    `result_bytes` of one combined row, `capacity` the fixed slots per pair of ranks (0: dispatchers
-    with slots are no candidates)."""
+    `result_bytes` of one combined row, `capacity` the fixed slots per pair of ranks (0: excludes
+    dispatchers with slots)."""
 
     tokens: int
     experts_per_token: int
