@@ -78,8 +78,8 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
     if plan.etp > 1 and (is_adapted or trains_some_experts(config)):
         what = "adapters of experts" if is_adapted else "experts of which only some train"
         message = (
-            f"etp = {plan.etp} shares the width of experts, and {what} of {architecture.model_type} "
-            "are whole on every rank"
+            f"etp = {plan.etp} shares the width of experts, and {what} are whole on every rank in "
+            f"{architecture.model_type}"
         )
         fix = f"etp = 1, ep = {plan.ep * plan.etp}"
         yield plan.problem("not-available", "etp", message, fix, "model.implementation")
