@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from moemesh.config.optimizer_table import OptimizerRow
 from moemesh.config.plan import Plan
 from moemesh.config.suggest import choices_of
 from moemesh.config.train import TrainConfig
@@ -114,17 +113,6 @@ def test_an_optimizer_trains_and_resumes_from_a_checkpoint(invoke: Any, tmp_path
     memory = json.loads((whole / "memory.json").read_text())
     (rank,) = memory["measured"] if "measured" in memory else memory["ranks"]
     assert rank["optimizer"] > 0
-
-
-def test_an_optimizer_of_whole_matrices_is_refused_where_they_are_cut(
-    invoke: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = OptimizerRow(make="torch.optim:RMSprop", states=("square_avg",), needs_matrices=True)
-    monkeypatch.setitem(toys.OPTIMIZERS, "toy", row)
-    words = sets("train.optimizer=toy", "plan.dp=2", "plan.tp=2", "plan.data=zero1")
-    code, _, text = invoke("config", "check", *words)
-    assert code == 2 and "tp = 2 gives" in text and "data = zero1 gives" in text
-    assert invoke("config", "check", *sets("train.optimizer=toy", "plan.dp=2"))[0] == 0
 
 
 def test_a_check_of_doctor_is_run(invoke: Any) -> None:

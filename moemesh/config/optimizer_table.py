@@ -10,6 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+#: Last parts of the names of parameters that consist of weight matrices: those of attention, MLPs
+#: and experts. Embedding, head, norms, biases, routers and adapters are others.
+MATRICES = frozenset(
+    (
+        *("qkv", "query", "query_down", "query_up", "key_value_down", "key_value_up", "output"),
+        *("gate_up", "down"),
+    )
+)
+
+
+def has_matrices(name: str) -> bool:
+    """Whether the parameter `name` consists of weight matrices."""
+    return name.rpartition(".")[2] in MATRICES
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
@@ -20,18 +34,23 @@ class OptimizerRow:
     make: str
     #: Names of the state tensors of a parameter, each with its shape and the width of its gradient.
     states: tuple[str, ...]
+    #: The same of parameters that consist of weight matrices (:mod:`moemesh.sharding.matrices`),
+    #: which the class then updates as a whole; empty: they are like other parameters.
+    matrix_states: tuple[str, ...] = ()
     #: Keys of [train] that only some optimizers read -> arguments of the class.
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     #: Arguments of the class that no key sets.
     constants: Mapping[str, object] = field(default_factory=dict[str, object])
     #: Key of [train] that is 0 where the class keeps no states; empty: it always keeps them.
     states_need: str = ""
-    #: Each parameter has a state "step", the number of its updates.
+    #: Each parameter with `states` has a state "step", the number of its updates.
     counts_steps: bool = False
-    #: An update reads whole matrices, not elements: no rank may hold a part of one.
-    needs_matrices: bool = False
     #: Multiple of the usual learning rate from which on a rate is probably a mistake.
     high_rate: int = 10
+
+    def states_of(self, name: str) -> tuple[str, ...]:
+        """Names of the state tensors of the parameter `name`."""
+        return self.matrix_states if self.matrix_states and has_matrices(name) else self.states
 
 
 #: Optimizers by name, in the order of messages and tables.
@@ -49,5 +68,12 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
         options={"momentum": "momentum"},
         states_need="momentum",
         high_rate=1000,
+    ),
+    "muon": OptimizerRow(
+        make="moemesh.train.muon:Muon",
+        states=("exp_avg", "exp_avg_sq"),
+        matrix_states=("momentum_buffer",),
+        options={"muon_momentum": "momentum", "adam_betas": "betas", "epsilon": "eps"},
+        counts_steps=True,
     ),
 }

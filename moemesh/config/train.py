@@ -71,6 +71,8 @@ class TrainConfig(Section):
     weight_decay: NotNegative = 0.1
     #: For sgd.
     momentum: Share = 0.0
+    #: For the matrices of muon; its other parameters take the keys of adamw.
+    muon_momentum: Share = 0.95
     #: Largest norm of the gradient; 0 turns clipping off.
     clip: NotNegative = 1.0
     #: Patterns over names of parameters: those that keep their values, and those that alone train
@@ -128,11 +130,14 @@ class TrainConfig(Section):
     #: launcher's timedelta from overflowing.
     timeout_seconds: Annotated[float, Range(0.0, 315_360_000, open_low=True)] = 600.0
 
-    @property
-    def optimizer_states(self) -> tuple[str, ...]:
-        """Names of the state tensors that the optimizer keeps of each parameter."""
+    def optimizer_states(self, name: str) -> tuple[str, ...]:
+        """Names of the state tensors that the optimizer keeps of the parameter `name`."""
         row = OPTIMIZERS[self.optimizer]
-        return row.states if not row.states_need or getattr(self, row.states_need) else ()
+        return row.states_of(name) if not row.states_need or getattr(self, row.states_need) else ()
+
+    def num_states(self, name: str) -> int:
+        """The number of state tensors that the optimizer keeps of the parameter `name`."""
+        return len(self.optimizer_states(name))
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of `step`, which counts from 1."""

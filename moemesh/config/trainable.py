@@ -23,7 +23,7 @@ def refusals(config: RunConfig) -> list[Problem]:
     return [
         *_code_of_transformers(config),
         *_sharded_states(config),
-        *_cut_matrices(config),
+        *_matrices(config),
         *_experts_that_move(config),
         *_slices(config),
         *_adapters(config),
@@ -130,19 +130,27 @@ def _sharded_states(config: RunConfig) -> Iterator[Problem]:
         yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
 
 
-def _cut_matrices(config: RunConfig) -> Iterator[Problem]:
-    """Plans that cut a matrix, with an optimizer that needs whole ones."""
+def _matrices(config: RunConfig) -> Iterator[Problem]:
+    """What cannot be combined with an optimizer that updates whole matrices."""
     plan, train = config.plan, config.train
-    if not OPTIMIZERS[train.optimizer].needs_matrices:
+    if not OPTIMIZERS[train.optimizer].matrix_states:
         return
-    for key, whole in (("tp", 1), ("etp", 1), ("data", "replicate")):
-        if (value := getattr(plan, key)) != whole:
-            message = (
-                f"optimizer = {train.optimizer} updates whole matrices, and {key} = {value} gives "
-                "each rank a part of them"
-            )
-            fix = f"{key} = {whole}, or train.optimizer = adamw"
-            yield plan.problem("conflict", key, message, fix, "train.optimizer")
+    setting = f"optimizer = {train.optimizer}"
+    if plan.schedule in ASYNCHRONOUS_SCHEDULES and plan.num_stages > 1:
+        why = "updates the weights of a stage while its ranks compute"
+        wanted = "train.optimizer", setting, "adamw"
+        yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+    if train.rebalance_every:
+        message = f"experts cannot move to other ranks with {setting}"
+        fix = "rebalance_every = 0, or optimizer = adamw"
+        yield train.problem("conflict", "rebalance_every", message, fix, "train.optimizer")
+    if rank := config.lora.rank:
+        message = f"{setting} updates weight matrices, and adapters (rank = {rank}) are none"
+        yield train.problem("conflict", "optimizer", message, "optimizer = adamw", "lora.rank")
+    if config.model.architecture is not None:
+        message = f"{setting} knows the matrices of moemesh's own models only"
+        key = "model.implementation"
+        yield train.problem("not-available", "optimizer", message, "optimizer = adamw", key)
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:

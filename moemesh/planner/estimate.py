@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,7 +45,7 @@ from moemesh.planner.traffic.own_memory import predict_activations, predict_memo
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.sharding.dispatchers import rows_at_once
-from moemesh.sharding.parameters import num_trained
+from moemesh.sharding.parameters import num_trained, tuned_tensors
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import PlannedStep
@@ -504,6 +504,14 @@ def estimate_named(
     return replace(priced, text=planned.text)
 
 
+def _mean_states(config: RunConfig) -> float:
+    """State tensors that the optimizer keeps of a trained number, on average."""
+    trained = [one for one in tuned_tensors(config.model, config.plan, config.tuning) if one.trains]
+    numbers = sum(prod(one.shape) for one in trained)
+    kept = sum(prod(one.shape) * config.train.num_states(one.name) for one in trained)
+    return kept / numbers if numbers else 2.0
+
+
 def estimate_run(
     config: RunConfig,
     cluster: str | Path | Cluster,
@@ -521,7 +529,7 @@ def estimate_run(
     train, data = config.train, config.data
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)
-    if layout.optimizer_bytes and (fewer := 2 - len(train.optimizer_states)):
+    if layout.optimizer_bytes and (fewer := 2 - _mean_states(config)):
         size = layout.optimizer_bytes - fewer * layout.gradient_bytes
         layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))
@@ -539,7 +547,7 @@ def estimate_run(
         seq_len=data.seq_len,
         global_batch=batch,
         dtype=train.dtype,
-        num_states=len(train.optimizer_states),
+        num_states=train.num_states,
         tuning=config.tuning,
     )
     numbers = sorted({0, priced.memory.worst.rank, layout.pp - 1})

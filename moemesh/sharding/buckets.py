@@ -20,7 +20,7 @@ A unit is the embedding, a layer, or everything after the last layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moemesh.config.layout import EXPERT_AXES, shard_sizes
@@ -103,13 +103,15 @@ class Bucket:
 
     def expert_numbers(self, own: range) -> int:
         """Count of the numbers in the range `own` that belong to routed experts."""
-        count = start = 0
+        return sum(numbers for one, numbers in self.parts(own) if one.axis in EXPERT_AXES)
+
+    def parts(self, own: range) -> Iterator[tuple[Member, int]]:
+        """Each member, with the count of its numbers in the range `own`."""
+        start = 0
         for member in self.members:
             stop = start + member.numbers
-            if member.axis in EXPERT_AXES:
-                count += len(range(max(own.start, start), min(own.stop, stop)))
+            yield member, len(range(max(own.start, start), min(own.stop, stop)))
             start = stop
-        return count
 
 
 def owned_sizes(numbers: int, ranks: int, owners: int) -> tuple[int, ...]:

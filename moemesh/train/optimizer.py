@@ -2,23 +2,28 @@
 
 Parameters in bfloat16 have an fp32 master that the optimizer steps and from which they are rounded;
 fp32 and fp64 parameters are their own masters. The optimizers of
-:mod:`moemesh.config.optimizer_table` work element by element on local shards, unless their row says
-that they need whole matrices, so the result does not depend on the layout.
+:mod:`moemesh.config.optimizer_table` work element by element on local shards, or on matrices that
+:mod:`moemesh.train.muon` collects from the ranks, so the result does not depend on the layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moemesh.config.optimizer_table import OPTIMIZERS
+from moemesh.checkpoint.store import Shard
+from moemesh.comm.mesh import Mesh
+from moemesh.config.optimizer_table import OPTIMIZERS, has_matrices
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
+from moemesh.train.muon import MatrixUpdates
+from moemesh.train.weights.owned import owned_shards
 
 
 def has_master(dtype: torch.dtype) -> bool:
@@ -38,6 +43,8 @@ class Optimizer:
             config,
             scales={name for name, where in parallel.placements.items() if where.is_vector},
             publish=reducer.publish,
+            parts=partial(owned_shards, parallel),
+            mesh=parallel.mesh,
         )
 
     def __init__(
@@ -47,10 +54,14 @@ class Optimizer:
         *,
         scales: Collection[str] | None = None,
         publish: Callable[[], None] | None = None,
+        parts: Callable[[Mapping[str, Tensor]], Iterable[Shard]] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """`scales`: names of those that do not decay (None: those of one dim); `publish` sends
-        updated parameters to other ranks: all ranks then call what changes them together."""
-        self._row, self._states = OPTIMIZERS[config.optimizer], config.optimizer_states
+        updated parameters to other ranks: all ranks then call what changes them together. `parts`
+        and `mesh`, for an optimizer that updates whole matrices: this rank's parts of local tensors
+        (:func:`~moemesh.train.weights.owned.owned_shards`), and its place."""
+        self._row, self._config = OPTIMIZERS[config.optimizer], config
         self.num_updates = 0
         self._parameters, self._publish = dict(parameters), publish
         self.masters: dict[str, nn.Parameter] = {
@@ -62,12 +73,18 @@ class Optimizer:
         # No decay for norms and biases: they are scales and offsets, not directions.
         if scales is None:
             scales = {name for name, master in self.masters.items() if master.ndim == 1}
-        masters = self.masters.items()
-        groups = [
-            {"params": [m for name, m in masters if name not in scales]},
-            {"params": [m for name, m in masters if name in scales], "weight_decay": 0.0},
-        ]
         options = {name: getattr(config, key) for key, name in self._row.options.items()}
+        groups: list[dict[str, Any]] = []
+        rest = dict(self.masters)
+        if self._row.matrix_states:
+            assert parts is not None and mesh is not None
+            names = [name for name in rest if has_matrices(name)]
+            groups.append({"params": [rest.pop(name) for name in names], "names": names})
+            options["update"] = MatrixUpdates(mesh, parts)
+        groups += [
+            {"params": [m for name, m in rest.items() if name not in scales]},
+            {"params": [m for name, m in rest.items() if name in scales], "weight_decay": 0.0},
+        ]
         self._torch: torch.optim.Optimizer = resolve_name(self._row.make)(
             groups,
             lr=config.lr,
@@ -117,13 +134,17 @@ class Optimizer:
         self._torch.load_state_dict(snapshot["torch"])
         self.round_masters()
 
-    def state_names(self) -> tuple[str, ...]:
-        """The kinds of per-element state that this optimizer can have."""
-        return self._row.states
+    def state_names(self, name: str | None = None) -> tuple[str, ...]:
+        """The kinds of per-element state that this optimizer can have, of a parameter or of any."""
+        if name is not None:
+            return self._row.states_of(name)
+        return (*self._row.matrix_states, *self._row.states)
 
     def kinds(self) -> tuple[str, ...]:
         """The kinds of state that exist, the same on every rank, whatever it owns."""
-        return self._states if self.num_updates else ()
+        row = self._row
+        has_states = not row.states_need or getattr(self._config, row.states_need)
+        return self.state_names() if self.num_updates and has_states else ()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Kind ("exp_avg", ...) -> parameter name -> tensor of the local shape; empty at step 0."""
@@ -145,7 +166,7 @@ class Optimizer:
             for name, tensor in tensors.items():
                 own = self._torch.state[self.masters[name]]
                 own[kind] = tensor
-                if self._row.counts_steps:
+                if self._row.counts_steps and kind in self._row.states:
                     # Where the fused kernel of an accelerator reads it; on the CPU it would refuse.
                     own["step"] = torch.tensor(float(num_updates), device=self.masters[name].device)
         self.num_updates = num_updates if state else 0

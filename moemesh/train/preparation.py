@@ -133,10 +133,14 @@ def checkpoint_bytes(config: RunConfig) -> int:
     Headers, the manifest and the routers' biases, thousandths of it, are left out.
     """
     train = config.train
-    numbers = 1 + len(train.optimizer_states)
-    trained, frozen = _MASTER_BYTES[train.dtype] * numbers, _WEIGHT_BYTES[train.dtype]
+    master, frozen = _MASTER_BYTES[train.dtype], _WEIGHT_BYTES[train.dtype]
     return sum(
-        prod(tensor.shape) * (trained if tensor.trains else tensor.weight_bytes(frozen))
+        prod(tensor.shape)
+        * (
+            master * (1 + train.num_states(tensor.name))
+            if tensor.trains
+            else tensor.weight_bytes(frozen)
+        )
         for tensor in tuned_tensors(config.model, config.plan, config.tuning)
     )
 
@@ -223,7 +227,7 @@ def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
         seq_len=config.data.seq_len,
         global_batch=config.data.global_batch,
         dtype=config.train.dtype,
-        num_states=len(config.train.optimizer_states),
+        num_states=config.train.num_states,
         rank=rank,
         tuning=config.tuning,
     )

@@ -28,7 +28,8 @@ from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
-from moemesh.train.weights.saving import _owned, _weights
+from moemesh.train.weights.owned import owned_shards
+from moemesh.train.weights.saving import _weights
 from tests.hub.families import random_model, tiny_config
 from tests.ranks import mesh_on_ranks
 
@@ -149,7 +150,7 @@ def on_rank(
         tuning=tuning,
     )
     optimizer = Optimizer.of(parallel, train)
-    for shard in (*_owned(parallel, "", _weights(parallel, optimizer)), *_state(parallel)):
+    for shard in (*owned_shards(parallel, _weights(parallel, optimizer), "."), *_state(parallel)):
         whole = weights[shard.name.removeprefix(".")]
         for dim, (start, size) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
             whole = whole.narrow(dim, start, size)
@@ -163,7 +164,7 @@ def on_rank(
         update(parallel, optimizer, result, lr=train.learning_rate(step), clip=train.clip)
         losses.append(result.loss)
         norms.append(result.grad_norm)
-    shards = _owned(parallel, "", _weights(parallel, optimizer), saved=True)
+    shards = owned_shards(parallel, _weights(parallel, optimizer), ".", saved=True)
     return losses, norms, [(s.name[1:], s.offset, s.tensor.detach().clone()) for s in shards]
 
 

@@ -375,7 +375,7 @@ def test_states_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
             seq_len=config.data.seq_len,
             global_batch=config.data.global_batch,
             dtype=config.train.dtype,
-            num_states=len(config.train.optimizer_states),
+            num_states=config.train.num_states,
             rank=measured.rank,
         )
         for part in STATES:

@@ -125,9 +125,7 @@ def assert_predicted(
         }
         predicted = predict_ledger(config, plan, **settings)
         assert predicted.rows() == found["ledger"].rows(), f"rank {rank} (left: predicted)"
-        memory = predict_memory(
-            config, plan, **settings, num_states=len(train.optimizer_states)
-        ).to_json()
+        memory = predict_memory(config, plan, **settings, num_states=train.num_states).to_json()
         parts = found["memory"].keys() - {"activations", "kinds"}
         for part in parts:
             # Gradients of one operation with adapters come in an order that autograd chooses.

@@ -6,7 +6,7 @@ Model states are exact, activations approximate.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -67,15 +67,15 @@ def predict_states(
     placement: StagePlacement,
     *,
     element: int,
-    num_states: int = 2,
+    num_states: Callable[[str], int] = lambda name: 2,
     rank: int = 0,
 ) -> MemoryProfile:
     """Model states of `rank`, without activations. `element` is the bytes of a weight, `num_states`
-    the number of tensors that the optimizer keeps of a parameter."""
+    the number of tensors that the optimizer keeps of a parameter, by its name."""
     plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
     model, schedule = placement.model, placement.schedule
     weights = {True: 0, False: 0}
-    gradients = masters = updated = 0
+    gradients = masters = updated = moments = 0
     for bucket in data_buckets(placement, rank, element):
         whole = share = range(bucket.numbers)
         if plan.data != "replicate":
@@ -91,6 +91,7 @@ def predict_states(
             # A weight as wide as its gradient is its own master, and is copied like a master.
             masters += len(share) * wide if bucket.weight_bytes < wide else 0
             updated += len(share) * wide
+            moments += wide * sum(num_states(one.name) * n for one, n in bucket.parts(share))
     biases = 0
     if model.router_selection_bias:
         # Selection biases of routers are whole on every rank.
@@ -110,9 +111,9 @@ def predict_states(
         dense_weights=weights[False],
         expert_weights=weights[True],
         gradients=gradients,
-        optimizer=masters + num_states * updated,
+        optimizer=masters + moments,
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
-        snapshots=(1 + num_states) * updated + biases if is_undone else 0,
+        snapshots=updated + moments + biases if is_undone else 0,
     )
 
 
@@ -594,14 +595,15 @@ def predict_memory(
     seq_len: int,
     global_batch: int,
     dtype: str = "bfloat16",
-    num_states: int = 2,
+    num_states: Callable[[str], int] = lambda name: 2,
     rank: int = 0,
     routing: Routing | None = None,
     tuning: Tuning = FULL,
 ) -> MemoryProfile:
     """The memory of `rank` in a training step; `peak` is the sum of the parts.
 
-    `num_states` is the number of tensors that the optimizer keeps of a parameter; `routing` None is
+    `num_states` is the number of tensors that the optimizer keeps of a parameter, by its name;
+    `routing` None is
     uniform routing; `tuning` selects the parameters that train. Raises ValueError if the plan's
     schedule is impossible.
     """

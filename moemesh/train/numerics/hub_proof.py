@@ -43,6 +43,7 @@ from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step
 from moemesh.train.weights import saving
+from moemesh.train.weights.owned import owned_shards
 
 #: Largest accepted difference of a loss or a gradient.
 MOST = 1e-9
@@ -206,7 +207,7 @@ def _difference(alone: _Alone, tuning: Tuning, plan: Plan, mesh: Mesh) -> tuple[
         parallel, _batches(alone.tokens, plan, mesh), TimelineRecorder(mesh.rank), refuses=False
     )
     differences = [(abs(result.loss - alone.loss), "the loss")]
-    for shard in saving.owned_shards(parallel, parallel.reducer.gradients):
+    for shard in owned_shards(parallel, parallel.reducer.gradients):
         difference = (shard.tensor - _part(alone.gradients, shard)).abs().max().item()
         differences.append((difference, f"the gradient of {shard.name}"))
     return max(differences, key=lambda pair: (not pair[0] <= MOST, pair[0]))

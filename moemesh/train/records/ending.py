@@ -53,8 +53,7 @@ def write_end(
     # file that the planner cannot model.
     predicted: dict[str, Any] | None = None
     with suppress(ValueError):
-        num_states = len(train.optimizer_states)
-        of_memory = predict_memory(model, plan, **common, num_states=num_states)
+        of_memory = predict_memory(model, plan, **common, num_states=train.num_states)
         on_accelerator = mesh.device.type != "cpu"
         of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
         predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}

@@ -9,11 +9,9 @@ Names and shapes do not depend on the layout that wrote them, so any layout can 
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -22,16 +20,16 @@ from torch import Tensor
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import quarantine
 from moemesh.checkpoint.saver import SaveOutcome, Saver
-from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, Sharded, shard_of
+from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, shard_of
 from moemesh.comm.collectives import gather_json
 from moemesh.config.train import TrainConfig
 from moemesh.monitor.failures import is_disk_full
 from moemesh.parallel.parallelize import RankModel
-from moemesh.parallel.placement import OwnRange, boxes, part_of, rows
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
+from moemesh.train.weights.owned import owned_shards
 
 
 def contents(
@@ -40,9 +38,9 @@ def contents(
     """The shards that this rank saves, which share memory with the training, and `state` with the
     facts of the checkpoint; without `moments` only weights and buffers."""
     mesh = parallel.mesh
-    shards = list(_owned(parallel, "model", _weights(parallel, optimizer), saved=True))
+    shards = list(owned_shards(parallel, _weights(parallel, optimizer), "model.", saved=True))
     for kind, tensors in optimizer.state().items() if moments else ():
-        shards += _owned(parallel, f"optimizer.{kind}", tensors, saved=True)
+        shards += owned_shards(parallel, tensors, f"optimizer.{kind}.", saved=True)
     if mesh["stage"].index == 0:
         shards += _buffers(parallel, saved=True)
     full_state = {
@@ -79,12 +77,16 @@ def newest(
 
 def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> None:
     """Restore weights, moments and buffers, each rank reading only what it owns. All ranks call."""
-    shards = list(_owned(parallel, "model", _weights(parallel, optimizer)))
+    shards = list(owned_shards(parallel, _weights(parallel, optimizer), "model."))
     moments: dict[str, dict[str, Tensor]] = {}
     for kind in optimizer.state_names():
         if kind in checkpoint.state["moments"]:
-            moments[kind] = {n: torch.zeros_like(m.data) for n, m in optimizer.masters.items()}
-            shards += _owned(parallel, f"optimizer.{kind}", moments[kind])
+            moments[kind] = {
+                name: torch.zeros_like(master.data)
+                for name, master in optimizer.masters.items()
+                if kind in optimizer.state_names(name)
+            }
+            shards += owned_shards(parallel, moments[kind], f"optimizer.{kind}.")
     checkpoint.load_into(shards + _buffers(parallel))
     optimizer.load_state(moments, int(checkpoint.state["updates"]))
 
@@ -99,7 +101,7 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
     """Start from the weights and buffers of `weights`, with a fresh optimizer; all ranks call, and
     each reads only what it holds."""
     weights.load_into(
-        [*_owned(parallel, "model", _weights(parallel, optimizer)), *_buffers(parallel)]
+        [*owned_shards(parallel, _weights(parallel, optimizer), "model."), *_buffers(parallel)]
     )
     optimizer.round_masters()
 
@@ -107,50 +109,6 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
 def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
     """This rank's part of every parameter: masters if it trains, else weights."""
     return {**optimizer.masters, **parallel.reducer.frozen_weights}
-
-
-def owned_shards(parallel: RankModel, tensors: Mapping[str, Tensor]) -> Iterator[Shard]:
-    """This rank's part of `tensors` of parameters, under their names in checkpoints without
-    prefix."""
-    for shard in _owned(parallel, "", tensors):
-        yield replace(shard, name=shard.name[1:])
-
-
-def _owned(
-    parallel: RankModel, prefix: str, tensors: Mapping[str, Tensor], *, saved: bool = False
-) -> Iterator[Shard]:
-    """The shards of this rank, shared ones included; `saved`: only those that it saves, since every
-    logical element is saved by one rank."""
-    for name, own in parallel.reducer.held.items():
-        where = parallel.placements[name]
-        if name not in tensors or (saved and not where.counts(own, parallel.mesh)):
-            continue
-        tensor, slices = tensors[name], where.slices(parallel.mesh)
-        if not where.is_expert:
-            yield from _parts(f"{prefix}.{where.name}", where.shape, slices, own, tensor)
-            continue
-        module, _, leaf = where.stack.rpartition(".")
-        experts, held = where.experts(parallel.mesh), where.parts_of_expert(parallel.mesh)
-        size = math.prod(map(len, held[0]))
-        for index, part in rows(len(experts) * len(held), size, own.numbers):
-            numbers = range(part.start - index * size, part.stop - index * size)
-            own_part, numbers_held = (
-                OwnRange(numbers=numbers, is_first=own.is_first),
-                part_of(tensor, own, part),
-            )
-            place, block = divmod(index, len(held))
-            expert = f"{prefix}.{module}.{experts[place]}.{leaf}"
-            yield from _parts(expert, where.shape[1:], held[block], own_part, numbers_held)
-
-
-def _parts(
-    name: str, shape: tuple[int, ...], slices: Sequence[range], own: OwnRange, tensor: Tensor
-) -> Iterator[Shard]:
-    """The boxes of a logical tensor of global `shape`, held in `slices`, that `tensor` fills."""
-    for box in boxes([len(part) for part in slices], own.numbers):
-        offset = tuple(part.start + first for part, first in zip(slices, box.offset, strict=True))
-        part = part_of(tensor, own, box.numbers).view(box.shape)
-        yield shard_of(name, Sharded(part, shape, offset))
 
 
 def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:

@@ -1,0 +1,232 @@
+"""Muon: the momentum of a weight matrix is orthogonalized before it updates the matrix.
+
+Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/) with the scale of Moonlight (Liu
+et al., 2025, arXiv:2502.16982), so that learning rates and weight decay of AdamW carry over. For a
+gradient G of a matrix W with R rows and C columns:
+
+    M <- momentum M + G
+    O <- orthogonalize(G + momentum M)                      # Nesterov
+    W <- W - lr (0.2 sqrt(max(R, C)) O + weight_decay W)
+
+Parameters without matrices are stepped as AdamW steps them. If ranks hold parts of a matrix, one
+rank collects the parts, orthogonalizes the matrix and sends the parts of O back
+(:mod:`moemesh.sharding.matrices`), so every plan has the updates of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moemesh.checkpoint.store import Shard
+from moemesh.comm import transfers
+from moemesh.comm.collectives import gather_json
+from moemesh.comm.mesh import Mesh
+from moemesh.sharding.buckets import unit_of
+from moemesh.sharding.matrices import Exchange, Part, exchanges, matrices
+
+#: Coefficients of the Newton-Schulz iteration, and its number of steps (Keller Jordan).
+COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
+#: Updates have the root mean square of AdamW's, about 0.2 (Moonlight, section 2.2).
+SCALE = 0.2
+_TINY = 1e-7
+
+
+def orthogonalize(matrices_XRC: Tensor) -> Tensor:
+    """The nearest half-orthogonal matrices, about: singular values become 0.7 to 1.2, those of a
+    zero matrix stay 0. [X, R, C] to the same shape, in the type of the input."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrices_XRC.shape[-2] > matrices_XRC.shape[-1]
+    x = matrices_XRC.mT if is_tall else matrices_XRC
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + _TINY)
+    for _ in range(STEPS):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if is_tall else x
+
+
+#: Name -> tensor in the local shape of a parameter, to the same for the update.
+Update = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps the groups with `names` by `update`, the others as AdamW. `names`: of the parameters of
+    the group, in their order."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+        update: Update,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "names": ()})
+        self._momentum, self._update = momentum, update
+        rest = [group for group in self.param_groups if not group["names"]]
+        self._adamw = torch.optim.AdamW(rest, betas=betas, eps=eps, fused=True) if rest else None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            if group["names"]:
+                self._step_matrices(group)
+        if self._adamw is not None:
+            # Loading a state replaces both.
+            self._adamw.state = self.state
+            for own, group in zip(self._adamw.param_groups, self._rest(), strict=True):
+                own["lr"], own["weight_decay"] = group["lr"], group["weight_decay"]
+            self._adamw.step()
+
+    def _rest(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if not group["names"]]
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        directions: dict[str, Tensor] = {}
+        for name, weight in zip(group["names"], group["params"], strict=True):
+            momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+            momentum.mul_(self._momentum).add_(weight.grad)
+            directions[name] = weight.grad.add(momentum, alpha=self._momentum)
+        updates = self._update(directions)
+        for name, weight in zip(group["names"], group["params"], strict=True):
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.add_(updates[name], alpha=-group["lr"])
+
+
+class MatrixUpdates:
+    """Orthogonalizes the directions of all matrices of a stage, whatever parts its ranks hold.
+
+    `shards`: a rank's parts of given tensors under the names of checkpoints, sharing their memory.
+    All ranks of the axis `stage` call it together.
+    """
+
+    def __init__(
+        self, mesh: Mesh, shards: Callable[[Mapping[str, Tensor]], Iterable[Shard]]
+    ) -> None:
+        self._axis, self._shards = mesh["stage"], shards
+        self._exchanges: dict[str, Exchange] | None = None
+
+    def __call__(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Scaled updates, in the shapes of `directions`."""
+        updates = {name: torch.zeros_like(tensor) for name, tensor in directions.items()}
+        given = {part_of(shard): shard.tensor for shard in self._shards(directions)}
+        taken = {part_of(shard): shard.tensor for shard in self._shards(updates)}
+        if self._exchanges is None:
+            gathered = gather_json(list(given), self._axis)
+            self._exchanges = exchanges([[_part(*one) for one in parts] for parts in gathered])
+        local: dict[str, list[Part]] = {}
+        for part in given:
+            unit = self._exchanges.get(unit_of(part.name))
+            if unit is None or part.name not in unit.owners:
+                local.setdefault(unit_of(part.name), []).append(part)
+        like = next(iter(directions.values()), None)
+        for unit in sorted(local.keys() | self._exchanges.keys()):
+            whole = {part.name: given[part] for part in local.get(unit, ())}
+            exchange = self._exchanges.get(unit)
+            if exchange is not None:
+                whole |= self._collect(exchange, given, like)
+            results = orthogonalize_all(whole)
+            for part in local.get(unit, ()):
+                taken[part].copy_(results[part.name])
+            if exchange is not None:
+                self._distribute(exchange, results, taken, like)
+        return updates
+
+    def _collect(
+        self, exchange: Exchange, given: Mapping[Part, Tensor], like: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The tensors that this rank owns, from the parts of all ranks."""
+        rank = self._axis.index
+        whole: dict[str, Tensor] = {}
+        for part, tensor in given.items():
+            if exchange.owners.get(part.name) == rank:
+                _place(whole, part, tensor)
+        for part, tensor in self._send(exchange.there, given.__getitem__, like):
+            _place(whole, part, tensor)
+        return whole
+
+    def _distribute(
+        self,
+        exchange: Exchange,
+        results: Mapping[str, Tensor],
+        taken: Mapping[Part, Tensor],
+        like: Tensor | None,
+    ) -> None:
+        """Copy the updates of owned tensors into the parts of all ranks."""
+        for part, tensor in taken.items():
+            if exchange.owners.get(part.name) == self._axis.index:
+                tensor.copy_(_cut(results[part.name], part))
+        for part, tensor in self._send(
+            exchange.back, lambda part: _cut(results[part.name], part), like
+        ):
+            taken[part].copy_(tensor)
+
+    def _send(
+        self,
+        parts: Mapping[tuple[int, int], Sequence[Part]],
+        tensor_of: Callable[[Part], Tensor],
+        like: Tensor | None,
+    ) -> Iterable[tuple[Part, Tensor]]:
+        """Send the parts with this rank as source, and yield those that it receives."""
+        ranks, rank = range(self._axis.size), self._axis.index
+        sent = [parts.get((rank, other), ()) for other in ranks]
+        received = [parts.get((other, rank), ()) for other in ranks]
+        dtype = torch.float32 if like is None else like.dtype
+        flat = [tensor_of(part).reshape(-1) for of_rank in sent for part in of_rank]
+        empty = torch.empty(0, dtype=dtype, device=self._axis.device)
+        result = transfers.all_to_all(
+            torch.cat([empty, *flat]),
+            self._axis,
+            [sum(prod(part.sizes) for part in of_rank) for of_rank in sent],
+            [sum(prod(part.sizes) for part in of_rank) for of_rank in received],
+            phase="optimizer",
+            caller="matrices",
+        )
+        order = [part for of_rank in received for part in of_rank]
+        pieces = result.split([prod(part.sizes) for part in order]) if order else ()
+        return [(part, piece.view(part.sizes)) for part, piece in zip(order, pieces, strict=True)]
+
+
+def orthogonalize_all(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scaled updates of whole tensors; matrices of one shape are computed together."""
+    results = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    by_shape: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+    for name, tensor in whole.items():
+        for matrix in matrices(name, tensor.shape):
+            pair = tensor[matrix.box], results[name][matrix.box]
+            by_shape.setdefault((matrix.rows, matrix.columns), []).append(pair)
+    for (rows, columns), pairs in by_shape.items():
+        stack = torch.stack([given.reshape(rows, columns) for given, _ in pairs])
+        updates = orthogonalize(stack) * (SCALE * max(rows, columns) ** 0.5)
+        for (_, result), update in zip(pairs, updates, strict=True):
+            result.copy_(update.view(result.shape))
+    return results
+
+
+def part_of(shard: Shard) -> Part:
+    return Part(shard.name, tuple(shard.shape), tuple(shard.offset), tuple(shard.tensor.shape))
+
+
+def _part(name: str, *sizes: Sequence[int]) -> Part:
+    shape, offset, own = map(tuple, sizes)
+    return Part(name, shape, offset, own)
+
+
+def _place(whole: dict[str, Tensor], part: Part, tensor: Tensor) -> None:
+    """Copy a part into its tensor, which begins as zeros."""
+    if part.name not in whole:
+        whole[part.name] = tensor.new_zeros(part.shape)
+    _cut(whole[part.name], part).copy_(tensor)
+
+
+def _cut(tensor: Tensor, part: Part) -> Tensor:
+    for dim, (start, size) in enumerate(zip(part.offset, part.sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
