@@ -38,7 +38,7 @@ def test_rows_are_legal_values_and_are_listed_in_messages(invoke: Any) -> None:
     code, _, text = invoke("config", "check", *sets("plan.dispatcher=toi", "train.optimizer=toi"))
     assert code == 2
     assert "did you mean toy? (choices: all_to_all, all_gather, hierarchical, low_latency" in text
-    assert "did you mean toy? (choices: adamw, sgd, toy)" in text
+    assert "did you mean toy? (choices: adamw, sgd, muon, toy)" in text
     _, schema, _ = invoke("config", "schema")
     keys = json.loads(schema)["properties"]["train"]["properties"]
     assert keys["lr_schedule"]["enum"] == ["cosine", "linear", "constant", "wsd", "toy"]

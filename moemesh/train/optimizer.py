@@ -23,7 +23,7 @@ from moemesh.config.optimizer_table import OPTIMIZERS, has_matrices
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.muon import MatrixUpdates
-from moemesh.train.weights.owned import owned_shards
+from moemesh.train.owned import owned_shards
 
 
 def has_master(dtype: torch.dtype) -> bool:
@@ -60,7 +60,7 @@ class Optimizer:
         """`scales`: names of those that do not decay (None: those of one dim); `publish` sends
         updated parameters to other ranks: all ranks then call what changes them together. `parts`
         and `mesh`, for an optimizer that updates whole matrices: this rank's parts of local tensors
-        (:func:`~moemesh.train.weights.owned.owned_shards`), and its place."""
+        (:func:`~moemesh.train.owned.owned_shards`), and its place."""
         self._row, self._config = OPTIMIZERS[config.optimizer], config
         self.num_updates = 0
         self._parameters, self._publish = dict(parameters), publish

@@ -134,7 +134,10 @@ def test_a_rank_without_rows_or_tokens_does_what_the_others_do(name: str, sequen
 def test_jitter_and_dropout_are_off_and_told() -> None:
     values = {**values_of("phimoe"), "router_jitter_noise": 0.01, "attention_dropout": 0.1}
     plan = blueprint(values)
-    assert (plan.config.router_jitter_noise, plan.config.attention_dropout) == (0.0, 0.0)
+    assert plan.config.attention_dropout == 0.0
+    # Evaluation reads the size of the noise as a threshold: it stays in the configuration.
+    routers = [one for one in plan.build().modules() if hasattr(one, "router_jitter_noise")]
+    assert routers and all(one.router_jitter_noise == 0.0 for one in routers)
     assert not plan.config.use_cache
     assert any("router_jitter_noise = 0.01" in note for note in plan.notes)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from pkgutil import resolve_name
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from transformers import CONFIG_MAPPING
 from moemesh.comm.mesh import Mesh
 from moemesh.config.architecture import Architecture
 from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
 from moemesh.model.hub.architecture import read
 from moemesh.model.hub.experts import is_experts
 from moemesh.model.hub.shrink import shrunken
@@ -125,11 +125,11 @@ def test_a_family_without_a_small_model_is_refused_with_the_reason(
         raise ValueError("the small model has no Indexer")
 
     monkeypatch.setattr("moemesh.model.hub.shrink.shrunken", fail)
-    config = SimpleNamespace(model=model_of(architecture_of("olmoe")), plan=Plan())
+    config = RunConfig(model=model_of(architecture_of("olmoe")), plan=Plan())
     with pytest.raises(
         ProofError, match=r"olmoe: .*\(rank 0: ValueError: the small model has no Indexer"
     ):
-        prove(cast("Any", config), Mesh.single("cpu"))
+        prove(config, Mesh.single("cpu"))
 
 
 def proof_with_a_fault(mesh: Mesh, architecture: Architecture, target: str) -> str:
@@ -144,12 +144,12 @@ def proof_with_a_fault(mesh: Mesh, architecture: Architecture, target: str) -> s
 
         return fails
 
-    config = SimpleNamespace(model=model_of(architecture), plan=Plan(dp=2, ep=2))
+    config = RunConfig(model=model_of(architecture), plan=Plan(dp=2, ep=2))
     with pytest.MonkeyPatch.context() as patch:
         if mesh.rank == 1:
             patch.setattr(target, broken(resolve_name(target)))
         with pytest.raises(ProofError) as raised:
-            prove(cast("Any", config), mesh)
+            prove(config, mesh)
     return str(raised.value)
 
 
@@ -172,8 +172,8 @@ def test_a_proof_that_fails_on_one_rank_fails_on_all(target: str, words: str) ->
 
 def proof(mesh: Mesh, architecture: Architecture) -> str:
     torch.set_num_threads(1)
-    config = SimpleNamespace(model=model_of(architecture), plan=Plan(dp=2, ep=2))
-    return prove(cast("Any", config), mesh)
+    config = RunConfig(model=model_of(architecture), plan=Plan(dp=2, ep=2))
+    return prove(config, mesh)
 
 
 def test_experts_that_are_called_as_those_of_the_interface_are_spread() -> None:

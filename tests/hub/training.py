@@ -27,8 +27,8 @@ from moemesh.model.hub.precision import exactly
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.owned import owned_shards
 from moemesh.train.step import gradients_of_step, update
-from moemesh.train.weights.owned import owned_shards
 from moemesh.train.weights.saving import _weights
 from tests.hub.families import random_model, tiny_config
 from tests.ranks import mesh_on_ranks

@@ -41,9 +41,9 @@ from moemesh.parallel.parallelize import parallelize
 from moemesh.sharding.parameters import tensors
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.owned import owned_shards
 from moemesh.train.step import gradients_of_step
 from moemesh.train.weights import saving
-from moemesh.train.weights.owned import owned_shards
 
 #: Largest accepted difference of a loss or a gradient.
 MOST = 1e-9

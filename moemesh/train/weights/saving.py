@@ -27,9 +27,9 @@ from moemesh.monitor.failures import is_disk_full
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
+from moemesh.train.owned import owned_shards
 from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
-from moemesh.train.weights.owned import owned_shards
 
 
 def contents(
