@@ -135,6 +135,11 @@ class TrainConfig(Section):
         row = OPTIMIZERS[self.optimizer]
         return row.states_of(name) if not row.states_need or getattr(self, row.states_need) else ()
 
+    @property
+    def updates_matrices(self) -> bool:
+        """Whether the optimizer updates weight matrices as a whole."""
+        return bool(OPTIMIZERS[self.optimizer].matrix_states)
+
     def num_states(self, name: str) -> int:
         """The number of state tensors that the optimizer keeps of the parameter `name`."""
         return len(self.optimizer_states(name))

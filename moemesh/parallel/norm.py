@@ -12,7 +12,8 @@ from torch import Tensor
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Mesh
 from moemesh.ops.host_copy import constant
-from moemesh.parallel.placement import OwnRange, Placement, part_of, rows
+from moemesh.parallel.placement import OwnRange, Placement, part_of
+from moemesh.sharding.boxes import rows
 
 #: Numbers of a gradient whose squares are added up in its own dtype.
 _SPAN = 1 << 14

@@ -570,7 +570,7 @@ def estimate_run(
         room = machine.memory_bytes - round(max(held - closed_form, 0.0))
         smaller = machine.model_copy(update={"memory_bytes": max(room, 1)})
         priced = replace(priced, instead=instead(priced.shape, smaller, layout))
-    if is_full:
+    if is_full and not train.updates_matrices:
         return priced
     ledger = predict_ledger(
         config.model,
@@ -579,7 +579,10 @@ def estimate_run(
         rank=priced.traffic_rank * layout.stage_ranks,
         tuning=config.tuning,
         on_accelerator=bool(priced.cluster.accelerator),
+        whole_matrices=train.updates_matrices,
     )
+    if is_full:
+        return replace(priced, traffic=ledger)
     trained = num_trained(config.tuning, config.model, plan)
     note = f"{trained:,} parameters train: memory and traffic are those of this choice"
     if not layout.adapters:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from moemesh.config.optimizer_table import has_matrices
 from moemesh.sharding.buckets import unit_of
@@ -55,6 +55,22 @@ class Part(NamedTuple):
     sizes: tuple[int, ...]
 
 
+#: (source, destination) -> parts on the way.
+Parts: TypeAlias = dict[tuple[int, int], list[Part]]
+
+
+def splits(parts: Parts, rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
+    """How many numbers `rank` sends to each rank, and how many it receives from each."""
+
+    def numbers(pair: tuple[int, int]) -> int:
+        return sum(prod(part.sizes) for part in parts.get(pair, ()))
+
+    others = range(num_ranks)
+    return [numbers((rank, other)) for other in others], [
+        numbers((other, rank)) for other in others
+    ]
+
+
 @dataclass
 class Exchange:
     """Tensors of one unit of the model that no rank holds as a whole.
@@ -65,12 +81,8 @@ class Exchange:
     """
 
     owners: dict[str, int] = field(default_factory=dict[str, int])
-    there: dict[tuple[int, int], list[Part]] = field(
-        default_factory=dict[tuple[int, int], list[Part]]
-    )
-    back: dict[tuple[int, int], list[Part]] = field(
-        default_factory=dict[tuple[int, int], list[Part]]
-    )
+    there: Parts = field(default_factory=dict[tuple[int, int], list[Part]])
+    back: Parts = field(default_factory=dict[tuple[int, int], list[Part]])
 
 
 def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, Exchange]:

@@ -27,7 +27,7 @@ from moemesh.comm import transfers
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.sharding.buckets import unit_of
-from moemesh.sharding.matrices import Exchange, Part, exchanges, matrices
+from moemesh.sharding.matrices import Exchange, Part, Parts, exchanges, matrices, splits
 
 #: Coefficients of the Newton-Schulz iteration, and its number of steps (Keller Jordan).
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
@@ -170,28 +170,25 @@ class MatrixUpdates:
 
     def _send(
         self,
-        parts: Mapping[tuple[int, int], Sequence[Part]],
+        parts: Parts,
         tensor_of: Callable[[Part], Tensor],
         like: Tensor | None,
     ) -> Iterable[tuple[Part, Tensor]]:
         """Send the parts with this rank as source, and yield those that it receives."""
-        ranks, rank = range(self._axis.size), self._axis.index
-        sent = [parts.get((rank, other), ()) for other in ranks]
-        received = [parts.get((other, rank), ()) for other in ranks]
+        size, rank = self._axis.size, self._axis.index
+        sent = [part for other in range(size) for part in parts.get((rank, other), ())]
+        received = [part for other in range(size) for part in parts.get((other, rank), ())]
         dtype = torch.float32 if like is None else like.dtype
-        flat = [tensor_of(part).reshape(-1) for of_rank in sent for part in of_rank]
         empty = torch.empty(0, dtype=dtype, device=self._axis.device)
+        flat = torch.cat([empty, *(tensor_of(part).reshape(-1) for part in sent)])
+        inputs, outputs = splits(parts, rank, size)
         result = transfers.all_to_all(
-            torch.cat([empty, *flat]),
-            self._axis,
-            [sum(prod(part.sizes) for part in of_rank) for of_rank in sent],
-            [sum(prod(part.sizes) for part in of_rank) for of_rank in received],
-            phase="optimizer",
-            caller="matrices",
+            flat, self._axis, inputs, outputs, phase="optimizer", caller="matrices"
         )
-        order = [part for of_rank in received for part in of_rank]
-        pieces = result.split([prod(part.sizes) for part in order]) if order else ()
-        return [(part, piece.view(part.sizes)) for part, piece in zip(order, pieces, strict=True)]
+        pieces = result.split([prod(part.sizes) for part in received]) if received else ()
+        return [
+            (part, piece.view(part.sizes)) for part, piece in zip(received, pieces, strict=True)
+        ]
 
 
 def orthogonalize_all(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from moemesh.checkpoint.store import Shard, Sharded, shard_of
 from moemesh.parallel.parallelize import RankModel
-from moemesh.parallel.placement import OwnRange, boxes, part_of, rows
+from moemesh.parallel.placement import OwnRange, part_of
+from moemesh.sharding.boxes import boxes, rows
 
 
 def owned_shards(

@@ -24,9 +24,10 @@ from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import RankModel, parallelize
-from moemesh.parallel.placement import OwnRange, Placement, boxes, part_of
-from moemesh.parallel.placement import rows as stack_rows
+from moemesh.parallel.placement import OwnRange, Placement, part_of
 from moemesh.schedule.plan_schedule import build_step
+from moemesh.sharding.boxes import boxes
+from moemesh.sharding.boxes import rows as stack_rows
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import state_bytes

@@ -123,7 +123,8 @@ def assert_predicted(
             "routing": chosen_routing(config, plan.layout, choices),
             "tuning": tuning,
         }
-        predicted = predict_ledger(config, plan, **settings)
+        whole = train.updates_matrices
+        predicted = predict_ledger(config, plan, **settings, whole_matrices=whole)
         assert predicted.rows() == found["ledger"].rows(), f"rank {rank} (left: predicted)"
         memory = predict_memory(config, plan, **settings, num_states=train.num_states).to_json()
         parts = found["memory"].keys() - {"activations", "kinds"}

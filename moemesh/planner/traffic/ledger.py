@@ -43,6 +43,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, Routing, replicated
 from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.planner.traffic.matrices import matrix_exchanges
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     RankStep,
@@ -54,6 +55,7 @@ from moemesh.planner.traffic.tensors import (
 from moemesh.schedule.action import messages
 from moemesh.sharding.context import context_sizes, head_share
 from moemesh.sharding.dispatchers import spare_rows
+from moemesh.sharding.matrices import splits
 from moemesh.trace.ledger import Ledger
 
 #: Callers of context parallelism in a forward, the same in all layers.
@@ -82,12 +84,14 @@ def predict_ledger(
     routing: Routing | None = None,
     tuning: Tuning = FULL,
     on_accelerator: bool = False,
+    whole_matrices: bool = False,
 ) -> Ledger:
     """The ledger of `rank` after one training step, without evaluation and checkpoints.
 
     For an asynchronous schedule the step is a stream of one step until it has drained. `routing`
     None is uniform routing; `tuning` selects the parameters that train; `on_accelerator` is False
-    on a CPU. Raises ValueError if the plan's schedule is impossible. See also `volumes`, and
+    on a CPU; `whole_matrices`: the optimizer updates matrices as a whole. Raises ValueError if the
+    plan's schedule is impossible. See also `volumes`, and
     :func:`moemesh.planner.layout_sources.exact_plan`.
     """
     step = _Step(
@@ -97,6 +101,7 @@ def predict_ledger(
         rank=rank,
         given_routing=routing,
         on_accelerator=on_accelerator,
+        whole_matrices=whole_matrices,
     )
     return step.ledger()
 
@@ -106,6 +111,7 @@ class _Step(RankStep):
     """Ledger lines of one rank."""
 
     on_accelerator: bool
+    whole_matrices: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -373,6 +379,8 @@ class _Step(RankStep):
         counts = "dp_cp", "all_reduce", "forward", "step.counts", 1 + self.ahead + scopes, _INT64
         once.enter(*counts, times=updates)
         self._gradients(updates)
+        if self.whole_matrices:
+            self._matrices(updates)
         layers = len(model.routed_layers)
         #: Number of loads: tokens of each expert of every MoE layer.
         loads = layers * model.num_experts
@@ -417,6 +425,17 @@ class _Step(RankStep):
                 if model.capacity_factor:
                     summed(axis, layers, _INT64, "step.dropped")
             summed("world", squares, _FLOAT64, "gradient_norm")
+
+    def _matrices(self, times: int) -> None:
+        """Enter the parts of matrices on the way to the ranks that update them, and back."""
+        ranks = self.placement.members("stage", self.rank)
+        index, width = ranks.index(self.rank), max(self.w, 4)  # masters are never below fp32
+        for exchange in matrix_exchanges(self.placement, self.rank, self.w).values():
+            for parts in (exchange.there, exchange.back):
+                both = (
+                    [float(n * width) for n in side] for side in splits(parts, index, len(ranks))
+                )
+                self.once.enter("stage", "all_to_all", "optimizer", "matrices", *both, times=times)
 
     def _gradients(self, times: int) -> None:
         """Enter sums of gradients and, if states are sharded, gathers of updated weights."""

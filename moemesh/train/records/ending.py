@@ -55,7 +55,13 @@ def write_end(
     with suppress(ValueError):
         of_memory = predict_memory(model, plan, **common, num_states=train.num_states)
         on_accelerator = mesh.device.type != "cpu"
-        of_ledger = predict_ledger(model, plan, **common, on_accelerator=on_accelerator)
+        of_ledger = predict_ledger(
+            model,
+            plan,
+            **common,
+            on_accelerator=on_accelerator,
+            whole_matrices=train.updates_matrices,
+        )
         predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}
     local = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), predicted)
     ledgers, memories, timelines, predictions = (
