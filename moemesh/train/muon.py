@@ -108,9 +108,13 @@ class MatrixUpdates:
     """
 
     def __init__(
-        self, mesh: Mesh, shards: Callable[[Mapping[str, Tensor]], Iterable[Shard]]
+        self,
+        mesh: Mesh,
+        shards: Callable[[Mapping[str, Tensor]], Iterable[Shard]],
+        dtype: torch.dtype,
     ) -> None:
-        self._axis, self._shards = mesh["stage"], shards
+        """`dtype`: that of gradients, also on ranks that own nothing."""
+        self._axis, self._shards, self._dtype = mesh["stage"], shards, dtype
         self._exchanges: dict[str, Exchange] | None = None
 
     def __call__(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -126,29 +130,26 @@ class MatrixUpdates:
             unit = self._exchanges.get(unit_of(part.name))
             if unit is None or part.name not in unit.owners:
                 local.setdefault(unit_of(part.name), []).append(part)
-        like = next(iter(directions.values()), None)
         for unit in sorted(local.keys() | self._exchanges.keys()):
             whole = {part.name: given[part] for part in local.get(unit, ())}
             exchange = self._exchanges.get(unit)
             if exchange is not None:
-                whole |= self._collect(exchange, given, like)
+                whole |= self._collect(exchange, given)
             results = orthogonalize_all(whole)
             for part in local.get(unit, ()):
                 taken[part].copy_(results[part.name])
             if exchange is not None:
-                self._distribute(exchange, results, taken, like)
+                self._distribute(exchange, results, taken)
         return updates
 
-    def _collect(
-        self, exchange: Exchange, given: Mapping[Part, Tensor], like: Tensor | None
-    ) -> dict[str, Tensor]:
+    def _collect(self, exchange: Exchange, given: Mapping[Part, Tensor]) -> dict[str, Tensor]:
         """The tensors that this rank owns, from the parts of all ranks."""
         rank = self._axis.index
         whole: dict[str, Tensor] = {}
         for part, tensor in given.items():
             if exchange.owners.get(part.name) == rank:
                 _place(whole, part, tensor)
-        for part, tensor in self._send(exchange.there, given.__getitem__, like):
+        for part, tensor in self._send(exchange.there, given.__getitem__):
             _place(whole, part, tensor)
         return whole
 
@@ -157,29 +158,24 @@ class MatrixUpdates:
         exchange: Exchange,
         results: Mapping[str, Tensor],
         taken: Mapping[Part, Tensor],
-        like: Tensor | None,
     ) -> None:
         """Copy the updates of owned tensors into the parts of all ranks."""
         for part, tensor in taken.items():
             if exchange.owners.get(part.name) == self._axis.index:
                 tensor.copy_(_cut(results[part.name], part))
-        for part, tensor in self._send(
-            exchange.back, lambda part: _cut(results[part.name], part), like
-        ):
+        for part, tensor in self._send(exchange.back, lambda part: _cut(results[part.name], part)):
             taken[part].copy_(tensor)
 
     def _send(
         self,
         parts: Parts,
         tensor_of: Callable[[Part], Tensor],
-        like: Tensor | None,
     ) -> Iterable[tuple[Part, Tensor]]:
         """Send the parts with this rank as source, and yield those that it receives."""
         size, rank = self._axis.size, self._axis.index
         sent = [part for other in range(size) for part in parts.get((rank, other), ())]
         received = [part for other in range(size) for part in parts.get((other, rank), ())]
-        dtype = torch.float32 if like is None else like.dtype
-        empty = torch.empty(0, dtype=dtype, device=self._axis.device)
+        empty = torch.empty(0, dtype=self._dtype, device=self._axis.device)
         flat = torch.cat([empty, *(tensor_of(part).reshape(-1) for part in sent)])
         inputs, outputs = splits(parts, rank, size)
         result = transfers.all_to_all(

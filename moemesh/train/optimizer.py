@@ -80,7 +80,8 @@ class Optimizer:
             assert parts is not None and mesh is not None
             names = [name for name in rest if has_matrices(name)]
             groups.append({"params": [rest.pop(name) for name in names], "names": names})
-            options["update"] = MatrixUpdates(mesh, parts)
+            dtype = torch.float64 if config.dtype == "float64" else torch.float32
+            options["update"] = MatrixUpdates(mesh, parts, dtype)
         groups += [
             {"params": [m for name, m in rest.items() if name not in scales]},
             {"params": [m for name, m in rest.items() if name in scales], "weight_decay": 0.0},

@@ -53,7 +53,7 @@ def test_singular_values_come_near_one() -> None:
 
 
 def test_one_device_follows_the_formula() -> None:
-    keys = MUON | {"steps": 1, "clip": 0.0}
+    keys = MUON | {"steps": 1, "clip": 0.0, "lr_schedule": "constant"}
     before = alone(ALL["moe"], keys | {"lr": 1e-30, "weight_decay": 0.0}, WHOLE, 1)
     after = alone(ALL["moe"], keys, WHOLE, 1)
     checked = 0
