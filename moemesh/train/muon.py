@@ -54,7 +54,7 @@ Update = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps the groups with `names` by `update`, the others as AdamW. `names`: of the parameters of
+    """Steps the group with `names` by `update`, the others as AdamW. `names`: of the parameters of
     the group, in their order."""
 
     def __init__(
@@ -68,15 +68,15 @@ class Muon(torch.optim.Optimizer):
         eps: float,
         update: Update,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "names": ()})
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "names": None})
         self._momentum, self._update = momentum, update
-        rest = [group for group in self.param_groups if not group["names"]]
+        rest = self._rest()
         self._adamw = torch.optim.AdamW(rest, betas=betas, eps=eps, fused=True) if rest else None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            if group["names"]:
+            if group["names"] is not None:  # also without any: other ranks wait for this one
                 self._step_matrices(group)
         if self._adamw is not None:
             # Loading a state replaces both.
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
             self._adamw.step()
 
     def _rest(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if not group["names"]]
+        return [group for group in self.param_groups if group["names"] is None]
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         directions: dict[str, Tensor] = {}
