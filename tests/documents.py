@@ -64,6 +64,7 @@ DOCUMENTS = (
     "docs/attention.md",
     "docs/huggingface.md",
     "docs/memory.md",
+    "docs/optimizers.md",
     "docs/balancing.md",
     "docs/log.md",
 )

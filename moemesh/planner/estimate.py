@@ -530,7 +530,7 @@ def estimate_run(
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)
     if layout.optimizer_bytes and (fewer := 2 - _mean_states(config)):
-        size = layout.optimizer_bytes - fewer * layout.gradient_bytes
+        size = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
         layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))
     priced = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
