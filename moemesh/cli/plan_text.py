@@ -209,7 +209,7 @@ def plan_text(
     # The two commands that run the answer, or the reason why it cannot run.
     refused, name = not_trained(best.layout, planned.model), shlex.quote(file or "plan.toml")
     if refused:
-        lines += wrapped(f"this version plans {', '.join(refused)} and does not train it")
+        lines += wrapped(f"`moemesh train` does not take this answer: {'; '.join(refused)}")
         if not untrained(PlannedLayout(seq_len=1, global_batch=1), planned.model):
             lines.append("for the best layout that it trains: the same call with --trainable")
     else:

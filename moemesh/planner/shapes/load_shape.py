@@ -230,7 +230,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
         if path.suffix == ".json":
             given = read_config(path, "model")
             shape, sizes = shape_of_folder(given, name)
-            why_not = f"a {CONFIG} without weights is only planned: {TRAINED}"
+            why_not = f"{CONFIG} has no weights beside it: {TRAINED}"
             with suppress(ConfigError):
                 sizes = sizes or _config(model_values(given))
             return Model(shape, None, why_not=why_not, sizes=sizes)
