@@ -67,7 +67,7 @@ def test_plan_keeps_the_public_contract() -> None:
 def test_train_choices_of_the_public_contract() -> None:
     fields = TrainConfig.model_fields
     assert choices_of(fields["dtype"].annotation) == ("float32", "bfloat16", "float64")
-    assert choices_of(fields["optimizer"].annotation) == ("adamw", "sgd")
+    assert choices_of(fields["optimizer"].annotation) == ("adamw", "sgd", "muon")
     assert choices_of(fields["resume"].annotation) == ("auto", "never", "must")
 
 

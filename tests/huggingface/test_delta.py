@@ -110,4 +110,4 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
 def test_a_run_without_a_base_has_no_delta(tmp_path: Path) -> None:
     said(*arguments(tmp_path / "run", train__steps=1))
     told = said("convert", tmp_path / "run", tmp_path / "x", "--delta", code=2)
-    assert "nothing to differ from" in told
+    assert "a delta needs it as its base" in told
