@@ -40,7 +40,7 @@ SCHEDULE_FILES = (".txt", ".csv")
 
 
 def is_schedule_file(name: str) -> bool:
-    """Whether `name` stands for a file and not for a schedule that has a generator."""
+    """Whether `name` is a file rather than a schedule with a generator."""
     return name.endswith(SCHEDULE_FILES) or "/" in name
 
 
@@ -95,25 +95,25 @@ class Plan(Section):
     #: Layers of each pipeline stage; None cuts such that the costliest stage is cheapest.
     layers_per_stage: tuple[Size, ...] | None = None
     microbatches: Size = 1
-    #: dualpipe, dualpipe_v: the forward and the backward of a block take turns, each while an
-    #: exchange of the other is under way; else they run one after the other.
+    #: dualpipe, dualpipe_v: the forward and the backward of a block alternate, each during an
+    #: exchange of the other; False: one runs after the other.
     overlap_blocks: bool = True
-    #: When the norm and finiteness of the whole gradient are known: before the optimizer steps, or
-    #: after, with the step taken back where it must be; then no step waits for all stages.
+    #: Check of the whole gradient (norm, finiteness) before the optimizer steps, or after; then no
+    #: step waits for all stages, and a step that fails the check is undone.
     optimizer_validation: Literal["before", "after"] = "before"
     #: pipedream_2bw, ampnet: microbatches whose gradients make one update; None takes a step.
     update_window: Annotated[Size | None, UsedWith("schedule", WINDOWED_SCHEDULES)] = None
-    #: ampnet: microbatches under way at once; None takes pp.
+    #: ampnet: largest number of microbatches in flight; None: pp.
     max_in_flight: Annotated[Size | None, _AMPNET] = None
     #: ampnet: "recompute" reruns the stage with current weights in its backward; "live" uses the
     #: stored activations with current weights.
     ampnet_backward: Annotated[Literal["recompute", "live"], _AMPNET] = "recompute"
-    #: ampnet: the folder of a run whose recorded order is carried out once more.
+    #: ampnet: folder of a run whose recorded order is repeated.
     replay: Annotated[str | None, _AMPNET] = None
     #: terapipe: slices of a sequence; None takes pp.
     slices: Size | None = None
     data: DataStrategy = "replicate"
-    #: zero3: gathered weights are freed behind every use, or kept until the step is over.
+    #: zero3: gathered weights are freed after every use, or kept until the end of the step.
     reshard: Annotated[Reshard, UsedWith("data", ("zero3",))] = "always"
     #: zero1, zero2, zero3: consecutive ranks of an axis that share one copy of the sharded states;
     #: None takes the whole axis. Of an axis that it does not divide, the greatest common divisor.
@@ -121,15 +121,15 @@ class Plan(Section):
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: Size = 1
     recompute: Recompute = "none"
-    #: Parts that "selective" computes again: between the projections of attention blocks; gate and
-    #: up of the routed experts.
+    #: Parts that "selective" recomputes: attention between its projections; gate and up of the
+    #: routed experts.
     recompute_attention: bool = True
     recompute_experts: bool = True
     spare_slots: Count = 0
-    #: What fills spare slots: few replicas with token quotas that even out all ranks, or the
-    #: most loaded experts, on every rank (FasterMoE's shadows).
+    #: Content of the spare slots: a few replicas with token quotas that balance all ranks, or the
+    #: most loaded experts on every rank (FasterMoE's shadows).
     spare_policy: SparePolicy = "quota"
-    #: Where node borders lie; None takes them from the launcher.
+    #: Consecutive ranks on one node; None: the launcher's.
     ranks_per_node: Size | None = None
 
     @model_validator(mode="before")
@@ -167,12 +167,12 @@ class Plan(Section):
 
     @property
     def num_slices(self) -> int:
-        """Slices into which a sequence is cut on its way through the pipeline."""
+        """Slices of a sequence in the pipeline, 1 for schedules that do not cut it."""
         return self.slices or (self.pp if self.schedule in SLICED_SCHEDULES else 1)
 
     def owners(self, axis: str, ranks: int) -> int:
-        """Of the `ranks` ranks over which gradients of `axis` are summed, those that own a part of
-        the sharded states: the first so many. With servers, the same ranks in dp_cp and stage."""
+        """Number of the first of the `ranks` ranks over which gradients of `axis` are summed that
+        own a part of the sharded states. Servers are the same ranks in dp_cp and stage."""
         if self.data != "parameter_server":
             return ranks
         return min(self.servers * (self.tp if axis == "stage" else 1), ranks)
@@ -214,8 +214,7 @@ class Plan(Section):
         return ranges + independent(rules, {problem.key for problem in ranges})
 
     def _size_rules(self, seq_len: int | None, global_batch: int | None) -> Iterator[Problem]:
-        """Nodes must cut the ranks evenly. Nothing else must divide, but a plan may not ask for
-        parts that hold nothing at all."""
+        """Nodes must divide the ranks. Nothing else must divide, but no part may be empty."""
         node, world = self.ranks_per_node, self.world_size
         if node is not None and node >= 1 and world % node:
             name, keys = "ranks_per_node", ("pp", "dp", "cp", "tp")

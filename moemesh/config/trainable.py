@@ -34,7 +34,7 @@ def refusals(config: RunConfig) -> list[Problem]:
 
 #: Schedules that cut a model of transformers into stages.
 STAGE_SCHEDULES_OF_HUB = ("1f1b", "gpipe", "interleaved_1f1b", "zb_h1")
-#: Of a model that the code of transformers computes: section and key -> the values that train.
+#: Legal values of keys for a model that the code of transformers computes, by section and key.
 _OF_HUB: dict[tuple[str, str], tuple[object, ...]] = {
     ("plan", "tp"): (1,),
     ("plan", "cp"): (1,),
@@ -131,7 +131,7 @@ def _sharded_states(config: RunConfig) -> Iterator[Problem]:
 
 
 def _matrices(config: RunConfig) -> Iterator[Problem]:
-    """What cannot be combined with an optimizer that updates whole matrices."""
+    """Conflicts of an optimizer that updates whole matrices."""
     plan, train = config.plan, config.train
     if not OPTIMIZERS[train.optimizer].matrix_states:
         return
@@ -173,7 +173,7 @@ def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
             why = "adds rows in the order of the experts' places, which may not change"
             yield _clash(plan, "combine", why, "combine = fast", *wanted)
         if plan.schedule in ASYNCHRONOUS_SCHEDULES:
-            why = "never drains: there is no moment at which experts could move"
+            why = "never drains, and experts can only move between steps"
             yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
         elif plan.optimizer_validation == "after":
             name = "optimizer_validation"
@@ -209,8 +209,8 @@ def _slices(config: RunConfig) -> Iterator[Problem]:
 
 
 def _adapters(config: RunConfig) -> Iterator[Problem]:
-    """Adapters of experts beside replicas, which would have to fetch them, and beside experts that
-    train themselves, which stand in another order."""
+    """Conflicts of adapters of experts: with replicas, which do not fetch adapters, and with layers
+    of which some experts train, which are in another order."""
     plan, lora = config.plan, config.lora
     if not any(map(lora.adapts, ("gate_proj", "up_proj", "down_proj"))):
         return

@@ -229,15 +229,15 @@ def _usual_rate_of(run: Run) -> float:
 
 def higher_rate(run: Run) -> str:
     """The override for ten times the learning rate, at most the usual one of such a run, or twice
-    a rate that is as high already; "" where the run does not say its own."""
+    a rate that is already as high; "" if the run does not record its rate."""
     rate = _rate_of(run)
     higher = max(min(10 * rate, _usual_rate_of(run)), 2 * rate)
     return "" if math.isnan(rate) else f"train.lr={higher:.3g}"
 
 
 def lower_rate(run: Run) -> str:
-    """The override for a tenth of the learning rate, at most the usual one of such a run; "" where
-    the run does not say its own."""
+    """The override for a tenth of the learning rate, at most the usual one of such a run; "" if
+    the run does not record its rate."""
     rate = _rate_of(run)
     return "" if math.isnan(rate) else f"train.lr={min(rate / 10, _usual_rate_of(run)):.3g}"
 

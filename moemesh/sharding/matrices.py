@@ -60,7 +60,7 @@ Parts: TypeAlias = dict[tuple[int, int], list[Part]]
 
 
 def splits(parts: Parts, rank: int, num_ranks: int) -> tuple[list[int], list[int]]:
-    """How many numbers `rank` sends to each rank, and how many it receives from each."""
+    """Counts of the numbers that `rank` sends to each rank and receives from each."""
 
     def numbers(pair: tuple[int, int]) -> int:
         return sum(prod(part.sizes) for part in parts.get(pair, ()))
@@ -120,5 +120,7 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, Exchange]:
 def _work(by_part: Iterable[Part]) -> int:
     """Multiplications of the update of a tensor, up to a constant factor."""
     part = next(iter(by_part))
-    found = matrices(part.name, part.shape)
-    return sum(one.rows * one.columns * min(one.rows, one.columns) for one in found)
+    return sum(
+        matrix.rows * matrix.columns * min(matrix.rows, matrix.columns)
+        for matrix in matrices(part.name, part.shape)
+    )

@@ -162,8 +162,8 @@ class HubModel(Transformer):
         return self.net.named_modules(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """In the order of the record; where some experts of a layer train, the stacks of the others
-        follow those."""
+        """Parameters in the order of the record. If some experts of a layer train, the stacks of
+        the others follow theirs."""
         named = dict(self.net.named_parameters(*args, **kwargs))
         for module, group in groupby(self._units, key=lambda name: name.rpartition(".")[0]):
             names = list(group)

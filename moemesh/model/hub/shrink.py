@@ -66,7 +66,7 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def layers_needed(model: PreTrainedModel) -> int:
-    """How many of the first layers have one of each kind."""
+    """The smallest number of first layers that contain one layer of each kind."""
     kinds: set[object] = set()
     needed = 0
     for index, layer in enumerate(decoder_layers(model)[1]):

@@ -382,9 +382,9 @@ class MoELayer(nn.Module):
         with copies of its tensors: of their dtypes, on their devices, trained where they are.
 
         It returns what the block does: y [B, S, H] for x [B, S, H], in gpt-oss a pair with y in
-        front. Where the model is asked for ``output_router_logits``, it adds its balancing loss as
-        before. ``counts`` are those of the last forward. `options` are those of the class that do
-        not say what the block computes (``gradients``, ``payload``, ...), and ``router_bias_rate``.
+        front. With ``output_router_logits`` the model adds its balancing loss as before. ``counts``
+        are those of the last forward. `options` are those of the class that do not change what the
+        block computes (``gradients``, ``payload``, ...), and ``router_bias_rate``.
         Every rank brings the whole block, and keeps experts of its own.
 
         Raises LayerError for other modules and options, ConfigError for families that are not

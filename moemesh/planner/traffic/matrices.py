@@ -1,4 +1,4 @@
-"""What ranks send so that an optimizer updates whole matrices (Muon), without torch.
+"""Traffic of an optimizer that updates whole matrices (Muon), without torch.
 
 It mirrors :class:`moemesh.train.muon.MatrixUpdates`, and tests hold the two together.
 """

@@ -69,7 +69,7 @@ def open_weights(
     weights = HuggingFaceWeights(Path(config.model_path), config.model)
     if weights.folder.packed:
         kind = f"{weights.folder.path}: weights in {weights.quantization}"
-        log(f"{kind} are dequantized while they are read and are not quantized again")
+        log(f"{kind} are dequantized while they are read; training and export do not quantize them")
     return weights
 
 
