@@ -22,6 +22,7 @@ from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, read_plan, trained_shares, untrained
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.requests import PlanRequest
+from moemesh.planner.search.remedies import remedies
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
 from moemesh.planner.search.search import (
     Advice,
@@ -167,15 +168,17 @@ def plan(
         with suppress(ConfigError):
             shorter = SearchSpace(model.shape, cluster, replace(space, seq_len=short))
             if short < space.seq_len and (shorter.needed <= shorter.capacity).any():
-                fixes.insert(1, "a shorter --seq-len")
+                fixes.append("a shorter --seq-len")
         if space.trainable:
             fixes.append("all layouts, without --trainable")
         if cluster.usable_share is not None:
             fixes.append("less --headroom")
+        fix = f"fix: {', '.join(fixes[:-1])} or {fixes[-1]}"
+        if fitting := [*remedies(model.shape, cluster, space, _adapters(model, space), progress)]:
+            fix = "\n  ".join(["fix: one of", *fitting, *fixes[2:]])
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
-            f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(search)}\n"
-            f"fix: {', '.join(fixes[:-1])} or {fixes[-1]}"
+            f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(search)}\n{fix}"
         )
     best, candidates = next(iter(chosen)), tuple(chosen.values())
     fastest = search.fitting(search.capacity, 1)[0]
@@ -192,6 +195,17 @@ def plan(
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
         rivals=tuple(why_not(search, model, candidates[0], asked) for asked in rivals),
     )
+
+
+def _adapters(model: Model, space: Space) -> dict[str, Any] | None:
+    """The shares of a layout that trains adapters instead of all weights; None if the model has no
+    configuration that could, or trains a part already."""
+    if space.trained or (config := model.config or model.sizes) is None:
+        return None
+    words = [*_words(_model_settings(model._replace(config=config))), "lora.rank=16"]
+    with suppress(ConfigError):
+        return trained_shares(load_run([], words, environ={}).config)
+    return None
 
 
 def cheapest(
