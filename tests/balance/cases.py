@@ -17,19 +17,21 @@ def shapes(num_layers: int, num_experts: int, seed: int = 0) -> dict[str, Floats
     """Loads [layers, experts] of eleven shapes, whole numbers."""
     random = np.random.default_rng(seed)
     size = (num_layers, num_experts)
-    found = {"flat": np.full(size, 700.0), "uniform": random.integers(1, 1000, size) * 1.0}
+    loads_by_shape = {"flat": np.full(size, 700.0), "uniform": random.integers(1, 1000, size) * 1.0}
     for exponent in (0.5, 0.8, 1.0, 1.2):
         law = 1e6 / np.arange(1, num_experts + 1) ** exponent
-        found[f"zipf-{exponent}"] = np.stack([random.permutation(law) for _ in range(num_layers)])
+        loads_by_shape[f"zipf-{exponent}"] = np.stack(
+            [random.permutation(law) for _ in range(num_layers)]
+        )
     for sigma in (0.5, 1.0, 1.5):
-        found[f"lognormal-{sigma}"] = 1000 * np.exp(random.normal(0, sigma, size))
-    found["poisson"] = random.poisson(300, size) * 1.0
+        loads_by_shape[f"lognormal-{sigma}"] = 1000 * np.exp(random.normal(0, sigma, size))
+    loads_by_shape["poisson"] = random.poisson(300, size) * 1.0
     bursty = random.poisson(500, size) * 1.0
     for row in bursty:
         hot = random.choice(num_experts, max(num_experts // 32, 1), replace=False)
         row[hot] *= random.integers(5, 40, len(hot))
-    found["bursty"] = bursty
-    return {name: np.round(loads) for name, loads in found.items()}
+    loads_by_shape["bursty"] = bursty
+    return {name: np.round(loads) for name, loads in loads_by_shape.items()}
 
 
 def hottest(loads: Floats, slots: Ints, num_gpus: int) -> Floats:
@@ -54,8 +56,8 @@ def num_twins(slots: Ints, num_gpus: int) -> int:
 
 
 def check_maps(maps: tuple, num_experts: int, num_replicas: int) -> None:
-    """The three maps agree, every expert has a slot, padding is -1 and behind."""
-    physical, logical, counts = (np.asarray(found) for found in maps)
+    """The three maps agree, every expert has a slot, and padding entries are -1 and last."""
+    physical, logical, counts = (np.asarray(table) for table in maps)
     num_layers = len(physical)
     assert physical.shape == (num_layers, num_replicas)
     assert counts.shape == (num_layers, num_experts) and counts.min() >= 1
@@ -81,14 +83,14 @@ def check_groups(slots: Ints, num_experts: int, num_groups: int, num_nodes: int)
 def least_possible(weight: Floats, num_slots: int, num_gpus: int) -> tuple[float, float]:
     """Load of the hottest GPU of the best placement without twins (infinite: there is none), and of
     the best of all, by brute force."""
-    found: list[float] = []
+    maxima: list[float] = []
     for twins in (False, True):
         best = np.inf
         for counts in _counts(len(weight), num_slots):
             unit = tuple(load / count for load, count in zip(weight, counts, strict=True))
             best = min(best, _pack(tuple(counts), unit, num_gpus, num_slots // num_gpus, twins))
-        found.append(float(best))
-    return found[0], found[1]
+        maxima.append(float(best))
+    return maxima[0], maxima[1]
 
 
 def _counts(num_experts: int, num_slots: int) -> Iterator[list[int]]:

@@ -1,6 +1,6 @@
 """The pictures of docs/balancing.md, drawn from results of the solvers.
 
-`python -m tests.documents` writes them again. Loads are whole numbers from Python's own
+`python -m tests.documents` regenerates them. Loads are whole numbers from Python's own
 generator, so that the pictures are the same everywhere.
 """
 
@@ -47,7 +47,7 @@ def placement() -> str:
 
 
 def gap() -> str:
-    """How far placements stay from the lower bound, by the number of slots per GPU."""
+    """Picture of the distance of placements to the lower bound, by the number of slots per GPU."""
     points: dict[str, list[tuple[float, float]]] = {"published algorithm": [], "moemesh": []}
     for per_gpu in range(2, 11):
         above: dict[str, list[float]] = {name: [] for name in points}
@@ -84,8 +84,8 @@ def drift() -> str:
         again = replan_from_scratch(loads, scratch, num_gpus=16)
         step = rebalance_incremental(loads, slots, 0.05, num_gpus=16)
         scratch, slots = again.physical_to_logical, step.physical_to_logical
-        for name, found in zip(moved, (again, step), strict=True):
-            moved[name].append(moved[name][-1] + sum(found.moved))
+        for name, result in zip(moved, (again, step), strict=True):
+            moved[name].append(moved[name][-1] + sum(result.moved))
     series = [
         Series(name=name, points=list(enumerate(counts)), colour=colour, dots=True)
         for colour, (name, counts) in enumerate(moved.items())

@@ -30,7 +30,7 @@ def test_pigeonhole() -> None:
 
 
 def test_heavy_replicas_need_light_companions() -> None:
-    """Two replicas of 10 and six of 4 in four pairs: somebody has 14, the mean is 11."""
+    """Two replicas of 10 and six of 4 in four pairs: one pair holds 14, the mean is 11."""
     assert bound([10, 10, 4, 4, 4, 4, 4, 4], 8, 4) == pytest.approx(14, rel=1e-3)
 
 
@@ -42,7 +42,7 @@ def test_groups_on_nodes() -> None:
 
 
 def test_a_heavy_expert_needs_slots_of_its_node() -> None:
-    """An expert of 90 and a spare slot per node: no replica below 45, whatever its companions."""
+    """An expert of 90 and a spare slot per node: no replica below 45, for any companions."""
     weight = [90.0, 1.0, 1.0, 1.0]
     assert bound(weight, 6, 6, groups=2, nodes=2) == pytest.approx(45)
     assert bound(weight, 6, 6) == pytest.approx(30)

@@ -49,7 +49,7 @@ def everything(name: str, place: tuple[int, int, int, int]) -> list[Any]:
 
 
 def is_compiled() -> bool:
-    """Whether loops that are called here run as compiled code."""
+    """True if loops that are called here run as compiled code."""
     return not loops._plain.get() and loops._compiler() is not loops._unchanged
 
 
@@ -71,7 +71,7 @@ def test_compiled_equals_plain(name: str, place: tuple[int, int, int, int]) -> N
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """No compiler was looked for yet."""
+    """A state in which the search for a compiler has not run."""
     loops._compiler.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
@@ -79,7 +79,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def halved() -> Callable[[float], float]:
-    """A loop that nobody has called yet, and one that it calls."""
+    """A compiled loop without a call so far, and the compiled function that it calls."""
 
     @loops.compiled
     def half(value: float) -> float:
@@ -136,7 +136,8 @@ def test_the_first_compilation_is_announced_once(
 
 
 def test_the_cache_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numba looks at the file of a function only, not at those it calls: the folder must change."""
+    """Numba compares only the file of a function, not the files of its callees: the folder must
+    change."""
     numba = pytest.importorskip("numba")
     before = loops._cache_folder(numba)
     read = Path.read_bytes

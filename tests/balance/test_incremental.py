@@ -1,4 +1,4 @@
-"""Few replicas move, loads are within the tolerance again, transfers do not contend."""
+"""Few replicas move, loads return to the tolerance, transfers do not contend."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def carry_out(replan: Replan, previous: Ints, num_gpus: int) -> None:
             local = [old[slot] for slot in own]
             for slot in own:
                 if slot not in arrived and new[slot] != old[slot]:
-                    assert new[slot] in local, "neither here nor on its way"
+                    assert new[slot] in local, "neither on this GPU nor among its transfers"
             assert sorted(kept) == sorted(set(kept))
 
 
@@ -68,24 +68,28 @@ def test_few_moves_within_the_tolerance(name: str, place: tuple[int, int, int, i
     few = many = 0
     for step in range(3):
         loads = drifted(loads, step)
-        found = rebalance_incremental(loads, before, 0.05, **where)
+        rebalanced = rebalance_incremental(loads, before, 0.05, **where)
         check_maps(
-            (found.physical_to_logical, found.logical_to_physical, found.replica_count),
+            (
+                rebalanced.physical_to_logical,
+                rebalanced.logical_to_physical,
+                rebalanced.replica_count,
+            ),
             64,
             replicas,
         )
-        check_groups(found.physical_to_logical, 64, groups, nodes)
-        top = hottest(loads, found.physical_to_logical, gpus)
+        check_groups(rebalanced.physical_to_logical, 64, groups, nodes)
+        top = hottest(loads, rebalanced.physical_to_logical, gpus)
         scratch = replan_from_scratch(loads, before, **where)
         reachable = hottest(loads, scratch.physical_to_logical, gpus)
         bound = lower_bound(loads, *place)
         assert (top <= np.maximum(bound, reachable) * 1.05 * (1 + 1e-9)).all()
-        assert np.allclose(found.after, top * gpus / loads.sum(axis=1))
-        carry_out(found, before, gpus)
+        assert np.allclose(rebalanced.after, top * gpus / loads.sum(axis=1))
+        carry_out(rebalanced, before, gpus)
         carry_out(scratch, before, gpus)
-        few += sum(found.moved)
+        few += sum(rebalanced.moved)
         many += sum(scratch.moved)
-        before = np.asarray(found.physical_to_logical)
+        before = np.asarray(rebalanced.physical_to_logical)
     assert few * 4 <= many
 
 
@@ -111,8 +115,8 @@ def test_margin_against_moving_again() -> None:
         margin: rebalance_incremental(later, slots, 0.05, num_gpus=16, margin=margin)
         for margin in (0.0, 0.5)
     }
-    for margin, found in reached.items():
-        assert found.after[0] <= found.bound[0] * (1 + 0.05 * (1 - margin)) * (1 + 1e-9)
+    for margin, result in reached.items():
+        assert result.after[0] <= result.bound[0] * (1 + 0.05 * (1 - margin)) * (1 + 1e-9)
     assert sum(reached[0.0].moved) <= sum(reached[0.5].moved)
 
 
@@ -120,15 +124,15 @@ def test_groups_that_changed_nodes_are_planned_from_scratch() -> None:
     """A placement that breaks the group rule cannot be repaired in place."""
     loads = shapes(1, 64, seed=6)["zipf-1.0"]
     slots = rebalance_experts(loads, 80, 1, 1, 16)[0]
-    found = rebalance_incremental(loads, slots, 0.0, num_gpus=16, num_groups=4, num_nodes=2)
-    check_groups(found.physical_to_logical, 64, 4, 2)
+    rebalanced = rebalance_incremental(loads, slots, 0.0, num_gpus=16, num_groups=4, num_nodes=2)
+    check_groups(rebalanced.physical_to_logical, 64, 4, 2)
 
 
 def test_kinds_and_the_three_maps() -> None:
     loads = shapes(1, 16)["uniform"]
     maps = rebalance_experts(loads.tolist(), 24, 1, 1, 4)
-    found = rebalance_incremental(loads[:, ::-1].tolist(), maps, num_gpus=4)
-    assert isinstance(found.physical_to_logical, list)
+    rebalanced = rebalance_incremental(loads[:, ::-1].tolist(), maps, num_gpus=4)
+    assert isinstance(rebalanced.physical_to_logical, list)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +194,9 @@ def test_sources_are_near_and_shared_out() -> None:
     rounds = schedule_transfers([0, 1, 0, 2], [0, 0, 0, 0], num_gpus=4, num_nodes=2)
     assert [(t.source_gpu, t.target_gpu) for step in rounds for t in step] == [(0, 1), (2, 3)]
     assert len(rounds) == 1
-    # One source for three targets: three rounds, whatever the order.
+    # One source for three targets: three rounds, in any order.
     assert len(schedule_transfers([0, 1, 2, 3], [0, 0, 0, 0], num_gpus=4)) == 3
     # A swap is one round: the peers talk both ways.
     assert len(schedule_transfers([0, 1], [1, 0], num_gpus=2)) == 1
-    # Inside a GPU nothing travels.
+    # A move inside a GPU sends nothing.
     assert schedule_transfers([0, 1, 2, 3], [1, 0, 2, 3], num_gpus=2) == ()

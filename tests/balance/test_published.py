@@ -28,9 +28,9 @@ def test_equal_to_the_transcription(place: tuple[int, int, int, int]) -> None:
         for factor in (1.0, 1 / 3):
             weight = torch.from_numpy(loads * factor).float()
             expected = torch_published(weight, *place)
-            found = rebalance_published(loads * factor, *place)[0]
+            placement = rebalance_published(loads * factor, *place)[0]
             gpus = place[3]
-            reached = [hottest(loads, slots, gpus) for slots in (found, expected.numpy())]
+            reached = [hottest(loads, slots, gpus) for slots in (placement, expected.numpy())]
             assert reached[0] == pytest.approx(reached[1], rel=1e-5), (name, factor)
             if name == "all different":
-                assert np.array_equal(found, expected.numpy()), (name, factor)
+                assert np.array_equal(placement, expected.numpy()), (name, factor)

@@ -24,9 +24,9 @@ def check(plan: QuotaPlan, counts: Ints, ranks_per_node: int | None = None) -> I
     num_ranks = len(counts)
     spent = plan.home_quota.copy()
     for rank in range(num_ranks):
-        here = [expert for expert in plan.spare_expert[rank] if expert >= 0]
-        assert len(set(here)) == len(here), "one expert twice on a rank"
-        assert all(plan.home[expert] != rank for expert in here), "a replica at home"
+        experts = [expert for expert in plan.spare_expert[rank] if expert >= 0]
+        assert len(set(experts)) == len(experts), "one expert twice on a rank"
+        assert all(plan.home[expert] != rank for expert in experts), "a replica at home"
     used = plan.spare_expert >= 0
     assert (plan.spare_quota[~used] == 0).all() and plan.spare_quota.min(initial=0) >= 0
     np.add.at(spent, plan.spare_expert[used], plan.spare_quota[used])
@@ -40,7 +40,7 @@ def check(plan: QuotaPlan, counts: Ints, ranks_per_node: int | None = None) -> I
     for place, expert in enumerate(plan.place_expert):
         if expert >= 0:
             by_expert[:, expert] += tokens[:, place]
-            # Locality first: a rank only sends elsewhere what its own copy has no room for.
+            # Locality first: a rank sends only those tokens that its own copy has no room for.
             own = int(plan.place_rank[place])
             others = counts[own, expert] - tokens[own, place]
             assert others == 0 or tokens[own, place] == quota[place]
@@ -106,12 +106,12 @@ def test_near_the_mean_on_every_shape(spare: int) -> None:
     """64 ranks, 256 experts: 1.5 % over the mean on average, with two spare slots."""
     random = np.random.default_rng(0)
     home = np.arange(256) // 4
-    found = []
+    excesses = []
     for loads in shapes(4, 256, seed=1).values():
         for row in loads:
             counts = random.multinomial(4096, row / row.sum(), size=64)
-            found.append(plan_quotas(counts, home, spare).balance - 1)
-    assert np.mean(found) <= (0.015 if spare == 2 else 0.06)
+            excesses.append(plan_quotas(counts, home, spare).balance - 1)
+    assert np.mean(excesses) <= (0.015 if spare == 2 else 0.06)
 
 
 def test_shadows_pay_or_are_not_made() -> None:

@@ -74,7 +74,7 @@ def test_results_are_of_the_kind_that_came_in() -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_never_worse_and_no_twins(place: tuple[int, int, int, int]) -> None:
-    """On every shape, for both efforts; bounds hold, groups stay together."""
+    """Both efforts on every shape: bounds hold, and groups stay on one node."""
     replicas, groups, nodes, gpus = place
     for name, loads in shapes(2, 64, seed=3).items():
         published = hottest(loads, rebalance_published(loads, *place)[0], gpus)
@@ -144,7 +144,7 @@ def test_small_problems_are_solved_exactly(data: st.DataObject) -> None:
 
 
 def test_a_second_copy_on_a_gpu_where_that_is_best() -> None:
-    """By hand: 90 in three copies, two of them beside 27; the other GPU has 30 + 51 + 1."""
+    """By hand: 90 in three copies, two of them next to 27; the other GPU has 30 + 51 + 1."""
     loads = np.array([[27.0, 90.0, 1.0, 51.0]])
     slots = rebalance_experts(loads, 6, 1, 1, 2)[0]
     assert hottest(loads, slots, 2)[0] == 87.0 and num_twins(slots, 2) == 1
@@ -183,7 +183,7 @@ def test_more_slots_per_gpu_than_experts() -> None:
 
 
 def test_layers_without_load() -> None:
-    """All-zero loads are legal: every expert equally often, beside a layer with loads."""
+    """All-zero loads are legal: every expert has two replicas, next to a layer with loads."""
     loads = np.stack([np.zeros(6), np.arange(6.0)])
     maps = rebalance_experts(loads, 12, 1, 1, 4)
     check_maps(maps, 6, 12)
@@ -192,7 +192,7 @@ def test_layers_without_load() -> None:
 
 
 def test_loads_of_any_size() -> None:
-    """Powers of two change nothing: neither overflow nor underflow of squares."""
+    """Factors that are powers of two change nothing: squares neither overflow nor underflow."""
     loads = shapes(1, 64, seed=5)["lognormal-1.0"]
     maps = rebalance_experts(loads, 96, 1, 1, 32)
     for factor in (2.0**900, 2.0**-900):
@@ -208,12 +208,12 @@ def test_policies() -> None:
     assert np.array_equal(auto, rebalance_experts(loads, 96, 8, 4, 16, policy="hierarchical")[0])
     everywhere = rebalance_experts(loads, 96, 8, 4, 16, policy="global")[0]
     assert np.array_equal(everywhere, rebalance_experts(loads, 96, 1, 1, 16)[0])
-    # 3 nodes do not divide 8 groups: the global policy, whatever 16 GPUs say to 3 nodes.
+    # 3 nodes do not divide 8 groups: the global policy, although 3 does not divide 16 GPUs.
     assert np.array_equal(everywhere, rebalance_experts(loads, 96, 8, 3, 16)[0])
 
 
 def test_a_time_budget_is_used_well() -> None:
-    """Seconds as effort: at least as good as fast, and no slower than asked for."""
+    """An effort in seconds: at least as good as fast, and within the time limit."""
     loads = shapes(2, 64, seed=1)["lognormal-1.5"]
     fast = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort="fast")[0], 32)
     spent = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=0.3)[0], 32)
@@ -272,7 +272,7 @@ def test_mistakes_in_choices() -> None:
 
 
 def test_few_groups_are_divided_in_every_way() -> None:
-    """Of the ten divisions of six groups onto two nodes the fifth in line is the best one."""
+    """The best of the ten divisions of six groups onto two nodes is the fifth in their order."""
     loads = np.array([[1.0, 5.0, 1.0, 4.0, 2.0, 2.0]])
     slots, _, _ = rebalance_experts(loads, 8, 6, 2, 4)
     assert gpu_loads(loads, slots, 4).max() == 4.0

@@ -57,12 +57,12 @@ def test_equal_to_the_linear_program(name: str) -> None:
 @given(st.data())
 @settings(max_examples=80)
 def test_nothing_can_be_poured_downhill(data: st.DataObject) -> None:
-    """Optimal and fair, exactly if no replica with load stands on a fuller GPU than its sibling."""
+    """Optimal and fair, exactly if no replica with load is on a fuller GPU than its sibling."""
     gpus = data.draw(st.integers(1, 4))
     slots = np.array([data.draw(st.lists(st.integers(0, 3), min_size=gpus * 2, max_size=gpus * 2))])
     experts, slots[0] = np.unique(slots[0], return_inverse=True)
     size = len(experts)
-    # A half of the least subnormal number is nothing.
+    # Half of the least subnormal number is 0.
     number = st.integers(0, 50) | st.floats(0, 1e5, allow_subnormal=False)
     load = st.lists(number, min_size=size, max_size=size)
     loads = np.array([data.draw(load)], float)

@@ -1,4 +1,4 @@
-"""`moemesh bench links`, and hosts as network namespaces: bytes that cross, nothing left."""
+"""`moemesh bench links`, and hosts as network namespaces: bytes that cross, no remains."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ SIZES = (1024, 65536, 4194304)
 
 
 def test_every_shape_once() -> None:
-    found = [(shape.ranks, shape.members, shape.stride) for shape in shapes(8, 4)]
-    assert found == [(2, 1, 4), (2, 2, 1), (4, 2, 2), (4, 4, 1), (8, 4, 1)]
+    triples = [(shape.ranks, shape.members, shape.stride) for shape in shapes(8, 4)]
+    assert triples == [(2, 1, 4), (2, 2, 1), (4, 2, 2), (4, 4, 1), (8, 4, 1)]
     assert [(s.ranks, s.members) for s in shapes(6, 6)] == [(2, 2), (3, 3), (6, 6)]
     for shape in shapes(16, 4):
         layout = Layout(pp=16 // (shape.ranks * shape.stride), dp=shape.ranks, tp=shape.stride)
@@ -132,15 +132,15 @@ def test_a_line_through_closed_forms_gives_them_back(operation: str) -> None:
     alpha, beta, ranks = 30e-6, 1 / 5e9, 4
     hops, volume = hops_and_volume(operation, ranks)
     times = [hops * alpha + volume * size * beta for size in SIZES]
-    found = fit(operation, ranks, SIZES, times)
-    assert found.alpha == pytest.approx(alpha, rel=1e-6)
-    assert found.beta == pytest.approx(beta, rel=1e-6)
-    assert found.error < 1e-6 and found.root_error < 1e-6
+    fitted = fit(operation, ranks, SIZES, times)
+    assert fitted.alpha == pytest.approx(alpha, rel=1e-6)
+    assert fitted.beta == pytest.approx(beta, rel=1e-6)
+    assert fitted.error < 1e-6 and fitted.root_error < 1e-6
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.3, 4.0])
 def test_the_loss_of_a_narrow_side_comes_back(loss: float) -> None:
-    """Of rate(side) = peak / (1 + loss 64 / side), from a full side and one of 64."""
+    """The loss in rate(side) = peak / (1 + loss 64 / side), from a full side and a side of 64."""
     side, peak = 1024, 3e12
     full, narrow = (peak / (1 + loss * 64 / size) for size in (side, 64))
     assert side_loss(full, narrow, side) == pytest.approx(max(loss, 1e-3), rel=1e-9)
@@ -149,14 +149,14 @@ def test_the_loss_of_a_narrow_side_comes_back(loss: float) -> None:
 def test_a_root_fits_what_a_line_cannot() -> None:
     sizes = [2.0**power for power in range(10, 28, 2)]
     times = [1e-5 + 3e-8 * size**0.5 + 2e-11 * size for size in sizes]
-    found = fit("all_reduce", 8, sizes, times)
-    assert found.root == pytest.approx((1e-5, 3e-8, 2e-11), rel=1e-4)
-    assert found.root_error < 1e-6 < 0.02 < found.error
+    fitted = fit("all_reduce", 8, sizes, times)
+    assert fitted.root == pytest.approx((1e-5, 3e-8, 2e-11), rel=1e-4)
+    assert fitted.root_error < 1e-6 < 0.02 < fitted.error
 
 
 def test_no_term_is_negative() -> None:
-    found = fit("send", 2, SIZES, (1e-3, 5e-4, 1e-4))
-    assert found.alpha >= 0 and found.beta >= 0 and min(found.root) >= 0
+    fitted = fit("send", 2, SIZES, (1e-3, 5e-4, 1e-4))
+    assert fitted.alpha >= 0 and fitted.beta >= 0 and min(fitted.root) >= 0
     with pytest.raises(UserError, match="one time for each size"):
         fit("send", 2, SIZES, (1e-3,))
 
@@ -176,9 +176,9 @@ def test_no_term_is_negative() -> None:
     ],
 )
 def test_settings_that_do_not_fit(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         LinksSettings(**keys)
-    assert words in str(told.value)
+    assert words in str(error.value)
 
 
 def measured(mesh: Mesh, stride: int) -> tuple[list[dict[str, Any]], int]:
@@ -187,9 +187,9 @@ def measured(mesh: Mesh, stride: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def test_ranks_measure_every_operation_alike() -> None:
-    found = mesh_on_ranks(Layout(dp=2), measured, 1)
-    rows, entries = found[0]
-    assert entries == len(OPERATIONS) and found[1][0] == rows
+    results = mesh_on_ranks(Layout(dp=2), measured, 1)
+    rows, entries = results[0]
+    assert entries == len(OPERATIONS) and results[1][0] == rows
     assert [row["operation"] for row in rows] == list(OPERATIONS)
     for row in rows:
         # Rounded up, so that every rank has a whole number of equal parts.
@@ -216,9 +216,9 @@ def result() -> dict[str, Any]:
 
 
 def test_the_cluster_file_says_what_was_measured(tmp_path: Path) -> None:
-    found = result()
+    measurement = result()
     file = tmp_path / "cluster.toml"
-    file.write_text(cluster_of(found, "two hosts").to_toml("Measured."))
+    file.write_text(cluster_of(measurement, "two hosts").to_toml("Measured."))
     cluster = load_cluster(str(file))
     assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("two hosts", 2, 2)
     assert cluster.intra_node_bandwidth == pytest.approx(1e9, rel=1e-4)
@@ -227,13 +227,13 @@ def test_the_cluster_file_says_what_was_measured(tmp_path: Path) -> None:
     # The planner's own unit of the loss with few rows is that of an A100.
     assert cluster.constants["gemm_row_loss"] == pytest.approx(2.0 * 312e12 / 8e10)
     assert cluster.constants["gemm_width_loss"] == 0.5
-    assert len(cluster.links) == len(found["links"])
-    for curve, row in zip(cluster.links, found["links"], strict=True):
+    assert len(cluster.links) == len(measurement["links"])
+    for curve, row in zip(cluster.links, measurement["links"], strict=True):
         assert curve.bytes == tuple(row["bytes"])
         assert curve.seconds == pytest.approx(row["seconds"], rel=1e-5)
-    text = links_text(found)
+    text = links_text(measurement)
     assert "with √S" in text and "hosts at 1gbit" in text and "4.0 MiB" in text
-    assert LinkFit(**found["links"][0]["fit"]).error < 1e-6
+    assert LinkFit(**measurement["links"][0]["fit"]).error < 1e-6
 
 
 @pytest.mark.slow

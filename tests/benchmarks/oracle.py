@@ -15,7 +15,7 @@ NUM_DIGITS = 16
 
 
 class Oracle(NamedTuple):
-    """Inputs whose layer output and gradients are known exactly, whatever the order of addition.
+    """Inputs whose layer output and gradients are known exactly, for any order of addition.
 
     In units of 1/8 every partial sum of rows is an integer below 256 (for K <= 10), which bfloat16
     holds. ``grad_weights_TK`` is a sum over H, exact in the fp32 in which weights live.
@@ -30,7 +30,7 @@ class Oracle(NamedTuple):
 
 
 def multiplier(experts: Tensor) -> Tensor:
-    """What expert i multiplies a row by: ``2 ** (i mod 3)``, negative for every other three; fp32,
+    """Factor of expert i for a row: ``2 ** (i mod 3)``, negative for every other three; fp32,
     0 for -1."""
     sign = 1 - 2 * (experts // 3 % 2)
     return torch.where(experts < 0, 0, sign * 2 ** (experts % 3)).float()

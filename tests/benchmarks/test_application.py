@@ -1,4 +1,4 @@
-"""The command of the benchmarks: its verbs, what they are given, and mistakes in one message."""
+"""The command of the benchmarks: its verbs, their arguments, and mistakes in one message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERBS = [str(one.name) for one in application.app.registered_commands if not one
 def said(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> str:
-    """What the command says of a mistake, on stderr, with exit code 2."""
+    """Message of a command with a mistake: on stderr, with exit code 2."""
     monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
     with pytest.raises(SystemExit) as caught:
         application.main()
@@ -46,20 +46,20 @@ def test_a_verb_passes_on_what_it_was_told(
     with pytest.raises(SystemExit) as caught:
         application.main("layer")
     assert caught.value.code == 0
-    ((settings, found),) = calls
-    told = LayerSettings(shape="A", ranks="4", dtype="bfloat16", rounds=7)
-    assert settings == told and found is None
-    assert told.words()[:4] == ["--shape", "A", "--ranks", "4"]
+    ((settings, path),) = calls
+    expected = LayerSettings(shape="A", ranks="4", dtype="bfloat16", rounds=7)
+    assert settings == expected and path is None
+    assert expected.words()[:4] == ["--shape", "A", "--ranks", "4"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_unknown_option_is_one_message(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = said([verb, "--no-such-option=3"], monkeypatch, capsys)
+    message = said([verb, "--no-such-option=3"], monkeypatch, capsys)
     where = f"in the command line (`python -m benchmarks {verb} --help`)"
-    assert told.startswith(f"moemesh: 1 problem {where}\n")
-    assert "has no such option [unknown-option]" in told and told.count("    fix: ") == 1
+    assert message.startswith(f"moemesh: 1 problem {where}\n")
+    assert "has no such option [unknown-option]" in message and message.count("    fix: ") == 1
 
 
 @pytest.mark.parametrize(
@@ -80,5 +80,5 @@ def test_a_mistake_names_key_value_and_nearest_choice(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = said(words.split(), monkeypatch, capsys)
-    assert all(word in told for word in named), told
+    message = said(words.split(), monkeypatch, capsys)
+    assert all(word in message for word in named), message

@@ -1,4 +1,4 @@
-"""`benchmarks.balance` on a small case: all tables, and what they must say."""
+"""`benchmarks.balance` on a small case: all tables, and the order of their numbers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SMALL = BalancersSettings(
 
 
 def test_tables() -> None:
-    found = json.loads(json.dumps(run(SMALL)))
-    assert len(found["static"]) == 2 * 12 and len(found["exact"]) == len(found["drift"]) == 12
-    for row in found["static"]:
+    tables = json.loads(json.dumps(run(SMALL)))
+    assert len(tables["static"]) == 2 * 12 and len(tables["exact"]) == len(tables["drift"]) == 12
+    for row in tables["static"]:
         assert row["worse"] == 0
         assert row["quality_gap"] <= row["fast_gap"] + 2e-3 <= row["published_gap"] + 1.3e-2
-    for row in found["exact"]:
+    for row in tables["exact"]:
         assert row["quotas"] <= row["nothing"] and row["shadowed"] <= row["nothing"] + 1e-9
-    assert sum(row["incremental"] for row in found["drift"]) < sum(
-        row["scratch"] for row in found["drift"]
+    assert sum(row["incremental"] for row in tables["drift"]) < sum(
+        row["scratch"] for row in tables["drift"]
     )
-    shown = balancers_text(found)
+    shown = balancers_text(tables)
     assert "published in torch / ours" in shown and "one hot" in shown
 
 

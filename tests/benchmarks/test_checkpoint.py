@@ -10,9 +10,9 @@ from moemesh.comm.mesh import Mesh
 
 def test_a_copy_takes_less_than_a_save() -> None:
     settings = CheckpointSettings(megabytes=16, ranks=1, rounds=2)
-    found = checkpoint.measure(Mesh.single("cpu").control, settings)
-    assert found["bytes"] == 16 * 2**20
-    seconds = found["seconds"]
+    result = checkpoint.measure(Mesh.single("cpu").control, settings)
+    assert result["bytes"] == 16 * 2**20
+    seconds = result["seconds"]
     assert set(seconds) == {"waiting", "behind", "behind_rest", "hash", "write"}
-    assert found["blocked_ratio"] == seconds["behind"] / seconds["waiting"] < 1
-    assert len(checkpoint_text(found).splitlines()) == 7
+    assert result["blocked_ratio"] == seconds["behind"] / seconds["waiting"] < 1
+    assert len(checkpoint_text(result).splitlines()) == 7

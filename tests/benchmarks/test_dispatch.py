@@ -1,4 +1,4 @@
-"""`bench dispatch`: closed byte formulas, what it reports from ranks, and what it refuses."""
+"""`bench dispatch`: closed byte formulas, its report of the ranks, and its refusals."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ NAMES = "all_to_all,all_gather,hierarchical,low_latency"
 def routing(seed: int) -> list[Tensor]:
     """Random experts of four ranks with uneven tokens, some slots empty."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    choices = []
     for count in (5, 0, 9, 3):
         experts = torch.rand(count, 16, generator=generator).argsort(1)[:, :3]
         experts[torch.rand(count, 3, generator=generator) < 0.1] = -1
-        found.append(experts)
-    return found
+        choices.append(experts)
+    return choices
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -117,7 +117,7 @@ def test_the_ledger_has_the_formulas_bytes_and_nothing_is_dropped(
     settings: DispatchSettings,
 ) -> None:
     ranks = mesh_on_ranks(LAYOUT, run_on_rank, settings)
-    assert all(found["workloads"] == ranks[0]["workloads"] for found in ranks)
+    assert all(document["workloads"] == ranks[0]["workloads"] for document in ranks)
     for result in ranks[0]["workloads"]:
         chunks = sorted({1, settings.chunks})
         names = [(entry["dispatcher"], entry["chunks"]) for entry in result["dispatchers"]]
@@ -152,8 +152,8 @@ def lying_on_rank(mesh: Mesh, settings: DispatchSettings) -> list[bool]:
 
 def test_other_bytes_than_the_formulas_are_told() -> None:
     settings = replace(SMALL, dispatcher="all_to_all,all_gather", rounds=1)
-    for told in mesh_on_ranks(LAYOUT, lying_on_rank, settings):
-        assert told == [True, False]
+    for verdicts in mesh_on_ranks(LAYOUT, lying_on_rank, settings):
+        assert verdicts == [True, False]
 
 
 class Dropping(LocalDispatcher):
@@ -166,15 +166,15 @@ class Dropping(LocalDispatcher):
 def test_lost_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "make_dispatcher", lambda *_: Dropping(16))
     settings = replace(SMALL, ranks=1, ranks_per_node=1, dispatcher="all_to_all", rounds=1)
-    found = measured(settings, Mesh.single("cpu"))
-    (entry,) = found["workloads"][0]["dispatchers"]
+    result = measured(settings, Mesh.single("cpu"))
+    (entry,) = result["workloads"][0]["dispatchers"]
     assert entry["dropped"] == 64 * 3 // 16
 
 
 def test_the_burst_is_within_the_rounds() -> None:
     settings = replace(SMALL, ranks=1, ranks_per_node=1, dispatcher="all_to_all", workload="W7")
-    found = measured(settings, Mesh.single("cpu"))
-    assert found["workloads"][0]["first_step"] == 28
+    result = measured(settings, Mesh.single("cpu"))
+    assert result["workloads"][0]["first_step"] == 28
 
 
 def test_peak_memory_counts_what_is_held_at_one_time() -> None:
@@ -200,8 +200,8 @@ def test_transformers_computes_the_same_layer() -> None:
     if (peer := peers.transformers_step(layer)) is None:
         pytest.skip("transformers 5 is not installed")
     settings = replace(SMALL, ranks=1, ranks_per_node=1)
-    found = measured(replace(settings, mode="moe_fwd_bwd"), Mesh.single("cpu"))
-    assert found["single_process"]["ours_seconds"] > 0
+    result = measured(replace(settings, mode="moe_fwd_bwd"), Mesh.single("cpu"))
+    assert result["single_process"]["ours_seconds"] > 0
     experts_TK = torch.rand(8, 16).argsort(1)[:, :3]
     work = SimpleNamespace(
         experts_TK=experts_TK,
@@ -254,9 +254,9 @@ def test_the_command_starts_its_ranks_and_prints_one_object() -> None:
     options = "--ranks 2 --experts 8 --top-k 2 --tokens 32 --hidden 16 --rounds 2 --json"
     done = benchmark("--workload", "W3", "--dispatcher", "all_to_all", *options.split())
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["settings"]["tokens"] == 32
-    (result,) = found["workloads"]
+    document = json.loads(done.stdout)
+    assert document["settings"]["tokens"] == 32
+    (result,) = document["workloads"]
     assert result["tokens_per_rank"] == [16, 16]
     assert result["dispatchers"][0]["bytes_as_expected"]
 

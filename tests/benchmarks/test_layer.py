@@ -1,4 +1,4 @@
-"""`benchmarks.layer`: what it prints, and that its bounds do exactly the work they must do."""
+"""`benchmarks.layer`: its output, and the exact work of its bounds."""
 
 import json
 import sys
@@ -43,15 +43,15 @@ def exchange_bytes(rows_sent: int, rows_received: int, hidden: int, element_size
 
 
 def _measure_on_rank(mesh: Mesh, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
-    found = measure(SHAPE, dtype, mesh, 2)
+    result = measure(SHAPE, dtype, mesh, 2)
     layer_once = MeasuredLayer(SHAPE, dtype, mesh)
     before = _row_bytes(mesh)
     layer_once()
-    return found, _row_bytes(mesh) - before
+    return result, _row_bytes(mesh) - before
 
 
 def _row_bytes(mesh: Mesh) -> int:
-    """What the layer's own exchanges of rows have entered in the ledger so far."""
+    """Bytes that the exchanges of rows inside the layer have added to the ledger so far."""
     callers = ("moe.dispatch", "moe.combine")
     return sum(mesh.ledger.total(caller=caller).wire_bytes for caller in callers)
 
@@ -69,25 +69,25 @@ def _rows_between(num_ranks: int) -> torch.Tensor:
 
 
 def test_one_process_does_the_flops_of_the_formula_and_sends_nothing() -> None:
-    found = measure(SHAPE, torch.float32, Mesh.single("cpu"), 2)
-    assert found["flops"] == [FLOPS] == [expert_flops(SHAPE.rows, SHAPE.hidden, SHAPE.width)]
-    assert found["bytes_sent"] == [0] and found["rows"] == [128]
-    assert set(found["seconds"]) == {"layer", "gemm"}
+    result = measure(SHAPE, torch.float32, Mesh.single("cpu"), 2)
+    assert result["flops"] == [FLOPS] == [expert_flops(SHAPE.rows, SHAPE.hidden, SHAPE.width)]
+    assert result["bytes_sent"] == [0] and result["rows"] == [128]
+    assert set(result["seconds"]) == {"layer", "gemm"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_ranks_share_the_flops_and_send_what_the_router_says(dtype: torch.dtype) -> None:
     results = mesh_on_ranks(Layout(dp=2, ep=2), _measure_on_rank, dtype)
-    found, between = results[0][0], _rows_between(2)
-    assert results[1][0] == found
-    assert sum(found["flops"]) == FLOPS
-    assert found["rows"] == between.sum(0).tolist()
-    assert set(found["seconds"]) == {"layer", "gemm", "all_to_all"}
+    result, between = results[0][0], _rows_between(2)
+    assert results[1][0] == result
+    assert sum(result["flops"]) == FLOPS
+    assert result["rows"] == between.sum(0).tolist()
+    assert set(result["seconds"]) == {"layer", "gemm", "all_to_all"}
     for rank, (_, measured) in enumerate(results):
         other = 1 - rank
         sent, received = int(between[rank, other]), int(between[other, rank])
         expected = exchange_bytes(sent, received, SHAPE.hidden, dtype.itemsize)
-        assert found["bytes_sent"][rank] == expected == measured
+        assert result["bytes_sent"][rank] == expected == measured
 
 
 def _measure_load_on_rank(mesh: Mesh, load: str) -> dict[str, Any]:
@@ -97,17 +97,17 @@ def _measure_load_on_rank(mesh: Mesh, load: str) -> dict[str, Any]:
 @pytest.mark.parametrize("load", ["W2", "W4"])
 def test_a_workload_chooses_the_experts_in_the_routers_place(load: str) -> None:
     """W2 sends most rows to one rank; W4 gives the first rank few tokens of its own."""
-    found = mesh_on_ranks(Layout(dp=2, ep=2), _measure_load_on_rank, load)[0]
+    result = mesh_on_ranks(Layout(dp=2, ep=2), _measure_load_on_rank, load)[0]
     between = []
     for gids in rank_tokens(load, num_ranks=2, num_tokens=64):
         sizes = {"num_experts": 4, "experts_per_token": 2, "num_groups": 4}
         experts = workload(load, seed=0, step=BURST.start, gids=gids, **sizes)
         between.append(torch.bincount(experts.flatten() // 2, minlength=2))
     expected = torch.stack(between)
-    assert found["rows"] == expected.sum(0).tolist()
-    assert load != "W2" or found["rows"][0] > found["rows"][1]
+    assert result["rows"] == expected.sum(0).tolist()
+    assert load != "W2" or result["rows"][0] > result["rows"][1]
     assert load != "W4" or int(expected[0].sum()) < int(expected[1].sum())
-    for rank, sent in enumerate(found["bytes_sent"]):
+    for rank, sent in enumerate(result["bytes_sent"]):
         away, home = int(expected[rank, 1 - rank]), int(expected[1 - rank, rank])
         assert sent == exchange_bytes(away, home, SHAPE.hidden, 4)
 
@@ -122,28 +122,28 @@ def test_bare_products_follow_uneven_counts() -> None:
 
 def test_ranks_are_started_and_one_object_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", commands.python())  # what ranks are started with
-    found = layer.run(LayerSettings(shape="tiny", ranks="1,2", rounds=2))
-    assert found is not None and found == json.loads(json.dumps(found))
-    assert found["machine"]["threads_per_rank"] == 1
-    assert found["machine"]["torch"] == torch.__version__
-    assert isinstance(found["machine"]["keeps_freed_memory"], bool)
-    assert [result["ranks"] for result in found["results"]] == [1, 2]
-    for result in found["results"]:
+    document = layer.run(LayerSettings(shape="tiny", ranks="1,2", rounds=2))
+    assert document is not None and document == json.loads(json.dumps(document))
+    assert document["machine"]["threads_per_rank"] == 1
+    assert document["machine"]["torch"] == torch.__version__
+    assert isinstance(document["machine"]["keeps_freed_memory"], bool)
+    assert [result["ranks"] for result in document["results"]] == [1, 2]
+    for result in document["results"]:
         assert (result["shape"], result["tokens"], result["top_k"]) == ("tiny", 64, 2)
         assert len(result["saved_bytes"]) == result["ranks"] and min(result["saved_bytes"]) > 0
         assert sum(result["flops"]) == FLOPS
         assert result["ratio"]["quartile_1"] <= result["ratio"]["median"]
         assert set(result["cpu_seconds"]) == set(result["seconds"])
         assert next(iter(result["parts_seconds"])) == "route"
-    text = layer_text(found)
+    text = layer_text(document)
     assert "keeps freed memory" in text and len(text.splitlines()) == 4
 
 
 def test_saved_bytes_are_the_tokens_h_and_what_the_router_keeps() -> None:
     shape = LayerShape(tokens=512, hidden=64, width=128, num_experts=4, top_k=2)
-    found = measure(shape, torch.float32, Mesh.single("cpu"), 1)
+    result = measure(shape, torch.float32, Mesh.single("cpu"), 1)
     large = 4 * (512 * 64 + 1024 * 2 * 128)
-    assert large <= found["saved_bytes"][0] <= 1.05 * large
+    assert large <= result["saved_bytes"][0] <= 1.05 * large
 
 
 @pytest.mark.parametrize(
@@ -162,5 +162,5 @@ def test_an_unknown_load_is_told_what_each_load_is() -> None:
 
 
 def test_spread_is_median_and_quartiles() -> None:
-    found = spread([5.0, 1.0, 3.0, 2.0, 4.0])
-    assert found == {"median": 3.0, "quartile_1": 2.0, "quartile_3": 4.0}
+    statistics = spread([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert statistics == {"median": 3.0, "quartile_1": 2.0, "quartile_3": 4.0}

@@ -1,4 +1,4 @@
-"""`benchmarks.memory` measures what it says: states and traffic are the predicted ones."""
+"""`benchmarks.memory` measures the predicted states and the predicted traffic."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SETTINGS = MemorySettings(
 
 
 def test_strategies_beside_their_predictions() -> None:
-    found, other = mesh_on_ranks(Layout(dp=2), memory.measure, SETTINGS)
-    assert found == other
-    rows = found["strategies"]
+    result, other = mesh_on_ranks(Layout(dp=2), memory.measure, SETTINGS)
+    assert result == other
+    rows = result["strategies"]
     assert list(rows) == list(SETTINGS.wanted)
     for row in rows.values():
         assert row["state_bytes"] == row["predicted_state_bytes"]
@@ -38,9 +38,9 @@ def test_strategies_beside_their_predictions() -> None:
     # The server keeps all of the optimizer and sends all of the weights, its worker neither.
     states, sent = rows["parameter_server"]["state_bytes"], rows["parameter_server"]["wire_bytes"]
     assert states[0] == rows["replicate"]["state_bytes"][0] == 2 * states[1]
-    assert sent[0] == 4 * found["parameters"] == sent[1]
-    lines = memory_text(found).splitlines()
-    assert len(lines) == 2 + len(rows) and f"{found['parameters']:,}" in lines[0]
+    assert sent[0] == 4 * result["parameters"] == sent[1]
+    lines = memory_text(result).splitlines()
+    assert len(lines) == 2 + len(rows) and f"{result['parameters']:,}" in lines[0]
 
 
 def test_all_strategies_are_there() -> None:

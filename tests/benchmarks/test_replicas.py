@@ -1,4 +1,4 @@
-"""`benchmarks.replicas` measures what it says: even ranks, and steps of the same model."""
+"""`benchmarks.replicas` measures ranks with equal loads, and steps of the same model."""
 
 import pytest
 
@@ -24,15 +24,15 @@ SETTINGS = ReplicasSettings(
 
 
 def test_replicas_even_out_a_hot_rank() -> None:
-    found, other = mesh_on_ranks(Layout(dp=2, ep=2), replicas.measure, SETTINGS)
-    assert found["workloads"][0]["balance"] == other["workloads"][0]["balance"]
-    row = found["workloads"][0]
+    result, other = mesh_on_ranks(Layout(dp=2, ep=2), replicas.measure, SETTINGS)
+    assert result["workloads"][0]["balance"] == other["workloads"][0]["balance"]
+    row = result["workloads"][0]
     assert row["balance"]["without"] > 1.3
     assert row["balance"]["with"] < 1.05
     assert 0 < row["planning_share"] < 1
     assert min(*row["seconds"].values(), *row["busiest_rank_cpu_seconds"].values()) > 0
-    assert found["settings"]["workloads"] == ("W2",) and "ranks" not in found["settings"]
-    assert len(replicas_text([found]).splitlines()) == 2
+    assert result["settings"]["workloads"] == ("W2",) and "ranks" not in result["settings"]
+    assert len(replicas_text([result]).splitlines()) == 2
 
 
 @pytest.mark.parametrize(

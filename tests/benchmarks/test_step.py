@@ -67,16 +67,16 @@ def test_contenders_take_turns_in_processes_of_their_own() -> None:
     command = [sys.executable, "-m", "benchmarks.step", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    (result,) = found["results"]
+    document = json.loads(done.stdout)
+    (result,) = document["results"]
     assert result["loss_difference"] < 1e-4
     assert all(value > 0 for value in result["peak_bytes"].values())
-    lines = step_text(found).splitlines()
+    lines = step_text(document).splitlines()
     assert "plan dp=2,ep=2, 1 and 1 thread(s)" in lines[0] and "beside 1 busy" in lines[0]
 
 
 def test_the_peer_has_none_of_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `moemesh` sets for itself is taken out, what the user has set is kept."""
+    """Variables that `moemesh` sets for itself are removed; those that the user has set stay."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     for name in OPENMP_WAITING:
         monkeypatch.delenv(name, raising=False)

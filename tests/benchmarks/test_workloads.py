@@ -164,7 +164,7 @@ def test_the_oracle_is_exact_in_bfloat16_in_any_order() -> None:
     """The worst case: ten slots of the largest multiplier and the largest digits."""
     gids = range(4**4 - 2, 4**4)  # gid + 1 = 255: every digit 3
     experts = torch.full((2, 10), 2)
-    experts[1, 5:] = 5  # minus four: sums go up and down again
+    experts[1, 5:] = 5  # minus four: sums rise, then fall
     made = oracle(gids, experts, 4, dtype=torch.bfloat16)
     terms = multiplier(experts).bfloat16() * made.weights_TK.bfloat16()
     for order in (torch.arange(10), torch.arange(9, -1, -1), torch.randperm(10)):
@@ -181,7 +181,7 @@ NUM_EXPERTS, TOP_K, HIDDEN, NUM_TOKENS = 16, 3, 8, 96
 
 
 def routed_on_rank(mesh: Mesh, dispatcher: str, combine: str) -> list[str]:
-    """What differs from the oracle on this rank, over all workloads and both number types."""
+    """Differences from the oracle on this rank, over all workloads and both number types."""
     config = ModelConfig(num_experts=NUM_EXPERTS, experts_per_token=TOP_K)
     plan = Plan(
         dp=mesh.world_size,

@@ -18,7 +18,7 @@ from tests.waiting import PATIENCE
 
 SHADOWS = ("torch", "json", "socket", "pickle", "typing")
 NOBODY = 65534
-#: The console script, which pip installs beside the interpreter.
+#: Path of the console script, which pip installs next to the interpreter.
 SCRIPT = Path(sys.executable).parent / "moemesh"
 COMMAND = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-P", "-m", "moemesh"]
 
@@ -63,7 +63,7 @@ def run(
 def test_ranks_import_nothing_from_the_current_directory_but_from_pythonpath(
     folder: Path, tmp_path: Path
 ) -> None:
-    """In a folder that ASCII cannot name."""
+    """Training in a folder whose name is not ASCII."""
     path = tmp_path / "a path"
     path.mkdir()
     started = tmp_path / "started"

@@ -98,8 +98,8 @@ def test_every_word_of_the_table_leads_to_its_verb(said: Said) -> None:
 
 
 def test_a_word_like_none_lists_the_verbs(said: Said) -> None:
-    told = said(["checkpoint", "qqqq"])
-    assert all(name in told for name in ("ls", "verify", "diff", "prune"))
+    message = said(["checkpoint", "qqqq"])
+    assert all(name in message for name in ("ls", "verify", "diff", "prune"))
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -114,23 +114,23 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(verb: str, said: Sai
         if one.required and one not in numbers
     }
     words = [word for name in sorted(broken) for word in (name, "many")]
-    told = said([*verb.split(), *words, "--no-such-option=3"])
+    message = said([*verb.split(), *words, "--no-such-option=3"])
     count = len(broken) + len(missing) + 1
     title = f"{count} problem{'s' * (count > 1)} in the command line"
-    assert told.startswith(f"moemesh: {title} (`moemesh {verb} --help`)\n"), told
+    assert message.startswith(f"moemesh: {title} (`moemesh {verb} --help`)\n"), message
     wrong = (
         "{} must be a whole number, not many",
         "{}: a number of tokens is at least 1, optionally with",
     )
-    assert all(any(one.format(name) in told for one in wrong) for name in broken)
-    assert all(f"{name} is missing: " in told for name in missing)
-    assert "`moemesh " + verb + "` has no such option [unknown-option]" in told
-    assert told.count("    fix: ") == count, told
+    assert all(any(one.format(name) in message for one in wrong) for name in broken)
+    assert all(f"{name} is missing: " in message for name in missing)
+    assert "`moemesh " + verb + "` has no such option [unknown-option]" in message
+    assert message.count("    fix: ") == count, message
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_fix_of_what_is_missing_can_be_typed(verb: str, said: Said) -> None:
-    """No fix repeats the word of the help, but for names that only the user knows."""
+    """No fix repeats the word of the help, except names that the user chooses."""
     private = {"--partition", "--account", "--image", "--accelerator", "--eod-token", "--payload"}
     private |= {"--block", "--memory-cap", "--found"}
     for param in VERBS[verb].params:
@@ -138,10 +138,10 @@ def test_the_fix_of_what_is_missing_can_be_typed(verb: str, said: Said) -> None:
         if getattr(param, "is_flag", False) or param.opts[0] in private:
             continue
         if is_option or param.required:
-            told = said([*verb.split(), *param.opts[:1] * is_option])
-            fixes = re.findall(r"    fix: (.*)\n", told)
-            assert not re.search(r"\b[A-Z]{2,}\b|\b[A-Z]$", " ".join(fixes)), told
-            assert all(re.match(rf"moemesh {verb} .|--\S+ .", one) for one in fixes), told
+            message = said([*verb.split(), *param.opts[:1] * is_option])
+            fixes = re.findall(r"    fix: (.*)\n", message)
+            assert not re.search(r"\b[A-Z]{2,}\b|\b[A-Z]$", " ".join(fixes)), message
+            assert all(re.match(rf"moemesh {verb} .|--\S+ .", one) for one in fixes), message
 
 
 def test_help_speaks_in_the_words_of_the_field_and_with_a_head() -> None:
@@ -164,13 +164,13 @@ def test_help_speaks_in_the_words_of_the_field_and_with_a_head() -> None:
 def test_the_help_of_groups_names_their_verbs() -> None:
     command: Any = typer.main.get_command(app)
     for group in ("checkpoint", "cluster", "config"):
-        told = command.commands[group].help.split(": ")[1].rstrip(".")
-        assert set(told.split(", ")) == set(command.commands[group].commands)
+        listed = command.commands[group].help.split(": ")[1].rstrip(".")
+        assert set(listed.split(", ")) == set(command.commands[group].commands)
 
 
 def test_a_verb_that_left_the_package_is_told_where_it_is(said: Said) -> None:
     for verb, command in IN_A_CHECKOUT.items():
-        told = said([*verb.split(), "--help"])
-        assert f"    fix: {command}, in a checkout\n" in told
+        message = said([*verb.split(), "--help"])
+        assert f"    fix: {command}, in a checkout\n" in message
         assert importlib.util.find_spec(command.removeprefix("python -m ")) is not None
     assert not IN_A_CHECKOUT.keys() & VERBS.keys()

@@ -1,4 +1,4 @@
-"""`moemesh balance`: files of every kind, what is printed, and mistakes."""
+"""`moemesh balance`: files of every kind, the output, and mistakes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES: dict[str, Any] = {"replicas": 16, "gpus": 8, "nodes": 2, "groups": 4}
 
 
 def write(folder: Path, name: str) -> Path:
-    """LOADS as a file of the kind that the name says."""
+    """LOADS as a file, in the format of the suffix of its name."""
     path = folder / name
     table = np.array(LOADS)
     match path.suffix:
@@ -63,15 +63,17 @@ def write(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", ["a.json", "keyed.json", "a.csv", "a.npy", "a.npz", "loads.jsonl"])
 def test_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, name)
-    found = json.loads(command(path, capsys, **SIZES, as_json=True))
+    document = json.loads(command(path, capsys, **SIZES, as_json=True))
     keys = ("physical_to_logical", "logical_to_physical", "replica_count")
-    check_maps(tuple(found[key] for key in keys), 12, 16)
-    top = hottest(np.array(LOADS, float), found["physical_to_logical"], 8)
+    check_maps(tuple(document[key] for key in keys), 12, 16)
+    top = hottest(np.array(LOADS, float), document["physical_to_logical"], 8)
     assert top.tolist() == [151.0, 179.5]
-    assert found["balance"] == pytest.approx(top * 8 / np.sum(LOADS, axis=1))
-    assert all(b <= a * (1 + 1e-9) for a, b in zip(found["balance"], found["bound"], strict=True))
-    if name == "loads.jsonl":  # the run's folder says the same
-        assert json.loads(command(tmp_path, capsys, **SIZES, as_json=True)) == found
+    assert document["balance"] == pytest.approx(top * 8 / np.sum(LOADS, axis=1))
+    assert all(
+        b <= a * (1 + 1e-9) for a, b in zip(document["balance"], document["bound"], strict=True)
+    )
+    if name == "loads.jsonl":  # the folder of the run gives the same result
+        assert json.loads(command(tmp_path, capsys, **SIZES, as_json=True)) == document
 
 
 def test_previous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +113,7 @@ def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_large_placement_is_a_summary_and_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """60 layers of 64 experts, layer 41 the worst: its figure is there, its map in the file."""
+    """60 layers of 64 experts, layer 41 the worst: its figure is printed, its map is saved."""
     loads = np.ones((60, 64))
     loads[41, :2] = 40
     path, out = tmp_path / "a.npy", tmp_path / "placement.json"
@@ -156,10 +158,10 @@ def test_shares_of_the_placement_in_use(tmp_path: Path, capsys: pytest.CaptureFi
     path, old = tmp_path / "a.json", tmp_path / "old.json"
     path.write_text("[[6, 2, 0]]")
     old.write_text("[[0, 2, 0, 1]]")
-    found = place(BalanceSettings(loads=path, gpus=2, previous=old, shares=True)).to_json()
-    assert found["physical_to_logical"] == [[0, 2, 0, 1]] and "moved" not in found
-    assert found["shares"][0] == pytest.approx([4 / 6, 1, 2 / 6, 1])
-    assert found["balance"] == pytest.approx([1.0]) and found["balance_before"] == [1.25]
+    document = place(BalanceSettings(loads=path, gpus=2, previous=old, shares=True)).to_json()
+    assert document["physical_to_logical"] == [[0, 2, 0, 1]] and "moved" not in document
+    assert document["shares"][0] == pytest.approx([4 / 6, 1, 2 / 6, 1])
+    assert document["balance"] == pytest.approx([1.0]) and document["balance_before"] == [1.25]
     printed = command(path, capsys, gpus=2, previous=old, shares=True)
     assert printed.splitlines()[-1] == "layer 0: 0 (67%) 2 (100%) | 0 (33%) 1 (100%)"
     with pytest.raises(BalanceError, match="--shares needs the placement in use"):
@@ -169,11 +171,11 @@ def test_shares_of_the_placement_in_use(tmp_path: Path, capsys: pytest.CaptureFi
 def test_the_published_policy(tmp_path: Path) -> None:
     """DeepSeek's algorithm: 156 / 179.5 where 151 / 179.5 is possible."""
     path = write(tmp_path, "a.json")
-    found = place(BalanceSettings(loads=path, policy="published", **SIZES))
-    assert found.loads_after.max(axis=1).tolist() == [156.0, 179.5]
+    placement = place(BalanceSettings(loads=path, policy="published", **SIZES))
+    assert placement.loads_after.max(axis=1).tolist() == [156.0, 179.5]
     with pytest.raises(BalanceError, match="leave out --previous"):
         old = tmp_path / "old.json"
-        old.write_text(json.dumps(found.to_json()))
+        old.write_text(json.dumps(placement.to_json()))
         place(BalanceSettings(loads=path, policy="published", previous=old, **SIZES))
 
 
@@ -212,8 +214,10 @@ def test_damaged_numpy_files(tmp_path: Path) -> None:
 
 
 def test_without_replicas_it_permutes(tmp_path: Path) -> None:
-    found = place(BalanceSettings(loads=write(tmp_path, "a.json"), replicas=None, gpus=4))
-    assert found.maps[2].max() == 1 and found.balance[1].mean() < found.balance[0].mean()
+    placement = place(BalanceSettings(loads=write(tmp_path, "a.json"), replicas=None, gpus=4))
+    assert (
+        placement.maps[2].max() == 1 and placement.balance[1].mean() < placement.balance[0].mean()
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +277,7 @@ def test_mistakes(name: str, text: str | None, message: str, tmp_path: Path) -> 
     "text", ["[1e308, 5e307, 1e308, 0]", f"[1{'0' * 30}, 5{'0' * 29}, 1{'0' * 30}, 0]"]
 )
 def test_loads_as_large_as_numbers_can_be(text: str, tmp_path: Path) -> None:
-    """Their sum overflows; what is told is that of 2, 1, 2, 0: the best pairs are 2 + 1 and 2."""
+    """Loads whose sum overflows; the figures are those of 2, 1, 2, 0: best pairs 2 + 1 and 2."""
     (tmp_path / "a.json").write_text(text)
     placed = place(BalanceSettings(loads=tmp_path / "a.json", gpus=2))
     assert placed.balance[1].tolist() == pytest.approx([1.2])
@@ -281,7 +285,7 @@ def test_loads_as_large_as_numbers_can_be(text: str, tmp_path: Path) -> None:
 
 
 def test_the_verb(tmp_path: Path) -> None:
-    """From outside: exit codes, one message on stderr, and neither torch nor numba loaded."""
+    """The verb as a process: exit codes, one message on stderr, no import of torch or numba."""
     path = write(tmp_path, "a.json")
     code = (
         "import sys\nfrom moemesh.cli import main\n"
@@ -366,8 +370,8 @@ def test_redundant_experts_that_would_help(tmp_path: Path) -> None:
     """One expert with half of the load: four times the mean, which copies even out."""
     path = tmp_path / "a.json"
     path.write_text(json.dumps([[7, 1, 1, 1, 1, 1, 1, 1]]))
-    found = place(BalanceSettings(loads=path, gpus=4)).to_json()
-    rows = {row["redundant"]: row["worst"] for row in found["by_redundant"]}
+    document = place(BalanceSettings(loads=path, gpus=4)).to_json()
+    rows = {row["redundant"]: row["worst"] for row in document["by_redundant"]}
     assert list(rows) == [0, 4, 8]
     assert rows[0] == 8 / 3.5 and rows[4] < 1.2
     assert "by_redundant" not in place(BalanceSettings(loads=path, gpus=4, redundant=4)).to_json()

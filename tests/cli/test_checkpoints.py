@@ -1,4 +1,4 @@
-"""`moemesh checkpoint`: what is said of whole, damaged, poisoned and different checkpoints."""
+"""`moemesh checkpoint`: its output for whole, damaged, poisoned and different checkpoints."""
 
 from __future__ import annotations
 
@@ -198,13 +198,13 @@ def test_prune_of_a_folder_that_a_run_owns_is_refused(
     assert code == 2 and "is in use by a run (pid " in err and "prune when it has ended" in err
     assert owner.lost() is None and "Traceback" not in err
     assert "step 1: would be deleted" in call("prune", place, "--keep", 1, "--dry-run")[1]
-    # As its process dies: nobody raises the counter any more.
+    # The owner's process dies: its counter stays the same from now on.
     owner._ended.set()
     owner._thread.join()
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.05)
     code, out, err = call("prune", place, "--keep", 1)
     assert code == 0 and "step 1: deleted" in out and "for its heartbeat" in err
-    # One that was only asleep commits nothing more; the next run waits for nobody.
+    # An owner that was only asleep makes no further commit; the next run does not wait for it.
     assert owner.lost() is not None
     Claim.take(place_of(place), "the next", log=pytest.fail).release()
 
@@ -227,7 +227,7 @@ def test_a_run_that_starts_while_a_folder_is_pruned_ends_the_pruning(
 
 
 def test_a_name_that_no_terminal_can_show(made: Path, call: Any) -> None:
-    """Legal in JSON, and not in UTF-8: it comes out escaped."""
+    """A string that is legal in JSON and not in UTF-8: the output escapes it."""
     file = made / "checkpoints/step-3/manifest.json"
     content = json.loads(file.read_bytes())
     del content["digest"]

@@ -16,7 +16,7 @@ from moemesh.config.sources import preset_names
 from moemesh.planner.timing.hardware import ACCELERATORS
 from tests.test_cli import Invoke
 
-#: What `bench links --json` prints, as far as a cluster is made of it.
+#: Output of `bench links --json`: the part that a cluster file is made from.
 MEASURED = {
     "settings": LinksSettings(ranks=2).to_json(),
     "links": [
@@ -64,8 +64,8 @@ def test_a_file_from_a_preset_is_that_preset(run, tmp_path: Path, name: str) -> 
 
 def test_a_file_says_where_it_started(run, tmp_path: Path) -> None:
     assert "Started from dgx_h100." in run("init", str(tmp_path / "a.toml"))[1]
-    found = run("init", str(tmp_path / "b.toml"), "--device", "H800-80G")[1]
-    assert "From the data sheet of H800-80G" in found
+    printed = run("init", str(tmp_path / "b.toml"), "--device", "H800-80G")[1]
+    assert "From the data sheet of H800-80G" in printed
     with pytest.raises(ConfigError, match="init h800 --from hgx_h800`"):
         load_cluster("h800")
 
@@ -74,43 +74,43 @@ def test_a_file_says_where_it_started(run, tmp_path: Path) -> None:
 def test_a_file_from_a_data_sheet(run, tmp_path: Path, device: str) -> None:
     file = tmp_path / "mine.toml"
     assert run("init", str(file), "--device", device, "--nodes", "3")[0] == 0
-    found, sheet = load_cluster(str(file)), ACCELERATORS[device]
-    assert (found.name, found.nodes, found.gpus_per_node) == ("mine", 3, sheet.node_size)
-    assert found.peak_flops["bfloat16"] == sheet.peak_flops[0]
-    assert found.memory_bytes == sheet.memory_bytes
+    cluster, sheet = load_cluster(str(file)), ACCELERATORS[device]
+    assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == ("mine", 3, sheet.node_size)
+    assert cluster.peak_flops["bfloat16"] == sheet.peak_flops[0]
+    assert cluster.memory_bytes == sheet.memory_bytes
 
 
 def test_a_file_from_measured_links(run, tmp_path: Path) -> None:
     result, file = tmp_path / "links.json", tmp_path / "mine.toml"
     result.write_text(json.dumps(MEASURED))
-    code, _, told = run("init", str(file), "--links", str(result))
-    assert code == 0, told
-    found = load_cluster(str(file))
-    assert found.name == "mine"
-    assert [curve.operation for curve in found.links] == ["all_reduce", "send"]
-    assert found.intra_node_latency == pytest.approx(1e-4)
-    assert "2 measured collectives of up to 2 ranks" in cluster_text(found)
+    code, _, message = run("init", str(file), "--links", str(result))
+    assert code == 0, message
+    cluster = load_cluster(str(file))
+    assert cluster.name == "mine"
+    assert [curve.operation for curve in cluster.links] == ["all_reduce", "send"]
+    assert cluster.intra_node_latency == pytest.approx(1e-4)
+    assert "2 measured collectives of up to 2 ranks" in cluster_text(cluster)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": {}}', "no json", '{"settings": 1}'])
 def test_what_is_no_measurement(run, tmp_path: Path, text: str) -> None:
     result = tmp_path / "links.json"
     result.write_text(text)
-    code, _, told = run("init", str(tmp_path / "mine.toml"), "--links", str(result))
+    code, _, message = run("init", str(tmp_path / "mine.toml"), "--links", str(result))
     assert code == 2
-    assert "not what `moemesh bench links --json` prints" in told
+    assert "not what `moemesh bench links --json` prints" in message
 
 
 def test_init_replaces_nothing_unasked_and_names_devices(run, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("precious")
-    code, _, told = run("init", str(file))
+    code, _, message = run("init", str(file))
     assert (code, file.read_text()) == (2, "precious")
-    assert "--force" in told
+    assert "--force" in message
     assert run("init", str(file), "--force")[0] == 0
-    code, _, told = run("init", str(tmp_path / "third.toml"), "--device", "abacus")
+    code, _, message = run("init", str(tmp_path / "third.toml"), "--device", "abacus")
     assert code == 2
-    assert "H100-80G" in told
+    assert "H100-80G" in message
     assert run("init", str(tmp_path / "a.toml"), "--device", "B200", "--from", "dgx_a100")[0] == 2
 
 
@@ -121,8 +121,8 @@ def test_show_says_links_and_the_intensity(run) -> None:
         assert words in text
     assert max(map(len, text.splitlines())) <= 80
     _, text, _ = run("show", "hgx_h800", "--json")
-    found = json.loads(text)
-    assert found["compute_bound_from"]["bfloat16"] == pytest.approx(989.4e12 / 3.35e12)
+    document = json.loads(text)
+    assert document["compute_bound_from"]["bfloat16"] == pytest.approx(989.4e12 / 3.35e12)
     pcie = load_cluster("hgx_h800").model_copy(update={"intra_node_bandwidth": 32e9})
     assert "PCIe" in cluster_text(pcie)
 
@@ -140,9 +140,9 @@ def test_mistakes_name_unit_and_example(tmp_path: Path) -> None:
     file.write_text('name = "x"\nnodes = 0\ngpus_per_node = "many"\n')
     with pytest.raises(ConfigError) as broken:
         load_cluster(str(file))
-    told = str(broken.value)
+    message = str(broken.value)
     for words in ("[bytes/s]", "intra_node_bandwidth = 450e9", "gpus_per_node = 8", "[seconds]"):
-        assert words in told
+        assert words in message
     good = load_cluster("dgx_h100").to_toml("")
     line = next(one for one in good.splitlines() if one.startswith("memory_bandwidth"))
     for broken_line in ("", "memory_bandwidth = -1"):

@@ -62,16 +62,16 @@ def test_other_shells(invoke: Invoke, monkeypatch: Patch, shell: str) -> None:
 
 def test_keys_need_neither_torch_nor_numpy(monkeypatch: Patch) -> None:
     ask(monkeypatch, "moemesh train --set plan.dispatch")
-    found = run_guarded({"torch", "numpy"})
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert found.stdout.split() == ["plan.dispatcher=", "plan.dispatch_chunks="]
+    process = run_guarded({"torch", "numpy"})
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.split() == ["plan.dispatcher=", "plan.dispatch_chunks="]
 
 
 def test_the_script_is_installed(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    # Else the shell is that of a parent process, and the tests may have none.
+    # Without this the shell is that of a parent process, and the tests may have no such parent.
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    found = run_guarded({"torch", "numpy"}, "--install-completion", "bash")
-    assert found.returncode == 0, found.stdout + found.stderr
+    process = run_guarded({"torch", "numpy"}, "--install-completion", "bash")
+    assert process.returncode == 0, process.stdout + process.stderr
     scripts = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert any("_MOEMESH_COMPLETE" in path.read_text() for path in scripts)

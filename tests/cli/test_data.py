@@ -1,4 +1,4 @@
-"""moemesh tokenize and moemesh data show: what they print, and that training reads the same."""
+"""moemesh tokenize and moemesh data show: their output; training reads the same samples."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHATML = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A tokenizer with a template, and conversations beside a text."""
+    """A tokenizer with a template, conversations, and a text."""
     special = ("<|im_start|>", "<|im_end|>")
     byte_level_tokenizer(tmp_path, Path(__file__).read_text(), CHATML, *special)
     lines: list[dict[str, Any]] = []
@@ -112,13 +112,13 @@ def test_characters_in_two_pieces_are_shown_once(tmp_path: Path) -> None:
 
 
 def test_data_show_and_tokenize_need_no_torch(folder: Path) -> None:
-    found = run_guarded({"torch"}, "data", "show", *settings(folder))
-    assert found.returncode == 0, found.stderr
+    process = run_guarded({"torch"}, "data", "show", *settings(folder))
+    assert process.returncode == 0, process.stderr
     out = str(folder / "tokens")
-    found = run_guarded(
+    process = run_guarded(
         {"torch"}, "tokenize", str(folder / "chat.jsonl"), out, "--tokenizer", str(folder)
     )
-    assert found.returncode == 0, found.stderr
+    assert process.returncode == 0, process.stderr
     assert run_guarded({"numpy", "tokenizers"}, "tokenize", "--help").returncode == 0
 
 

@@ -31,15 +31,17 @@ def test_this_machine_is_examined_without_torch_in_the_process(tmp_path: Path) -
     for _ in range(5):  # a busy machine may not load torch in the time that doctor gives it
         done = run_guarded({"torch"}, "doctor", "--json", "--out", str(tmp_path / "runs"))
         assert done.returncode in (0, 1), done.stderr
-        found = {one["name"]: one for one in json.loads(done.stdout)}
-        if "no end in" not in found["torch"]["text"]:
+        findings = {one["name"]: one for one in json.loads(done.stdout)}
+        if "no end in" not in findings["torch"]["text"]:
             break
-    assert found["torch"]["verdict"] == "pass" and found["links"]["verdict"] != "fail", found
-    assert {"python", "packages", "disk", "file locks", "clock", "open files", "ports"} <= set(
-        found
+    assert findings["torch"]["verdict"] == "pass" and findings["links"]["verdict"] != "fail", (
+        findings
     )
-    assert all(one["fix"] for one in found.values() if one["verdict"] != "pass")
-    assert done.returncode == any(one["verdict"] == "fail" for one in found.values())
+    assert {"python", "packages", "disk", "file locks", "clock", "open files", "ports"} <= set(
+        findings
+    )
+    assert all(one["fix"] for one in findings.values() if one["verdict"] != "pass")
+    assert done.returncode == any(one["verdict"] == "fail" for one in findings.values())
     assert not list(tmp_path.iterdir())
 
 
@@ -70,8 +72,8 @@ def test_locks_that_do_not_exclude_are_found(
 ) -> None:
     assert examination._locks(tmp_path / "a").verdict == "pass"
     monkeypatch.setattr(examination.fcntl, "flock", lambda *_: None)
-    found = examination._locks(tmp_path / "a")
-    assert found.verdict == "fail" and "would not be refused" in found.text
+    finding = examination._locks(tmp_path / "a")
+    assert finding.verdict == "fail" and "would not be refused" in finding.text
 
 
 def test_a_clock_that_is_off_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,9 +91,9 @@ def test_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
-    found = of(examination._limits())
-    assert found["open files"][0] == "warn" and "ulimit -n" in found["open files"][2]
-    assert found["processes"][0] == "warn"
+    findings = of(examination._limits())
+    assert findings["open files"][0] == "warn" and "ulimit -n" in findings["open files"][2]
+    assert findings["processes"][0] == "warn"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
     assert of(examination._limits())["open files"][0] == "fail"
 
@@ -137,9 +139,9 @@ def test_names_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_environment(environ: Mapping[str, str], verdict: str | None, words: str) -> None:
-    found = list(examination._environment(environ))
-    assert [one[0] for one in found] == ([] if verdict is None else [verdict])
-    assert not found or (words in found[0][1] and found[0][2])
+    findings = list(examination._environment(environ))
+    assert [one[0] for one in findings] == ([] if verdict is None else [verdict])
+    assert not findings or (words in findings[0][1] and findings[0][2])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +168,8 @@ def test_what_torch_says(
     monkeypatch.setattr(examination, "_ask_torch", lambda _: (answers, "boom"))
     monkeypatch.setattr(examination, "signs_of_gpus", lambda: signs)
     findings: list[Diagnosis] = list(examination._torch({}))
-    found = of(findings)
-    assert {name: found[name][0] for name in verdicts} == verdicts
+    by_name = of(findings)
+    assert {name: by_name[name][0] for name in verdicts} == verdicts
     assert any(words in one.text for one in findings)
     assert all(one.fix for one in findings if one.verdict != "pass")
 
@@ -177,6 +179,6 @@ def test_a_source_folder_without_its_package_is_said(monkeypatch: pytest.MonkeyP
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.metadata", missing)
-    found = of(examination._versions())
-    assert found["python"][0] == "pass"
-    assert found["packages"][0] == "warn" and "pip install -e ." in found["packages"][2]
+    findings = of(examination._versions())
+    assert findings["python"][0] == "pass"
+    assert findings["packages"][0] == "warn" and "pip install -e ." in findings["packages"][2]

@@ -1,4 +1,4 @@
-"""What --json prints is strict JSON: no NaN, no Infinity, whatever was computed."""
+"""Strict JSON as output of --json: no NaN, no Infinity, for any computed value."""
 
 import json
 import math

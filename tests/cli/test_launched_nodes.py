@@ -24,7 +24,7 @@ SMALL = (
 @pytest.mark.slow
 @pytest.mark.skipif(REASON is not None, reason=f"cannot emulate hosts: {REASON}")
 def test_two_nodes_train_together_and_go_on(tmp_path: Path) -> None:
-    """The same file on both nodes, as docs/cluster.md says; called again with more steps it goes on
+    """The same file on both nodes, as in docs/cluster.md; a second call with more steps resumes
     from the checkpoint."""
     (tmp_path / "a.txt").write_text("some text of a node\n" * 200)
     # What pip installs as torchrun; the environment of the tests may have torch from elsewhere.
@@ -66,5 +66,5 @@ def test_two_nodes_train_together_and_go_on(tmp_path: Path) -> None:
         rows = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, steps + 1))
     assert "resumed from step 2" in said[0][0]
-    # The second node said nothing of its own: rank 0 tells for all.
+    # The second node printed nothing itself: rank 0 prints for all.
     assert "resumed" not in said[1][0]

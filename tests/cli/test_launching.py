@@ -29,7 +29,7 @@ def test_scripts_are_valid_bash(launcher: str, tmp_path: Path, invoke: Invoke) -
 def test_a_batch_script_asks_for_what_the_plan_needs(invoke: Invoke) -> None:
     given = ("--slurm", "--hours", "1.5", "--partition", "gpu", "--dry-run")
     _, out, _ = invoke("launch", *PLAN, *given)
-    asked = {line.removeprefix("#SBATCH ") for line in out.splitlines() if "#SBATCH" in line}
+    directives = {line.removeprefix("#SBATCH ") for line in out.splitlines() if "#SBATCH" in line}
     assert {
         "--nodes=2",
         "--ntasks-per-node=8",
@@ -37,7 +37,7 @@ def test_a_batch_script_asks_for_what_the_plan_needs(invoke: Invoke) -> None:
         "--time=1:30:00",
         "--partition=gpu",
         "--job-name=a-first-one",
-    } <= asked
+    } <= directives
     cpu = invoke("launch", *PLAN, "--set", "train.device=cpu", *given)[1]
     assert "gpus" not in cpu
 

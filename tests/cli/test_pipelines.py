@@ -1,4 +1,4 @@
-"""`moemesh schedule`: what it prints, writes and refuses."""
+"""`moemesh schedule`: its output, its files and its refusals."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.test_cli import Invoke, run_guarded
 
 def of(name: object, ranks: int | None = 4, microbatches: int | None = 8, **more: Any) -> Any:
     """The answer about a schedule of four ranks, or of others."""
-    asked = {"name": str(name), "ranks": ranks, "microbatches": microbatches}
-    return answer(ScheduleRequest(**asked | more))
+    request = {"name": str(name), "ranks": ranks, "microbatches": microbatches}
+    return answer(ScheduleRequest(**request | more))
 
 
 def test_costs_per_stage_blocks_and_messages() -> None:
@@ -31,10 +31,10 @@ def test_costs_per_stage_blocks_and_messages() -> None:
     costs = Costs(
         forward=(1, 2.5), input_gradient=(1, 2), weight_gradient=0.5, overlapped=3, message=0.25
     )
-    found = of("dualpipe", 2, **given)
-    assert found.simulation.makespan == simulate(build("dualpipe", 2, 8), costs).makespan
-    # No formula speaks of unequal stages.
-    assert found.closed is None and "closed_form" not in found.to_json()
+    result = of("dualpipe", 2, **given)
+    assert result.simulation.makespan == simulate(build("dualpipe", 2, 8), costs).makespan
+    # No formula holds for unequal stages.
+    assert result.closed is None and "closed_form" not in result.to_json()
 
 
 def test_ampnet_runs_under_the_given_costs() -> None:
@@ -43,8 +43,8 @@ def test_ampnet_runs_under_the_given_costs() -> None:
 
 
 def test_relaxed_is_labelled_and_shorter() -> None:
-    asked = {"name": "interleaved_1f1b", "microbatches": 16, "stages_per_rank": 2, "comm": "1"}
-    strict, relaxed = (of(**asked, relaxed=value) for value in (False, True))
+    request = {"name": "interleaved_1f1b", "microbatches": 16, "stages_per_rank": 2, "comm": "1"}
+    strict, relaxed = (of(**request, relaxed=value) for value in (False, True))
     assert relaxed.simulation.makespan < strict.simulation.makespan
     assert relaxed.to_json()["relaxed"] is True and "relaxed" not in strict.to_json()
     assert "cannot run as drawn" in schedule_text(relaxed)
@@ -105,16 +105,16 @@ class TestCommandLine:
             words += [f"--{name}", str(path)]
         code, out, err = invoke(*words)
         assert (code, err) == (0, "")
-        found = json.loads(out)
-        assert found["makespan"] == 27 and found["bubble_rate"] == 0
-        assert found["peak_activation"] == [7, 7, 7, 7] and found["weight_copies"] == 1
-        assert found["actions"][1][:6] == ["1F0", "1F1", "1F2", "1F3", "1F4", "1I0"]
+        document = json.loads(out)
+        assert document["makespan"] == 27 and document["bubble_rate"] == 0
+        assert document["peak_activation"] == [7, 7, 7, 7] and document["weight_copies"] == 1
+        assert document["actions"][1][:6] == ["1F0", "1F1", "1F2", "1F3", "1F4", "1I0"]
         assert files["svg"].read_text().startswith("<svg")
         assert len(json.loads(files["trace"].read_text())["traceEvents"]) > 96
         again = invoke("schedule", str(files["save"]), "--json")
         # A file may hold a schedule of that name and be another one: formulas are for generators.
-        del found["closed_form"]
-        assert json.loads(again[1]) == found
+        del document["closed_form"]
+        assert json.loads(again[1]) == document
 
     def test_picture(self, invoke: Invoke) -> None:
         words = ("schedule", "1f1b", "--ranks", "2", "--microbatches", "2")
@@ -147,8 +147,8 @@ def test_all_schedules_in_one_table(invoke: Invoke) -> None:
 def test_a_schedule_that_cannot_be_made_is_told_beside_the_others(invoke: Invoke) -> None:
     sizes = ("--ranks", "3", "--microbatches", "5")
     _, out, _ = invoke("schedule", "--all", *sizes, "--json")
-    found = {row["name"]: row for row in json.loads(out)}
+    rows = {row["name"]: row for row in json.loads(out)}
     single = json.loads(invoke("schedule", "zb_h1", *sizes, "--json")[1])
-    assert "an even number of ranks" in found["dualpipe"]["refused"]
-    assert found["zb_h1"]["bubble_rate"] == single["bubble_rate"]
-    assert found["zb_h1"]["peak_activation"] == max(single["peak_activation"])
+    assert "an even number of ranks" in rows["dualpipe"]["refused"]
+    assert rows["zb_h1"]["bubble_rate"] == single["bubble_rate"]
+    assert rows["zb_h1"]["peak_activation"] == max(single["peak_activation"])

@@ -1,4 +1,4 @@
-"""The page of a plan: offline, small, escaped, with everything that the text says."""
+"""The page of a plan: offline, small, escaped, with all facts of the text."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_bars_are_as_wide_as_their_parts(planned: PlannedAnswer) -> None:
         widths[of_bar] = widths.get(of_bar, 0.0) + float(width)
     assert len(widths) == 2 * len(planned.candidates)
     first = planned.candidates[0]
-    for number, found in enumerate(planned.candidates, start=1):
+    for number, candidate in enumerate(planned.candidates, start=1):
         seconds = widths[f"{number}", True] / widths["1", True]
-        assert seconds == pytest.approx(found.seconds / first.seconds, abs=0.01)
+        assert seconds == pytest.approx(candidate.seconds / first.seconds, abs=0.01)
         needed = widths[f"{number}", False] / widths["1", False]
-        assert needed == pytest.approx(found.memory.needed / first.memory.needed, abs=0.01)
+        assert needed == pytest.approx(candidate.memory.needed / first.memory.needed, abs=0.01)
     assert "usable: " in page and f"{planned.pricing.usable_share:.1%}" in page
     assert first.memory.needed <= capacity
 

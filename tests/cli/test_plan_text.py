@@ -75,18 +75,18 @@ def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: Plann
         PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 256, nodes=4, headroom="33GiB")
     )
     assert tight.memory_interval(tight.candidates[0]).high > 47 * 2**30
-    told = r"risk: the worst routing needs [\d.]+ GiB; the 80 % interval of 1 ends at "
-    assert re.match(told, risk_of_memory(tight))
-    # A first that is not the fastest says what speaks against the faster one.
-    number, fastest = min(enumerate(planned.candidates, 1), key=lambda found: found[1].seconds)
+    pattern = r"risk: the worst routing needs [\d.]+ GiB; the 80 % interval of 1 ends at "
+    assert re.match(pattern, risk_of_memory(tight))
+    # A first layout that is not the fastest gives the disadvantage of the faster one.
+    number, fastest = min(enumerate(planned.candidates, 1), key=lambda entry: entry[1].seconds)
     high = format_bytes(round(planned.memory_interval(fastest).high))
     assert f"that of {number}, which is faster, ends at {high}" in risk_of_memory(planned)
     assert f"of the fastest ({fastest.seconds:.3f} s): +" in planned.advice.binding
     small = planned.cluster.model_copy(update={"nodes": 2, "memory_bytes": 43 * 2**30})
     risky = plan_named(PlanRequest("qwen3-30b-a3b", small, 4096, 256, top=5))
-    told = risk_of_memory(risky)
-    number = told.split("; ")[1].split()[0]
-    assert "may run out" in told and risky.is_safe(risky.candidates[int(number) - 1])
+    risk = risk_of_memory(risky)
+    number = risk.split("; ")[1].split()[0]
+    assert "may run out" in risk and risky.is_safe(risky.candidates[int(number) - 1])
     tiny = planned.cluster.model_copy(update={"memory_bytes": 36 * 2**30})
     none = plan_named(PlanRequest("qwen3-30b-a3b", tiny, 4096, 256, top=5))
     assert "no layout's fits" in risk_of_memory(none) and not none.has_safe
@@ -97,8 +97,8 @@ def test_the_risk_names_the_worst_routing_as_estimate_does(planned: PlannedAnswe
     exact = None if untrained(best.layout, planned.model) else plan_of(best.layout)
     priced = estimate(planned.model, best.layout, planned.cluster, exact)
     assert not priced.fits(priced.crowded_bytes) and planned.is_safe(best)
-    told = f"the worst routing needs {format_bytes(round(priced.crowded_bytes))}"
-    assert risk_of_memory(planned).startswith(f"risk: {told}; the 80 % interval of 1 ends at ")
+    reason = f"the worst routing needs {format_bytes(round(priced.crowded_bytes))}"
+    assert risk_of_memory(planned).startswith(f"risk: {reason}; the 80 % interval of 1 ends at ")
     small = plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8))
     assert risk_of_memory(small).startswith("risk: none seen; ")
 
@@ -130,7 +130,7 @@ def test_the_file_is_the_answer(
     assert config.lora.rank == (4 if tokens is None else 0)
     if tokens is not None:
         assert config.train.steps * 64 * 8 >= 1e9
-    # Adapters need weights, which a preset has not: the file says so.
+    # Adapters need weights, which a preset lacks: a comment in the file names the key to set.
     assert ("model.path in place of model.preset" in text) == (tokens is None)
     assert (run("config", "check", "plan.toml").exit_code == 0) == (tokens is not None)
     for form in ("slurm", "torchrun", "k8s", "sky"):
@@ -174,13 +174,13 @@ def test_published_runs_stand_beside_the_prediction() -> None:
     assert run.speed.gpu_hours(14.8e12) == pytest.approx(2.664e6, rel=0.002)
     assert run.predicted == pytest.approx(run.seconds, rel=0.12) and run.here > run.predicted
     small = plan_named(PlanRequest("qwen3-30b-a3b", "dgx_h100", 4096, 64, tokens="1T"))
-    (told,) = published(small)
+    (sentence,) = published(small)
     hours = 1e12 / (512 * 4096) * 21.773 * 8 / 3600
     assert (
-        f"{hours:,.0f} GPU-hours" in told
-        and "512 x 4,096 tokens on 8 x H100-80G in 21.77 s" in told
+        f"{hours:,.0f} GPU-hours" in sentence
+        and "512 x 4,096 tokens on 8 x H100-80G in 21.77 s" in sentence
     )
-    assert " ".join(told.split()) in " ".join(plan_text(small, "").split())
+    assert " ".join(sentence.split()) in " ".join(plan_text(small, "").split())
     assert to_json(small)["published"][0]["speed"]["gpu_hours"] == pytest.approx(hours)
     assert not published(plan_named(PlanRequest("tiny", "dgx_h100", 64, 8)))
 
@@ -195,9 +195,9 @@ def test_the_cheapest_is_the_one_that_a_search_of_its_nodes_finds() -> None:
     costs = {n: one.fastest_first[0].seconds * n for n, one in ((1, alone), (2, wide))}
     assert wide.cheapest.seconds * nodes == pytest.approx(costs[nodes])
     assert min(costs, key=lambda n: costs[n]) == nodes == 1
-    (told,) = [line for line in plan_text(wide, "").splitlines() if line.startswith("cheapest")]
+    (cheapest,) = [line for line in plan_text(wide, "").splitlines() if line.startswith("cheapest")]
     hours = 1e12 / (8 * 4096) * costs[nodes] * 8 / 3600
-    assert told.startswith(f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours (-")
+    assert cheapest.startswith(f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours (-")
     answer = to_json(wide)["cheapest"]
     assert answer["speed"]["gpu_hours"] == pytest.approx(hours) and answer["plan"]["dp"]
     alone = plan_named(PlanRequest("tiny", "dgx_h100", 64, 8, tokens="1B"))

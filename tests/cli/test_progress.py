@@ -1,4 +1,4 @@
-"""Lines of progress: soon, on stderr, gone from a terminal, and none where nobody reads them."""
+"""Lines of progress: soon, on stderr, gone from a terminal, none if quiet without a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moemesh.planner.search.command import plan_named
 
 
 class Stream(io.StringIO):
-    """A stderr that is a terminal or none."""
+    """A stderr that is a terminal or not."""
 
     def __init__(self, is_terminal: bool) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ def test_who_sees_progress(
     monkeypatch.setattr(module, "FIRST", 0.01)
     stream = Stream(is_terminal)
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress("working", quiet=quiet) as tell:
-        tell("3 of 8")
+    with progress("working", quiet=quiet) as update:
+        update("3 of 8")
         deadline = time.monotonic() + (20 if shown else 0.1)
         while "3 of 8" not in stream.getvalue() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -90,12 +90,12 @@ def test_verbs_that_may_work_long_say_so(words: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "Thread", Once)
     monkeypatch.setattr(module, "Event", Once)
     cli.import_verbs()
-    found = CliRunner().invoke(app, words.split())
-    assert found.exit_code == 0 and found.stderr.startswith("moemesh: ")
-    assert "moemesh: " not in found.stdout
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 0 and result.stderr.startswith("moemesh: ")
+    assert "moemesh: " not in result.stdout
 
 
 def test_a_search_tells_how_far_it_is() -> None:
-    told: list[str] = []
-    plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8), progress=told.append)
-    assert "13,002 layouts" in told and any("priced in full" in one for one in told)
+    lines: list[str] = []
+    plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8), progress=lines.append)
+    assert "13,002 layouts" in lines and any("priced in full" in one for one in lines)

@@ -1,4 +1,4 @@
-"""Arguments of public functions that are words or numbers: refused with what is legal."""
+"""Arguments of public functions that are words or numbers: refusals name the legal values."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_contradictions(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(cluster(links=(LinkCurve(**(CURVE | change)),)).to_toml("Wrong."))
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as error:
         load_cluster(str(file))
-    assert words in str(told.value)
+    assert words in str(error.value)
 
 
 def test_an_unknown_operation_or_key_is_told(tmp_path: Path) -> None:

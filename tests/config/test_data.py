@@ -1,4 +1,4 @@
-"""Sources in a configuration: tables, on the command line, and what is wrong with them."""
+"""Sources in a configuration: tables, on the command line, and mistakes."""
 
 from __future__ import annotations
 

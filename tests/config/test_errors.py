@@ -20,7 +20,7 @@ def literals(node: ast.expr | None) -> Iterator[str]:
 
 def codes_used() -> dict[str, str]:
     """Every code that a source file gives to a problem, and one of the places."""
-    found: dict[str, str] = {}
+    codes: dict[str, str] = {}
     for path in (ROOT / "moemesh").rglob("*.py"):
         text = path.read_text()
         if "code" not in text and "roblem(" not in text:
@@ -43,8 +43,8 @@ def codes_used() -> dict[str, str]:
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "code":
                 given.append(node.value)
             for code in (code for value in given for code in literals(value)):
-                found[code] = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-    return found
+                codes[code] = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+    return codes
 
 
 def test_every_code_is_explained_and_used() -> None:
@@ -57,12 +57,12 @@ def test_every_code_is_explained_and_used() -> None:
 
 def test_the_failures_of_the_error_index_are_messages_of_the_code() -> None:
     table = text_of("docs/errors.md").split("## Failures of a run")[1].split("\n## ")[0]
-    told = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)))
+    quoted = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)))
     code = "\n".join(path.read_text() for path in sorted((ROOT / "moemesh").rglob("*.py")))
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # literals of several lines are one
-    messages = [one for one in told if " " in one]
+    messages = [one for one in quoted if " " in one]
     assert len(messages) >= 6
     for message in messages:
-        # N, names in capitals and dots stand for what a run fills in.
+        # N, names in capitals and dots are placeholders, which a run fills in.
         parts = re.split(r"\b[A-Z]+\b|…", message)
         assert all(part.strip() in code for part in parts), message

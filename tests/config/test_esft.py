@@ -1,4 +1,4 @@
-"""Tables of experts: the choice, files that are none, and tables of other models."""
+"""Tables of experts: the choice, other files, and tables of other models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of the hub, with a stand-in of its cache: the snapshot, its revision, and refusals."""
+"""Names of the hub, with a fake of its cache: the snapshot, its revision, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_name_is_its_newest_snapshot_and_a_run_keeps_its_own(cache: Path, tmp_
     assert second.model_path == str(new)
     assert with_recorded(second, tmp_path).model_path == str(old)
     assert load_run([], [f"model.path=tiny/llama@{OLD}"]).config.model_path == str(old)
-    # Of another repository, and of a folder, nothing is kept.
+    # The recorded snapshot does not replace a path of another repository or of a folder.
     other = replace(second, model_path=str(tmp_path))
     assert with_recorded(other, tmp_path).model_path == str(tmp_path)
     assert short_name(str(new)) == "llama"
@@ -118,7 +118,7 @@ def test_a_plan_takes_a_preset_or_fetches_a_config_alone(
 
 
 def test_a_name_is_a_source_of_weights(cache: Path, invoke: Invoke) -> None:
-    """Of every verb that reads weights; a run whose name is wrong is not looked for on the hub."""
+    """Weights for every verb that reads them; a wrong name of a run starts no search on the hub."""
     snapshot = add_revision(cache, "models--tiny--llama", OLD, {"config.json": json.dumps(LLAMA)})
     assert local_source(Path("tiny/llama")) == snapshot
     Path("runs").mkdir()

@@ -24,7 +24,7 @@ _KINDS: dict[str, Any] = {
 
 
 def valid(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether `value` keeps a schema that is written with the words of ours."""
+    """True if `value` is valid by a schema that has only the keywords of ours."""
     known = {"$schema", "title", "description", "default", "type", "enum", "const", "anyOf"}
     known |= {"properties", "additionalProperties", "items", "minItems", "maxItems"}
     known |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
@@ -61,8 +61,8 @@ def test_every_key_is_there_with_its_meaning() -> None:
 
 @pytest.mark.parametrize("preset", preset_names())
 def test_resolved_configurations_are_valid(preset: str) -> None:
-    found = resolved_toml(load_run([], [f"model.preset={preset}"], {}).config)
-    assert valid(tomllib.loads(found), SCHEMA)
+    text = resolved_toml(load_run([], [f"model.preset={preset}"], {}).config)
+    assert valid(tomllib.loads(text), SCHEMA)
 
 
 def test_recipes_are_valid() -> None:
@@ -77,7 +77,7 @@ CODES = {"wrong-type", "not-a-choice", "out-of-range"}
 
 
 def refusal(setting: str, key: str) -> str | None:
-    """The code of the first problem of `key`; None when it has none."""
+    """Code of the first problem of `key`; None without a problem."""
     try:
         load_run([], [setting], {})
     except ConfigError as error:

@@ -19,21 +19,21 @@ def rates(**keys: object) -> list[float]:
 
 def test_every_schedule_warms_up_and_ends_at_its_lowest_rate() -> None:
     for schedule in ("cosine", "linear", "wsd"):
-        found = rates(lr_schedule=schedule)
-        assert found[:2] == [0.5, 1.0]
-        assert found[-1] == pytest.approx(0.2)
+        values = rates(lr_schedule=schedule)
+        assert values[:2] == [0.5, 1.0]
+        assert values[-1] == pytest.approx(0.2)
     assert rates(lr_schedule="constant", final_lr_ratio=0.1)[1:] == [1.0] * 9
 
 
 def test_a_cosine_is_half_way_down_in_the_middle() -> None:
-    found = rates()
-    assert found[5] == pytest.approx(0.6)
-    assert found[3] == pytest.approx(0.2 + 0.4 * (1 + math.cos(math.pi / 4)))
+    values = rates()
+    assert values[5] == pytest.approx(0.6)
+    assert values[3] == pytest.approx(0.2 + 0.4 * (1 + math.cos(math.pi / 4)))
 
 
 def test_a_line_falls_by_the_same_amount_in_every_step() -> None:
-    found = rates(lr_schedule="linear")
-    steps = [a - b for a, b in pairwise(found[1:])]
+    values = rates(lr_schedule="linear")
+    steps = [a - b for a, b in pairwise(values[1:])]
     assert steps == pytest.approx([0.1] * 8)
 
 
@@ -45,9 +45,9 @@ def test_wsd_is_constant_until_its_decay() -> None:
 
 
 def test_the_square_root_falls_fast_at_first() -> None:
-    found = rates(lr_schedule="wsd", decay_steps=4, decay_shape="sqrt")
+    values = rates(lr_schedule="wsd", decay_steps=4, decay_shape="sqrt")
     want = [1 - 0.8 * math.sqrt(part) for part in (0.25, 0.5, 0.75, 1.0)]
-    assert found[6:] == pytest.approx(want)
+    assert values[6:] == pytest.approx(want)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "wsd"])

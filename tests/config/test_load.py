@@ -193,8 +193,10 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     good = write(tmp_path, '[train]\nsteps = "8"\nlr = true\n[plan]\ndp = 8\nep = 6\n')
     broken = write(tmp_path, "[train\n", "broken.toml")
     environ = {"MOEMESH__data__seqlen": "4"}
-    found = problems_of([good, broken, tmp_path / "none.toml"], ["train.clip=-1", "a.b=1"], environ)
-    assert {(item.code, item.key) for item in found} == {
+    problems = problems_of(
+        [good, broken, tmp_path / "none.toml"], ["train.clip=-1", "a.b=1"], environ
+    )
+    assert {(item.code, item.key) for item in problems} == {
         ("wrong-type", "train.steps"),
         ("wrong-type", "train.lr"),
         ("not-divisible", "plan.ep"),
@@ -204,13 +206,13 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         ("out-of-range", "train.clip"),
         ("unknown-key", "a.b"),
     }
-    assert sum(item.key == "plan.ep" for item in found) == 2
+    assert sum(item.key == "plan.ep" for item in problems) == 2
 
 
 def test_problems_are_sorted_by_file_and_line(tmp_path: Path) -> None:
     lines = "\n".join(f"wrong{number} = 1" for number in range(12))
-    found = problems_of([write(tmp_path, f"[train]\n{lines}\n")], [])
-    assert [int(item.origin.rpartition(":")[2]) for item in found] == list(range(2, 14))
+    problems = problems_of([write(tmp_path, f"[train]\n{lines}\n")], [])
+    assert [int(item.origin.rpartition(":")[2]) for item in problems] == list(range(2, 14))
 
 
 def test_origins_of_both_sides_of_a_rule(tmp_path: Path) -> None:
@@ -311,13 +313,13 @@ def test_rate_and_warm_up_follow_from_the_rest(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     given = [one.replace("HERE", str(tmp_path)) for one in overrides]
-    found = load_run([], given, {})
-    assert (found.config.train.lr, found.config.train.warmup_steps) == (lr, warmup)
+    loaded = load_run([], given, {})
+    assert (loaded.config.train.lr, loaded.config.train.warmup_steps) == (lr, warmup)
     for key in ("train.lr", "train.warmup_steps"):
         is_given = any(one.startswith(f"{key}=") for one in overrides)
-        assert found.origins[key].startswith("--set" if is_given else "default by ")
-    # What is written down loads back as given, whatever else changes then.
-    (tmp_path / "run.toml").write_text(resolved_toml(found.config))
+        assert loaded.origins[key].startswith("--set" if is_given else "default by ")
+    # Written values load as given values, even if other keys change.
+    (tmp_path / "run.toml").write_text(resolved_toml(loaded.config))
     again = load_run([tmp_path / "run.toml"], ["train.steps=9000"], {}).config.train
     assert (again.lr, again.warmup_steps) == (lr, warmup)
 
@@ -331,7 +333,7 @@ def test_what_follows_is_kept_by_a_run_that_goes_on(tmp_path: Path) -> None:
     assert (longer.lr, longer.warmup_steps, longer.steps) == (0.5, 7, 40)
     given = with_recorded(load_run([], ["train.lr=0.1"], {}).config, tmp_path).train
     assert (given.lr, given.warmup_steps) == (0.1, 7)
-    # A file of an earlier version without the keys stands for their defaults.
+    # A file of an earlier version has no such keys: their defaults hold.
     (tmp_path / "config.toml").write_text("[train]\nsteps = 20\n")
     assert with_recorded(first, tmp_path).train.warmup_steps == 20
 
@@ -347,9 +349,9 @@ def test_epochs_give_the_warm_up_when_they_are_steps() -> None:
 
 def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
-    found = load_run([tmp_path], [], {})
-    assert found.config.train.steps == 7
-    assert found.origins["train.steps"] == f"{tmp_path / 'config.toml'}:2"
+    loaded = load_run([tmp_path], [], {})
+    assert loaded.config.train.steps == 7
+    assert loaded.origins["train.steps"] == f"{tmp_path / 'config.toml'}:2"
     (tmp_path / "config.toml").unlink()
     with pytest.raises(ConfigError, match="the folder of a run"):
         load_run([tmp_path], [], {})

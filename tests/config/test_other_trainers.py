@@ -130,7 +130,7 @@ def test_a_name_has_the_right_answer(trainer: str, name: str) -> None:
     wanted, _, forbidden = ANSWERS[trainer][name].partition(" not ")
     for written in (f"train.{name}", name):
         _, answer = explain_unknown_key(written)
-        # The words stand there in this order.
+        # The answer has the words in this order.
         place = 0
         for word in wanted.split():
             place = answer.find(word, place)

@@ -90,9 +90,9 @@ def test_suggested_degrees_are_legal() -> None:
 
 def test_interleaving_takes_two_stages_a_rank() -> None:
     given = ["plan.schedule=interleaved_1f1b", "plan.pp=2", "plan.microbatches=2"]
-    found = load_run([], given, {})
-    assert found.config.plan.stages_per_rank == 2
-    assert found.origins["plan.stages_per_rank"] == "default by plan.schedule"
+    loaded = load_run([], given, {})
+    assert loaded.config.plan.stages_per_rank == 2
+    assert loaded.origins["plan.stages_per_rank"] == "default by plan.schedule"
     assert load_run([], [*given, "plan.stages_per_rank=1"], {}).config.plan.stages_per_rank == 1
     assert load_run([], ["plan.pp=2"], {}).config.plan.stages_per_rank == 1
     with pytest.raises(ConfigError, match=r"pp\*stages_per_rank \(2\*2 = 4\) stages"):

@@ -14,7 +14,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.sharding.load_run import load_run
 
-#: A preset must say these itself: the default is tiny's.
+#: Keys that every preset must set: their defaults are those of tiny.
 REQUIRED = {
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "intermediate_size", "first_dense_layers", "num_experts", "experts_per_token",

@@ -14,7 +14,7 @@ from moemesh.sharding.load_run import load_run
 
 ALPHABET = string.ascii_lowercase + "_"
 
-#: Typos that are another key: degrees one letter apart, which nothing can catch.
+#: Typos that are another key: degrees one letter apart, which cannot be detected.
 COLLISIONS = {
     "dp": {"pp", "cp", "tp", "ep"},
     "pp": {"dp", "cp", "tp", "ep"},
@@ -27,11 +27,11 @@ COLLISIONS = {
 
 def typos(key: str) -> set[str]:
     """Every string one deletion, substitution, insertion or swap of neighbours away."""
-    found = {key[:i] + key[i + 1 :] for i in range(len(key))}
-    found |= {key[:i] + c + key[i + 1 :] for i in range(len(key)) for c in ALPHABET}
-    found |= {key[:i] + c + key[i:] for i in range(len(key) + 1) for c in ALPHABET}
-    found |= {key[:i] + key[i + 1] + key[i] + key[i + 2 :] for i in range(len(key) - 1)}
-    return found - {key, ""}
+    variants = {key[:i] + key[i + 1 :] for i in range(len(key))}
+    variants |= {key[:i] + c + key[i + 1 :] for i in range(len(key)) for c in ALPHABET}
+    variants |= {key[:i] + c + key[i:] for i in range(len(key) + 1) for c in ALPHABET}
+    variants |= {key[:i] + key[i + 1] + key[i] + key[i + 2 :] for i in range(len(key) - 1)}
+    return variants - {key, ""}
 
 
 @pytest.mark.parametrize("section", SECTIONS)

@@ -1,5 +1,5 @@
-"""Chat templates in the forms of published models. ``[[`` and ``]]`` stand around what the
-assistant writes: nothing, or the tags of a generation block."""
+"""Chat templates in the forms of published models. ``[[`` and ``]]`` enclose the text of the
+assistant; `written` replaces them by nothing or by the tags of a generation block."""
 
 from __future__ import annotations
 

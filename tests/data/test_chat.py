@@ -17,7 +17,7 @@ from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.train.opening import own_batches
 
-#: ChatML, as many published models have it.
+#: ChatML, in the form of many published models.
 CHATML = """{% for message in messages %}
 <|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
@@ -55,15 +55,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def by_itself(template: ChatTemplate, record: dict[str, Any], tokenizer: Tokenizer) -> Document:
-    """One conversation by itself."""
+    """Document of a single conversation."""
     rendered = template.render(record, HERE)
     ((ids, offsets),) = tokenizer.encode_with_offsets([rendered.text])
     return Document(HERE, ids, rendered.mask(offsets))
 
 
-def learned_of(found: Document) -> list[int]:
-    assert found.learned is not None
-    return found.ids[found.learned].tolist()
+def learned_of(document: Document) -> list[int]:
+    assert document.learned is not None
+    return document.ids[document.learned].tolist()
 
 
 def jsonl(path: Path, *records: dict[str, Any]) -> Path:
@@ -73,20 +73,20 @@ def jsonl(path: Path, *records: dict[str, Any]) -> Path:
 
 def test_the_assistant_turns_carry_loss(folder: Path) -> None:
     tokenizer = Tokenizer.open(str(folder))
-    found = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
-    learned = learned_of(found)
+    encoded = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
+    learned = learned_of(encoded)
     start, end = (tokenizer.encode(text, "") for text in (b"<|im_start|>", b"<|im_end|>"))
     assert len(start) == len(end) == 1
     text = tokenizer.decode([one for one in learned if one != int(end[0])])
-    assert text == "Hallo, schön!Bye.", "not the newline that the template writes behind a turn"
+    assert text == "Hallo, schön!Bye.", "not the newline that the template writes after a turn"
     assert learned.count(int(end[0])) == 2, "the end of a turn is learned"
     assert int(start[0]) not in learned, "the header is not"
 
 
 def test_bytes_of_characters_are_learned_whole() -> None:
     template = ChatTemplate(CHATML, {}, "test")
-    found = by_itself(template, {"messages": TALK}, Tokenizer.open("bytes"))
-    text = bytes(learned_of(found)).decode()
+    encoded = by_itself(template, {"messages": TALK}, Tokenizer.open("bytes"))
+    text = bytes(learned_of(encoded)).decode()
     assert text == "Hallo, schön!<|im_end|>Bye.<|im_end|>"
 
 
@@ -95,8 +95,8 @@ def test_the_rendering_is_that_of_transformers(folder: Path) -> None:
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     expected = theirs.apply_chat_template(TALK, chat_template=CHATML, tokenize=False)
     tokenizer = Tokenizer.open(str(folder))
-    found = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
-    assert np.array_equal(found.ids, tokenizer.encode(expected.encode(), HERE))
+    encoded = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
+    assert np.array_equal(encoded.ids, tokenizer.encode(expected.encode(), HERE))
 
 
 def test_batches_have_the_mask(folder: Path, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_batches_have_the_mask(folder: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(str(folder))
     one = by_itself(ChatTemplate.open(tokenizer), {"messages": TALK}, tokenizer)
     corpus = Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
-    assert np.array_equal(corpus.tokens, np.tile(one.ids, 50)), "nothing stands between"
+    assert np.array_equal(corpus.tokens, np.tile(one.ids, 50)), "no token between them"
     assert corpus.learned is not None and np.array_equal(corpus.learned, np.tile(one.learned, 50))
     size = len(one.ids)
     samples = Samples(corpus, seq_len=2 * size + 9, seed=0, global_batch=2)
@@ -178,11 +178,11 @@ def test_templates_that_fail(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_template_that_leaves_turns_out() -> None:
-    """What is not in the text carries no loss; where no answer is, the record is bad."""
+    """Turns that are missing in the text carry no loss; a record without an answer is bad."""
     source = "{% for m in messages %}{{ m.content if loop.last else '' }};{% endfor %}"
     template = ChatTemplate(source, {}, "test")
-    found = template.render({"messages": TALK}, HERE)
-    assert [found.text[span.start : span.stop] for span in found.learned] == ["Bye.;"]
+    rendered = template.render({"messages": TALK}, HERE)
+    assert [rendered.text[span.start : span.stop] for span in rendered.learned] == ["Bye.;"]
     with pytest.raises(DataError, match=r"line 7, byte 90: .* none of the assistant turns"):
         template.render({"messages": [*TALK, {"role": "user", "content": "?"}]}, HERE)
 
@@ -190,8 +190,10 @@ def test_a_template_that_leaves_turns_out() -> None:
 def test_generation_blocks_are_their_body() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     talk = [{"role": "assistant", "content": "ab"}]
-    found = by_itself(ChatTemplate(source, {}, "test"), {"messages": talk}, Tokenizer.open("bytes"))
-    assert bytes(found.ids).decode() == "ab"
+    encoded = by_itself(
+        ChatTemplate(source, {}, "test"), {"messages": talk}, Tokenizer.open("bytes")
+    )
+    assert bytes(encoded.ids).decode() == "ab"
 
 
 def test_special_tokens_of_the_settings(folder: Path) -> None:
@@ -205,13 +207,13 @@ def test_special_tokens_of_the_settings(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     talk = [{"role": "assistant", "content": "e"}]
     tokenizer = Tokenizer.open(str(folder))
-    found = by_itself(ChatTemplate.open(tokenizer), {"messages": talk}, tokenizer)
-    assert tokenizer.decode([int(one) for one in found.ids], special=True) == "Be"
+    encoded = by_itself(ChatTemplate.open(tokenizer), {"messages": talk}, tokenizer)
+    assert tokenizer.decode([int(one) for one in encoded.ids], special=True) == "Be"
 
 
 # --- turns that carry no loss, and conversations that templates take only as a whole -----------
 
-#: As CHATML, with a block around each answer.
+#: CHATML with a block around each answer.
 BLOCKS = CHATML.replace(
     "{{ message.content }}<|im_end|>\n",
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>"
@@ -227,8 +229,8 @@ ASKED = [
 
 
 def texts_of(source: str, record: dict[str, Any], added: tuple[str, ...] = ("<|im_end|>",)) -> Any:
-    found = ChatTemplate(source, {}, "test", added).render(record, HERE)
-    return [found.text[span.start : span.stop] for span in found.learned]
+    rendered = ChatTemplate(source, {}, "test", added).render(record, HERE)
+    return [rendered.text[span.start : span.stop] for span in rendered.learned]
 
 
 @pytest.mark.parametrize("source", [CHATML, BLOCKS])
@@ -264,7 +266,7 @@ def test_other_weights_are_refused(turn: dict[str, Any], reason: str) -> None:
         texts_of(CHATML, {"messages": talk})
 
 
-#: As gpt-oss: the end of a call differs, and the name of a call is repeated by its result.
+#: Template like that of gpt-oss: the end of a call differs, and a result repeats its call's name.
 CALLS = """{% set ns = namespace(name='') %}{% for m in messages %}
 {% if m.tool_calls %}
 {% set call = m.tool_calls[0].function %}{% set ns.name = call.name %}
@@ -288,7 +290,7 @@ def test_a_call_ends_at_its_end(arguments: Any) -> None:
     assert texts_of(source, {"messages": talk}, MARKED) == expected
 
 
-#: As Qwen3.5: without a question there is nothing to answer.
+#: Template like that of Qwen3.5: it refuses a conversation without a question.
 NEEDS_A_QUESTION = (
     "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
     "{{ raise_exception('No user query found in messages.') }}{% endif %}"
@@ -301,16 +303,16 @@ NEEDS_A_QUESTION = (
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
 def test_an_answer_before_the_first_question(system: list[dict[str, str]]) -> None:
     talk = [*system, {"role": "assistant", "content": "Welcome"}, *ASKED[:2]]
-    found = texts_of(NEEDS_A_QUESTION, {"messages": talk}, ("<|im_end|>", "<|assistant|>"))
-    assert found == ["<think></think>Welcome<|im_end|>", "<think></think>one<|im_end|>"]
+    texts = texts_of(NEEDS_A_QUESTION, {"messages": talk}, ("<|im_end|>", "<|assistant|>"))
+    assert texts == ["<think></think>Welcome<|im_end|>", "<think></think>one<|im_end|>"]
 
 
 def test_two_tokens_that_end_a_turn() -> None:
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end><turn>{% endfor %}"
     source += "{{ '<assistant>' if add_generation_prompt else '<eos>' }}"
     talk = {"messages": ASKED[:4]}
-    found = texts_of(source, talk, ("<end>", "<turn>", "<eos>", "<user>", "<assistant>"))
-    assert found == ["one<end><turn>", "two<end><turn>"]
+    texts = texts_of(source, talk, ("<end>", "<turn>", "<eos>", "<user>", "<assistant>"))
+    assert texts == ["one<end><turn>", "two<end><turn>"]
 
 
 def test_a_template_reads_the_day_of_the_run(folder: Path) -> None:

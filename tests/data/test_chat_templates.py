@@ -74,10 +74,10 @@ def answer(draw: random.Random, name: str) -> dict[str, Any]:
     if name == "endless" and content:
         # Of a character of several tokens at the end of a block, transformers marks the first.
         content += "."
-    found: dict[str, Any] = {"role": "assistant", "content": content}
+    turn: dict[str, Any] = {"role": "assistant", "content": content}
     if name == "qwen3" and draw.random() < 0.2:
-        found[draw.choice(["reasoning_content", "thinking"])] = text(draw)
-    return found
+        turn[draw.choice(["reasoning_content", "thinking"])] = text(draw)
+    return turn
 
 
 def conversation(draw: random.Random, name: str) -> dict[str, Any]:
@@ -125,15 +125,15 @@ def test_ids_and_mask_are_those_of_transformers(tmp_path: Path, name: str, block
             return_assistant_tokens_mask=True,
             return_dict=True,
         )
-        found = by_itself(template, record, ours)
-        assert found.ids.tolist() == expected["input_ids"]
-        learned = np.array(found.learned, dtype=int).tolist()
+        encoded = by_itself(template, record, ours)
+        assert encoded.ids.tolist() == expected["input_ids"]
+        learned = np.array(encoded.learned, dtype=int).tolist()
         if learned != expected["assistant_masks"]:
             shown = [
                 "".join(
                     f"[{token}]" if one else token
                     for token, one in zip(
-                        theirs.convert_ids_to_tokens(found.ids.tolist()), mask, strict=True
+                        theirs.convert_ids_to_tokens(encoded.ids.tolist()), mask, strict=True
                     )
                 )
                 for mask in (learned, expected["assistant_masks"])
@@ -173,8 +173,8 @@ def test_answers_are_found_without_blocks(name: str) -> None:
     turns = ["one?", "one ", "<assistant>one|two?", "two"]
     roles = ["user", "assistant"] * 2
     talk = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
-    found = template.render({"messages": talk}, HERE)
-    assert [found.text[span.start : span.stop] for span in found.learned] == expected
+    rendered = template.render({"messages": talk}, HERE)
+    assert [rendered.text[span.start : span.stop] for span in rendered.learned] == expected
 
 
 def test_a_conversation_that_the_template_refuses_is_a_bad_record(tmp_path: Path) -> None:

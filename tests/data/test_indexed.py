@@ -57,11 +57,11 @@ def test_a_pair_of_megatron_is_read(tmp_path: Path) -> None:
     """Three documents, the first of two sequences, the second empty."""
     megatron(tmp_path / "a.b", [2, 1, 3], [0, 2, 2, 3], [5, 6, 7, 8, 9, 10])
     for path in (tmp_path / "a.b", tmp_path / "a.b.bin", tmp_path / "a.b.idx"):
-        found = IndexedTokens.open(path)
-        assert found.tokens.tolist() == [5, 6, 7, 8, 9, 10]
-        assert found.starts.tolist() == [0, 3]
-        assert found.learned is None and found.sidecar is None and found.max_id == 10
-    assert isinstance(found.tokens, np.memmap)
+        token_file = IndexedTokens.open(path)
+        assert token_file.tokens.tolist() == [5, 6, 7, 8, 9, 10]
+        assert token_file.starts.tolist() == [0, 3]
+        assert token_file.learned is None and token_file.sidecar is None and token_file.max_id == 10
+    assert isinstance(token_file.tokens, np.memmap)
 
 
 def test_a_pair_of_ours_has_the_bytes_of_megatron(tmp_path: Path) -> None:
@@ -85,9 +85,12 @@ def test_a_pair_of_ours_has_the_bytes_of_megatron(tmp_path: Path) -> None:
 def test_ids_take_the_smallest_dtype(tmp_path: Path, vocab_size: int, dtype: str) -> None:
     with writer(tmp_path / "a", vocab_size=vocab_size) as made:
         made.add(ids(0, vocab_size - 1))
-    found = IndexedTokens.open(tmp_path / "a")
-    assert found.tokens.dtype.name == dtype and found.tokens.tolist() == [0, vocab_size - 1]
-    assert found.sidecar is not None and found.sidecar.max_id == vocab_size - 1
+    token_file = IndexedTokens.open(tmp_path / "a")
+    assert token_file.tokens.dtype.name == dtype and token_file.tokens.tolist() == [
+        0,
+        vocab_size - 1,
+    ]
+    assert token_file.sidecar is not None and token_file.sidecar.max_id == vocab_size - 1
 
 
 @pytest.mark.parametrize("ends_last", [False, True])
@@ -95,8 +98,8 @@ def test_ids_take_the_smallest_dtype(tmp_path: Path, vocab_size: int, dtype: str
 def test_parts_give_the_file_of_one_writer(
     tmp_path: Path, masked: tuple[int, ...], ends_last: bool
 ) -> None:
-    """Documents put together from parts; an end behind each text, which carries loss as it does,
-    and with `ends_last` behind conversations and the last document, too."""
+    """A file joined from parts: an end token after each text, which carries loss as the text does,
+    and with `ends_last` also after conversations and after the last document."""
     documents = [ids(1, 2, 3), ids(4), ids(5, 6)]
     masks = [np.arange(len(d)) % 2 == 0 if i in masked else None for i, d in enumerate(documents)]
     with writer(tmp_path / "whole", end=(7, 8), ends_last=ends_last) as whole:
@@ -114,20 +117,20 @@ def test_parts_give_the_file_of_one_writer(
         assert first.exists() == second.exists() == (suffix != MASK or bool(masked))
         if first.exists():
             assert first.read_bytes() == second.read_bytes()
-    found = IndexedTokens.open(tmp_path / "joined")
+    token_file = IndexedTokens.open(tmp_path / "joined")
     has_end = [ends_last or (i < 2 and i not in masked) for i in range(3)]
     ends = [[7, 8] if one else [] for one in has_end]
     parts = [[*document.tolist(), *end] for document, end in zip(documents, ends, strict=True)]
-    assert found.tokens.tolist() == [one for part in parts for one in part]
-    assert found.starts.tolist() == [0, len(parts[0]), len(parts[0]) + len(parts[1])]
+    assert token_file.tokens.tolist() == [one for part in parts for one in part]
+    assert token_file.starts.tolist() == [0, len(parts[0]), len(parts[0]) + len(parts[1])]
     if masked:
-        assert found.learned is not None
+        assert token_file.learned is not None
         expected = [
             [True] * len(part) if mask is None else [*mask.tolist(), *([False] * len(end))]
             for part, mask, end in zip(parts, masks, ends, strict=True)
         ]
-        assert found.learned.tolist() == [one for part in expected for one in part]
-    found.verify()
+        assert token_file.learned.tolist() == [one for part in expected for one in part]
+    token_file.verify()
 
 
 def test_long_documents_are_several_sequences(
@@ -149,9 +152,9 @@ def test_long_documents_are_several_sequences(
     assert (
         path_with(tmp_path / "a", IDX).read_bytes() == path_with(tmp_path / "b", IDX).read_bytes()
     )
-    found = IndexedTokens.open(tmp_path / "a")
-    assert found.starts.tolist() == [0, 9, 13]
-    assert found.tokens.tolist() == [*range(9), *range(4), 0]
+    token_file = IndexedTokens.open(tmp_path / "a")
+    assert token_file.starts.tolist() == [0, 9, 13]
+    assert token_file.tokens.tolist() == [*range(9), *range(4), 0]
 
 
 def test_nothing_is_left_of_a_writer_that_fails(tmp_path: Path) -> None:
@@ -170,9 +173,9 @@ def test_nothing_is_left_of_a_writer_that_fails(tmp_path: Path) -> None:
 def damaged(place: int, content: bytes) -> Callable[[Path], None]:
     def damage(prefix: Path) -> None:
         path = path_with(prefix, IDX)
-        found = bytearray(path.read_bytes())
-        found[place : place + len(content)] = content
-        path.write_bytes(found)
+        data = bytearray(path.read_bytes())
+        data[place : place + len(content)] = content
+        path.write_bytes(data)
 
     return damage
 
@@ -251,12 +254,12 @@ def test_ids_outside_the_vocabulary_and_other_tokenizers(tmp_path: Path) -> None
     with writer(tmp_path / "a") as made:
         made.add(ids(1, 2))
         made.add(ids(3, 300, 4))
-    found = IndexedTokens.open(tmp_path / "a")
-    found.check(301, "made")
+    token_file = IndexedTokens.open(tmp_path / "a")
+    token_file.check(301, "made")
     with pytest.raises(DataError, match=r"token 3 \(document 2\): id 300 .*vocab_size to 301"):
-        found.check(300)
+        token_file.check(300)
     with pytest.raises(DataError, match=r"made with the tokenizer made, and .* bytes"):
-        found.check(301, "bytes")
+        token_file.check(301, "bytes")
     said(max_id=500)(tmp_path / "a")
     with pytest.raises(DataError, match="max_id is 500"):
         IndexedTokens.open(tmp_path / "a").check(400)
@@ -265,10 +268,10 @@ def test_ids_outside_the_vocabulary_and_other_tokenizers(tmp_path: Path) -> None
 def test_files_of_others_are_scanned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexed, "CHUNK", 2)
     megatron(tmp_path / "a", [5], [0, 1], [0, 1, 2, 3, -1])
-    found = IndexedTokens.open(tmp_path / "a")
-    assert found.max_id == 3
+    token_file = IndexedTokens.open(tmp_path / "a")
+    assert token_file.max_id == 3
     with pytest.raises(DataError, match=r"token 4 \(document 1\): id -1"):
-        found.check(4)
+        token_file.check(4)
     megatron(tmp_path / "b", [5], [0, 1], [0, 1, 2, 3, 9])
     with pytest.raises(DataError, match=r"id 9 .* to 10"):
         IndexedTokens.open(tmp_path / "b").check(9)
@@ -290,9 +293,9 @@ def test_damaged_ids_end_the_run_before_the_model_sees_them(tmp_path: Path) -> N
     content = bytearray(path_with(tmp_path / "a", BIN).read_bytes())
     content[2 * 21 + 1] = 0xFF
     path_with(tmp_path / "a", BIN).write_bytes(content)
-    found = IndexedTokens.open(tmp_path / "a")
-    found.check(1000)
-    samples = Windows(Corpus.indexed(found, 1000, "a.bin"), 8)
+    token_file = IndexedTokens.open(tmp_path / "a")
+    token_file.check(1000)
+    samples = Windows(Corpus.indexed(token_file, 1000, "a.bin"), 8)
     samples.batch(np.array([0, 1]))
     with pytest.raises(DataError, match=r"a\.bin, token 21: id 65301 is not below .* 1000"):
         samples.batch(np.array([0, 2]))

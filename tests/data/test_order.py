@@ -104,24 +104,24 @@ def test_computed_permutations_are_permutations(size: int, seed: int, epoch: int
 
 
 def test_computed_permutations_look_random() -> None:
-    """By position, by difference of neighbours, and between epochs."""
+    """Randomness by position, by difference of neighbours, and between epochs."""
     size = 3_000_000_000
     places = np.arange(100_000)
-    found = Permutation(size, 7, 2, 0).at(places)
+    permuted = Permutation(size, 7, 2, 0).at(places)
     other = Permutation(size, 7, 2, 1).at(places)
-    for numbers in (found, np.diff(found) % size, (found - other) % size, found[::64]):
+    for numbers in (permuted, np.diff(permuted) % size, (permuted - other) % size, permuted[::64]):
         counts = np.histogram(numbers, bins=100, range=(0, size))[0]
         expected = len(numbers) / 100
         # Chi-square of 99 degrees of freedom: 99 +- 14, and below 170 but once in 80,000.
         assert ((counts - expected) ** 2 / expected).sum() < 170
-    assert len(np.unique(found)) == len(found)
-    assert np.unique(found & 1, return_counts=True)[1].min() > 49_000
+    assert len(np.unique(permuted)) == len(permuted)
+    assert np.unique(permuted & 1, return_counts=True)[1].min() > 49_000
 
 
 def test_a_computed_order_of_a_seed_stays() -> None:
     """Other numbers would be another order of every large run."""
-    found = Permutation(10**12, 3, 2, 1).at(np.array([0, 1, 10**12 - 1]))
-    assert found.tolist() == [229610656527, 887308079916, 356167207873]
+    permuted = Permutation(10**12, 3, 2, 1).at(np.array([0, 1, 10**12 - 1]))
+    assert permuted.tolist() == [229610656527, 887308079916, 356167207873]
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,5 +145,5 @@ def test_trillions_of_tokens_cost_no_memory() -> None:
     ranges = IdRanges(np.array([10]), np.array([10 + size]))
     held, training = ranges.divided(held_out_blocks(size, size // 20, seed=1))
     assert len(held) == size // 20 and len(training) == size - size // 20
-    found = Epochs(training, seed=1).at(np.arange(10**11, 10**11 + 1000))
-    assert len(np.unique(found)) == 1000
+    ids = Epochs(training, seed=1).at(np.arange(10**11, 10**11 + 1000))
+    assert len(np.unique(ids)) == 1000

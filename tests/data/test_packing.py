@@ -40,12 +40,12 @@ def test_conversations_are_whole_and_once(
 ) -> None:
     lengths = drawn(count, most)
     corpus = corpus_of(lengths)
-    found = Windows(corpus, seq_len, documents=documents)
-    ids = np.arange(found.num_samples)
-    windows, mask, valid = found.windows(ids), found.loss_mask(ids), found.valid(ids)
+    sampler = Windows(corpus, seq_len, documents=documents)
+    ids = np.arange(sampler.num_samples)
+    windows, mask, valid = sampler.windows(ids), sampler.loss_mask(ids), sampler.valid(ids)
     assert mask is not None and valid is not None
     numbers = Windows(corpus, seq_len).documents(ids)
-    assert numbers is not None and (found.documents(ids) is None) == (documents == "ignore")
+    assert numbers is not None and (sampler.documents(ids) is None) == (documents == "ignore")
     assert np.array_equal(numbers[:, :-1] >= 0, valid) and (numbers[:, -1] == -1).all()
     assert not windows[:, :-1][~valid].any(), "padding"
     seen: list[int] = []
@@ -64,7 +64,7 @@ def test_conversations_are_whole_and_once(
 
 
 def best_fit(lengths: list[int], capacity: int) -> int:
-    """How many sequences the plain loop makes."""
+    """Number of sequences of the plain loop."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -77,15 +77,15 @@ def best_fit(lengths: list[int], capacity: int) -> int:
 @pytest.mark.parametrize("most", [3, 17, 60, 100])
 def test_sequences_are_as_full_as_by_the_plain_loop(most: int) -> None:
     lengths = drawn(500, most, seed=most)
-    found = packed(corpus_of(lengths), 100, "truncate")
-    assert len(found.bounds) - 1 == best_fit(lengths, 100)
-    sizes = np.add.reduceat(found.sizes, found.bounds[:-1])
+    packing = packed(corpus_of(lengths), 100, "truncate")
+    assert len(packing.bounds) - 1 == best_fit(lengths, 100)
+    sizes = np.add.reduceat(packing.sizes, packing.bounds[:-1])
     assert sizes.max() <= 100 and sizes.sum() == sum(lengths)
     # Sequences come in the order of their first documents, documents in theirs.
-    firsts = found.begins[found.bounds[:-1]]
+    firsts = packing.begins[packing.bounds[:-1]]
     assert (np.diff(firsts) > 0).all()
-    inner = np.setdiff1d(np.arange(1, len(lengths)), found.bounds)
-    assert (np.diff(found.begins)[inner - 1] > 0).all()
+    inner = np.setdiff1d(np.arange(1, len(lengths)), packing.bounds)
+    assert (np.diff(packing.begins)[inner - 1] > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_long_conversations(long: Any, kept: list[int], note: str) -> None:
         with pytest.raises(DataError, match=match):
             Windows(corpus, 30, long=long)
         return
-    found = Windows(corpus, 30, long=long)
-    valid, windows = found.valid(np.arange(len(kept))), found.windows(np.arange(len(kept)))
+    sampler = Windows(corpus, 30, long=long)
+    valid, windows = sampler.valid(np.arange(len(kept))), sampler.windows(np.arange(len(kept)))
     assert valid is not None and valid.sum(1).tolist() == kept
     assert windows[:, 0].tolist() == corpus.tokens[corpus.starts[: len(kept)]].tolist()
-    (said,) = found.notes
+    (said,) = sampler.notes
     assert re.search(match, said)
     assert not Windows(corpus, 50, long=long).notes
 
@@ -131,8 +131,8 @@ def test_conversations_without_loss_and_texts() -> None:
 
 
 def test_small_data_is_spread_and_filled_with_padding() -> None:
-    """Not one sequence of all, half of which would be held out; a step that is larger than the data
-    reads no conversation twice, and its padding is no token."""
+    """Several sequences: of a single one, half would be held out. A step that is larger than the
+    data reads no conversation twice, and its padding does not count as tokens."""
     samples = Samples(corpus_of([10] * 6), seq_len=100, seed=3, global_batch=9)
     assert samples.num_training == 9 and samples.num_validation == 1 and samples.num_empty == 4
     assert samples.notes == [
@@ -171,7 +171,7 @@ def test_the_order_is_that_of_position_alone() -> None:
 
 def test_numbers_of_sequences_do_not_change_unnoticed() -> None:
     """These are what checkpoints of a run count on."""
-    found = packed(corpus_of([8, 3, 5, 9, 2, 2, 7]), 10, "truncate")
-    sequences = np.split(found.begins, found.bounds[1:-1])
+    packing = packed(corpus_of([8, 3, 5, 9, 2, 2, 7]), 10, "truncate")
+    sequences = np.split(packing.begins, packing.bounds[1:-1])
     assert [one.tolist() for one in sequences] == [[0, 25], [8, 29], [11, 27], [16]]
     assert samples.PACKING_VERSION == 1

@@ -87,7 +87,7 @@ def test_names_that_lie_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=rf"{name}.*{reason}"):
             texts(tmp_path / name)
-    # What was asked for by name is done.
+    # A format that is given by name overrides the check.
     assert texts(tmp_path / "b", "jsonl") == [b"one", b"two"]
     assert texts(tmp_path / "c", "text") == [b'{"messages": []}']
     assert texts(tmp_path / "a.safetensors", "bytes") == [b"\x40\0\0\0\0\0\0\0{}"]
@@ -114,11 +114,11 @@ def test_a_folder_of_mixed_files(tmp_path: Path) -> None:
 def test_places_of_lines(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"text": "\xc3\xa9"}\n\n{"text": "b"}\r\n' + b'{"text": "c"')
-    found: list[tuple[Where, Record]] = []
+    pairs: list[tuple[Where, Record]] = []
     with pytest.raises(BadRecordError) as caught:
         for one in read(DataFile(file, "jsonl")):
-            found.append(one)
-    assert [(w.record, w.byte, r) for w, r in found] == [(1, 0, "é".encode()), (3, 19, b"b")]
+            pairs.append(one)
+    assert [(w.record, w.byte, r) for w, r in pairs] == [(1, 0, "é".encode()), (3, 19, b"b")]
     assert caught.value.where == Where(str(file), "line", 4, 34 + 12)
     assert f"{file}, line 4, byte 46: not valid JSON" in str(caught.value)
 
@@ -171,9 +171,9 @@ def test_conversations_of_tables(tmp_path: Path) -> None:
     ]
     table = pa.table({"messages": [CHAT["messages"], turns], "id": [1, 2]})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=1)
-    found = all_of(tmp_path / "a.parquet")
-    assert [record for _, record in found] == [CHAT, {"messages": turns}]
-    assert str(found[1][0]) == f"{tmp_path / 'a.parquet'}, row 2"
+    pairs = all_of(tmp_path / "a.parquet")
+    assert [record for _, record in pairs] == [CHAT, {"messages": turns}]
+    assert str(pairs[1][0]) == f"{tmp_path / 'a.parquet'}, row 2"
 
 
 def test_nulls_of_tables_are_bad_records(tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_saved_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": [f"t{i}" for i in range(1000)], "n": range(1000)})
     rows.shuffle(seed=1).save_to_disk(tmp_path / "one")
-    found = all_of(tmp_path / "one")
-    assert [r for _, r in found] == [t.encode() for t in rows.shuffle(seed=1)["text"]]
-    assert str(found[9][0]) == f"{tmp_path / 'one'}, row 10"
+    pairs = all_of(tmp_path / "one")
+    assert [r for _, r in pairs] == [t.encode() for t in rows.shuffle(seed=1)["text"]]
+    assert str(pairs[9][0]) == f"{tmp_path / 'one'}, row 10"
     datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(
         tmp_path / "splits"
     )
@@ -211,20 +211,20 @@ def test_saved_datasets(tmp_path: Path) -> None:
 def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
-    asked: list[object] = []
+    loads: list[object] = []
 
     def load(name: str, subset: str | None, *, split: str) -> object:
-        asked.append((name, subset, split))
+        loads.append((name, subset, split))
         if name == "owner/none":
             raise FileNotFoundError("no such dataset")
         return rows
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     for path in ("hub:owner/name", "hub:owner/name:small"):
-        found = [one for file in find(path) for one in read(file)]
-        assert [record for _, record in found] == [b"a", b"b"]
-        assert str(found[1][0]) == f"{path}, row 2"
-    assert asked == [("owner/name", None, "train"), ("owner/name", "small", "train")]
+        pairs = [one for file in find(path) for one in read(file)]
+        assert [record for _, record in pairs] == [b"a", b"b"]
+        assert str(pairs[1][0]) == f"{path}, row 2"
+    assert loads == [("owner/name", None, "train"), ("owner/name", "small", "train")]
     with pytest.raises(DataError, match=r"hub:owner/none: the dataset cannot be read"):
         list(read(find("hub:owner/none")[0]))
     with pytest.raises(DataError, match="a dataset of the Hub"):
@@ -235,10 +235,10 @@ def test_long_texts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(records_module, "PIECE", 80)
     content = "".join(f"line {i}\n" + "  indented ü\n\n" * (i % 4) for i in range(60)).encode()
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content))
-    found = all_of(tmp_path / "a.txt.gz")
-    pieces = [record for _, record in found]
+    pairs = all_of(tmp_path / "a.txt.gz")
+    pieces = [record for _, record in pairs]
     assert b"".join(p for p in pieces if isinstance(p, bytes)) == content and len(pieces) > 20
-    for where, piece in found:
+    for where, piece in pairs:
         assert isinstance(piece, bytes) and where.byte is not None
         assert content[where.byte :].startswith(piece)
         assert piece[:1] not in b" \n" and where.continues == (where.byte > 0)
@@ -249,7 +249,7 @@ def test_long_texts_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(texts(tmp_path / "b.txt")) > 5
 
 
-# Tokenizers as they come, and records into documents: batches change nothing but the time.
+# Records into documents with ordinary tokenizers: batches change only the time.
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
@@ -278,11 +278,11 @@ def records() -> Iterator[tuple[Where, Record]]:
 
 
 def encoded(
-    found: Iterable[tuple[Where, Record]], tokenizer: Tokenizer, log: BadRecordLog | None = None
+    pairs: Iterable[tuple[Where, Record]], tokenizer: Tokenizer, log: BadRecordLog | None = None
 ) -> list[Document]:
     """The documents of a file of these records."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(documents, "read", lambda *_: found)
+        patched.setattr(documents, "read", lambda *_: pairs)
         file = DataFile(Path("made.jsonl"), "jsonl")
         return list(documents.documents_of([file], tokenizer, "text", log or BadRecordLog()))
 
@@ -306,13 +306,13 @@ def test_batches_are_the_records_one_by_one(
             expected.append((where, ids.tolist(), learned.tolist()))
         elif record:
             expected.append((where, tokenizer.encode(record, where).tolist(), None))
-    found = encoded(records(), tokenizer)
+    rows = encoded(records(), tokenizer)
     assert [
         (where, ids.tolist(), None if learned is None else learned.tolist())
-        for where, ids, learned in found
+        for where, ids, learned in rows
     ] == expected
-    assert {ids.dtype for _, ids, _ in found} == {np.dtype(np.uint8 if name == "bytes" else "i4")}
-    assert sum(learned is not None for _, _, learned in found) > 20
+    assert {ids.dtype for _, ids, _ in rows} == {np.dtype(np.uint8 if name == "bytes" else "i4")}
+    assert sum(learned is not None for _, _, learned in rows) > 20
 
 
 def test_bad_records_come_in_order_with_their_places(folder: Path) -> None:
@@ -321,8 +321,8 @@ def test_bad_records_come_in_order_with_their_places(folder: Path) -> None:
             yield Where("made.jsonl", "line", number, number), record
 
     log = BadRecordLog("skip", 1.0)
-    found = encoded(broken(), Tokenizer.open(str(folder)), log)
-    assert [where.record for where, _, _ in found] == [1, 4]
+    rows = encoded(broken(), Tokenizer.open(str(folder)), log)
+    assert [where.record for where, _, _ in rows] == [1, 4]
     assert [message[:30] for message in log.places] == [
         "made.jsonl, line 2, byte 2: no",
         'made.jsonl, line 3, byte 3: "m',
@@ -335,7 +335,7 @@ def test_bad_records_come_in_order_with_their_places(folder: Path) -> None:
 
 
 def test_settings_of_serving_do_not_cut_documents(folder: Path) -> None:
-    """The file asks for at most 5 and exactly 9 tokens."""
+    """A tokenizer file with truncation to 5 tokens and padding to 9."""
     tokenizer = Tokenizer.open(str(folder))
     assert tokenizer.decode(tokenizer.encode(b"def test_settings_of_serving", "").tolist()) == (
         "def test_settings_of_serving"
@@ -498,7 +498,7 @@ def test_records_that_are_no_such(tmp_path: Path, record: dict[str, Any], reason
 
 
 def test_nulls_are_missing_keys(tmp_path: Path) -> None:
-    """As `datasets.Dataset.to_json` writes the rows of a table."""
+    """Rows in the form that `datasets.Dataset.to_json` writes."""
     call = {"function": {"name": "f", "arguments": {"a": None, "zone": "UTC"}}, "id": None}
     turns = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     record = {"messages": turns, "tools": [{"name": "f", "strict": None}]}

@@ -1,4 +1,4 @@
-"""The corpus and its samples: what is read, which ids come when, what the messages say."""
+"""The corpus and its samples: which files are read, the order of ids, and the messages."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_each_training_id_once_an_epoch(
     for epoch in range(2):
         one = order[epoch * len(training) : (epoch + 1) * len(training)]
         assert sorted(one) == training.tolist()
-    # A position means the same sample under any batch size and whatever was asked before.
+    # A position gives the same sample for any batch size, independent of earlier calls.
     fresh = Samples(make(num_tokens), seq_len=seq_len, seed=seed, held_out=held_out)
     assert np.array_equal(fresh.ids_at(len(order) // 2, 5)[:2], order[len(order) // 2 :][:2])
 

@@ -53,11 +53,11 @@ def mixed(**options: Any) -> Samples:
 
 def test_windows_are_drawn_in_the_shares_and_small_sources_repeat() -> None:
     samples = mixed()
-    found = letters(samples, samples.ids_at(0, 2000))
-    assert found.count("a") == 1400
+    drawn = letters(samples, samples.ids_at(0, 2000))
+    assert drawn.count("a") == 1400
     for start in range(0, 2000, 10):
-        assert found[start : start + 10].count("a") == 7
-    # 28 windows of b and c train; each is drawn once before one of them comes again.
+        assert drawn[start : start + 10].count("a") == 7
+    # 28 windows of b and c train; each is drawn once before any is repeated.
     ids = samples.ids_at(0, 2000)
     small = ids[ids >= 400]
     assert len(set(small[:28].tolist())) == 28 == len(samples.splits[1].training)
@@ -75,8 +75,8 @@ def test_one_cursor_resumes_and_no_layout_changes_the_order() -> None:
 
 def test_validation_has_the_shares_too() -> None:
     samples = mixed(held_out=0.5)
-    found = letters(samples, samples.validation_ids(20))
-    assert found.count("a") == 14 and found.count("b") + found.count("c") == 6
+    drawn = letters(samples, samples.validation_ids(20))
+    assert drawn.count("a") == 14 and drawn.count("b") + drawn.count("c") == 6
     assert not set(samples.validation_ids(200)) & set(samples.ids_at(0, 3000))
 
 
@@ -137,8 +137,8 @@ def test_formats_mix(tmp_path: Path) -> None:
     texts = [bytes(row.astype(np.uint8)) for row in samples.batch(samples.ids_at(0, 8))[0]]
     assert sum(b"oken" in text for text in texts) == 2
     assert samples.num_training == 1198 // 11 + 598 // 11 + 838 // 11
-    found = {bytes(row.astype(np.uint8))[:5] for row in samples.batch(held_out_ids(samples))[0]}
-    assert found <= {b"valid"} or all(b"lines" not in one for one in found)
+    prefixes = {bytes(row.astype(np.uint8))[:5] for row in samples.batch(held_out_ids(samples))[0]}
+    assert prefixes <= {b"valid"} or all(b"lines" not in one for one in prefixes)
 
 
 @pytest.mark.parametrize("name", ["one.bin", "one.idx", "one", "*.bin", "."])
@@ -166,14 +166,14 @@ def test_another_key_of_the_text(tmp_path: Path) -> None:
 
 
 def test_conversations_beside_texts(tmp_path: Path) -> None:
-    """Windows of the texts read on as they do alone; no conversation is cut or sees another."""
+    """Windows of texts are those of texts alone; no conversation is cut or attends to another."""
     pytest.importorskip("tokenizers")
     folder = add_tokenizer(tmp_path)
     tokenizer = Tokenizer.open(str(folder))
     talks: list[dict[str, Any]] = []
     for number in range(6):
-        asked, answered = "ask " * (9 * number + 1), "TELL" * (7 * number + 1)
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        question, answered = "ask " * (9 * number + 1), "TELL" * (7 * number + 1)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answered}]
         talks.append({"messages": turns})
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talks))
     (tmp_path / "plain.txt").write_text("plain text " * 200)
@@ -266,10 +266,10 @@ def test_all_that_is_wrong_with_the_data_is_found_at_once(
     for name, size in (("a.txt", 50), ("b.txt", 40), ("broken.jsonl", 9)):
         (tmp_path / name).write_text("x" * size)
     gone = (DataSource(path="none"), DataSource(path="a.txt"), DataSource(path="nowhere"))
-    found = check(DataConfig(sources=gone, validation="v.txt", tokenizer="no_tokenizer"), 256)
+    errors = check(DataConfig(sources=gone, validation="v.txt", tokenizer="no_tokenizer"), 256)
     words = ("no_tokenizer", "data.path none", "data.path nowhere", "data.validation v.txt")
-    assert len(found) == 4
-    assert all(word in str(error) for word, error in zip(words, found, strict=True))
+    assert len(errors) == 4
+    assert all(word in str(error) for word, error in zip(words, errors, strict=True))
     with pytest.raises(SeveralErrors) as caught:
         opened(DataConfig(path="a.txt", validation="b.txt", seq_len=60, global_batch=4))
     assert len(caught.value.errors) == 2
@@ -328,9 +328,9 @@ def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
     folder = byte_level_tokenizer(tmp_path / "tokenizer", Path(__file__).read_text(), "x", "<eos>")
     given = [f"data.tokenizer={folder}"]
     for words in ([], ["model.preset=tiny"], ["model.preset=mixtral-8x7b"]):
-        found = with_vocabulary(load_run([], [*given, *words], environ={}))
-        assert found.config.model.vocab_size == 300
-        assert found.origins["model.vocab_size"] == f"the ids of data.tokenizer = {folder}"
+        loaded = with_vocabulary(load_run([], [*given, *words], environ={}))
+        assert loaded.config.model.vocab_size == 300
+        assert loaded.origins["model.vocab_size"] == f"the ids of data.tokenizer = {folder}"
     kept = with_vocabulary(load_run([], [*given, "model.vocab_size=512"], environ={}))
     assert kept.config.model.vocab_size == 512
     kept = with_vocabulary(load_run([], ["data.tokenizer=nowhere"], environ={}))
@@ -345,7 +345,7 @@ COMMIT = "0123456789" * 4
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A stand-in for the cache of huggingface_hub, without a network."""
+    """A fake cache of huggingface_hub, which needs no network."""
     constants = pytest.importorskip("huggingface_hub.constants")
     cache = tmp_path / "hub"
     dataset = cache / "datasets--owner--chats"

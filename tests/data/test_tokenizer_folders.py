@@ -27,7 +27,7 @@ START = {
     "special": True,
 }
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-#: Files beside a tokenizer.json that does not know the tokens.
+#: Files next to a tokenizer.json that lacks the tokens.
 WAYS: dict[str, dict[str, Any]] = {
     "eos_token": {CONFIG: {"eos_token": "<|im_end|>"}},
     "flags": {CONFIG: {"eos_token": START | {"__type": "AddedToken", "rstrip": True}}},

@@ -78,20 +78,20 @@ def test_the_tokens_are_those_of_a_corpus(
         (text / "d.jsonl.gz").unlink()
         tokenizer = "bytes"
     facts = job(text, tmp_path / "out" / "x", tokenizer).run()
-    found = IndexedTokens.open(tmp_path / "out" / "x")
-    found.verify()
+    token_file = IndexedTokens.open(tmp_path / "out" / "x")
+    token_file.verify()
     corpus = Corpus.open(str(text), tokenizer=tokenizer, vocab_size=300)
-    assert np.array_equal(found.tokens, corpus.tokens)
-    assert np.array_equal(found.starts, corpus.starts)
+    assert np.array_equal(token_file.tokens, corpus.tokens)
+    assert np.array_equal(token_file.starts, corpus.starts)
     assert facts["num_documents"] == len(corpus.starts) == (4 if name == "bytes" else 7)
     assert facts["made_from"]["records"] == (5 if name == "bytes" else 8)
     assert facts["tokenizer"] == Tokenizer.open(tokenizer).fingerprint
     if name == "bytes":
-        assert found.learned is None and corpus.learned is None
+        assert token_file.learned is None and corpus.learned is None
     else:
-        assert found.learned is not None
-        assert np.array_equal(found.learned, corpus.learned)
-        assert 0 < found.learned.sum() < len(found.learned)
+        assert token_file.learned is not None
+        assert np.array_equal(token_file.learned, corpus.learned)
+        assert 0 < token_file.learned.sum() < len(token_file.learned)
     suffixes = [".bin", ".idx", *([".mask.bin"] if name == "BPE" else []), ".meta.json"]
     assert sorted(contents(tmp_path / "out")) == [f"x{suffix}" for suffix in suffixes]
 
@@ -101,9 +101,11 @@ def test_an_end_of_text_behind_every_document(
     text: Path, tmp_path: Path, tokenizer: str, end: str, ids: list[int]
 ) -> None:
     facts = job(text, tmp_path / "x", tokenizer, end_of_document=end).run()
-    found = IndexedTokens.open(tmp_path / "x")
-    ends = np.append(found.starts[1:], len(found.tokens)) - 1
-    assert found.tokens[ends].tolist() == ids * 7 and np.isin(found.tokens, ids).sum() == 7
+    token_file = IndexedTokens.open(tmp_path / "x")
+    ends = np.append(token_file.starts[1:], len(token_file.tokens)) - 1
+    assert (
+        token_file.tokens[ends].tolist() == ids * 7 and np.isin(token_file.tokens, ids).sum() == 7
+    )
     assert facts["end_of_document"] == ids and facts["ends_last"]
     with pytest.raises(DataError, match="no token"):
         job(text, tmp_path / "y", tokenizer, end_of_document="<|none|>")
@@ -116,7 +118,7 @@ class EndedError(Exception):
 
 
 def ending_after(calls: int, original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, which raises at the call after so many."""
+    """`original`, which raises at each call after the first `calls` ones."""
     left = calls
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -157,7 +159,7 @@ def test_a_run_goes_on_after_any_end(
                 patched.setattr(TokenPart, "make", ending_after(calls, TokenPart.make))
             else:
                 patched.setattr(indexed.os, "replace", ending_after(calls, os.replace))
-                # A process that is killed removes nothing behind itself.
+                # A killed process leaves its files.
                 patched.setattr("moemesh.data.indexed.IndexedWriter.abandon", lambda _: None)
             try:
                 job(text, out / "x", tokenizer).run()
@@ -177,15 +179,15 @@ def test_a_run_goes_on_after_any_end(
 
 def test_several_processes_give_the_same_bytes(text: Path, tmp_path: Path, tokenizer: str) -> None:
     job(text, tmp_path / "one" / "x", tokenizer).run()
-    told: list[tuple[int, ...]] = []
+    progress: list[tuple[int, ...]] = []
     job(text, tmp_path / "two" / "x", tokenizer).run(
-        processes=2, advance=lambda *done: told.append(done)
+        processes=2, advance=lambda *done: progress.append(done)
     )
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    total = tuple(int(one) for one in np.sum(told, axis=0))
-    found = IndexedTokens.open(tmp_path / "two" / "x")
+    total = tuple(int(one) for one in np.sum(progress, axis=0))
+    token_file = IndexedTokens.open(tmp_path / "two" / "x")
     size = sum(path.stat().st_size for path in text.rglob("*") if path.is_file())
-    assert total == (size, len(found.tokens) - 4, 5), "four newlines stand behind texts"
+    assert total == (size, len(token_file.tokens) - 4, 5), "four newlines follow texts"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -252,8 +254,8 @@ def test_parts_of_other_settings_and_changed_files_are_made_again(
     ended(3)
     job(text, tmp_path / "x", tokenizer, end_of_document="eos").run(on_note=notes.append)
     assert "has parts of other settings" in notes[-1]
-    found = IndexedTokens.open(tmp_path / "x")
-    assert found.tokens[-1] == 0 and (found.tokens == 0).sum() == 7
+    token_file = IndexedTokens.open(tmp_path / "x")
+    assert token_file.tokens[-1] == 0 and (token_file.tokens == 0).sum() == 7
 
 
 def test_two_at_once_and_no_text(text: Path, tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_the_names_of_outputs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(text: Path, tmp_path: Path, tokenizer: str) -> None:
-    """Killed at other times, with processes of its own, which end with it."""
+    """A job killed at other times, with worker processes, which end with it."""
     for number in range(40):
         lines = "".join(f'{{"text": "{"word " * 50}{number} {i}"}}\n' for i in range(2000))
         (text / f"f{number}.jsonl").write_text(lines)
@@ -347,7 +349,7 @@ def test_the_cache_is_written_once_and_follows_the_files(
     first = opened(data, cache)
 
     def never(*arguments: object) -> None:
-        raise AssertionError("tokenized again")
+        raise AssertionError("tokenized a second time")
 
     with monkeypatch.context() as patch:
         patch.setattr("moemesh.data.tokenizing.write_tokens", never)
@@ -356,7 +358,7 @@ def test_the_cache_is_written_once_and_follows_the_files(
     changed = opened(data, cache)
     assert changed.num_tokens == first.num_tokens + 11
     assert changed.fingerprint() != first.fingerprint()
-    # A damaged entry is written anew.
+    # A damaged entry is rewritten.
     for entry in cache.glob("*.bin"):
         entry.write_bytes(entry.read_bytes()[:-1])
     assert opened(data, cache).fingerprint() == changed.fingerprint()

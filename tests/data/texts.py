@@ -36,7 +36,7 @@ def byte_level_tokenizer(folder: Path, text: str, template: str, *special: str) 
 
 
 def stream(tokens: np.ndarray, vocab_size: int = 256, source: str = "made", **more: Any) -> Corpus:
-    """Tokens that are there."""
+    """Corpus of given tokens."""
     return Corpus(tokens=tokens, vocab_size=vocab_size, source=source, **more)
 
 

@@ -1,4 +1,4 @@
-"""Writes the messages again: ``python -m tests.mistakes``."""
+"""Regenerates the messages: ``python -m tests.mistakes``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """All mistakes: those of ``messages.txt`` with their messages, and those of foreign messages.
 
 A mistake is a line ``$ moemesh ...`` of that file, with the environment before the command and the
-text of ``bad.toml`` behind it; its message stands below. ``python -m tests.mistakes`` writes the
-messages again, so that a new mistake is one more line. Where typer or a parser of Python speaks,
-whose words change from version to version, a mistake is a row of ``FOREIGN`` instead.
+text of ``bad.toml`` after it; its message is in the lines below. ``python -m tests.mistakes``
+regenerates the messages, so that a new mistake is one more line. Messages of typer and of Python's
+parsers change from version to version: such a mistake is a row of ``FOREIGN`` instead.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ FOREIGN: list[Mistake] = [
     ),
     foreign("tokenize text.txt text.txt/out --tokenizer bytes", "text.txt"),
 ]
-#: Mistakes only where there is no GPU.
+#: Mistakes only on a machine without a GPU.
 if not signs_of_gpus():
     FOREIGN += [
         foreign(f"{verb} --set train.device=cuda", "CUDA", "train.device", "cpu")
@@ -110,15 +110,15 @@ _TITLE = re.compile(r"\$ ((?:\w+=\S* )*)moemesh (.*?)(?:   \(bad\.toml: (.*)\))?
 
 def kept() -> list[Mistake]:
     """The mistakes of ``messages.txt``."""
-    found: list[Mistake] = []
+    mistakes: list[Mistake] = []
     for line in MESSAGES.read_text(encoding="utf-8").splitlines():
         if line.startswith("$ "):
             title = _TITLE.fullmatch(line)
             assert title is not None, line
             given, command, toml = title.groups()
             environ = dict(one.split("=", 1) for one in given.split())
-            found.append(Mistake(command, toml and ast.literal_eval(toml), environ))
-    return found
+            mistakes.append(Mistake(command, toml and ast.literal_eval(toml), environ))
+    return mistakes
 
 
 KEPT = kept()
@@ -126,7 +126,7 @@ MISTAKES = [*KEPT, *FOREIGN]
 
 
 def outcomes() -> list[Outcome]:
-    """Of every mistake, run in one process of its own."""
+    """Outcomes of all mistakes, run in one separate process."""
     with tempfile.TemporaryDirectory(prefix="mistakes-") as folder:
         prepare(Path(folder))
         environ = {
@@ -154,10 +154,10 @@ _CHANGING = {
 }
 
 
-def messages(found: Sequence[Outcome]) -> str:
+def messages(results: Sequence[Outcome]) -> str:
     """The text of ``messages.txt``: commands and their messages, one after the other."""
     text = "\n".join(
-        f"{mistake.title}\n{one.err}" for mistake, one in zip(KEPT, found, strict=False)
+        f"{mistake.title}\n{one.err}" for mistake, one in zip(KEPT, results, strict=False)
     )
     for changing, name in _CHANGING.items():
         text = changing.sub(name, text)

@@ -86,8 +86,8 @@ def _write_models(folder: Path) -> None:
 def _tensors() -> dict[str, tuple[int, ...]]:
     """Names and shapes of the weights of MODEL."""
     config = load_run([], [], {}).config.model.model_validate(model_values(MODEL))
-    found = logical_tensors(config, "mixtral").values()
-    return {piece.source: piece.stored for one in found for piece in one.pieces}
+    tensors = logical_tensors(config, "mixtral").values()
+    return {piece.source: piece.stored for one in tensors for piece in one.pieces}
 
 
 def _safetensors(tensors: dict[str, tuple[int, ...]]) -> bytes:

@@ -23,7 +23,7 @@ ENDED_AFTER = 5.0
 
 
 class Outcome(NamedTuple):
-    """What a command did: exit code (text: an exception or a forbidden import), output, CPU
+    """Result of a command: exit code (text: an exception or a forbidden import), output, CPU
     seconds, and names of files that it left."""
 
     code: int | str
@@ -74,7 +74,7 @@ def run_here(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[int 
 
 
 def outcome(mistake: Mistake) -> Outcome:
-    """Run one case in the present folder; what it left there is removed."""
+    """Run one case in the current folder, and remove the files that it left."""
     bad = Path("bad.toml")
     if mistake.toml is not None:
         bad.write_text(mistake.toml)

@@ -24,8 +24,8 @@ def gpt_parameters(layers: int, hidden: int, vocab: int, positions: int) -> int:
 def expected_nodes(experts: int, per_token: int, nodes: int, kept: int | None = None) -> float:
     """Mean number of nodes that a token has an expert on, under uniform routing.
 
-    `kept`: the router looks at the best so many nodes only. Raises ValueError when the experts do
-    not divide over the nodes.
+    `kept`: the router chooses among the best `kept` nodes only. Raises ValueError when the experts
+    do not divide over the nodes.
     """
     if experts % nodes:
         raise ValueError(f"{experts} experts do not divide over {nodes} nodes")

@@ -1,4 +1,4 @@
-"""What tests of the planner share."""
+"""Fixtures of the planner tests."""
 
 from __future__ import annotations
 
@@ -7,5 +7,6 @@ import pytest
 
 @pytest.fixture
 def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`config check` asks whether this machine could hold a run; plans are for other machines."""
+    """A machine without memory limits: `config check` compares a run with this machine's memory,
+    but plans are for other machines."""
     monkeypatch.setattr("moemesh.train.preparation.refuse_too_large", lambda config: None)

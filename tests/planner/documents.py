@@ -19,7 +19,7 @@ from tests.planner.test_traffic import MIB, TABLE, table_rows
 _DENSE = load_model("llama3-8b").shape
 _PSI = count_parameters(_DENSE).total
 
-#: What a row of a table is called, and the plan keys that it stands for.
+#: Name of a row of a table, and the plan keys of that row.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "`replicate`": {"data": "replicate"},
     "`zero1`": {"data": "zero1"},
@@ -81,13 +81,13 @@ def links(old: str) -> str:
 
 
 def _optimizer_line(gradients: int) -> str:
-    """Bytes per parameter with AdamW and gradients of so many bytes in all."""
+    """Bytes per parameter with AdamW and gradients of `gradients` bytes per parameter."""
     layout = _layout(1).changed(gradient_bytes=gradients)
     return f"{rank_memory(_DENSE, layout, 0).states / _PSI:.0f}"
 
 
 def seed_memory(old: str) -> str:
-    """Seed 002's figures of size, work and memory, beside what the formulas of the library give."""
+    """Figures of seed 002 for size, work and memory, next to results of the library's formulas."""
     gpt3 = load_model("gpt3-175b").shape
     total, hidden, layers = count_parameters(gpt3).total, gpt3.hidden_size, gpt3.num_layers
     per_layer = 12 * hidden**2 + 13 * hidden
@@ -160,16 +160,16 @@ _PRINTED = {
 
 def seed_traffic(old: str) -> str:
     """Seed 002's traffic of one step, printed and by the formulas."""
-    found = table_rows()
+    table = table_rows()
     volumes = {
         key: sum(size * MIB * count for size, count in sizes.items())
-        for key, sizes in found.items()
+        for key, sizes in table.items()
     }
     total = sum(volumes.values())
     body: list[list[str]] = []
     for axis, op, *_ in TABLE:
         volume = volumes[axis, op]
-        events = sorted(found[axis, op].items())
+        events = sorted(table[axis, op].items())
         transfers = ", ".join(f"{size:g} MiB × {count}" for size, count in events)
         printed = _PRINTED[axis]
         ours = f"{volume / 2**30:.2f} GiB", f"{100 * volume / total:.2f} %"

@@ -120,7 +120,7 @@ DENSE: dict[str, Released] = {
              sliding_window_pattern=6),
         999_885_952,
     ),
-    # Of its text model this one says only what is not the default of the code.
+    # The text model of this config has only those keys that differ from the defaults of the code.
     "Gemma-3-4B (text)": Released(
         {
             "model_type": "gemma3",

@@ -36,10 +36,10 @@ _FLASH2 = "attention kernel: flash_attention2 + RMS kernel"
 def row(number: int, **values: object) -> dict[str, str]:
     """A row whose unnamed columns are empty or 1."""
     plain = {"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "cp": 1, "etp": 1, "sp": 0, "zero": 1}
-    found = dict.fromkeys(COLUMNS, "") | {k: str(v) for k, v in plain.items()}
-    found |= {"id": str(number), "status": "ok", "tier": "A", "precision": "bf16"}
-    found |= {"recompute": "none", "metric_reported": "step_time"}
-    return found | {name: str(value) for name, value in values.items()}
+    cells = dict.fromkeys(COLUMNS, "") | {k: str(v) for k, v in plain.items()}
+    cells |= {"id": str(number), "status": "ok", "tier": "A", "precision": "bf16"}
+    cells |= {"recompute": "none", "metric_reported": "step_time"}
+    return cells | {name: str(value) for name, value in values.items()}
 
 
 def llama(number: int, tp: int, pp: int, mbs: int, seconds: float | None, **more: object):

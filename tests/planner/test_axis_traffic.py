@@ -41,12 +41,12 @@ def test_the_table_of_the_source_text_is_that_of_an_inner_rank(inner: Estimate, 
     transfers = row["transfers"] if isinstance(row["transfers"], list) else [row["transfers"]]
     axis, op = AXES[row["axis"]], OPERATIONS.get(row["op"], row["op"])
     rows = [one for one in by_axis(inner.traffic) if (one.axis, one.op) == (axis, op)]
-    found = [next(one for one in rows if one.transfers == count) for count in transfers]
-    assert [one.bytes_each / MIB for one in found] == pytest.approx(sizes)
-    total = sum(one.total_bytes for one in found)
+    entries = [next(one for one in rows if one.transfers == count) for count in transfers]
+    assert [one.bytes_each / MIB for one in entries] == pytest.approx(sizes)
+    total = sum(one.total_bytes for one in entries)
     assert total / GIB == pytest.approx(row["total_GB"], abs=0.01)
     # The table leaves out the sums of norms, and cuts its shares instead of rounding them.
-    assert sum(one.share for one in found) == pytest.approx(row["share"], abs=1e-4)
+    assert sum(one.share for one in entries) == pytest.approx(row["share"], abs=1e-4)
 
 
 def test_shares_add_up_and_ranks_differ(inner: Estimate) -> None:
@@ -72,8 +72,8 @@ def test_a_rank_of_our_own_ledger_is_the_one_that_is_asked_for() -> None:
         estimate_named("tiny", "laptop_cpu", plan, 32, 8, rank=rank) for rank in ("first", "last")
     )
     phases = [
-        {row.phase for row in found.traffic.entries() if row.axis == "pp" and row.wire_bytes}
-        for found in (first, last)
+        {row.phase for row in estimate.traffic.entries() if row.axis == "pp" and row.wire_bytes}
+        for estimate in (first, last)
     ]
     assert "forward" in phases[0] and "backward" not in phases[0]
     assert "backward" in phases[1] and "forward" not in phases[1]
@@ -110,10 +110,10 @@ def test_intensity_of_a_product() -> None:
 def test_experts_see_fewer_rows_than_dense_layers() -> None:
     shape = load_model("deepseek-v2-lite").shape
     layout = PlannedLayout(dp=8, ep=8, seq_len=4096, global_batch=8)
-    found = layer_intensities(shape, layout)
-    assert set(found) == {"attention", "mlp", "experts"}
+    intensities = layer_intensities(shape, layout)
+    assert set(intensities) == {"attention", "mlp", "experts"}
     rows = shape.experts_per_token * 4096 * 8 / shape.num_experts
     width = 2 * shape.expert_intermediate_size
-    assert found["experts"] == product_intensity(rows, shape.hidden_size, width, 2)
+    assert intensities["experts"] == product_intensity(rows, shape.hidden_size, width, 2)
     wider = layer_intensities(shape, layout.changed(microbatch=1, seq_len=8192))
-    assert wider["experts"] > found["experts"]
+    assert wider["experts"] > intensities["experts"]

@@ -44,9 +44,9 @@ def cluster() -> Cluster:
 def test_one_device_holds_every_parameter(name: str, cluster: Cluster) -> None:
     shape = shape_of(name)
     costs = cost_model(cluster, {"tensor": 1})
-    found = solve(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).graph)
-    counted = found.cost.state_bytes / costs.state_bytes
-    # Norms of queries and keys, and of latents, are no operators of their own.
+    solution = solve(TransformerBlocks(shape=shape, batch=1, sequence=64, costs=costs).graph)
+    counted = solution.cost.state_bytes / costs.state_bytes
+    # Norms of queries and keys, and of latents, are part of other operators.
     assert counted == pytest.approx(count_parameters(shape).total, rel=1e-6)
 
 

@@ -58,12 +58,12 @@ def test_fit_recovers_what_made_the_data():
         clusters={"aleph_alpha/A100-80G": {"gemm_efficiency": 0.92, "intra_node_efficiency": 0.7}},
     )
     runs = generated(truth)
-    found = learn(runs, prior_calibration()).calibration
-    errors = [abs(one.error) for one in predict(runs, found)]
+    calibration = learn(runs, prior_calibration()).calibration
+    errors = [abs(one.error) for one in predict(runs, calibration)]
     before = [abs(one.error) for one in predict(runs, prior_calibration())]
     assert max(errors) < 0.01
     assert np.median(before) > 0.05
-    own = found.clusters["aleph_alpha/A100-80G"]
+    own = calibration.clusters["aleph_alpha/A100-80G"]
     assert own["gemm_efficiency"] == pytest.approx(0.92, abs=0.04)
     # Half of it: what only few layouts show may as well be theirs alone.
     assert own["intra_node_efficiency"] < 0.9
@@ -72,16 +72,16 @@ def test_fit_recovers_what_made_the_data():
 def test_one_row_barely_moves_the_priors():
     runs = generated(prior_calibration())[:1]
     slow = [replace(run, seconds=run.seconds * 1.3) for run in runs]
-    found = learn(slow, prior_calibration()).calibration
-    for name, factor in found.clusters["aleph_alpha/A100-80G"].items():
+    calibration = learn(slow, prior_calibration()).calibration
+    for name, factor in calibration.clusters["aleph_alpha/A100-80G"].items():
         assert abs(np.log(factor)) < 2 * SPREADS[NAMES.index(name)]
 
 
 def test_a_mislabelled_row_does_not_bend_the_fit():
     runs = generated(prior_calibration())
     wrong = [replace(runs[0], seconds=runs[0].seconds * 2), *runs[1:]]
-    found = learn(wrong, prior_calibration()).calibration
-    errors = [abs(one.error) for one in predict(runs, found)]
+    calibration = learn(wrong, prior_calibration()).calibration
+    errors = [abs(one.error) for one in predict(runs, calibration)]
     assert np.median(errors) < 0.01
 
 
@@ -178,8 +178,8 @@ def test_releases_multiply_and_unknown_ones_take_after_the_last():
         ("one 26.02", 2.0), ("one 26.04", 2.0), ("one 27.01", 0.5), ("one 25.09", 2.0),
         ("other 26.02", 1.0), ("", 1.0),
     ):  # fmt: skip
-        found = known.constants("one/B200", release).expert_overhead_us
-        assert found == pytest.approx(base * factor), release
+        overhead = known.constants("one/B200", release).expert_overhead_us
+        assert overhead == pytest.approx(base * factor), release
 
 
 def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
@@ -189,11 +189,11 @@ def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
     assert load_cluster(str(mine)).name == "own/A100-80G"
     # A search corrects the bounds of all its layouts by these runs, and each price as `estimate`.
     task: dict[str, Any] = {"model": "llama3-8b", "seq_len": 2048, "global_batch": 64}
-    found = moemesh.plan(**task, cluster=mine, nodes=1, top=2)
-    alone = moemesh.estimate(**task, cluster=mine, plan=found[0].plan)
-    assert found[0].seconds <= found[1].seconds
-    assert alone.seconds == pytest.approx(found[0].seconds, rel=1e-9)
-    assert found.details["lower_bound_seconds"] <= found[0].seconds * (1 + 1e-9)
+    plans = moemesh.plan(**task, cluster=mine, nodes=1, top=2)
+    alone = moemesh.estimate(**task, cluster=mine, plan=plans[0].plan)
+    assert plans[0].seconds <= plans[1].seconds
+    assert alone.seconds == pytest.approx(plans[0].seconds, rel=1e-9)
+    assert plans.details["lower_bound_seconds"] <= plans[0].seconds * (1 + 1e-9)
 
 
 def test_one_run_alone_is_not_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +203,7 @@ def test_one_run_alone_is_not_doubted(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_group_left_out_does_not_know_its_own_times():
-    """Times of the left-out runs ten times as long: their predictions stay as they are."""
+    """Left-out runs with ten times the measured time: their predictions stay unchanged."""
     others = [
         llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)
     ]
@@ -212,14 +212,14 @@ def test_a_group_left_out_does_not_know_its_own_times():
 
     def predicted(rows):
         runs = [parse_run(one, ARCHS) for one in rows]
-        found = cross_validate(runs, prior_calibration())
-        return [one.seconds for one in found if one.run.row["model"] == "Hidden"]
+        predictions = cross_validate(runs, prior_calibration())
+        return [one.seconds for one in predictions if one.run.row["model"] == "Hidden"]
 
     assert predicted(others + hidden) == pytest.approx(predicted(others + slower), rel=1e-9)
 
 
 def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path):
-    """Layouts with pp = 4 take 8 % more; a file of a dozen runs knows it, and only of those."""
+    """Layouts with pp = 4 take 8 % more; a file of a dozen runs learns it, for pp = 4 only."""
     usual = generated(prior_calibration())
     slow = {run.id for run in usual if run.layout.pp == 4}
     runs = [replace(run, seconds=run.seconds * 1.08) if run.id in slow else run for run in usual]
@@ -270,11 +270,12 @@ def test_bad_runs_are_named_and_cost_little(tmp_path, capsys):
 
 
 def test_no_efficiency_is_written_above_one(tmp_path, capsys):
-    """Runs that beat the data sheet: what is too low is named, and the file can be planned with."""
-    found = generated(shipped_calibration())[:8]
+    """Runs faster than the data sheet: the message names the value that is too low, and the
+    calibration file is valid for plans."""
+    runs = generated(shipped_calibration())[:8]
     rows = [
         llama(index, tp, pp, mbs, one.seconds / 4, src="mine")
-        for index, ((tp, pp, mbs), one) in enumerate(zip(LAYOUTS, found, strict=False))
+        for index, ((tp, pp, mbs), one) in enumerate(zip(LAYOUTS, runs, strict=False))
     ]
     out = tmp_path / "fast.toml"
     calibrate(runs=[write_table(tmp_path, rows)], out=out)
@@ -297,14 +298,14 @@ def test_errors_after_own_runs_fall(tmp_path):
     truth = replace(
         prior_calibration(), clusters={"aleph_alpha/A100-80G": {"gemm_efficiency": 0.8}}
     )
-    found = lessons(generated(truth), prior_calibration(), (0, 4, 12, 50), draws=2)
-    assert [one.own for one in found] == [0, 4, 12]
-    assert found[0].median > 4 * found[2].median
-    assert found[2].median < 0.01
+    curve = lessons(generated(truth), prior_calibration(), (0, 4, 12, 50), draws=2)
+    assert [one.own for one in curve] == [0, 4, 12]
+    assert curve[0].median > 4 * curve[2].median
+    assert curve[2].median < 0.01
 
 
 def test_run_folders_teach_a_cluster(tmp_path, capsys):
-    """A folder is what a table's row is: its plan, the median of its steps, the cluster given."""
+    """A run folder as a row of a table: its plan, the median of its steps, the given cluster."""
     folders: list[Path] = []
     for dp in (1, 2, 4):
         folder = tmp_path / f"dp{dp}"
@@ -320,8 +321,8 @@ def test_run_folders_teach_a_cluster(tmp_path, capsys):
         ]  # fmt: skip
         (folder / "metrics.jsonl").write_text("".join(row.to_line() for row in rows))
         folders.append(folder)
-    found = run_of_folder(folders[1], load_cluster("laptop_cpu"))
-    assert found.reason == "" and found.seconds == 1.0 and found.layout.dp == 2
+    observed = run_of_folder(folders[1], load_cluster("laptop_cpu"))
+    assert observed.reason == "" and observed.seconds == 1.0 and observed.layout.dp == 2
     out = tmp_path / "mine.toml"
     with pytest.raises(UserError, match="give --cluster"):
         calibrate(runs=folders, out=out)

@@ -30,14 +30,14 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").re
 
 def rows(example: RoutingExample, caller: str) -> list[list[float]]:
     (name,) = example.dispatchers
-    found = example.exchanges(name)
-    (one,) = [one for one in found.of_rows() if one.caller == caller]
-    size = found.row_out if caller == "moe.dispatch" else found.row_back
+    traffic = example.exchanges(name)
+    (one,) = [one for one in traffic.of_rows() if one.caller == caller]
+    size = traffic.row_out if caller == "moe.dispatch" else traffic.row_back
     return [[sent / size for sent in line] for line in one.sent]
 
 
 def received(sent: list[list[float]]) -> list[list[int]]:
-    """Of each rank, the senders of its rows, in their order."""
+    """Senders of the rows of each rank, in the order of the rows."""
     ranks = range(len(sent))
     return [[sender for sender in ranks for _ in range(int(sent[sender][to]))] for to in ranks]
 
@@ -98,11 +98,13 @@ def test_pairs_add_up_to_the_ledger(
         dtype="bfloat16",
         seed=seed,
     )
-    found = example.exchanges(dispatcher)
-    for rank, ledger in enumerate(found.ledgers):
-        assert total(ledger.rows(), "wire_bytes") == sum(x.wire_sent(rank) for x in found.exchanges)
+    traffic = example.exchanges(dispatcher)
+    for rank, ledger in enumerate(traffic.ledgers):
+        assert total(ledger.rows(), "wire_bytes") == sum(
+            x.wire_sent(rank) for x in traffic.exchanges
+        )
         assert total(ledger.rows(), "received_bytes") == sum(
-            x.wire_received(rank) for x in found.exchanges
+            x.wire_received(rank) for x in traffic.exchanges
         )
 
 
@@ -139,12 +141,12 @@ PUBLISHED = DispatchLoad()
 
 
 def row(name: str, ep: int, load: DispatchLoad = PUBLISHED) -> DispatchTime:
-    (found,) = dispatch_times(H800, load, ep, (name,))
-    return found
+    (prediction,) = dispatch_times(H800, load, ep, (name,))
+    return prediction
 
 
 def test_remote_copies_of_a_token_on_eight_nodes() -> None:
-    """Without deduplication 7.0, with it 4.63, with at most four nodes 3.18."""
+    """Copies of a row: 7.0 without deduplication, 4.63 with it, 3.18 with at most four nodes."""
     free = DispatchLoad(groups=0)
     assert row("all_to_all", 64).copies_across == pytest.approx(7.0)
     assert row("hierarchical", 64, free).copies_across == pytest.approx(4.63, abs=0.005)
@@ -166,9 +168,9 @@ def test_visited_places_are_those_of_drawn_tokens(groups: int, kept: int, places
 
 def test_published_settings_inside_a_node_reach_the_published_rate() -> None:
     """DeepEP prints 153 and 158 GB/s for 8 H800."""
-    found = row("all_to_all", 8)
-    assert found.dispatch.rate == pytest.approx(153e9, rel=0.05)
-    assert found.combine.rate == pytest.approx(158e9, rel=0.05)
+    times = row("all_to_all", 8)
+    assert times.dispatch.rate == pytest.approx(153e9, rel=0.05)
+    assert times.combine.rate == pytest.approx(158e9, rel=0.05)
 
 
 def test_faster_links_and_measured_ones_change_the_time() -> None:
@@ -183,8 +185,8 @@ def test_faster_links_and_measured_ones_change_the_time() -> None:
         seconds=(0.25, 0.25),
     )
     measured = H800.model_copy(update={"links": (curve,)})
-    found = dispatch_times(measured, PUBLISHED, 8, ("all_to_all",))[0]
-    assert found.dispatch.seconds == pytest.approx(0.25)
+    times = dispatch_times(measured, PUBLISHED, 8, ("all_to_all",))[0]
+    assert times.dispatch.seconds == pytest.approx(0.25)
 
 
 def test_the_table_of_the_verb(invoke: Invoke) -> None:
@@ -195,6 +197,6 @@ def test_the_table_of_the_verb(invoke: Invoke) -> None:
     assert sum(line.split()[1:2] == ["hierarchical"] for line in text.splitlines()) == 4
     words = ("--tokens", "128", "--groups", "0", "--ep", "16", "--dispatcher", "low_latency")
     _, text, _ = invoke("dispatch", "--compare", "--cluster", "hgx_h800", *words, "--json")
-    (found,) = json.loads(text)
-    assert (found["ep"], found["dispatcher"]) == (16, "low_latency")
-    assert found["copies"] == pytest.approx(2 * 8 / 16 * 15)
+    (priced,) = json.loads(text)
+    assert (priced["ep"], priced["dispatcher"]) == (16, "low_latency")
+    assert priced["copies"] == pytest.approx(2 * 8 / 16 * 15)

@@ -23,44 +23,47 @@ def estimated(model: str = "qwen3-30b-a3b", plan: str = PLAN, **keys: Any) -> di
 
 
 def test_the_parts_of_the_contract() -> None:
-    found = estimated()
-    assert {"parameters", "flops", "memory", "traffic", "seconds"} <= set(found)
-    assert found["parameters"]["total"] == 30_532_122_624
-    assert {"first", "last", "worst", "fits", "peak_bytes"} <= set(found["memory"])
+    document = estimated()
+    assert {"parameters", "flops", "memory", "traffic", "seconds"} <= set(document)
+    assert document["parameters"]["total"] == 30_532_122_624
+    assert {"first", "last", "worst", "fits", "peak_bytes"} <= set(document["memory"])
     keys = {"axis", "op", "phase", "count", "payload_bytes", "wire_bytes"}
-    assert all(keys <= set(row) for row in found["traffic"])
-    assert found["seconds"]["total"] > 0
-    assert found["flops"]["causal_training_per_token"] < found["flops"]["full_training_per_token"]
+    assert all(keys <= set(row) for row in document["traffic"])
+    assert document["seconds"]["total"] > 0
+    assert (
+        document["flops"]["causal_training_per_token"]
+        < document["flops"]["full_training_per_token"]
+    )
 
 
 def test_every_axis_is_in_the_traffic() -> None:
-    found = estimated("mixtral-8x7b", "tp=2,dp=4,pp=2,cp=2,ep=4,etp=2,data=zero3,microbatch=1")
-    axes = {row["axis"] for row in found["traffic"]}
+    document = estimated("mixtral-8x7b", "tp=2,dp=4,pp=2,cp=2,ep=4,etp=2,data=zero3,microbatch=1")
+    axes = {row["axis"] for row in document["traffic"]}
     assert axes >= {"tp", "cp", "ep", "etp", "pp", "dp_cp", "edp"}
 
 
 def test_a_plan_that_we_run_gets_the_exact_ledger() -> None:
-    found = estimated("tiny", "tp=2,ep=2,microbatches=2", cluster="laptop_cpu", seq_len=32)
-    callers = {row["caller"] for row in found["traffic"]}
+    document = estimated("tiny", "tp=2,ep=2,microbatches=2", cluster="laptop_cpu", seq_len=32)
+    callers = {row["caller"] for row in document["traffic"]}
     assert {"moe.counts", "gradient_norm", "step.losses", "head.loss"} <= callers
-    assert "enters on rank 0" in found["notes"][-1]
+    assert "enters on rank 0" in document["notes"][-1]
 
 
 def test_a_parameter_server_shows_what_a_worker_sends() -> None:
     plan = "dp=4,data=parameter_server,microbatch=1"
-    found = estimated("tiny", plan, cluster="laptop_cpu", seq_len=128, global_batch=4)
-    number = found["parameters"]["total"]
+    document = estimated("tiny", plan, cluster="laptop_cpu", seq_len=128, global_batch=4)
+    number = document["parameters"]["total"]
     # The server sends weights in bf16 to three workers, a worker its gradients in fp32.
-    (note,) = [note for note in found["notes"] if note.startswith("traffic")]
-    told = re.search(r"gradients ([0-9.]+) MiB are sent by it, ([0-9.]+) MiB by rank 3", note)
-    assert told is not None, note
-    sent = [float(size) * 2**20 for size in told.groups()]
+    (note,) = [note for note in document["notes"] if note.startswith("traffic")]
+    match = re.search(r"gradients ([0-9.]+) MiB are sent by it, ([0-9.]+) MiB by rank 3", note)
+    assert match is not None, note
+    sent = [float(size) * 2**20 for size in match.groups()]
     assert sent == pytest.approx([3 * 2 * number, 4 * number], rel=0.01)
 
 
 def test_more_devices_than_the_cluster_has_are_noted() -> None:
-    found = estimated(plan="tp=2,dp=16,ep=8,microbatch=1", global_batch=64)
-    assert any("32 devices" in note for note in found["notes"])
+    document = estimated(plan="tp=2,dp=16,ep=8,microbatch=1", global_batch=64)
+    assert any("32 devices" in note for note in document["notes"])
 
 
 def test_the_table_for_people() -> None:
@@ -71,10 +74,10 @@ def test_the_table_for_people() -> None:
 
 def test_keys_of_both_worlds() -> None:
     batch: dict[str, Any] = {"seq_len": 128, "global_batch": 32}
-    found = read_plan("tp=2,dp=2,microbatch=2,recompute=norm+moe,zero=1,zero_group=2", **batch)
-    assert found.plan is None
-    assert found.layout.recompute == {"norm", "moe"}
-    assert (found.layout.microbatch, found.layout.microbatches) == (2, 8)
+    parsed = read_plan("tp=2,dp=2,microbatch=2,recompute=norm+moe,zero=1,zero_group=2", **batch)
+    assert parsed.plan is None
+    assert parsed.layout.recompute == {"norm", "moe"}
+    assert (parsed.layout.microbatch, parsed.layout.microbatches) == (2, 8)
     plain = read_plan("tp=2,dp=2,microbatch=2,data=zero1", **batch)
     assert plain.plan is not None and plain.plan.microbatches == 8
     assert plain.layout.zero == 1
@@ -120,8 +123,8 @@ def test_a_plan_with_another_end_of_a_step_is_not_called_exact_by_mistake() -> N
     ],
 )
 def test_closed_forms_say_why_they_are_not_exact(plan: str, reason: str) -> None:
-    found = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
-    assert "not to the byte" in found["notes"][-1] and reason in found["notes"][-1]
+    document = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
+    assert "not to the byte" in document["notes"][-1] and reason in document["notes"][-1]
 
 
 @pytest.mark.parametrize(
@@ -135,5 +138,5 @@ def test_closed_forms_say_why_they_are_not_exact(plan: str, reason: str) -> None
     ],
 )
 def test_what_training_does_is_exact(plan: str) -> None:
-    found = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
-    assert "enters on rank" in found["notes"][-1]
+    document = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
+    assert "enters on rank" in document["notes"][-1]

@@ -20,7 +20,12 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").re
 
 
 def groups(held: Holdings, axis: str) -> list[list[int]]:
-    return [list(group) for found in held.axes if found.axis == axis for group in found.groups]
+    return [
+        list(group)
+        for axis_groups in held.axes
+        if axis_groups.axis == axis
+        for group in axis_groups.groups
+    ]
 
 
 def test_groups_of_eight_ranks() -> None:
@@ -95,19 +100,19 @@ def test_a_group_that_spans_nodes() -> None:
 def test_what_ranks_have_in_common_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer for 100,000 ranks takes seconds: work is done for each place that differs."""
     held = Holdings.named("pp=2,dp=64,tp=2,ep=4,etp=2,microbatch=1", "tiny")
-    asked: list[str] = []
+    calls: list[str] = []
     count, find = ParameterTensor.local_elements, StagePlacement.held
     monkeypatch.setattr(
-        ParameterTensor, "local_elements", lambda *given: asked.append("tensor") or count(*given)
+        ParameterTensor, "local_elements", lambda *given: calls.append("tensor") or count(*given)
     )
     monkeypatch.setattr(
-        StagePlacement, "held", lambda *given: asked.append("stage") or find(*given)
+        StagePlacement, "held", lambda *given: calls.append("stage") or find(*given)
     )
     rows = held.to_json()["ranks"]
     places = {tuple(row["at"][axis] for axis in ("pp", "tp", "ep", "etp")) for row in rows}
     tensors = len(list(parameters.tensors(ModelConfig(), held.plan)))
-    assert len(rows) == 256 and asked.count("stage") == 2
-    assert asked.count("tensor") <= tensors * len(places) / 2
+    assert len(rows) == 256 and calls.count("stage") == 2
+    assert calls.count("tensor") <= tensors * len(places) / 2
     for rank in (0, 77, 255):
         exact = sum(
             one.local_elements(held.layout, held.layout.coordinates(rank))

@@ -70,9 +70,9 @@ ACTIVE = {name: released for name, released in WITH_EXPERTS.items() if released.
 
 @pytest.mark.parametrize("released", ACTIVE.values(), ids=ACTIVE)
 def test_active_parameters_as_printed(released: Released) -> None:
-    """Makers count embedding and head, one of them or neither, and do not say which."""
-    found = count_parameters(from_huggingface(released.config))
-    ways = (found.active, found.active - found.embedding, found.active_without_embeddings)
+    """Printed counts include embedding and head, one of them, or neither, without a note which."""
+    counts = count_parameters(from_huggingface(released.config))
+    ways = (counts.active, counts.active - counts.embedding, counts.active_without_embeddings)
     printed = str(released.active)
     digits = len(printed.partition(".")[2])
     assert printed in {f"{way / 1e9:.{digits}f}" for way in ways}, ways
@@ -106,7 +106,7 @@ def test_attention_windows() -> None:
     assert listed.windows[:4] == (0, 128, 0, 128)
     qwen = MODELS["Qwen2.5-7B"][0] | {"sliding_window": 4096, "use_sliding_window": False}
     assert from_huggingface(qwen).windows == ()
-    del qwen["use_sliding_window"]  # Off when it is left out.
+    del qwen["use_sliding_window"]  # A missing key means off.
     assert from_huggingface(qwen).windows == ()
     switched = qwen | {"use_sliding_window": True, "max_window_layers": 21}
     assert from_huggingface(switched).windows == (0,) * 21 + (4096,) * 7
@@ -133,7 +133,7 @@ def test_of_a_multimodal_model_the_text_counts() -> None:
 
 
 LLAMA = MODELS["Llama-3.1-8B"][0]
-#: Families that no class of transformers describes here: what they leave out is unknown.
+#: Families without a class in transformers here: missing keys have no known default.
 PHI = LLAMA | {"model_type": "phi3"}
 EXAONE = {k: v for k, v in DEEPSEEK_V3.items() if "lora" not in k} | {"model_type": "exaone_moe"}
 BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
@@ -151,7 +151,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ),
     (LLAMA | {"num_hidden_layers": "many"}, ("num_hidden_layers", "whole number")),
     (LLAMA | {"num_attention_heads": 0}, ("num_attention_heads (0)",)),
-    # Families of which it is known what is not known.
+    # Families with known unsupported parts.
     (LLAMA | {"model_type": "jamba"}, ("jamba has state-space (Mamba) layers", "no formula")),
     (LLAMA | {"model_type": "qwen3_next"}, ("qwen3_next has linear attention",)),
     (LLAMA | {"model_type": "minimax_m1"}, ("minimax_m1 has linear attention",)),
@@ -165,7 +165,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (WITH_EXPERTS["Mixtral-8x7B"].config | {"n_shared_experts": 1}, ("n_shared_experts",)),
     (DEEPSEEK_V3 | {"mlp_bias": True}, ("mlp_bias",)),
     (DEEPSEEK_V3 | {"index_n_heads": 64}, ("index_n_heads", "indexer")),
-    # What is left out is asked for, not made up, unless the family's class has a default.
+    # A missing key is an error, unless the family's class has a default.
     *(
         ({k: v for k, v in EXAONE.items() if k != key}, (f"needs {words}",))
         for key, words in {
@@ -178,7 +178,7 @@ BAD: list[tuple[dict[str, Any], tuple[str, ...]]] = [
         }.items()
     ),
     ({k: v for k, v in PHI.items() if k != "intermediate_size"}, ("needs intermediate_size",)),
-    # Numbers that are none.
+    # Numbers that are not legal sizes.
     (LLAMA | {"hidden_size": float("nan")}, ("hidden_size", "whole number")),
     (LLAMA | {"hidden_size": float("inf")}, ("hidden_size", "whole number")),
     (LLAMA | {"hidden_size": -64}, ("hidden_size must be at least 0",)),
@@ -242,11 +242,11 @@ def test_adapters_of_a_model_without_weights_are_planned(tmp_path: Path) -> None
             }
         )
     )  # fmt: skip
-    asked = {"cluster": "dgx_h100", "seq_len": 4096, "global_batch": 64, "top": 1}
+    task = {"cluster": "dgx_h100", "seq_len": 4096, "global_batch": 64, "top": 1}
     settings = ["lora.rank=16"]
-    (folder,) = mm.plan(model=tmp_path, settings=settings, **asked)
-    (preset,) = mm.plan(model="qwen3-30b-a3b", settings=settings, **asked)
-    (full,) = mm.plan(model=tmp_path, **(asked | {"nodes": 8}))
+    (folder,) = mm.plan(model=tmp_path, settings=settings, **task)
+    (preset,) = mm.plan(model="qwen3-30b-a3b", settings=settings, **task)
+    (full,) = mm.plan(model=tmp_path, **(task | {"nodes": 8}))
     assert folder.seconds == preset.seconds
     assert folder.memory_bytes == preset.memory_bytes
     assert folder.command is None and full.memory_bytes > 0

@@ -1,4 +1,4 @@
-"""80 % intervals: their coverage on left-out sources, and the arithmetic behind it."""
+"""80 % intervals: their coverage on left-out sources, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from tests.planner.published_rows import ARCHS, ROWS
 
 
 def test_shipped_intervals_of_seconds_hold_four_fifths_of_left_out_sources() -> None:
-    found = shipped_intervals().seconds_coverage()
-    assert len(found.by_source) >= 14
-    assert sum(found.rows.values()) > 550
-    assert 0.75 <= found.of_sources <= 0.85
-    assert 0.75 <= found.of_rows <= 0.85
+    coverage = shipped_intervals().seconds_coverage()
+    assert len(coverage.by_source) >= 14
+    assert sum(coverage.rows.values()) > 550
+    assert 0.75 <= coverage.of_sources <= 0.85
+    assert 0.75 <= coverage.of_rows <= 0.85
 
 
 def test_shipped_intervals_of_memory_hold_four_fifths_of_left_out_sources() -> None:
-    found = shipped_intervals().memory_coverage()
-    assert len(found.by_source) >= 5
-    assert 0.75 <= found.of_sources <= 0.85
+    coverage = shipped_intervals().memory_coverage()
+    assert len(coverage.by_source) >= 5
+    assert 0.75 <= coverage.of_sources <= 0.85
 
 
 def test_a_device_that_few_sources_measured_has_the_wider_interval() -> None:
-    found = shipped_intervals()
-    assert found.well_measured == {"ampere", "hopper"}
-    assert found.seconds_width("hopper") < found.seconds_width("blackwell")
-    assert found.seconds_width("") == found.seconds_width("blackwell")
-    low, high = found.of_seconds(10.0, "hopper")
+    intervals = shipped_intervals()
+    assert intervals.well_measured == {"ampere", "hopper"}
+    assert intervals.seconds_width("hopper") < intervals.seconds_width("blackwell")
+    assert intervals.seconds_width("") == intervals.seconds_width("blackwell")
+    low, high = intervals.of_seconds(10.0, "hopper")
     assert low * high == pytest.approx(100.0)
     assert Interval.around(8.0, log(2)) == pytest.approx((4.0, 16.0))
 
@@ -54,15 +54,15 @@ def errors(source: str, *values: float) -> SecondsErrors:
 def test_a_source_with_many_rows_weighs_as_much_as_one_with_few() -> None:
     many = errors("a", *[0.1] * 1000)
     few = [errors(name, 0.3) for name in "bcde"]
-    found = Intervals(seconds=(many, *few), memory=())
-    assert found.seconds_width("g") == pytest.approx(0.3)
-    without = found.seconds_width("g", without="b")
-    assert without <= found.seconds_width("g")
+    intervals = Intervals(seconds=(many, *few), memory=())
+    assert intervals.seconds_width("g") == pytest.approx(0.3)
+    without = intervals.seconds_width("g", without="b")
+    assert without <= intervals.seconds_width("g")
 
 
 def test_coverage_judges_a_source_by_the_others() -> None:
-    found = Intervals(seconds=(errors("a", 0.1), errors("b", 0.1), errors("c", 5.0)), memory=())
-    coverage = found.seconds_coverage()
+    intervals = Intervals(seconds=(errors("a", 0.1), errors("b", 0.1), errors("c", 5.0)), memory=())
+    coverage = intervals.seconds_coverage()
     assert coverage.by_source == {"a": 1.0, "b": 1.0, "c": 0.0}
     assert coverage.of_sources == pytest.approx(2 / 3)
 
@@ -71,9 +71,9 @@ def test_labels_bound_the_memory_of_runs() -> None:
     # Needs are at most 0.75 times the prediction in one run of four, 1.2 times in three.
     ran = tuple(log(x) for x in (0.75, 1.2, 1.2, 1.2, 2.0))
     out = tuple(log(x) for x in (0.5, 0.75, 0.75, 0.75, 1.2))
-    found = MemoryErrors(source="a", ran=ran, out=out)
-    assert found.within(log(1.25)) == pytest.approx(0.75 - 0.25)
-    assert found.within(log(4)) == 1.0
+    memory = MemoryErrors(source="a", ran=ran, out=out)
+    assert memory.within(log(1.25)) == pytest.approx(0.75 - 0.25)
+    assert memory.within(log(4)) == 1.0
     bytes_known = MemoryErrors(source="b", errors=(-0.5, 0.0, 0.1, 0.2))
     assert bytes_known.within(0.1) == 0.5
 
@@ -90,22 +90,22 @@ def test_errors_of_a_source_come_from_a_fit_without_it_and_survive_the_file() ->
     first = left_out_errors(runs, prior_calibration())
     second = left_out_errors(slow, prior_calibration())
     assert {one.source for one in first.seconds} == {"one", "two"}
-    own = [found.seconds[0].errors for found in (first, second)]
+    own = [each.seconds[0].errors for each in (first, second)]
     assert own[1] == pytest.approx([error + log(2) for error in own[0]], abs=2e-4)
-    theirs = [found.seconds[-1].errors for found in (first, second)]
+    theirs = [each.seconds[-1].errors for each in (first, second)]
     assert theirs[0] != theirs[1]
     assert read_intervals(tomllib.loads(intervals_toml(first))) == first
 
 
 def test_memory_of_a_known_stack_is_within_an_eighth() -> None:
-    found = shipped_intervals()
-    assert found.known_width <= log(1.13)
-    assert min(found.memory_coverage(known=True).by_source.values()) >= 0.8
-    assert found.of_memory(80.0, known=True).high < found.of_memory(80.0).high
-    assert found.fits_chance(80.0, 80.0, known=True) == pytest.approx(0.5)
-    edge = 80.0 * exp(found.known_width)
-    assert found.fits_chance(80.0, edge, known=True) == pytest.approx(0.9, abs=1e-3)
-    assert found.fits_chance(80.0, edge) < found.fits_chance(80.0, edge, known=True)
+    intervals = shipped_intervals()
+    assert intervals.known_width <= log(1.13)
+    assert min(intervals.memory_coverage(known=True).by_source.values()) >= 0.8
+    assert intervals.of_memory(80.0, known=True).high < intervals.of_memory(80.0).high
+    assert intervals.fits_chance(80.0, 80.0, known=True) == pytest.approx(0.5)
+    edge = 80.0 * exp(intervals.known_width)
+    assert intervals.fits_chance(80.0, edge, known=True) == pytest.approx(0.9, abs=1e-3)
+    assert intervals.fits_chance(80.0, edge) < intervals.fits_chance(80.0, edge, known=True)
 
 
 def test_the_interval_goes_from_that_of_strangers_to_that_of_own_runs() -> None:

@@ -1,4 +1,4 @@
-"""Layouts from plans of our own: what a key of [plan] means in the planner's words."""
+"""Layouts from plans of our own: the planner's key for each key of [plan]."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layout(**keys: Any) -> PlannedLayout:
 
 
 def test_selective_recomputes_the_core_and_the_product_of_a_swiglu() -> None:
-    """As `moemesh.parallel.recompute`: silu(gate) * up not kept."""
+    """The product silu(gate) * up is not kept, the same as in `moemesh.parallel.recompute`."""
     shape = load_model("llama3-8b").shape
     kind = LayerKind(window=0, moe=False)
     none, selective = (layer_kept(shape, kind, layout(recompute=r)) for r in ("none", "selective"))
@@ -132,18 +132,18 @@ def test_the_keys_of_json_are_the_layout(table: dict[str, Any], pipe: dict[str, 
 
 def test_what_no_formula_reads_is_echoed() -> None:
     text = "pp=2,microbatches=4,overlap_blocks=false,optimizer_validation=after"
-    found = estimate_named("tiny", "laptop_cpu", text, 32, 8).to_json()
-    assert "overlap_blocks=false" in found["plan"] and "validation=after" in found["plan"]
+    document = estimate_named("tiny", "laptop_cpu", text, 32, 8).to_json()
+    assert "overlap_blocks=false" in document["plan"] and "validation=after" in document["plan"]
 
 
 def test_a_parameter_server_is_priced_and_echoed() -> None:
     """Ranks push gradients and pull weights; the server's link carries those of all others."""
-    found: dict[str, Any] = {}
+    estimates: dict[str, Any] = {}
     for dp in (2, 4, 8):
         plan = f"dp={dp},microbatch=2,data=parameter_server"
-        found[dp] = estimate_named("tiny", "laptop_cpu", plan, 64, 16).to_json()
-    assert "data=parameter_server" in found[4]["plan"]
-    seconds = {dp: one["seconds"]["data"] for dp, one in found.items()}
+        estimates[dp] = estimate_named("tiny", "laptop_cpu", plan, 64, 16).to_json()
+    assert "data=parameter_server" in estimates[4]["plan"]
+    seconds = {dp: one["seconds"]["data"] for dp, one in estimates.items()}
     assert seconds[4] == pytest.approx(3 * seconds[2], rel=0.05)
     assert seconds[8] == pytest.approx(7 * seconds[2], rel=0.05)
     ring = estimate_named("tiny", "laptop_cpu", "dp=4,microbatch=2", 64, 16).to_json()

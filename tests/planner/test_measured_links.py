@@ -1,4 +1,4 @@
-"""Measured collectives in the step time: the table's value where there is one, else α and β."""
+"""Measured collectives in the step time: the value of the table if it has one, else α and β."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def closed_curves(machine: Cluster) -> tuple[LinkCurve, ...]:
     inter = machine.inter_node_bandwidth * constants.inter_node_efficiency
     loss = constants.network_contention
     links = Links(node_size=NODE, intra=intra, inter=inter, contention=loss)
-    found: list[LinkCurve] = []
+    curves: list[LinkCurve] = []
     for ranks in (2, 4, 8, 16, 32):
         for stride in (1, 2, 4, 8, 16):
             if ranks * stride > machine.num_devices:
@@ -62,10 +62,10 @@ def closed_curves(machine: Cluster) -> tuple[LinkCurve, ...]:
             }
             for name, per_byte in times.items():
                 points = [(size, size * float(per_byte)) for size in (1e3, 1e9)]
-                found.append(curve(name, ranks, members, *points))
+                curves.append(curve(name, ranks, members, *points))
     for members, rate in ((2, intra), (1, inter)):
-        found.append(curve("send", 2, members, (1e3, 1e3 / rate), (1e9, 1e9 / rate)))
-    unique = {(c.operation, c.ranks, c.members_per_node): c for c in found}
+        curves.append(curve("send", 2, members, (1e3, 1e3 / rate), (1e9, 1e9 / rate)))
+    unique = {(c.operation, c.ranks, c.members_per_node): c for c in curves}
     return tuple(unique.values())
 
 
@@ -97,11 +97,13 @@ def test_a_table_of_slow_links_gives_the_time_of_a_cluster_with_slow_links(
     if keys.get("ep") == 16:
         shape = load_model("qwen3-30b-a3b").shape
     layout = PlannedLayout(seq_len=4096, global_batch=64, **keys)
-    wanted, found, bare = (pricing(one).price(shape, layout)[1] for one in (slow, measured, fast))
-    assert found["total"] == pytest.approx(wanted["total"], rel=1e-9)
-    assert wanted["total"] > 1.02 * bare["total"], "nothing to tell apart"
+    wanted, measured_seconds, bare = (
+        pricing(one).price(shape, layout)[1] for one in (slow, measured, fast)
+    )
+    assert measured_seconds["total"] == pytest.approx(wanted["total"], rel=1e-9)
+    assert wanted["total"] > 1.02 * bare["total"], "too small a difference for this test"
     for part in ("tensor", "context", "experts", "data", "pipeline"):
-        assert found[part] == pytest.approx(wanted[part], rel=1e-6, abs=1e-9), part
+        assert measured_seconds[part] == pytest.approx(wanted[part], rel=1e-6, abs=1e-9), part
 
 
 def test_the_time_of_a_collective_is_the_value_of_the_table(tmp_path: Path) -> None:
@@ -132,10 +134,10 @@ def test_what_was_not_measured_keeps_its_closed_form() -> None:
 def test_the_search_prices_columns_with_the_table() -> None:
     machine = cluster(nodes=2, links=closed_curves(cluster(inter_node_bandwidth=1e9)))
     space = Space(num_devices=16, node_size=NODE, seq_len=4096, global_batch=64)
-    found = SearchSpace(load_model("mixtral-8x7b").shape, machine, space)
+    search = SearchSpace(load_model("mixtral-8x7b").shape, machine, space)
     bare = SearchSpace(load_model("mixtral-8x7b").shape, cluster(nodes=2), space)
-    assert found.examined == bare.examined
-    for index in map(int, np.random.default_rng(0).choice(found.examined, 30, replace=False)):
-        assert found.bounds[index] <= found.seconds(index) * (1 + 1e-9)
-    best, then = (one.fitting(one.capacity, 1)[0] for one in (found, bare))
-    assert found.seconds(best) > bare.seconds(then)
+    assert search.examined == bare.examined
+    for index in map(int, np.random.default_rng(0).choice(search.examined, 30, replace=False)):
+        assert search.bounds[index] <= search.seconds(index) * (1 + 1e-9)
+    best, then = (one.fitting(one.capacity, 1)[0] for one in (search, bare))
+    assert search.seconds(best) > bare.seconds(then)

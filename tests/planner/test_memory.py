@@ -66,13 +66,13 @@ def test_modern_layer() -> None:
     """12 h + 4 h_kv + 8 f a token (6 f with a fused SwiGLU), and the log-sum-exp."""
     shape = load_model("llama3-8b").shape
     layout = PlannedLayout(seq_len=1, global_batch=1, fused_activation=False)
-    found = layer_kept(shape, LayerKind(False, 0), layout).on_rank(layout)
-    assert found == 12 * 4096 + 4 * 1024 + 8 * 14336 + 4 * 32
+    kept_bytes = layer_kept(shape, LayerKind(False, 0), layout).on_rank(layout)
+    assert kept_bytes == 12 * 4096 + 4 * 1024 + 8 * 14336 + 4 * 32
     fused = layout.changed(fused_activation=True)
-    assert found - layer_kept(shape, LayerKind(False, 0), fused).on_rank(fused) == 2 * 14336
+    assert kept_bytes - layer_kept(shape, LayerKind(False, 0), fused).on_rank(fused) == 2 * 14336
     unfused = layout.changed(fused_norm=False)
     more = layer_kept(shape, LayerKind(False, 0), unfused).on_rank(unfused)
-    assert more - found == 8 * 4096
+    assert more - kept_bytes == 8 * 4096
 
 
 # Model states: bytes per parameter.
@@ -105,19 +105,19 @@ def test_two_values_of_n() -> None:
     assert (layout.dense_shards, layout.expert_shards) == (8, 2)
     weights = rank_weights(shape, layout, 0)
     dense, expert = weights.sharded / 2 + weights.replicated, weights.expert / 8
-    found = rank_memory(shape, layout, 0)
-    assert found.optimizer == 12 * (dense / 8 + expert / 2)
-    assert found.optimizer != 12 * (dense + expert) / 8
+    memory = rank_memory(shape, layout, 0)
+    assert memory.optimizer == 12 * (dense / 8 + expert / 2)
+    assert memory.optimizer != 12 * (dense + expert) / 8
 
 
 def test_stages_hold_their_own_parts() -> None:
     shape = load_model("deepseek-v3").shape
     layout = PlannedLayout(pp=16, dp=64, ep=64, seq_len=64, global_batch=1024)
     ranks = [rank_weights(shape, layout, rank) for rank in range(16)]
-    found = count_parameters(shape)
+    counts = count_parameters(shape)
     # Once the whole model, its extra prediction layer, and the table that this layer reads, too.
     table = shape.vocab_size * shape.hidden_size
-    assert sum(weights.total for weights in ranks) == found.total + found.mtp + table
+    assert sum(weights.total for weights in ranks) == counts.total + counts.mtp + table
 
 
 def test_dualpipe_holds_two_copies() -> None:
@@ -150,8 +150,8 @@ def test_activations_are_those_that_the_schedule_keeps() -> None:
             pp=4, schedule=name, seq_len=8, global_batch=8, layers_per_stage=(1, 1, 1, 1)
         )
         one = layer_kept(shape, LayerKind(False, 0), layout).on_rank(layout)
-        found = [memory.activations / one for memory in estimate_memory(shape, layout).ranks]
-        assert found == pytest.approx(counts)
+        ratios = [memory.activations / one for memory in estimate_memory(shape, layout).ranks]
+        assert ratios == pytest.approx(counts)
 
 
 KV = [("llama3-405b", 516_096), ("deepseek-v3", 70_272)]

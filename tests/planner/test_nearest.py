@@ -1,4 +1,4 @@
-"""What a user is told of a layout that does not fit: the smallest change that makes it fit."""
+"""Advice for a layout that does not fit: the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -81,16 +81,16 @@ def test_a_layout_can_be_read_back_from_its_text(text: str) -> None:
     assert layout(start.text) == start
 
 
-def told(text: str, **keys: Any) -> dict[str, Any]:
+def estimated(text: str, **keys: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {"cluster": "dgx_h100", "seq_len": 4096, "global_batch": 32} | keys
     return estimate_named("mixtral-8x7b", plan=text, **settings).to_json()
 
 
 def test_estimate_says_it_as_json_and_in_words() -> None:
-    found = told(CASES[0])
-    assert not found["memory"]["fits"]
-    near = found["nearest_that_fits"]
-    assert near["memory_bytes"] < found["memory"]["device_bytes"] and "->" in near["change"]
+    document = estimated(CASES[0])
+    assert not document["memory"]["fits"]
+    near = document["nearest_that_fits"]
+    assert near["memory_bytes"] < document["memory"]["device_bytes"] and "->" in near["change"]
     again = estimate(load_model("mixtral-8x7b"), layout(near["plan"]), CLUSTER)
     assert again.fits(again.peak.needed) and again.seconds["total"] == pytest.approx(
         near["seconds"]
@@ -100,14 +100,14 @@ def test_estimate_says_it_as_json_and_in_words() -> None:
 
 
 def test_where_nothing_fits_the_smallest_is_told() -> None:
-    found = told("dp=2,microbatch=1")
-    assert found["nearest_that_fits"]["plan"] is None
-    assert "more than there is" in found["nearest_that_fits"]["reason"]
+    document = estimated("dp=2,microbatch=1")
+    assert document["nearest_that_fits"]["plan"] is None
+    assert "more than there is" in document["nearest_that_fits"]["reason"]
 
 
 def test_a_layout_that_fits_needs_no_advice() -> None:
-    found = estimate_named("tiny", "dgx_h100", "tp=2,ep=2", 128, 8).to_json()
-    assert found["memory"]["fits"] and found["nearest_that_fits"] is None
+    document = estimate_named("tiny", "dgx_h100", "tp=2,ep=2", 128, 8).to_json()
+    assert document["memory"]["fits"] and document["nearest_that_fits"] is None
 
 
 def test_plan_says_that_nothing_fits_with_exit_code_2(invoke: Invoke) -> None:

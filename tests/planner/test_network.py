@@ -22,8 +22,8 @@ from tests.planner.closed_forms import expected_nodes
 def test_group_bandwidth_counts_members_per_node():
     """Measured all-reduce on 2 x 8 A100: 44.7, 20.8, 16.2, 8.1 GB/s with 8, 4, 2, 1 members."""
     links = Links(node_size=8, intra=250e9, inter=5.6e9)
-    found = [float(links.bandwidth(2 * q, 8 // q)) for q in (8, 4, 2, 1)]
-    assert found == pytest.approx([44.8e9, 22.4e9, 11.2e9, 5.6e9])
+    bandwidths = [float(links.bandwidth(2 * q, 8 // q)) for q in (8, 4, 2, 1)]
+    assert bandwidths == pytest.approx([44.8e9, 22.4e9, 11.2e9, 5.6e9])
     assert links.bandwidth(8, 1) == 250e9
     assert replace(links, inter=100e9).bandwidth(64, 1) == 250e9
 
@@ -49,8 +49,8 @@ def test_smooth_nodes_equal_the_binomials(nodes, per_node, k):
     experts = nodes * per_node
     if k > experts:
         return
-    found = visited_nodes(experts, k, nodes, 1, 1)
-    assert found == pytest.approx(expected_nodes(experts, k, nodes), rel=1e-9)
+    visited = visited_nodes(experts, k, nodes, 1, 1)
+    assert visited == pytest.approx(expected_nodes(experts, k, nodes), rel=1e-9)
 
 
 def curve(**times: float) -> LinkCurve:
@@ -66,8 +66,8 @@ def curve(**times: float) -> LinkCurve:
 
 def test_table_interpolates_in_logarithms():
     table = LinkTable([curve(e6=1e-4, e8=1e-3)])
-    found = table.column("all_reduce", 8, 8, np.array([1e7, 1e6, 1e3, 1e9]))
-    assert found == pytest.approx([np.sqrt(1e-7), 1e-4, 1e-4, 1e-2], rel=1e-9)
+    times = table.column("all_reduce", 8, 8, np.array([1e7, 1e6, 1e3, 1e9]))
+    assert times == pytest.approx([np.sqrt(1e-7), 1e-4, 1e-4, 1e-2], rel=1e-9)
     twice = LinkTable([curve(e6=1e-4), curve(e6=3e-4)])
     assert twice.column("all_reduce", 8, 8, 1e6) == pytest.approx(2e-4)
 

@@ -22,10 +22,10 @@ def test_a_choice_adds_up_nodes_and_edges_of_all_copies() -> None:
         groups=["once", "often"],
         counts={"often": 5},
     )
-    found = graph.cost([1, 2])
-    assert found.seconds == pytest.approx(2 + 5 * (30 + 0.6))
-    assert (found.state_bytes, found.saved_bytes) == (2 + 5 * 5, 8 + 5 * 11)
-    assert found.memory_bytes(3) == 27 + 3 * 63
+    cost = graph.cost([1, 2])
+    assert cost.seconds == pytest.approx(2 + 5 * (30 + 0.6))
+    assert (cost.state_bytes, cost.saved_bytes) == (2 + 5 * 5, 8 + 5 * 11)
+    assert cost.memory_bytes(3) == 27 + 3 * 63
     assert graph.group_costs([1, 2])["often"].seconds == pytest.approx(30.6)
 
 
@@ -51,10 +51,10 @@ def test_highs_equals_brute_force(
     seed: int, num_operators: int, price: float, in_flight: float
 ) -> None:
     graph = random_graph(seed, num_operators)
-    found = solve(graph, byte_price=price, in_flight=in_flight)
-    total = found.cost.seconds + price * found.cost.memory_bytes(in_flight)
+    solution = solve(graph, byte_price=price, in_flight=in_flight)
+    total = solution.cost.seconds + price * solution.cost.memory_bytes(in_flight)
     assert total == pytest.approx(brute_force(graph, price, in_flight), rel=1e-7)
-    assert found.cost == graph.cost(found.choices)
+    assert solution.cost == graph.cost(solution.choices)
 
 
 def test_forbidden_strategies_are_not_taken() -> None:
@@ -109,7 +109,7 @@ def test_the_cheapest_order_of_steps_is_taken() -> None:
 def test_only_the_inner_piece_of_a_dim_may_move() -> None:
     # Both axes cut dim 0. Gathering the outer one alone (10 s a byte of the result: 20 s) would
     # leave scattered rows. Instead: gather the inner pieces (half the tensor, 6 s), pad with zeros,
-    # cut along the inner axis again, and add up over the outer one (all-reduce of 4 bytes, 40 s).
+    # cut along the inner axis, and add up over the outer one (all-reduce of 4 bytes, 40 s).
     both, inner = ("S0", "S0"), ("R", "S0")
     assert reshard_seconds(16, both, inner, TWO, backward=False) == 6 + 40
     assert reshard_seconds(16, both, ("S0", "R"), TWO, backward=False) == 6

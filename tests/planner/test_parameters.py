@@ -51,10 +51,10 @@ def test_every_preset_is_counted() -> None:
 
 
 def test_deepseek_v3_without_tables() -> None:
-    found = count_parameters(load_model("deepseek-v3").shape)
-    assert f"{found.active_without_embeddings / 1e9:.2f}" == "35.70"
-    assert found.selection_bias == 58 * 256
-    assert found.mtp == end_weights(load_model("deepseek-v3").shape)["mtp"].total > 11e9
+    counts = count_parameters(load_model("deepseek-v3").shape)
+    assert f"{counts.active_without_embeddings / 1e9:.2f}" == "35.70"
+    assert counts.selection_bias == 58 * 256
+    assert counts.mtp == end_weights(load_model("deepseek-v3").shape)["mtp"].total > 11e9
 
 
 def test_parts_add_up() -> None:
@@ -104,7 +104,7 @@ def test_the_router_of_a_bias_and_the_shared_gate() -> None:
     assert layer_weights(ModelShape(**sizes, router_logit_bias=True), True).total == plain + 4
     biased = layer_weights(ModelShape(**sizes, expert_bias=True), True)
     assert biased.total == plain + 4 * (2 * 6 + 8)
-    # Biases are cut as the matrices are: that behind the sum over etp by its channels.
+    # Biases are cut like their matrices; the bias added after the sum over etp, by its channels.
     assert biased.expert == layer_weights(ModelShape(**sizes), True).expert + 4 * (2 * 6 + 8)
 
 
@@ -130,15 +130,15 @@ RATES = [
 
 @pytest.mark.parametrize(("name", "convention", "printed"), RATES)
 def test_published_rates(name: str, convention: str, printed: str) -> None:
-    found = count_flops(load_model(name).shape, 4096, convention)  # type: ignore[arg-type]
+    flops = count_flops(load_model(name).shape, 4096, convention)  # type: ignore[arg-type]
     digits = len(printed.partition(".")[2])
-    assert f"{found.training / 1e9:.{digits}f}" == printed
+    assert f"{flops.training / 1e9:.{digits}f}" == printed
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(24, 2304, 24), (96, 12288, 96)])
 def test_gpt_closed_form_of_flops(layers: int, hidden: int, heads: int, recompute: bool) -> None:
-    """72 B s L h^2 (1 + s/(6h) + V/(12Lh)); 96 and V/(16Lh) when everything is computed again."""
+    """72 B s L h^2 (1 + s/(6h) + V/(12Lh)); 96 and V/(16Lh) with full recomputation."""
     seq, batch, vocab = 2048, 7, 51200
     flops = count_flops(gpt(layers, hidden, heads, vocab), seq, "full")
     parts = frozenset({"full"}) if recompute else frozenset[str]()

@@ -19,44 +19,44 @@ pytestmark = pytest.mark.usefixtures("large_machine")
 
 
 def check_command(invoke: Invoke, command: str) -> None:
-    """`moemesh config check` accepts what a printed `moemesh train` would run."""
+    """`moemesh config check` accepts the configuration of a printed `moemesh train`."""
     words = shlex.split(command)
     assert words[:2] == ["moemesh", "train"]
     code, _, errors = invoke("config", "check", *words[2:])
     assert code == 0, f"{command}\n{errors}"
 
 
-def check_sums(found: Partition) -> None:
-    """Stages cover layers and ranks once, and the step is what the stages say."""
-    seconds = [stage.seconds for stage in found.stages]
-    expected = sum(seconds) + (found.microbatches - 1) * max(seconds)
-    assert found.seconds == pytest.approx(expected)
-    layers = [layer for stage in found.stages for layer in stage.layers]
+def check_sums(partitioned: Partition) -> None:
+    """Stages cover layers and ranks once, and the time of a step follows from its stages."""
+    seconds = [stage.seconds for stage in partitioned.stages]
+    expected = sum(seconds) + (partitioned.microbatches - 1) * max(seconds)
+    assert partitioned.seconds == pytest.approx(expected)
+    layers = [layer for stage in partitioned.stages for layer in stage.layers]
     assert layers == list(range(len(layers)))
-    ranks = [rank for stage in found.stages for rank in stage.ranks]
-    assert ranks == list(range(found.num_devices))
-    for number, stage in enumerate(found.stages):
-        assert stage.in_flight == min(found.microbatches, len(found.stages) - number)
-        assignment = found.assignments[stage.assignment]
+    ranks = [rank for stage in partitioned.stages for rank in stage.ranks]
+    assert ranks == list(range(partitioned.num_devices))
+    for number, stage in enumerate(partitioned.stages):
+        assert stage.in_flight == min(partitioned.microbatches, len(partitioned.stages) - number)
+        assignment = partitioned.assignments[stage.assignment]
         assert all(one.seconds >= 0 for one in assignment.operators)
-    assert found.implied is not None
-    plan = found.implied.plan
-    assert plan.world_size == found.num_devices
-    assert plan.pp == len(found.stages)
-    assert plan.microbatches == found.microbatches
+    assert partitioned.implied is not None
+    plan = partitioned.implied.plan
+    assert plan.world_size == partitioned.num_devices
+    assert plan.pp == len(partitioned.stages)
+    assert plan.microbatches == partitioned.microbatches
     if plan.pp > 1:
-        assert plan.layers_per_stage == tuple(len(stage.layers) for stage in found.stages)
+        assert plan.layers_per_stage == tuple(len(stage.layers) for stage in partitioned.stages)
 
 
 def test_stages_and_strategies_of_a_model_become_a_command_that_runs(invoke: Invoke) -> None:
-    found = partition(
+    result = partition(
         model="llama3-8b", cluster="dgx_h100", nodes=2, global_batch=64, seq_len=4096, stages=4
     )
-    check_sums(found)
-    assert found.implied is not None
-    assert found.implied.fits
-    assert "plan.layers_per_stage=[" in found.implied.command
-    check_command(invoke, found.implied.command)
+    check_sums(result)
+    assert result.implied is not None
+    assert result.implied.fits
+    assert "plan.layers_per_stage=[" in result.implied.command
+    check_command(invoke, result.implied.command)
 
 
 def test_methods_agree_and_baselines_say_their_gap() -> None:
@@ -72,8 +72,8 @@ def test_methods_agree_and_baselines_say_their_gap() -> None:
         assert baseline.gap == pytest.approx(max(baseline.seconds / dp.seconds - 1, 0))
         assert baseline.evaluations == 300
     assert random.gap > 0
-    for found in (dp, ilp, random, learned):
-        check_sums(found)
+    for answer in (dp, ilp, random, learned):
+        check_sums(answer)
 
 
 def grid(*, slow: bool) -> list[Any]:
@@ -108,7 +108,7 @@ def test_every_printed_command_passes_config_check(
     more: dict[str, Any],
 ) -> None:
     try:
-        found = partition(
+        result = partition(
             model=model,
             cluster=cluster,
             nodes=nodes,
@@ -119,10 +119,10 @@ def test_every_printed_command_passes_config_check(
     except StageError as error:
         assert "fits in" in str(error)
         return
-    check_sums(found)
-    assert found.implied is not None
-    if found.implied.fits and not found.implied.not_trained:
-        check_command(invoke, found.implied.command)
+    check_sums(result)
+    assert result.implied is not None
+    if result.implied.fits and not result.implied.not_trained:
+        check_command(invoke, result.implied.command)
 
 
 def test_the_branch_network_is_placed_by_every_method() -> None:
@@ -130,15 +130,15 @@ def test_the_branch_network_is_placed_by_every_method() -> None:
         model="branching-alexnet", cluster="dgx_h100", global_batch=128, evaluations=2000,
         method="all",
     )  # fmt: skip
-    found = compare(request)
-    assert found[1].seconds == pytest.approx(found[0].seconds, rel=1e-9)
-    for one in found:
+    results = compare(request)
+    assert results[1].seconds == pytest.approx(results[0].seconds, rel=1e-9)
+    for one in results:
         assert one.gap >= 0
         names = sorted(name for stage in one.stages for name in stage.operators)
         assert names == sorted(operator.operator for operator in one.assignments[0].operators)
         assert one.implied is None
     # Both convolutions of a layer at once: the step is shorter than all operators in a row.
-    assert found[0].seconds < sum(stage.seconds for stage in found[0].stages)
+    assert results[0].seconds < sum(stage.seconds for stage in results[0].stages)
 
 
 def test_the_same_call_gives_the_same_answer() -> None:
@@ -168,11 +168,11 @@ def test_the_verb_prints_text_and_json(invoke: Invoke) -> None:
     assert code == 0
     assert "moemesh train --set model.preset=tiny" in text
     _, output, _ = invoke(*words, *options, "--method", "all", "--evaluations", "50", "--json")
-    found = json.loads(output)
-    assert [row["method"] for row in found["methods"]] == list(METHODS)
-    assert {"stages", "assignments", "plan", "seconds", "gap", "evaluations"} <= found.keys()
-    assert found["stages"][0]["ranks"] == [0, 3]
-    assert found["plan"]["command"] in text
+    document = json.loads(output)
+    assert [row["method"] for row in document["methods"]] == list(METHODS)
+    assert {"stages", "assignments", "plan", "seconds", "gap", "evaluations"} <= document.keys()
+    assert document["stages"][0]["ranks"] == [0, 3]
+    assert document["plan"]["command"] in text
     code, _, errors = invoke(*words, "--stages", "99")
     assert code == 2
     assert "fix: stages = " in errors

@@ -46,8 +46,8 @@ def layout(**values) -> PlannedLayout:
 )
 def test_measured_bytes_of_a_truncated_llama(degrees, gib):
     """max_memory_allocated on 8 B200 (SimuMax release notes), Megatron with fused kernels."""
-    found = peak_memory(LLAMA, layout(**degrees), Allocation())
-    assert found.allocated / GIB == pytest.approx(gib, rel=0.01)
+    peak = peak_memory(LLAMA, layout(**degrees), Allocation())
+    assert peak.allocated / GIB == pytest.approx(gib, rel=0.01)
 
 
 def test_states_are_the_exact_ones():
@@ -85,10 +85,10 @@ def test_first_stage_holds_most_microbatches_the_last_the_logits():
 
 
 def test_fits_counts_what_no_allocator_sees():
-    found = peak_memory(LLAMA, layout(tp=8), Allocation(workspace_bytes=3.0 * GIB))
-    assert found.needed == found.allocated + 3 * GIB
-    assert found.fits(found.needed)
-    assert not found.fits(found.needed, usable_share=0.99)
+    peak = peak_memory(LLAMA, layout(tp=8), Allocation(workspace_bytes=3.0 * GIB))
+    assert peak.needed == peak.allocated + 3 * GIB
+    assert peak.fits(peak.needed)
+    assert not peak.fits(peak.needed, usable_share=0.99)
 
 
 def test_what_is_needed_is_never_less_than_what_a_step_must_hold():
@@ -107,7 +107,7 @@ def test_what_is_needed_is_never_less_than_what_a_step_must_hold():
 
 
 def test_the_worst_rank_is_the_worst_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are left out where another holds at least as much of everything."""
+    """Ranks are skipped if another rank holds at least the same amount of everything."""
     cases = [("deepseek-v3", name, 8, 24) for name in ("1f1b", "zb_h2", "zb_v", "dualpipe")]
     cases += [("llama3-8b", name, 4, 3) for name in ("zb_h1", "zb_h2", "zb_v", "pipedream")]
     cases += [("qwen3-30b-a3b", "interleaved_1f1b", 4, 8)]
@@ -117,10 +117,10 @@ def test_the_worst_rank_is_the_worst_of_all(monkeypatch: pytest.MonkeyPatch) -> 
             pp=ranks, schedule=name, seq_len=256, global_batch=batch,
             stages_per_rank=3 if name.startswith("inter") else 1,
         )  # fmt: skip
-        found = peak_memory(shape, planned, Allocation()).needed
+        needed = peak_memory(shape, planned, Allocation()).needed
         with monkeypatch.context() as patch:
             patch.setattr(module, "worst_ranks", lambda *_, every=range(ranks): every)
-            assert peak_memory(shape, planned, Allocation()).needed == found
+            assert peak_memory(shape, planned, Allocation()).needed == needed
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])

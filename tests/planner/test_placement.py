@@ -52,9 +52,9 @@ def test_both_exact_methods_equal_brute_force(problem: PlacementProblem, seed: i
             with pytest.raises(StageError):
                 method(problem)
         return
-    found = best_placement(problem)
-    assert found.seconds == pytest.approx(best)
-    assert placement_seconds(problem, found.choices) == pytest.approx(best)
+    placement = best_placement(problem)
+    assert placement.seconds == pytest.approx(best)
+    assert placement_seconds(problem, placement.choices) == pytest.approx(best)
     assert solve_placement(problem).seconds == pytest.approx(best, rel=1e-6)
     for name in ("random", "learned"):
         tried = baseline_placement(name, problem, 100, seed)

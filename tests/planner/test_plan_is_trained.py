@@ -65,11 +65,11 @@ def answers(
         global_batch=batch,
         trainable=True,
     )
-    found = SearchSpace(model.shape, cluster, space)
-    best = found.fitting(found.capacity, top)
-    rest = [index for index in range(found.examined) if found.needed[index] <= found.capacity]
+    search = SearchSpace(model.shape, cluster, space)
+    best = search.fitting(search.capacity, top)
+    rest = [index for index in range(search.examined) if search.needed[index] <= search.capacity]
     others = random.Random(batch + seq_len).sample(rest, min(top // 2, len(rest)))
-    return tuple(found.candidate(index) for index in dict.fromkeys([*best, *others]))
+    return tuple(search.candidate(index) for index in dict.fromkeys([*best, *others]))
 
 
 def assert_is_what_runs(model: Model, cluster: Cluster, candidate: Candidate) -> None:
@@ -89,10 +89,10 @@ def assert_is_what_runs(model: Model, cluster: Cluster, candidate: Candidate) ->
     sizes = {"seq_len": layout.seq_len, "global_batch": layout.global_batch}
     for text in (layout.text, _as_keys(layout)):
         planned = read_plan(text, model=model, **sizes)
-        found = estimate(model, planned.layout, cluster, planned.plan)
-        assert found.seconds["total"] == pytest.approx(candidate.seconds, rel=1e-9), text
-        assert found.peak.needed == pytest.approx(candidate.memory.needed, rel=1e-9), text
-        assert found.peak.needed >= found.memory.worst.total
+        estimated = estimate(model, planned.layout, cluster, planned.plan)
+        assert estimated.seconds["total"] == pytest.approx(candidate.seconds, rel=1e-9), text
+        assert estimated.peak.needed == pytest.approx(candidate.memory.needed, rel=1e-9), text
+        assert estimated.peak.needed >= estimated.memory.worst.total
 
 
 def _as_keys(layout: object) -> str:
@@ -109,9 +109,9 @@ def _as_keys(layout: object) -> str:
 def test_what_is_planned_can_be_trained_and_costs_what_was_said(case) -> None:
     name, cluster, nodes, seq_len, batch, top = case
     model, there = load_model(name), machine(cluster, nodes)
-    found = answers(model, there, seq_len, batch, top)
-    assert len(found) >= top
-    for candidate in found:
+    candidates = answers(model, there, seq_len, batch, top)
+    assert len(candidates) >= top
+    for candidate in candidates:
         assert_is_what_runs(model, there, candidate)
 
 
@@ -125,10 +125,10 @@ def test_hundreds_of_answers() -> None:
         if 0 < positions < seq_len:
             continue  # `plan --trainable` refuses it
         try:
-            found = answers(model, there, seq_len, batch, top)
+            candidates = answers(model, there, seq_len, batch, top)
         except ConfigError:
-            continue  # no layout of so many devices takes this batch
-        for candidate in found:
+            continue  # no layout of this number of devices takes this batch
+        for candidate in candidates:
             assert_is_what_runs(model, there, candidate)
-        count += len(found)
+        count += len(candidates)
     assert count >= 500

@@ -1,4 +1,4 @@
-"""Rows of run tables: layout, software, conversions, and reasons where a row says too little."""
+"""Rows of run tables: layout, software, conversions, and reasons for rows with too few values."""
 
 from __future__ import annotations
 
@@ -181,9 +181,9 @@ def test_impossible_degrees_are_reasons(values, reason):
 
 def test_only_microbatches_of_which_the_schedule_exists_are_tried():
     run = parse(pp=4, vpp=2, dp=2, mbs="", gbs=8, recompute="full")
-    found = predict([run], shipped_calibration())[0]
-    assert found.run.layout is not None and found.run.layout.microbatches == 4
-    assert found.seconds is not None and found.seconds > 0
+    prediction = predict([run], shipped_calibration())[0]
+    assert prediction.run.layout is not None and prediction.run.layout.microbatches == 4
+    assert prediction.seconds is not None and prediction.seconds > 0
 
 
 def test_recomputation_in_unknown_words_counts_as_not_published():
@@ -193,8 +193,8 @@ def test_recomputation_in_unknown_words_counts_as_not_published():
 
 
 def test_releases_are_read_at_the_head_of_the_notes():
-    found = parse(src="megatron_bridge", notes="26.02.01 NeMo Container; Pre-Training")
-    assert found.release == "megatron_bridge 26.02.01"
+    parsed = parse(src="megatron_bridge", notes="26.02.01 NeMo Container; Pre-Training")
+    assert parsed.release == "megatron_bridge 26.02.01"
     assert parse(notes="grad-accum 26.02").release == ""
 
 

@@ -1,4 +1,4 @@
-"""Why not X: what is illegal, too large or slower, with numbers that can be checked by hand."""
+"""Why not X: layouts that are illegal, too large or slower, with numbers to check by hand."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from moemesh.planner.shapes.load_shape import load_model
 def searched() -> tuple[SearchSpace, PlannedAnswer]:
     machine = load_cluster("dgx_h100")
     space = Space(num_devices=8, node_size=8, seq_len=4096, global_batch=64)
-    found = SearchSpace(load_model("deepseek-v2-lite").shape, machine, space)
-    return found, plan_named(PlanRequest("deepseek-v2-lite", machine, 4096, 64, top=30))
+    search = SearchSpace(load_model("deepseek-v2-lite").shape, machine, space)
+    return search, plan_named(PlanRequest("deepseek-v2-lite", machine, 4096, 64, top=30))
 
 
-def judged(asked: str) -> Rival:
-    found, planned = searched()
-    return why_not(found, planned.model, planned.candidates[0], asked)
+def judged(text: str) -> Rival:
+    search, planned = searched()
+    return why_not(search, planned.model, planned.candidates[0], text)
 
 
 def test_the_best_layout_is_the_one_that_was_chosen() -> None:
@@ -42,18 +42,18 @@ def test_the_best_layout_is_the_one_that_was_chosen() -> None:
 
 def test_what_is_left_open_is_the_best_that_the_search_has() -> None:
     """A plain loop over all layouts with tp = 4 and ZeRO-3 finds none that is faster."""
-    found, _ = searched()
+    search, _ = searched()
     rival = judged("tp=4,data=zero3")
     assert rival.candidate is not None
     assert (rival.candidate.layout.tp, rival.candidate.layout.zero) == (4, 3)
-    layouts = ((index, found.layout(index)) for index in range(found.examined))
+    layouts = ((index, search.layout(index)) for index in range(search.examined))
     alike = [
         index
         for index, one in layouts
-        if one.tp == 4 and one.zero == 3 and found.needed[index] <= found.capacity
+        if one.tp == 4 and one.zero == 3 and search.needed[index] <= search.capacity
     ]
     assert len(alike) > 10
-    assert rival.candidate.seconds == pytest.approx(min(found.seconds(index) for index in alike))
+    assert rival.candidate.seconds == pytest.approx(min(search.seconds(index) for index in alike))
 
 
 def test_the_parts_of_what_is_slower_add_up_to_the_difference() -> None:
@@ -67,17 +67,17 @@ def test_the_parts_of_what_is_slower_add_up_to_the_difference() -> None:
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
-    found, _ = searched()
+    search, _ = searched()
     rival = judged("dp=8,pp=1,tp=1,cp=1,ep=1,etp=1,data=replicate,recompute=full")
     assert rival.verdict == "does not fit"
     assert rival.candidate is not None and rival.nearest is not None
-    assert rival.short == pytest.approx(rival.candidate.memory.needed - found.capacity)
+    assert rival.short == pytest.approx(rival.candidate.memory.needed - search.capacity)
     assert rival.memory[0][0] == "states"
-    assert rival.nearest.memory.needed <= found.capacity
+    assert rival.nearest.memory.needed <= search.capacity
 
 
 @pytest.mark.parametrize(
-    ("asked", "message", "fix"),
+    ("text", "message", "fix"),
     [
         ("tp=7", "tp 7 does not divide the 8 devices", "tp = 4 or 8"),
         ("tp=4,dp=8", "dp 8 x tp 4 = 32 does not divide the 8 devices", "dp = 2"),
@@ -89,17 +89,17 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     ],
 )
 def test_what_is_illegal_names_the_rule_and_the_nearest_legal(
-    asked: str, message: str, fix: str
+    text: str, message: str, fix: str
 ) -> None:
-    rival = judged(asked)
+    rival = judged(text)
     assert rival.verdict == "illegal"
     assert any(message in problem.message for problem in rival.problems)
-    # The fix is legal on as many devices, with all else that was asked.
+    # The fix is legal on the same devices, with the other keys unchanged.
     fixed = [problem.fix for problem in rival.problems if problem.fix]
     assert fix in fixed
     for name, _, values in (one.partition(" = ") for one in fixed):
         for value in values.split(" or "):
-            pairs = dict(pair.split("=") for pair in asked.split(",")) | {name: value}
+            pairs = dict(pair.split("=") for pair in text.split(",")) | {name: value}
             again = judged(",".join(f"{key}={number}" for key, number in pairs.items()))
             assert again.verdict != "illegal"
 
@@ -117,8 +117,8 @@ def test_words_of_what_is_asked_are_read_before_the_search(
 
 
 def test_assumptions_of_the_search_may_be_broken_by_name() -> None:
-    found, planned = searched()
-    narrow = SearchSpace(found.shape, found.cluster, replace(found.space, node_size=4))
+    search, planned = searched()
+    narrow = SearchSpace(search.shape, search.cluster, replace(search.space, node_size=4))
     rival = why_not(narrow, planned.model, planned.candidates[0], "tp=8")
     assert rival.beyond == ("tensor groups across nodes",)
     sharded = judged("pp=2,data=zero3")
@@ -144,23 +144,23 @@ def test_keys_that_no_search_varies_are_set_on_the_best() -> None:
 
 
 def test_a_rival_of_a_trainable_plan_is_trainable_where_one_is() -> None:
-    """Other trainers copy key/value heads over tensor ranks, ours does not: with two heads tp = 4
-    is judged as theirs, and says so."""
+    """Other trainers copy key/value heads over tensor ranks, ours does not: with two heads, tp = 4
+    is priced as a layout of other trainers and marked as one."""
     model = load_model(ModelConfig(num_heads=4, num_kv_heads=2))
     space = Space(num_devices=4, node_size=4, seq_len=512, global_batch=4, trainable=True)
-    found = SearchSpace(model.shape, load_cluster("laptop_cpu"), space)
-    best = found.candidate(found.fitting(found.capacity, 1)[0])
-    within, without = (why_not(found, model, best, f"tp={tp}") for tp in (2, 4))
+    search = SearchSpace(model.shape, load_cluster("laptop_cpu"), space)
+    best = search.candidate(search.fitting(search.capacity, 1)[0])
+    within, without = (why_not(search, model, best, f"tp={tp}") for tp in (2, 4))
     assert within.candidate is not None and within.candidate.layout.tp == 2 and not within.beyond
     assert without.candidate is not None and without.candidate.layout.tp == 4
     assert without.beyond == ("only what `moemesh train` carries out",)
 
 
 def test_a_rival_in_json_can_be_read_back() -> None:
-    found, planned = searched()
+    search, planned = searched()
     said = judged("tp=2,ep=8").to_json()
     layout = read_plan(said["plan"], seq_len=4096, global_batch=64, model=planned.model).layout
-    assert found.pricing.seconds(found.shape, layout)["total"] == pytest.approx(said["seconds"])
+    assert search.pricing.seconds(search.shape, layout)["total"] == pytest.approx(said["seconds"])
 
 
 def test_no_line_is_wider_than_a_terminal() -> None:
@@ -169,8 +169,8 @@ def test_no_line_is_wider_than_a_terminal() -> None:
     why = ["tp=8,ep=8,data=zero3", "tp=3", "pp=2,dispatcher=hierarchical"]
     assert len(planned.candidates) == 30
     planned = replace(planned, rivals=tuple(map(judged, why)), tokens=1e12)
-    asked = "--model m --cluster c --seq-len 4096 --global-batch 64"
-    text = plan_text(planned, asked, explain=True)
+    arguments = "--model m --cluster c --seq-len 4096 --global-batch 64"
+    text = plan_text(planned, arguments, explain=True)
     assert [line for line in text.split("\n") if len(line) > WIDTH] == []
     assert [line for line in text.split("\n") if line != line.rstrip()] == []
 
@@ -179,10 +179,10 @@ def test_percents_of_the_parts_add_up_to_100() -> None:
     thirds = {"total": 3.0, "a": 1.0, "b": 1.0, "c": 0.9999, "d": 0.0001}
     assert sum(percent for _, _, percent in step_parts(thirds)) == pytest.approx(100.0)
     _, planned = searched()
-    for found in planned.candidates[:5]:
-        parts = step_parts(found.breakdown)
+    for candidate in planned.candidates[:5]:
+        parts = step_parts(candidate.breakdown)
         assert round(sum(percent for _, _, percent in parts), 6) == 100.0
-        assert sum(seconds for _, seconds, _ in parts) == pytest.approx(found.seconds)
+        assert sum(seconds for _, seconds, _ in parts) == pytest.approx(candidate.seconds)
 
 
 def test_a_folded_command_is_one_command() -> None:

@@ -1,4 +1,4 @@
-"""The search finds the best layout of its space, and what it cuts could not have been better."""
+"""The search finds the best layout of its space; no layout that it skips is better."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from moemesh.sharding.load_run import load_run
 
 
 def cluster(nodes: int, memory_gib: float = 80.0) -> Cluster:
-    found = load_cluster("dgx_h100")
-    return found.model_copy(update={"nodes": nodes, "memory_bytes": int(memory_gib * 2**30)})
+    loaded = load_cluster("dgx_h100")
+    return loaded.model_copy(update={"nodes": nodes, "memory_bytes": int(memory_gib * 2**30)})
 
 
 def space(machine: Cluster, seq_len: int = 4096, batch: int = 64, **more: object) -> Space:
@@ -37,7 +37,9 @@ def space(machine: Cluster, seq_len: int = 4096, batch: int = 64, **more: object
 
 
 @cache
-def found(model: str, nodes: int, memory_gib: float = 80.0, seq_len: int = 4096) -> SearchSpace:
+def search_space(
+    model: str, nodes: int, memory_gib: float = 80.0, seq_len: int = 4096
+) -> SearchSpace:
     machine = cluster(nodes, memory_gib)
     return SearchSpace(load_model(model).shape, machine, space(machine, seq_len))
 
@@ -48,25 +50,23 @@ CASES = [("mixtral-8x7b", 4), ("llama3-8b", 2), ("deepseek-v2-lite", 2), ("qwen3
 @pytest.mark.representative("llama3-8b-2", "deepseek-v2-lite-2")
 @pytest.mark.parametrize(("model", "nodes"), CASES)
 def test_columns_and_single_layouts_need_the_same_memory(model: str, nodes: int) -> None:
-    all_of_it = found(model, nodes)
-    rows = np.random.default_rng(0).choice(all_of_it.examined, 150, replace=False)
+    layouts = search_space(model, nodes)
+    rows = np.random.default_rng(0).choice(layouts.examined, 150, replace=False)
     for index in map(int, rows):
-        exact = all_of_it.memory(index).needed
-        assert all_of_it.needed[index] == pytest.approx(exact, rel=1e-9), all_of_it.layout(
-            index
-        ).key
+        exact = layouts.memory(index).needed
+        assert layouts.needed[index] == pytest.approx(exact, rel=1e-9), layouts.layout(index).key
 
 
 @pytest.mark.representative("llama3-8b-2", "deepseek-v2-lite-2")
 @pytest.mark.parametrize(("model", "nodes"), CASES)
 def test_the_bound_of_the_time_is_below_the_price_and_close(model: str, nodes: int) -> None:
-    all_of_it = found(model, nodes)
-    rows = np.random.default_rng(1).choice(all_of_it.examined, 80, replace=False)
-    floor = all_of_it.certificate(1.0).compute_floor_seconds
+    layouts = search_space(model, nodes)
+    rows = np.random.default_rng(1).choice(layouts.examined, 80, replace=False)
+    floor = layouts.certificate(1.0).compute_floor_seconds
     for index in map(int, rows):
-        bound, price = all_of_it.bounds[index], all_of_it.seconds(index)
-        assert floor <= bound <= price * (1 + 1e-9), all_of_it.layout(index).key
-        assert bound >= 0.6 * price, all_of_it.layout(index).key
+        bound, price = layouts.bounds[index], layouts.seconds(index)
+        assert floor <= bound <= price * (1 + 1e-9), layouts.layout(index).key
+        assert bound >= 0.6 * price, layouts.layout(index).key
 
 
 @pytest.mark.representative("45.0")
@@ -75,15 +75,15 @@ def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float
     machine = cluster(1, memory_gib)
     shape = load_model("deepseek-v2-lite").shape
     narrow = space(machine, batch=8, schedules=("1f1b", "zb_v"), recompute=("none", "full"))
-    all_of_it = SearchSpace(shape, machine, narrow)
-    picked = all_of_it.fitting(all_of_it.capacity, 3)
+    layouts = SearchSpace(shape, machine, narrow)
+    picked = layouts.fitting(layouts.capacity, 3)
     fitting = [
-        all_of_it.seconds(index)
-        for index in range(all_of_it.examined)
-        if all_of_it.memory(index).needed <= all_of_it.capacity
+        layouts.seconds(index)
+        for index in range(layouts.examined)
+        if layouts.memory(index).needed <= layouts.capacity
     ]
-    assert [all_of_it.seconds(index) for index in picked] == sorted(fitting)[:3]
-    assert all(all_of_it.memory(index).needed <= all_of_it.capacity for index in picked)
+    assert [layouts.seconds(index) for index in picked] == sorted(fitting)[:3]
+    assert all(layouts.memory(index).needed <= layouts.capacity for index in picked)
 
 
 @pytest.mark.representative("llama3-8b-80.0")
@@ -94,44 +94,44 @@ def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
 ) -> None:
     machine = cluster(1, memory_gib)
     narrow = space(machine, batch=16, schedules=("1f1b", "zb_v"), largest_microbatch=4)
-    all_of_it = SearchSpace(load_model(model).shape, machine, narrow)
+    layouts = SearchSpace(load_model(model).shape, machine, narrow)
     safe = 0.7 * machine.memory_bytes
-    fits = [i for i in range(all_of_it.examined) if all_of_it.needed[i] <= all_of_it.capacity]
-    seconds = {index: all_of_it.seconds(index) for index in fits}
+    fits = [i for i in range(layouts.examined) if layouts.needed[i] <= layouts.capacity]
+    seconds = {index: layouts.seconds(index) for index in fits}
     least = min(seconds.values())
-    rows = choose(all_of_it, 6, safe)
+    rows = choose(layouts, 6, safe)
     of_role = {role: number for number, row in rows.items() for role in row.roles}
     assert seconds[of_role["fastest"]] == least
     near = [index for index in fits if seconds[index] <= 1.1 * least]
-    pool = [index for index in near if all_of_it.needed[index] <= safe]
+    pool = [index for index in near if layouts.needed[index] <= safe]
     tie = 1.02 * min((seconds[index] for index in pool), default=least)
     ties = [index for index in pool or near if seconds[index] <= tie]
     first = of_role["recommended"]
     assert next(iter(rows)) == first and first in ties
-    assert words(all_of_it, first) == min(words(all_of_it, index) for index in ties)
+    assert words(layouts, first) == min(words(layouts, index) for index in ties)
     # Where the leanest within 10 % alone is safe it is recommended, however many mechanisms it has.
-    least_memory = min(all_of_it.needed[i] for i in near)
-    (lean, *_), safe_one = choose(all_of_it, 6, least_memory), all_of_it.needed[first]
-    assert all_of_it.needed[lean] == least_memory <= safe_one
-    simplest = min(words(all_of_it, i) for i in fits if seconds[i] <= 1.05 * least)
-    assert words(all_of_it, of_role["simplest"]) == simplest
+    least_memory = min(layouts.needed[i] for i in near)
+    (lean, *_), safe_one = choose(layouts, 6, least_memory), layouts.needed[first]
+    assert layouts.needed[lean] == least_memory <= safe_one
+    simplest = min(words(layouts, i) for i in fits if seconds[i] <= 1.05 * least)
+    assert words(layouts, of_role["simplest"]) == simplest
     if "safest" in of_role:
-        fastest_safe = min(seconds[i] for i in fits if all_of_it.needed[i] <= safe)
-        assert all_of_it.needed[of_role["safest"]] <= safe
+        fastest_safe = min(seconds[i] for i in fits if layouts.needed[i] <= safe)
+        assert layouts.needed[of_role["safest"]] <= safe
         assert seconds[of_role["safest"]] <= fastest_safe * 1.02
     else:
-        assert all(all_of_it.needed[i] > safe for i in fits)
+        assert all(layouts.needed[i] > safe for i in fits)
     times = [seconds[number] for number in list(rows)[1:]]
     assert times == sorted(times) and len(rows) <= 6
     assert (
-        list(choose(all_of_it, 1, safe)) == list(dict.fromkeys([first, of_role["fastest"]]))
+        list(choose(layouts, 1, safe)) == list(dict.fromkeys([first, of_role["fastest"]]))
         or first == of_role["fastest"]
     )
 
 
-def words(all_of_it: SearchSpace, index: int) -> int:
+def words(layouts: SearchSpace, index: int) -> int:
     """Mechanisms, counted by hand."""
-    one = all_of_it.layout(index)
+    one = layouts.layout(index)
     degrees = sum(getattr(one, axis) > 1 for axis in ("pp", "dp", "cp", "tp", "ep", "etp"))
     of_schedule = {"zb_v": 2}.get(one.schedule, 0)
     return degrees + of_schedule + bool(one.recompute) + (one.dispatcher == "hierarchical")
@@ -139,8 +139,8 @@ def words(all_of_it: SearchSpace, index: int) -> int:
 
 def test_rows_are_different_answers() -> None:
     """Layouts that cut the weights alike, by the same schedule and recomputation, are one row."""
-    all_of_it = found("qwen3-30b-a3b", 2)
-    rows = choose(all_of_it, 5, 0.7 * all_of_it.cluster.memory_bytes)
+    layouts = search_space("qwen3-30b-a3b", 2)
+    rows = choose(layouts, 5, 0.7 * layouts.cluster.memory_bytes)
     keys = ("pp", "tp", "ep", "etp", "schedule", "stages_per_rank", "recompute")
     others = [row.layout for row in rows.values() if not row.roles]
     answers = {(one.zero > 1, *(getattr(one, key) for key in keys)) for one in others}
@@ -165,9 +165,9 @@ def test_every_layout_is_legal_and_unique() -> None:
 def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> None:
     times = []
     for memory in (20.0, 45.0, 80.0, 160.0):
-        all_of_it = found("deepseek-v2-lite", 1, memory)
-        best = all_of_it.fitting(all_of_it.capacity, 1)
-        times.append(all_of_it.seconds(best[0]) if best else float("inf"))
+        layouts = search_space("deepseek-v2-lite", 1, memory)
+        best = layouts.fitting(layouts.capacity, 1)
+        times.append(layouts.seconds(best[0]) if best else float("inf"))
     assert times == sorted(times, reverse=True) and times[-1] < times[1]
     small = plan(load_model("deepseek-v2-lite"), cluster(1, 45.0), space(cluster(1, 45.0)), 2)
     assert small.advice.binding.startswith("memory of pipeline rank")

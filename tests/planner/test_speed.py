@@ -22,13 +22,13 @@ from moemesh.sharding.load_run import load_run
 def test_mfu_is_model_flops_over_the_peak_of_all_devices() -> None:
     shape = load_model("llama3-8b").shape
     layout = PlannedLayout(dp=8, seq_len=4096, global_batch=64, recompute=frozenset({"full"}))
-    found = Speed.of(shape, layout, load_cluster("dgx_h100"), 10.0)
+    speed = Speed.of(shape, layout, load_cluster("dgx_h100"), 10.0)
     tokens = 4096 * 64
     flops = 3 * count_flops(shape, 4096, "causal").forward * tokens
-    assert found.tokens_per_second == tokens / 10
-    assert found.tokens_per_second_per_gpu == tokens / 80
-    assert found.tflops_per_rank == pytest.approx(flops / 80 / 1e12)
-    assert found.mfu == pytest.approx(
+    assert speed.tokens_per_second == tokens / 10
+    assert speed.tokens_per_second_per_gpu == tokens / 80
+    assert speed.tflops_per_rank == pytest.approx(flops / 80 / 1e12)
+    assert speed.mfu == pytest.approx(
         flops / (10 * 8 * load_cluster("dgx_h100").peak_flops["bfloat16"])
     )
 
@@ -40,24 +40,24 @@ def test_extra_prediction_layers_are_work_of_the_model() -> None:
 
 
 def test_days_and_gpu_hours_of_a_number_of_tokens() -> None:
-    found = Speed(seconds=1, tokens=1_000_000, devices=16, flops_per_token=1e9, peak_flops=1e15)
-    assert found.days(86_400e6) == pytest.approx(1.0)
-    assert found.gpu_hours(86_400e6) == pytest.approx(24 * 16)
+    speed = Speed(seconds=1, tokens=1_000_000, devices=16, flops_per_token=1e9, peak_flops=1e15)
+    assert speed.days(86_400e6) == pytest.approx(1.0)
+    assert speed.gpu_hours(86_400e6) == pytest.approx(24 * 16)
 
 
 def test_the_published_utilization_of_deepseek_v3_is_in_reach_of_its_published_seconds() -> None:
     """2.664 million H800 hours for 14.8T tokens (arXiv:2412.19437, table 1)."""
     hours, tokens = 2.664e6, 14.8e12
     rate = tokens / (hours * 3600)
-    found = Speed(
+    speed = Speed(
         seconds=1 / rate,
         tokens=1,
         devices=1,
         flops_per_token=count_flops(load_model("deepseek-v3").shape, 4096, "causal").training,
         peak_flops=peak_flops(load_cluster("hgx_h800"), "bfloat16"),
     )
-    assert found.gpu_hours(tokens) == pytest.approx(hours)
-    assert found.mfu == pytest.approx(0.39, abs=0.01)
+    assert speed.gpu_hours(tokens) == pytest.approx(hours)
+    assert speed.mfu == pytest.approx(0.39, abs=0.01)
 
 
 def test_peaks_of_types_that_a_cluster_does_not_name() -> None:
@@ -89,7 +89,7 @@ LENGTHS = [
 
 @pytest.mark.parametrize(("text", "tokens"), LENGTHS)
 def test_lengths_are_counted_in_1024(text: str, tokens: int) -> None:
-    """As papers and tables of runs do; one parser serves every verb, and its defaults."""
+    """The unit of papers and of tables of runs; one parser serves every verb, and its defaults."""
     assert options.tokens(tokens) == options.tokens_of_any_sign(tokens) == tokens
     assert options.tokens(text) == options.tokens_of_any_sign(text) == tokens
     assert read_cache_size(f"32x{text}") == (32, tokens)

@@ -43,18 +43,18 @@ def stage_costs(draw: st.DrawFn) -> StageCosts:
 def test_both_exact_methods_equal_brute_force(costs: StageCosts) -> None:
     best, smallest = brute_force_stages(costs)
     assert costs.smallest_cap() == smallest
-    found = best_division(costs.table(), costs.num_microbatches)
+    optimum = best_division(costs.table(), costs.num_microbatches)
     program = solve_division(costs.table(), costs.num_microbatches)
     if not np.isfinite(best):
-        assert found is None
+        assert optimum is None
         assert program is None
         assert smallest > costs.cap_bytes
         return
-    assert found is not None
+    assert optimum is not None
     assert program is not None
-    assert found.seconds == pytest.approx(best)
+    assert optimum.seconds == pytest.approx(best)
     assert program.seconds == pytest.approx(best, rel=1e-7)
-    for division in (found, program):
+    for division in (optimum, program):
         assert sum(division.layers_per_stage) == costs.seconds.shape[1]
         total = pipeline_seconds(division.stage_seconds, costs.num_microbatches)
         assert division.seconds == pytest.approx(total)
@@ -66,21 +66,21 @@ def test_baselines_are_never_better_and_repeat_themselves(costs: StageCosts, see
     table = costs.table()
     best = best_division(table, costs.num_microbatches)
     for method in ("random", "learned"):
-        found = baseline_division(method, table, costs.num_microbatches, 200, seed)
-        assert found == baseline_division(method, table, costs.num_microbatches, 200, seed)
+        baseline = baseline_division(method, table, costs.num_microbatches, 200, seed)
+        assert baseline == baseline_division(method, table, costs.num_microbatches, 200, seed)
         if best is None:
-            assert found is None
-        elif found is not None:
-            assert found.seconds >= best.seconds - 1e-12
-            assert found.evaluations == 200
-            sizes = found.layers_per_stage
+            assert baseline is None
+        elif baseline is not None:
+            assert baseline.seconds >= best.seconds - 1e-12
+            assert baseline.evaluations == 200
+            sizes = baseline.layers_per_stage
             assert (sum(sizes), len(sizes)) == (costs.seconds.shape[1], len(costs.in_flight))
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), num_layers=st.integers(1, 9), microbatches=st.integers(1, 9))
 def test_any_table_equals_brute_force(seed: int, num_layers: int, microbatches: int) -> None:
-    """Costs that are no sums of layers, with holes: the search over largest times is exact."""
+    """Costs other than sums over layers, with holes: the search over largest times is exact."""
     generator = np.random.default_rng(seed)
     num_stages = int(generator.integers(1, num_layers + 1))
     table = generator.random((num_stages, num_layers + 1, num_layers + 1))
@@ -90,8 +90,8 @@ def test_any_table_equals_brute_force(seed: int, num_layers: int, microbatches: 
         borders = (0, *cuts, num_layers)
         times = [table[i, borders[i], borders[i + 1]] for i in range(num_stages)]
         best = min(best, pipeline_seconds(times, microbatches))
-    found = best_division(table, microbatches)
-    assert (np.inf if found is None else found.seconds) == pytest.approx(best)
+    optimum = best_division(table, microbatches)
+    assert (np.inf if optimum is None else optimum.seconds) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -106,7 +106,7 @@ def test_the_best_largest_time_may_lie_anywhere_between(seed: int) -> None:
     table[1, 1:61, 61] = second[order]
     totals = first + second + 2 * first
     assert 0 < totals.argmin() < 59
-    found = best_division(table, 3)
-    assert found is not None
-    assert found.seconds == pytest.approx(totals.min())
-    assert found.evaluations < 40
+    optimum = best_division(table, 3)
+    assert optimum is not None
+    assert optimum.seconds == pytest.approx(totals.min())
+    assert optimum.evaluations < 40

@@ -66,8 +66,8 @@ def price(
 
 
 def test_parts_add_up_to_the_step():
-    for found in (price(tp=4, pp=4, dp=4), price(MOE, ep=8, dp=16), price(dp=64, zero=3)):
-        parts = [float(getattr(found, item.name)) for item in fields(found)]
+    for times in (price(tp=4, pp=4, dp=4), price(MOE, ep=8, dp=16), price(dp=64, zero=3)):
+        parts = [float(getattr(times, item.name)) for item in fields(times)]
         assert parts[0] == pytest.approx(sum(parts[1:]), rel=0.02)
         assert min(parts) >= 0
 
@@ -133,38 +133,38 @@ def test_the_bubble_is_the_simulators(name, ranks):
             return duration(*arguments)
 
         with mock.patch("moemesh.planner.timing.step_time.duration", remember):
-            found = simulated(MOE, layout, stages)
+            times = simulated(MOE, layout, stages)
         forward, inputs, weights, message = seen[0]
         assert len(set(forward)) > 1 and message > 0
         costs = Costs(
             forward=forward, input_gradient=inputs, weight_gradient=weights, message=message
         )
         truth = simulate(schedule, costs, transport="blocking")
-        pipeline = found.total - found.data - found.optimizer - 1e-3 * Constants().step_overhead_ms
+        pipeline = times.total - times.data - times.optimizer - 1e-3 * Constants().step_overhead_ms
         assert pipeline == pytest.approx(truth.makespan, rel=1e-9)
         sent = message * stages.step.share * layout.microbatches * stages.step.slices
         own = [busy + sent * stages.step.messages_of(rank) for rank, busy in enumerate(truth.busy)]
-        assert found.bubble == pytest.approx(truth.makespan - max(own), rel=1e-6, abs=1e-9)
-        assert bound(MOE, layout).total <= found.total * (1 + 1e-9)
+        assert times.bubble == pytest.approx(truth.makespan - max(own), rel=1e-6, abs=1e-9)
+        assert bound(MOE, layout).total <= times.total * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_streams_do_not_wait(name):
     layout = pipelined(name, 4, 4)
-    found = simulated(MOE, layout, Stages.of(MOE, layout))
-    assert found.bubble == 0
+    times = simulated(MOE, layout, Stages.of(MOE, layout))
+    assert times.bubble == 0
     plain = pipelined("1f1b", 4, 4)
-    assert found.total < simulated(MOE, plain, Stages.of(MOE, plain)).total
+    assert times.total < simulated(MOE, plain, Stages.of(MOE, plain)).total
 
 
 def test_rounding_is_no_bubble():
-    """One rank never waits, in whatever order its time is summed."""
+    """One rank never waits, for any order of the sum of its time."""
     for microbatch, batch in ((1, 64), (2, 96), (4, 96), (1, 100), (3, 66)):
-        found = price(dp=2, microbatch=microbatch, global_batch=batch)
-        assert found.bubble == 0
+        times = price(dp=2, microbatch=microbatch, global_batch=batch)
+        assert times.bubble == 0
         assert sum(
-            getattr(found, item.name) for item in fields(found) if item.name != "total"
-        ) == pytest.approx(found.total, rel=1e-12)
+            getattr(times, item.name) for item in fields(times) if item.name != "total"
+        ) == pytest.approx(times.total, rel=1e-12)
 
 
 def simulated(shape: ModelShape, layout: PlannedLayout, stages: Stages) -> StepTime:
@@ -255,9 +255,9 @@ def test_columns_give_what_single_rows_give():
 
 def test_overlap_is_never_free_and_never_slower_than_a_sum():
     compute, transfer = np.array([1.0, 2.0, 5.0]), np.array([2.0, 2.0, 1.0])
-    found = overlapped(compute, transfer, 0.2)
-    assert (found > np.maximum(compute, transfer)).all()
-    assert (found < compute + transfer).all()
+    seconds = overlapped(compute, transfer, 0.2)
+    assert (seconds > np.maximum(compute, transfer)).all()
+    assert (seconds < compute + transfer).all()
     assert overlapped(3.0, 2.0, 0.0) == 3.0
 
 

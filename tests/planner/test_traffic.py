@@ -35,14 +35,14 @@ _AXIS = {"edp": "DP", "pp": "PP", "ep": "EP"}
 def table_rows() -> dict[tuple[str, str], Counter[float]]:
     """Events by MiB, of an inner stage; the sums of norms and routers over tp are not listed."""
     layout = read_plan("traffic-table").layout
-    found: dict[tuple[str, str], Counter[float]] = {}
+    volumes: dict[tuple[str, str], Counter[float]] = {}
     for volume in step_volumes(load_model("traffic-table").shape, layout, 1):
         if (volume.axis, volume.caller) == ("tp", "gradients"):
             continue
         axis = _AXIS.get(volume.axis, "TP" if volume.op == "all_reduce" else "SP")
-        rows = found.setdefault((axis, volume.op), Counter())
+        rows = volumes.setdefault((axis, volume.op), Counter())
         rows[volume.wire_bytes / MIB] += int(volume.events)
-    return found
+    return volumes
 
 
 def test_the_published_table_comes_out_of_the_ordinary_formulas() -> None:
@@ -91,8 +91,10 @@ def test_data_parallelism() -> None:
 
     def sent(**keys: Any) -> float:
         layout = PlannedLayout(dp=8, **(BATCH | keys))
-        found = step_volumes(shape, layout, 0)
-        return sum(item.events * item.wire_bytes for item in found if item.axis.startswith("dp_cp"))
+        volumes = step_volumes(shape, layout, 0)
+        return sum(
+            item.events * item.wire_bytes for item in volumes if item.axis.startswith("dp_cp")
+        )
 
     assert sent() == 2 * 7 / 8 * 4 * psi
     assert sent(zero=1) == 7 / 8 * (4 + 2) * psi
@@ -117,7 +119,7 @@ def test_tied_embedding_is_summed_between_the_ends() -> None:
     assert ends == [4 * 51200 * 6144 / 2, 0, 0, 4 * 51200 * 6144 / 2]
 
 
-# The closed forms and the exact ledger of our own library agree where both speak.
+# The closed forms and the exact ledger of our own library agree wherever both exist.
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

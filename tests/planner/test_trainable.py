@@ -18,10 +18,10 @@ from tests.test_cli import Invoke
 
 def answers(model: str, cluster: str, seq_len: int, batch: int, **more: Any) -> list[Any]:
     try:
-        found = plan_named(PlanRequest(model, cluster, seq_len, batch, trainable=True, **more))
+        planned = plan_named(PlanRequest(model, cluster, seq_len, batch, trainable=True, **more))
     except (NothingFits, ConfigError):
         return []
-    return to_json(found)["plans"]
+    return to_json(planned)["plans"]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_refusal_is_exit_code_2_and_prints_no_command(tmp_path: Path, invoke
 
 
 def test_a_model_of_a_toml_file_is_said_key_by_key(tmp_path: Path) -> None:
-    """A name like that of a preset must not stand for the preset."""
+    """A file named like a preset is not replaced by the preset."""
     (tmp_path / "tiny.toml").write_text('[model]\npreset = "tiny"\nnum_layers = 6\n')
     (row, *_) = answers(str(tmp_path / "tiny.toml"), "laptop_cpu", 128, 32)
     assert "--set model.num_layers=6" in row["command"] and "preset" not in row["command"]

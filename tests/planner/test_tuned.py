@@ -38,14 +38,14 @@ CHOICES = (
 def test_states_of_shares_are_those_of_the_tensors(config: RunConfig, plan: Plan) -> None:
     layout = from_plan(plan, config.model, seq_len=64, global_batch=8)
     layout = layout.changed(**trained_shares(config))
-    found = rank_memory(load_model(config.model).shape, layout, 0)
+    memory = rank_memory(load_model(config.model).shape, layout, 0)
     placement = StagePlacement(config.model, plan, 64, config.tuning)
     exact = predict_states(placement, element=2)
     # Routers are kept in fp32 and shards are padded, which the closed form leaves out.
-    assert found.gradients == pytest.approx(exact.gradients, rel=0.02)
-    assert found.optimizer == pytest.approx(exact.optimizer, rel=0.03)
+    assert memory.gradients == pytest.approx(exact.gradients, rel=0.02)
+    assert memory.optimizer == pytest.approx(exact.optimizer, rel=0.03)
     weights = exact.dense_weights + exact.expert_weights
-    assert found.dense_weights + found.expert_weights == pytest.approx(weights, rel=0.02)
+    assert memory.dense_weights + memory.expert_weights == pytest.approx(weights, rel=0.02)
 
 
 def test_shares_count_what_trains() -> None:
@@ -89,10 +89,10 @@ def test_the_command_trains_what_was_planned(adapted: PlannedAnswer) -> None:
     config = load_run([], words[3::2], environ={}).config
     assert config.lora.rank == 8
     assert config.plan == plan_of(layout)
-    found = estimate_run(config, load_cluster("dgx_h100"))
-    assert found.seconds["total"] == pytest.approx(adapted.candidates[0].seconds, rel=1e-6)
+    estimated = estimate_run(config, load_cluster("dgx_h100"))
+    assert estimated.seconds["total"] == pytest.approx(adapted.candidates[0].seconds, rel=1e-6)
     needed = adapted.candidates[0].memory.needed
-    assert found.peak.needed == pytest.approx(needed, rel=0.02)
+    assert estimated.peak.needed == pytest.approx(needed, rel=0.02)
 
 
 def test_gradients_on_the_wire_are_those_of_what_trains() -> None:
@@ -114,17 +114,17 @@ ADAPTED = RunConfig(lora=LoraConfig(rank=4), train=TrainConfig(dtype="float32"))
 
 def test_states_and_traffic_are_those_of_what_trains() -> None:
     every = estimate_run(RunConfig(train=TrainConfig(dtype="float32")), "laptop_cpu")
-    found = estimate_run(ADAPTED, "laptop_cpu")
+    estimated = estimate_run(ADAPTED, "laptop_cpu")
     trained = num_trained(ADAPTED.tuning, ADAPTED.model, ADAPTED.plan)
-    memory, before = found.memory.worst, every.memory.worst
+    memory, before = estimated.memory.worst, every.memory.worst
     assert memory.gradients == 4 * trained and memory.optimizer == 8 * trained
     weights = [one.dense_weights + one.expert_weights for one in (memory, before)]
     assert weights[0] == weights[1] + 4 * trained
     # Inputs that only gradients of frozen weights would read are not kept.
     assert memory.activations < before.activations and memory.logits == before.logits
     less = before.states - memory.states
-    assert found.peak.needed == pytest.approx(every.peak.needed - less)
-    assert any(f"{trained:,} parameters train" in note for note in found.notes)
+    assert estimated.peak.needed == pytest.approx(every.peak.needed - less)
+    assert any(f"{trained:,} parameters train" in note for note in estimated.notes)
 
 
 def test_traffic_is_that_of_adapters() -> None:

@@ -1,4 +1,4 @@
-"""Statistics of predictions: what the JSON carries, labels of memory, regret of the pick."""
+"""Statistics of predictions: content of the JSON, labels of memory, regret of the pick."""
 
 from __future__ import annotations
 
@@ -42,42 +42,42 @@ def test_picks_the_measured_best_and_never_what_ran_out(validation):
 
 
 def test_json_has_every_row(validation):
-    found = json.loads(validation.json_text())
-    assert [one["id"] for one in found["rows"]] == [int(one["id"]) for one in ROWS]
-    for one in found["rows"]:
+    document = json.loads(validation.json_text())
+    assert [one["id"] for one in document["rows"]] == [int(one["id"]) for one in ROWS]
+    for one in document["rows"]:
         assert one["seconds"] > 0
         assert one["memory_bytes"] > 0
         assert isinstance(one["fits"], bool)
-    assert found["statistics"]["fits"]["count"] == len(ROWS)
+    assert document["statistics"]["fits"]["count"] == len(ROWS)
 
 
 def test_unpriced_rows_say_why_and_stay():
     rows = [row(5, src="x", arch="unknown", hardware="H100", gpus=8, gbs=8, seq=128), ROWS[0]]
-    found = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
-    first, second = json.loads(found.json_text())["rows"]
+    summary = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
+    first, second = json.loads(summary.json_text())["rows"]
     assert first["seconds"] is None
     assert "no entry" in first["reason"]
     assert second["seconds"] > 0
     assert "reason" not in second
-    assert "1 rows not priced" in report(found)
+    assert "1 rows not priced" in report(summary)
 
 
 def test_unknown_software_on_known_devices_is_predicted():
     """A source that the package has never seen gets the constants of its device's relatives."""
     known = parse_run(llama(1, 2, 1, 1, 31.3), ARCHS)
     other = parse_run(llama(1, 2, 1, 1, 31.3, src="my_cluster"), ARCHS)
-    found = predict([known], shipped_calibration())[0].seconds
+    predicted = predict([known], shipped_calibration())[0].seconds
     guessed = predict([other], shipped_calibration())[0].seconds
-    assert 0.75 < guessed / found < 1.33
+    assert 0.75 < guessed / predicted < 1.33
 
 
 def test_error_statistics():
-    found = error_statistics([-0.1, 0.02, 0.03, 0.2])
-    assert found.count == 4
-    assert found.median == pytest.approx(0.065)
-    assert found.bias == pytest.approx(0.025)
-    assert found.worst == 0.2
-    assert found.p95 == pytest.approx(0.1 + 0.85 * 0.1)
+    statistics = error_statistics([-0.1, 0.02, 0.03, 0.2])
+    assert statistics.count == 4
+    assert statistics.median == pytest.approx(0.065)
+    assert statistics.bias == pytest.approx(0.025)
+    assert statistics.worst == 0.2
+    assert statistics.p95 == pytest.approx(0.1 + 0.85 * 0.1)
     assert error_statistics([]) is None
 
 

@@ -1,4 +1,4 @@
-"""What a router sends: the bound on one rank, against routings that try to, and the mean."""
+"""Rows that a router sends: the bound for one rank, against adversarial routings, and the mean."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ def test_capacity_bounds_the_rows_of_an_expert() -> None:
 
 def test_estimate_says_it() -> None:
     common: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "dgx_h100", "seq_len": 4096}
-    found = {
+    estimates = {
         ep: mm.estimate(plan=f"dp=8,ep={ep},data=zero3", global_batch=8, **common) for ep in (1, 8)
     }
-    balanced, crowded = (found[ep]["memory"]["worst_routing"] for ep in (1, 8))
+    balanced, crowded = (estimates[ep]["memory"]["worst_routing"] for ep in (1, 8))
     assert balanced["more_bytes"] == 0 and balanced["times_mean"] == 1
     assert crowded["times_mean"] == 8 and crowded["blocks"] == 4
-    needed = found[8].memory_bytes + crowded["more_bytes"]
-    assert crowded["needed_bytes"] == needed > found[8].memory_bytes
+    needed = estimates[8].memory_bytes + crowded["more_bytes"]
+    assert crowded["needed_bytes"] == needed > estimates[8].memory_bytes
     dense = mm.estimate(plan="dp=8,data=zero3", global_batch=8, **common | {"model": "llama3-8b"})
     assert dense["memory"]["worst_routing"] is None
 
@@ -109,8 +109,8 @@ def test_uniform_counts_are_the_mean_of_many_choices() -> None:
     layout = Layout(dp=4, ep=4, ranks_per_node=2)
     draw, tokens = random.Random(2), 20_000
     choices = {(0, 0, 1): [draw.sample(range(8), 3) for _ in range(tokens)]}
-    found = chosen_routing(config, layout, choices)(0, 0, 1, tokens, 0, 1)
+    counts = chosen_routing(config, layout, choices)(0, 0, 1, tokens, 0, 1)
     expected = uniform_routing(config, layout)(0, 0, 1, tokens, 0, 1)
-    for have, want in ((found.rows, expected.rows), (found.visits, expected.visits)):
+    for have, want in ((counts.rows, expected.rows), (counts.visits, expected.visits)):
         assert have == pytest.approx(want, rel=0.03)
-    assert found.node_visits == pytest.approx(expected.node_visits, rel=0.03)
+    assert counts.node_visits == pytest.approx(expected.node_visits, rel=0.03)

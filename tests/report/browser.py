@@ -21,11 +21,11 @@ _SECONDS = 60.0
 
 
 def find() -> list[str] | None:
-    """The command of a browser, None where none is installed."""
+    """Command of a browser; None if no browser is installed."""
     if named := os.environ.get("MOEMESH_TEST_BROWSER"):
         return shlex.split(named)
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    return None if found is None else [found]
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    return None if path is None else [path]
 
 
 class Browser:
@@ -92,10 +92,10 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The JSON value of an expression of JavaScript in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(str(found["exceptionDetails"]))
-        return found["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        if "exceptionDetails" in reply:
+            raise RuntimeError(str(reply["exceptionDetails"]))
+        return reply["result"].get("value")
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _SECONDS

@@ -1,4 +1,4 @@
-"""Tables of predictions beside measurements."""
+"""Tables of predictions next to measurements."""
 
 import pytest
 

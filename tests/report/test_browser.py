@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
     COMMAND is None, reason="no Chromium on the path (or in MOEMESH_TEST_BROWSER)"
 )
 
-#: Every visible text with its colour, and the colour of what is painted behind it. A text of a
+#: Every visible text with its colour, and the colour of its background. A text of a
 #: figure lies on the last opaque shape drawn before it that encloses its middle.
 CONTRASTS = """
 (() => {
@@ -27,14 +27,14 @@ CONTRASTS = """
     return (x + 0.05) / (y + 0.05);
   };
   const opaque = c => c.length === 3 || (c.length === 4 && c[3] === 1);
-  const behind = element => {
+  const backdrop = element => {
     for (let e = element; e; e = e.parentElement) {
       const c = parse(getComputedStyle(e).backgroundColor);
       if (c.length && opaque(c)) return c;
     }
     return [255, 255, 255];
   };
-  const found = [];
+  const texts = [];
   for (const details of document.querySelectorAll("details")) details.open = true;
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
@@ -42,7 +42,7 @@ CONTRASTS = """
     if (!text || !e.checkVisibility() || ["title", "desc"].includes(e.tagName)) continue;
     const svg = e.closest("svg");
     const style = getComputedStyle(e);
-    let ink = parse(svg ? style.fill : style.color), ground = behind(svg || e);
+    let ink = parse(svg ? style.fill : style.color), ground = backdrop(svg || e);
     let size = parseFloat(style.fontSize);
     if (svg) {
       const box = e.getBoundingClientRect();
@@ -55,9 +55,9 @@ CONTRASTS = """
         ground = parse(fill);
       }
     }
-    found.push([ratio(ink, ground), size, text.slice(0, 40), svg !== null]);
+    texts.push([ratio(ink, ground), size, text.slice(0, 40), svg !== null]);
   }
-  return found;
+  return texts;
 })()
 """
 
@@ -96,9 +96,9 @@ def test_widths_and_colour_schemes(chromium, pages, width, scheme):
 
 @pytest.mark.parametrize("width", [390, 1200])
 def test_a_wide_table_scrolls_with_its_names_and_caption_in_sight(chromium, pages, width):
-    """And a shadow at the edge says so; no word of a name is broken."""
+    """A shadow at the edge shows that it scrolls; no word of a name is broken."""
     chromium.open(pages[0], width=width)
-    found = chromium.evaluate("""
+    tables = chromium.evaluate("""
         [...document.querySelectorAll(".scroll")].filter(e => e.checkVisibility()).map(e => {
           e.scrollLeft = 9999;
           const box = e.getBoundingClientRect(), caption = e.querySelector("caption");
@@ -112,9 +112,9 @@ def test_a_wide_table_scrolls_with_its_names_and_caption_in_sight(chromium, page
           };
         })
     """)
-    assert len(found) > 8 and any(one["wide"] for one in found) == (width == 390)
+    assert len(tables) > 8 and any(one["wide"] for one in tables) == (width == 390)
     assert [
-        one for one in found if not all(value for key, value in one.items() if key != "wide")
+        one for one in tables if not all(value for key, value in one.items() if key != "wide")
     ] == []
     heights = chromium.evaluate(
         "[...document.querySelectorAll('td.name')].filter(e => ['backward', 'gradients']"
@@ -133,9 +133,9 @@ def test_the_legend_of_a_picture_that_scrolls_is_in_sight(chromium, pages):
         ])
     """
     wide, narrow = [], []
-    for found, width in ((wide, 1200), (narrow, 390)):
+    for pairs, width in ((wide, 1200), (narrow, 390)):
         chromium.open(pages[0], width=width)
-        found += chromium.evaluate(legends)
+        pairs += chromium.evaluate(legends)
     assert any("0.8 to 1.25 (balanced)" in keys for keys, _ in narrow)
     assert [keys for keys, _ in narrow] == [inside for _, inside in wide]
     assert not any(inside for _, inside in narrow) and not any(keys for keys, _ in wide)

@@ -26,10 +26,10 @@ def words(table: str) -> str:
 
 
 def test_what_differs_comes_first(runs):
-    found = tables(read(page.write_comparison(*runs)))
-    assert next(iter(found)) == "Keys that differ"
-    # A key that one file does not have stands for its default: schedule is 1f1b in both.
-    rows = words(found["Keys that differ"])
+    sections = tables(read(page.write_comparison(*runs)))
+    assert next(iter(sections)) == "Keys that differ"
+    # A key that one file lacks has its default there: schedule is 1f1b in both.
+    rows = words(sections["Keys that differ"])
     assert rows == "Key first second plan.tp 2 4 train.lr 0.001 0.002"
 
 
@@ -39,14 +39,14 @@ def test_results_curves_traffic_and_memory(runs):
     (second / "ledger.json").write_text(json.dumps(ledgers))
     text = read(page.write_comparison(first, second))
     document = Document(text)
-    found = tables(text)
-    results = words(found["Results, speed, memory and traffic"])
+    sections = tables(text)
+    results = words(sections["Results, speed, memory and traffic"])
     assert "Steps 40 60 +50.0 %" in results
     assert "State stopped stopped" in results or "State interrupted interrupted" in results
-    traffic = words(found["Bytes sent in one step by all ranks"])
+    traffic = words(sections["Bytes sent in one step by all ranks"])
     assert "pp forward 2.0 MiB 1.0 MiB -50.0 %" in traffic
     assert "peak 321.2 MiB 321.2 MiB none" in words(
-        found["Memory of the rank that holds most of each class (held, measured)"]
+        sections["Memory of the rank that holds most of each class (held, measured)"]
     )
     for name in ("first", "second"):
         assert text.count(f">{name}</text>") >= 10

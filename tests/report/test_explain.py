@@ -39,8 +39,8 @@ def timeline(
     optimizer: float = 0.0,
     source: str = "measured",
 ) -> Timeline:
-    """One step of four ranks in two stages, whose parts take so long; the sum of gradients starts
-    on all ranks together and ends `reduce` later."""
+    """One step of four ranks in two stages; the arguments are seconds of its parts. The sum of
+    gradients ends on all ranks together, `reduce` seconds after the last forward."""
     records: list[WorkRecord] = []
     for rank, length in enumerate(forward):
         begin, end = data + wait, data + wait + max(forward) + reduce
@@ -82,7 +82,7 @@ def failed(folder, **failure):
 
 
 RECOMPUTE = CONFIG.replace("[data]", 'recompute = "full"\n\n[data]')
-#: Of each cause: the timeline, the simulated one, more arguments; and a change that is proposed.
+#: Timeline, simulated timeline, more arguments, and a proposed change, for each cause.
 CASES = {
     "data": (timeline(data=3.0), None, {}, "data.cache="),
     "communication": (timeline(reduce=3.0), None, {}, "plan."),
@@ -104,20 +104,20 @@ def test_every_cause_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_what_bounds_a_run(tmp_path, name):
     line, simulated, more, change = CASES[name]
-    found = explain(Run.load(folder_of(tmp_path / "run", line, simulated, **more)))
-    largest = max(found.shares, key=lambda cause: found.shares[cause])
+    explanation = explain(Run.load(folder_of(tmp_path / "run", line, simulated, **more)))
+    largest = max(explanation.shares, key=lambda cause: explanation.shares[cause])
     # Of a run that recomputes, three quarters of the passes are work that is wanted, and of two
     # ranks one computes all the time: the remedy is that of the largest part which is lost.
-    assert found.cause == largest == ("compute" if name in ("memory", "imbalance") else name)
-    assert sum(found.shares.values()) == pytest.approx(1)
-    assert found.state == "finished" and "step 20 of 20" in found.text
-    share = f"{found.shares[name]:.0%} of a step"
-    assert share in found.text
-    command = shlex.split(found.command)
+    assert explanation.cause == largest == ("compute" if name in ("memory", "imbalance") else name)
+    assert sum(explanation.shares.values()) == pytest.approx(1)
+    assert explanation.state == "finished" and "step 20 of 20" in explanation.text
+    share = f"{explanation.shares[name]:.0%} of a step"
+    assert share in explanation.text
+    command = shlex.split(explanation.command)
     if change:
         overrides = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
         assert any(override.startswith(change) for override in overrides)
-        # The command is legal, and the run goes on in its folder, which permits every change.
+        # The command is legal, and the run continues in its folder, which permits every change.
         assert command[command.index("--out") + 1] == str(tmp_path / "run")
         assert overrides[-1] == "train.steps=40"
         file = tmp_path / "run" / "config.toml"
@@ -137,56 +137,56 @@ def test_a_change_of_a_run_at_work_or_of_a_wrong_course_starts_beside_it(tmp_pat
     (folder / "summary.json").unlink()
     with (folder / "lease").open("w") as lease:
         fcntl.flock(lease, fcntl.LOCK_EX)
-        found = explain(Run.load(folder))
-    assert found.state == "running" and f"--out {folder}-data-cache" in found.command
-    assert "train.steps" not in found.command
-    # A rate at which nothing was learned: no weights to go on from.
+        explanation = explain(Run.load(folder))
+    assert explanation.state == "running" and f"--out {folder}-data-cache" in explanation.command
+    assert "train.steps" not in explanation.command
+    # A rate at which nothing was learned: its weights are of no use for another run.
     folder = folder_of(tmp_path / "flat", timeline(), loss=5.0)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = (json.dumps(row | {"loss": 5 + 0.2 * row["step"]}) + "\n" for row in rows)
     (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "summary.json").write_text('{"steps": 20, "unigram_loss": 3.0}')
-    found = explain(Run.load(folder))
-    assert "learning rate" in found.text and f"--out {folder}-train-lr" in found.command
+    explanation = explain(Run.load(folder))
+    assert "learning rate" in explanation.text and f"--out {folder}-train-lr" in explanation.command
 
 
 def test_waiting_for_slow_ranks_is_no_communication(tmp_path):
     """The quick rank waits in the sum of gradients: that is imbalance, not communication."""
     line = timeline(forward=(1.0, 3.0, 1.0, 3.0))
-    found = explain(Run.load(folder_of(tmp_path / "run", line)))
-    assert found.shares["imbalance"] == pytest.approx(1 / 3)
-    assert found.shares["communication"] == pytest.approx(0)
+    explanation = explain(Run.load(folder_of(tmp_path / "run", line)))
+    assert explanation.shares["imbalance"] == pytest.approx(1 / 3)
+    assert explanation.shares["communication"] == pytest.approx(0)
     # What is measured to be waited for inside the passes is added, what waits outside is not.
-    found = explain(Run.load(folder_of(tmp_path / "other", line, communication_seconds=0.5)))
-    assert found.shares["communication"] == pytest.approx(0.5 - 1 / 3)
+    explanation = explain(Run.load(folder_of(tmp_path / "other", line, communication_seconds=0.5)))
+    assert explanation.shares["communication"] == pytest.approx(0.5 - 1 / 3)
 
 
 def test_no_claim_without_a_file(tmp_path):
-    found = explain(Run.load(folder_of(tmp_path / "run")))
-    assert found.cause == "unknown" and found.command == ""
-    assert "timeline.json" in found.text and "bounded" not in found.text
-    # Data alone is known: a small share says nothing about the rest, a large one says enough.
+    explanation = explain(Run.load(folder_of(tmp_path / "run")))
+    assert explanation.cause == "unknown" and explanation.command == ""
+    assert "timeline.json" in explanation.text and "bounded" not in explanation.text
+    # Only the share of data is known: a large one names the cause, a small one leaves it open.
     assert explain(Run.load(folder_of(tmp_path / "b", data_seconds=0.1))).cause == "unknown"
     assert explain(Run.load(folder_of(tmp_path / "c", data_seconds=0.6))).cause == "data"
     both = {"data_seconds": 0.1, "communication_seconds": 0.3}
-    found = explain(Run.load(folder_of(tmp_path / "d", **both)))
-    assert found.cause == "compute" and found.shares["compute"] == pytest.approx(0.6)
+    explanation = explain(Run.load(folder_of(tmp_path / "d", **both)))
+    assert explanation.cause == "compute" and explanation.shares["compute"] == pytest.approx(0.6)
 
 
 def test_plans_alarms_and_json(tmp_path):
     run = Run.load(folder_of(tmp_path / "run", timeline(), mfu=0.25))
     planned = PlannedStep(cluster="laptop_cpu", seconds=0.5, parts={"compute": 0.4, "bubble": 0.1})
-    found = explain(replace(run, planned=planned))
+    explanation = explain(replace(run, planned=planned))
     expected = "expects 0.5 s a step on laptop_cpu (mostly compute), 1 s were measured (-50%"
-    assert expected in found.text
-    assert "25.0% of the device's peak" in found.text and "is dead" in found.text
-    data = found.to_json()
+    assert expected in explanation.text
+    assert "25.0% of the device's peak" in explanation.text and "is dead" in explanation.text
+    data = explanation.to_json()
     assert json.loads(json.dumps(data)) == data
     assert {"name": "mfu", "value": 0.25, "file": "metrics.jsonl"} in data["evidence"]
     assert data["planned"]["seconds"] == 0.5 and data["failure"] is None
 
 
-#: Of each cause: failure reports as they are written.
+#: Failure reports of each cause, in the form that is written.
 FAILURES = {
     "out of memory": [
         {"kind": "OutOfMemoryError", "message": "CUDA out of memory. Tried to allocate 2 GiB"},
@@ -228,13 +228,16 @@ def test_every_failure_cause_has_a_case():
 def test_why_a_run_failed(tmp_path, name):
     for failure in FAILURES[name]:
         folder = folder_of(tmp_path / "run", timeline())
-        found = failed(folder, **{"rank": 2, "step": 12, **failure})
-        assert (found.state, found.cause) == ("failed", name), failure
-        assert "rank 2, step 12" in found.text and failure["message"].rstrip(". ") in found.text
-        assert found.command.startswith("moemesh ")
-        assert str(folder) in found.command
+        explanation = failed(folder, **{"rank": 2, "step": 12, **failure})
+        assert (explanation.state, explanation.cause) == ("failed", name), failure
+        assert (
+            "rank 2, step 12" in explanation.text
+            and failure["message"].rstrip(". ") in explanation.text
+        )
+        assert explanation.command.startswith("moemesh ")
+        assert str(folder) in explanation.command
     if name == "diverged":
-        assert "--set train.lr=0.0001 --allow-change train.lr" in found.command
+        assert "--set train.lr=0.0001 --allow-change train.lr" in explanation.command
     if name == "hang":
         folder = folder_of(tmp_path / "other", timeline())
         assert "in all_reduce over ep without rank 3" in failed(folder, **FAILURES[name][0]).text
@@ -248,9 +251,9 @@ def test_the_command_of_the_run_comes_back(tmp_path):
     (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
     (folder / "checkpoints" / "step-16").mkdir(parents=True)
     (folder / "checkpoints" / "step-8").mkdir()
-    found = failed(folder, kind="Killed", message="signal 9")
-    assert found.command == "moemesh train 'a b.toml' --out r"
-    assert "resumes from the checkpoint of step 16" in found.text
+    explanation = failed(folder, kind="Killed", message="signal 9")
+    assert explanation.command == "moemesh train 'a b.toml' --out r"
+    assert "resumes from the checkpoint of step 16" in explanation.text
     # Advice of the report itself is stronger than that of the table.
     text = failed(folder, kind="Killed", message="m", advice="Buy memory.", bundle="b/7").text
     assert "Buy memory." in text and "dmesg" not in text and "replayed from b/7" in text
@@ -271,17 +274,19 @@ def test_a_diverged_run_is_given_each_key_once_and_a_usual_rate(tmp_path, argv, 
     config.write_text(config.read_text().replace("lr = 0.001", f"lr = {lr}"))
     starts = [{"argv": ["moemesh", *argv.split()]}]
     (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
-    found = failed(folder, kind="Diverged", message="is not finite")
-    assert sorted(shlex.split(found.command)) == sorted(["moemesh", *command.split()])
+    explanation = failed(folder, kind="Diverged", message="is not finite")
+    assert sorted(shlex.split(explanation.command)) == sorted(["moemesh", *command.split()])
 
 
 @pytest.mark.parametrize(("newest", "is_anew"), [(2, False), (3, True), (6, True)])
 def test_weights_that_gave_no_finite_step_are_not_gone_on_from(tmp_path, newest, is_anew):
     folder = folder_of(tmp_path / "run", timeline())
     (folder / "checkpoints" / f"step-{newest}").mkdir(parents=True)
-    found = failed(folder, kind="Diverged", message="is not finite", finite_step=3)
-    assert (f"of step {newest} holds the weights that gave no finite step" in found.text) == is_anew
-    words = shlex.split(found.command)
+    explanation = failed(folder, kind="Diverged", message="is not finite", finite_step=3)
+    assert (
+        f"of step {newest} holds the weights that gave no finite step" in explanation.text
+    ) == is_anew
+    words = shlex.split(explanation.command)
     assert "train.lr=0.0001" in words
     assert (f"{folder}-train-lr-0-0001" in words) == is_anew
 
@@ -301,8 +306,8 @@ def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path):
     book = Ledger()
     book.record(**entry("dp_cp", "all_reduce", "backward", "gradients", 1, 8, 2**30, 8))
     (folder / "ledger.json").write_text(json.dumps(ledgers_to_json({0: book})))
-    found = explain(Run.load(folder))
-    assert "global_batch" not in found.command and "and learns otherwise" in found.text
+    explanation = explain(Run.load(folder))
+    assert "global_batch" not in explanation.command and "and learns otherwise" in explanation.text
 
 
 def test_any_failure_report_is_explained(tmp_path):
@@ -314,9 +319,9 @@ def test_any_failure_report_is_explained(tmp_path):
 def test_a_run_that_ended_without_a_word(tmp_path):
     folder = folder_of(tmp_path / "run")
     (folder / "summary.json").unlink()
-    found = explain(Run.load(folder))
-    assert (found.state, found.cause) == ("interrupted", "killed")
-    assert found.command == f"moemesh train {folder}"
+    explanation = explain(Run.load(folder))
+    assert (explanation.state, explanation.cause) == ("interrupted", "killed")
+    assert explanation.command == f"moemesh train {folder}"
 
 
 def test_the_verb_needs_no_torch(tmp_path):
@@ -326,8 +331,8 @@ def test_the_verb_needs_no_torch(tmp_path):
         "explain(Path(sys.argv[1]), 'laptop_cpu', True); sys.exit('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout)["planned"]["seconds"] > 0
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(process.stdout)["planned"]["seconds"] > 0
 
 
 def test_the_cluster_of_the_run_is_the_default_one(tmp_path, capsys):
@@ -361,10 +366,10 @@ def test_the_page_has_the_exposed_communication_of_the_planner(tmp_path):
 
 def test_small_products_are_a_reason_for_a_low_mfu(tmp_path):
     run = folder_of(tmp_path / "run", timeline(), mfu=0.05)
-    found = explain(Run.load(run))
+    explanation = explain(Run.load(run))
     # 16 x 256 tokens, 2 choices each, in 4 microbatches to 16 experts.
-    assert "an expert multiplies 128 rows at once" in found.text
-    assert "a row has 256 columns" in found.text
+    assert "an expert multiplies 128 rows at once" in explanation.text
+    assert "a row has 256 columns" in explanation.text
     assert (
         "products are small"
         not in explain(Run.load(folder_of(tmp_path / "b", timeline(), mfu=0.5))).text

@@ -1,4 +1,4 @@
-"""Every figure: well-formed, accessible, deterministic, escaped, and showing what it is given."""
+"""Every figure: well-formed, accessible, deterministic, escaped, and complete."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Losses and events of a run as a reader is told of them; healthy runs are told of nothing."""
+"""Losses and events of a run in the report of `explain`; a healthy run gives no remark."""
 
 import json
 import math
@@ -43,7 +43,7 @@ FALLING = [5.0 - 3.0 * step / 100 for step in range(100)]
 CASES = {
     "healthy": (FALLING, {50: 3.5, 100: 2.05}, 3.2, "", ""),
     "a small wobble": (FALLING, {50: 2.05, 100: 2.09}, 3.2, "", ""),
-    # Too high a rate moves the loss at once; where it went is no sign of the right one.
+    # Too high a rate moves the loss at once; the direction gives no hint of the right one.
     "nothing learned": ([5.0] * 60, {60: 3.3}, 3.2, "too low", "train.lr=0.06"),
     "flat noise": (scattered(5.0, 0.0), {}, 3.2, "too low", "train.lr=0.06"),
     "flat elsewhere": ([5.0, *[4.0] * 60], {}, 3.2, "do not show why", ""),
@@ -82,7 +82,7 @@ def test_advice_on_the_learning_rate_leads_to_a_lower_loss(tmp_path, rate):
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(lines))
     (tmp_path / "run" / "config.toml").write_text(f"[train]\nsteps = 60\nlr = {float(rate)}\n")
     change = losses_of(Run.load(tmp_path / "run")).change
-    # Of those below the unigram model nothing is advised.
+    # Losses below the unigram model get no advice.
     assert bool(change) == (curve["validation"] >= curve["unigram"])
     if change:
         key, value = change.split("=")
@@ -95,12 +95,16 @@ def test_advice_on_the_learning_rate_leads_to_a_lower_loss(tmp_path, rate):
 def test_losses(tmp_path, name):
     losses, validated, unigram, word, change = CASES[name]
     run = run_of(tmp_path / "run", losses, validated, unigram)
-    found = losses_of(run)
-    assert (word in found.verdict) if word else found.verdict == ""
-    assert found.change == change and f"training {losses[-1]:.4f}" in found.line
-    told = explain(run)
-    assert found.verdict in told.text and found.line in told.text
-    assert f"--set {change} " in told.command if change else "--set train" not in told.command
+    course = losses_of(run)
+    assert (word in course.verdict) if word else course.verdict == ""
+    assert course.change == change and f"training {losses[-1]:.4f}" in course.line
+    explanation = explain(run)
+    assert course.verdict in explanation.text and course.line in explanation.text
+    assert (
+        f"--set {change} " in explanation.command
+        if change
+        else "--set train" not in explanation.command
+    )
 
 
 def test_a_run_at_work_is_not_blamed_early(tmp_path):
@@ -123,12 +127,12 @@ def test_troubles_are_counted_and_the_worst_stands_first(tmp_path):
         ("warning", "left out here: three kinds are told"),
         ("note", "of no interest"),
     ]
-    found = dict(troubles_of(run_of(tmp_path / "run", FALLING, events=events)))
-    assert list(found) == ["skipped", "spikes", "alarms"]
-    assert found["skipped"].startswith("2 steps left out, the last: step 6: a gradient is not")
-    assert found["spikes"].startswith("1 jump of the loss: step 3")
-    assert found["alarms"] == "1 alarm: step 4, layer 1: 1 expert (8) received no token"
-    assert max(map(len, found.values())) < 200
+    troubles = dict(troubles_of(run_of(tmp_path / "run", FALLING, events=events)))
+    assert list(troubles) == ["skipped", "spikes", "alarms"]
+    assert troubles["skipped"].startswith("2 steps left out, the last: step 6: a gradient is not")
+    assert troubles["spikes"].startswith("1 jump of the loss: step 3")
+    assert troubles["alarms"] == "1 alarm: step 4, layer 1: 1 expert (8) received no token"
+    assert max(map(len, troubles.values())) < 200
 
 
 def test_failures_that_a_run_survived(tmp_path):
@@ -144,9 +148,9 @@ def test_failures_that_a_run_survived(tmp_path):
     (tmp_path / "run" / "failures" / "11" / "failure.json").write_text("{")
     run = Run.load(tmp_path / "run")
     assert [failure["rank"] for failure in run.earlier_failures] == [2, 3, 4, 10]
-    told = dict(troubles_of(run))["survived"]
-    assert told.startswith("4 failures, the newest 3: killed (rank 3, step 7), restart 1 of 3")
-    assert told.index("rank 4") < told.index("rank 10") and "rank 2" not in told
+    survived = dict(troubles_of(run))["survived"]
+    assert survived.startswith("4 failures, the newest 3: killed (rank 3, step 7), restart 1 of 3")
+    assert survived.index("rank 4") < survived.index("rank 10") and "rank 2" not in survived
     assert "failures/11/failure.json" in dict(troubles_of(run))["files"]
 
 
@@ -162,18 +166,18 @@ def test_runs_without_a_step(tmp_path):
 def test_uneven_gradients_without_progress_want_a_lower_rate(tmp_path):
     run = run_of(tmp_path / "run", scattered(5.0, 0.0), unigram=3.2)
     rows = [replace(row, grad_norm=50.0 if row.step % 30 == 0 else 1.0) for row in run.metrics]
-    found = losses_of(replace(run, metrics=tuple(rows)))
-    assert "too high" in found.verdict and found.change == "train.lr=0.003"
+    course = losses_of(replace(run, metrics=tuple(rows)))
+    assert "too high" in course.verdict and course.change == "train.lr=0.003"
 
 
 @pytest.mark.parametrize("kind", ["disk", "warning"])
 def test_a_run_that_ended_on_a_full_disk(tmp_path, kind):
     text = "checkpoint of step 3 not saved: /r/step-3: No space left on device: 10 bytes needed"
     run = run_of(tmp_path / "run", FALLING, steps=200, events=[("start", "x"), (kind, text)])
-    found = explain(run)
-    assert (found.state, found.cause) == ("interrupted", "disk full")
-    assert "while a disk was full" in found.text and text in found.text
-    assert "Free space" in found.text and "out-of-memory" not in found.text
+    explanation = explain(run)
+    assert (explanation.state, explanation.cause) == ("interrupted", "disk full")
+    assert "while a disk was full" in explanation.text and text in explanation.text
+    assert "Free space" in explanation.text and "out-of-memory" not in explanation.text
 
 
 def test_missing_rows_are_named(tmp_path):
@@ -195,9 +199,9 @@ def test_missing_rows_are_named(tmp_path):
     seen = [event.text for event in Watched(folder).look() if event.kind == "warning"]
     assert seen == ["metrics.jsonl: 5 steps are missing (11 to 15)"]
     file.unlink()
-    found = explain(Run.load(folder))
-    assert "without a step" not in found.text and f"step {num_steps}" in found.text
-    assert f"{num_steps} steps are missing (1 to {num_steps})" in found.text
+    explanation = explain(Run.load(folder))
+    assert "without a step" not in explanation.text and f"step {num_steps}" in explanation.text
+    assert f"{num_steps} steps are missing (1 to {num_steps})" in explanation.text
     (folder / "checkpoints" / "step-7").mkdir(parents=True)
     seen = [event.text for event in Watched(folder).look() if event.kind == "warning"]
     assert seen == ["metrics.jsonl: 7 steps are missing (1 to 7)"]
@@ -208,14 +212,18 @@ def test_rows_of_the_first_schema(tmp_path):
     row = {"step": 1, "loss": 3.0, "grad_norm": 1, "aux_loss": 0, "tokens": 9, "lr": 0.1,
            "tokens_per_second": 9, "seconds": 1}  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"step": 2}))
-    found = explain(Run.load(tmp_path))
-    assert found.cause == "killed" and "step 2" in found.text and "9 tokens/s" in found.text
+    explanation = explain(Run.load(tmp_path))
+    assert (
+        explanation.cause == "killed"
+        and "step 2" in explanation.text
+        and "9 tokens/s" in explanation.text
+    )
 
 
 def test_the_page_fits_a_terminal(tmp_path):
     events = [(kind, 50 * "many words ") for kind in ("rollback", "skipped", "copies", "alarm")]
-    found = explain(run_of(tmp_path / "run", FALLING, {100: 9.0}, 3.2, events=events))
+    explanation = explain(run_of(tmp_path / "run", FALLING, {100: 9.0}, 3.2, events=events))
     for width in (60, 100):
-        lines = found.wrapped(width).splitlines()
+        lines = explanation.wrapped(width).splitlines()
         assert max(len(line) for line in lines if not line.startswith("next: ")) <= width
-    assert len(found.lines) <= 7 and found.to_json()["lines"] == dict(found.lines)
+    assert len(explanation.lines) <= 7 and explanation.to_json()["lines"] == dict(explanation.lines)

@@ -1,4 +1,4 @@
-"""The page: self-contained, small whatever the run, escaped, accessible, tolerant."""
+"""The page: self-contained, small for any run, escaped, accessible, tolerant."""
 
 import fcntl
 import json
@@ -104,7 +104,7 @@ def test_any_file_may_be_missing(tmp_path, missing):
     (folder / missing).unlink(missing_ok=True)
     text = read(page.write(folder))
     Document(text)
-    # Without these there is less to see, and nothing to be said about it.
+    # A page without these files is shorter and has no note about them.
     quiet = ("summary.json", "failure.json", "plan.json", "timeline_simulated.json")
     if missing not in (*quiet, "ledger_predicted.json"):
         assert f"No {missing}." in text
@@ -172,19 +172,19 @@ def test_no_run(tmp_path):
 
 def tables(text: str) -> dict[str, str]:
     """Caption -> the text of the table."""
-    found = re.findall(r"<caption>(.*?)</caption>(.*?)</table>", text, flags=re.DOTALL)
-    return {caption: re.sub(r"<[^>]+>|\s+", " ", body) for caption, body in found}
+    captioned = re.findall(r"<caption>(.*?)</caption>(.*?)</table>", text, flags=re.DOTALL)
+    return {caption: re.sub(r"<[^>]+>|\s+", " ", body) for caption, body in captioned}
 
 
 def test_what_differs_from_the_defaults_comes_before_the_other_keys(tmp_path):
     text = read(page.write(write_fake_run(tmp_path / "run", num_steps=5)))
     changed, others = [caption for caption in tables(text) if "eys" in caption][:2]
     assert changed == "Keys that differ from the defaults and the preset"
-    found = " ".join(tables(text)[changed].split())
-    assert "plan.tp 2 1" in found and "train.steps 400 200" in found
-    # The version of the file is nobody's choice; a value that equals the default is no change.
-    assert "schema_version" not in found
-    assert "plan.cp" not in found and "plan.schedule" not in found
+    section = " ".join(tables(text)[changed].split())
+    assert "plan.tp 2 1" in section and "train.steps 400 200" in section
+    # The version of the file is not a setting; a value that equals the default is not a change.
+    assert "schema_version" not in section
+    assert "plan.cp" not in section and "plan.schedule" not in section
     assert others.startswith("The other ") and "plan.cp" in tables(text)[others]
     assert text.index("<details>") < text.index("plan.cp")
 
@@ -193,9 +193,9 @@ def test_operations_are_whole_numbers(tmp_path):
     folder = write_fake_run(tmp_path / "run", num_steps=5)
     data = json.loads((folder / "ledger.json").read_text()) | {"steps": 3}
     (folder / "ledger.json").write_text(json.dumps(data))
-    found = tables(read(page.write(folder)))
-    operations = next(body for caption, body in found.items() if "By operation" in caption)
-    assert "of 3 steps" in str(list(found))
+    sections = tables(read(page.write(folder)))
+    operations = next(body for caption, body in sections.items() if "By operation" in caption)
+    assert "of 3 steps" in str(list(sections))
     assert " ep all_to_all forward 16 " in " ".join(operations.split())
 
 
@@ -243,10 +243,10 @@ def test_a_page_of_many_steps_is_small_and_cheap(tmp_path, num_steps, mebibytes)
         "print(peak, resource.getrusage(resource.RUSAGE_SELF).ru_utime)"
     )
     command = [sys.executable, "-c", program, str(folder)]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    figures = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     assert (folder / "report.html").stat().st_size <= 1_500_000
-    assert int(found[0]) <= mebibytes * 1024
-    assert float(found[1]) <= 10
+    assert int(figures[0]) <= mebibytes * 1024
+    assert float(figures[1]) <= 10
 
 
 def test_where_the_run_came_from(tmp_path):

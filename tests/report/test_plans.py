@@ -64,7 +64,7 @@ def test_steps_done_again_belong_to_the_later_plan_and_a_plan_may_have_none(tmp_
     (
         page.document(run).to_html(),
         page.comparison(run, run).to_html(),
-    )  # the page of a run that has just begun again
+    )  # the page of a run that has just restarted
 
 
 def test_explain_tells_the_speed_of_the_current_plan(tmp_path: Path) -> None:

@@ -19,12 +19,12 @@ def exchanges(ahead: float) -> list[list[tuple[float, float]]]:
     """Readings of two ranks around three exchanges; the second clock is `ahead`, and each rank is
     late to another one."""
     begins = [(0.0, 0.4), (1.3, 1.0), (2.0, 2.01)]
-    found: list[list[tuple[float, float]]] = [[], []]
+    clocks: list[list[tuple[float, float]]] = [[], []]
     for first, second in begins:
         over = max(first, second)
-        found[0].append((first, over + 0.02))
-        found[1].append((second + ahead, over + 0.03 + ahead))
-    return found
+        clocks[0].append((first, over + 0.02))
+        clocks[1].append((second + ahead, over + 0.03 + ahead))
+    return clocks
 
 
 @pytest.mark.parametrize("ahead", [0.0, 3600.0, -0.25])
@@ -41,7 +41,7 @@ def event(name, start, length, *, tid=5, cat="cpu_op"):
 
 
 def rank_of(rank, *, length=1000.0, pause=400.0, offset=None):
-    """A forward of so many microseconds, with a pause behind an all-gather in it."""
+    """A forward of `length` microseconds, with a pause after an all-gather inside it."""
     begin = 1e6
     events = [
         event("_Pair", begin, 150 + pause),
@@ -50,7 +50,7 @@ def rank_of(rank, *, length=1000.0, pause=400.0, offset=None):
         event("aten::sum", begin + 100 + pause, 50),
         event("aten::linear", begin + 150 + pause, length - 150 - pause),
         event("aten::mm", begin + 150 + pause, length - 150 - pause),
-        # What runs inside a product leaves it the longest, and the rest of it is no pause.
+        # An operation inside a product: the product stays the longest, and its rest is not a pause.
         event("aten::resolve_conj", begin + 151 + pause, 1),
         event("aten::resolve_conj", begin + length - 2, 1),
         event("aten::mm", begin + 5000, 10),
@@ -66,7 +66,7 @@ def rank_of(rank, *, length=1000.0, pause=400.0, offset=None):
 
 def test_pauses_belong_to_the_collective_before_them():
     pauses = pauses_of(rank_of(0))
-    # The gap behind the forward lies in no phase that communicates.
+    # The gap after the forward lies in no phase that communicates.
     assert [(p.microseconds, p.collective, p.axis) for p in pauses] == [
         (400.0, "all_gather over tp (mlp.enter)", "tp")
     ]
@@ -106,8 +106,8 @@ def test_the_verdict_by_hand():
 
 
 def write_rank(folder, rank, boot, readings, start):
-    """What a rank leaves: its trace, and the notes that align it. `start`: of its one operation,
-    in microseconds of its own clock."""
+    """Files of a rank: its trace, and the notes that align it. `start` is the start of its one
+    operation, in microseconds of its own clock."""
     trace = {
         "baseTimeNanoseconds": 2_000_000_000,
         "traceEvents": [
@@ -161,13 +161,13 @@ def profiled(tmp_path, *plan):
     arguments += ["--set", "data.global_batch=4", "--steps", "2", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "moemesh", "profile", *plan, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=PATIENCE
     )
-    assert found.returncode == 0, found.stderr
-    assert "profiler_start" not in found.stderr + found.stdout
-    assert "\nwithout it  " in found.stdout and " -" not in found.stdout
-    lines = found.stdout.splitlines()
+    assert process.returncode == 0, process.stderr
+    assert "profiler_start" not in process.stderr + process.stdout
+    assert "\nwithout it  " in process.stdout and " -" not in process.stdout
+    lines = process.stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("profile "))
     assert len(lines) - start <= 20
     trace = json.loads((tmp_path / "run" / "profile.json").read_text())["traceEvents"]

@@ -23,13 +23,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def cells(picture: str) -> dict[str, dict[str, str]]:
     """Name of an operation -> its rectangle's attributes."""
-    found: dict[str, dict[str, str]] = {}
+    attributes: dict[str, dict[str, str]] = {}
     for element in ElementTree.fromstring(picture).iter(f"{SVG}rect"):
         title = element.find(f"{SVG}title")
         if title is not None and title.text:
-            assert title.text not in found, "drawn twice"
-            found[title.text] = dict(element.attrib)
-    return found
+            assert title.text not in attributes, "drawn twice"
+            attributes[title.text] = dict(element.attrib)
+    return attributes
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -59,7 +59,7 @@ class TestColours:
     def test_chunks_and_pipes_have_two_tints(self) -> None:
         for name, first, second in (("zb_v", "0F0", "7F0"), ("chimera", "0F0", "3F0p1")):
             drawn = cells(timeline_rows(simulate(build(name, 4, 8)).timeline))
-            # Both stand on rank 0.
+            # Both run on rank 0.
             assert drawn[first]["fill"] == timeline_picture.KINDS["F"]
             assert drawn[second]["fill"] == svg.tint(timeline_picture.KINDS["F"], 0.5)
         picture = timeline_rows(simulate(build("zb_v", 4, 8)).timeline)

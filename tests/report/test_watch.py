@@ -132,7 +132,7 @@ def test_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     lease(folder, gone.pid, host="elsewhere")
     assert watched.end() == (False, "the run has failed: out of memory")
     (folder / "failure.json").unlink()
-    assert watched.end() is None  # another host: nobody knows
+    assert watched.end() is None  # another host: its state is unknown
     body = json.loads((folder / "lease").read_text())
     (folder / "lease").write_text(json.dumps({**body, "held": True, "counter": 7}))
     assert watched.end() is None
@@ -146,7 +146,7 @@ def test_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         watched.look()
         assert watched.end() == (True, f"the run {how}")
     lease(folder, os.getpid())
-    append(folder / "events.jsonl", event("start"))  # it goes on, to another end
+    append(folder / "events.jsonl", event("start"))  # it continues, to another end
     (folder / "config.toml").write_text("[train]\nsteps = 50\n")
     watched.look()
     assert watched.end() is None and watched.view.total == 50
@@ -190,8 +190,8 @@ def test_a_run_that_begins_is_waited_for(
 
     timer = threading.Timer(0.5, begin)
     timer.start()
-    with pytest.raises(Exit) as found:
+    with pytest.raises(Exit) as end:
         watch(tmp_path / "run", every=0.1, wait=60.0)
     timer.join()
-    assert found.value.exit_code == 0
+    assert end.value.exit_code == 0
     assert "the run has been stopped" in capsys.readouterr().out

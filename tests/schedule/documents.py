@@ -15,7 +15,7 @@ from moemesh.schedule.build import build
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.pipeline import activations
 
-#: Name -> what is drawn: four ranks, and enough microbatches to see the steady state.
+#: Arguments of a drawn schedule by name: four ranks, enough microbatches to see the steady state.
 SHOWN: dict[str, dict[str, int]] = {
     "interleaved_1f1b": {"stages_per_rank": 2},
     "terapipe": {"num_slices": 4},
@@ -55,7 +55,7 @@ def description(generator: Callable[..., Schedule]) -> str:
 
 
 def schedules(old: str) -> str:
-    """Of every schedule: its one sentence, source, conditions, formulas, and picture."""
+    """Section of every schedule: its one sentence, source, conditions, formulas, and picture."""
     lines: list[str] = []
     for name, row in SCHEDULES.items():
         generator = resolve_name(row.make)
@@ -64,8 +64,8 @@ def schedules(old: str) -> str:
         head, _, source = description(generator).partition("\n\n")
         rules = ", ".join(f"`{rule.text}`" for rule in row.conditions)
         metric = "span bubble" if row.metric == "span" else "rank idle"
-        found = simulate(shown(name))
-        peaks = ", ".join(f"{peak:g}" for peak in found.peak_activation)
+        simulation = simulate(shown(name))
+        peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activation)
         file = module.__name__.rpartition(".")[2]
         lines += [
             f"### {name}",
@@ -76,7 +76,7 @@ def schedules(old: str) -> str:
             f"- {metric}: {row.bubble}; exact when: {row.bubble_where}",
             f"- peak activation of rank r, in M_a: {row.peak}",
             f"- copies of the weights: {row.copies}",
-            f"- drawn: bubble rate {found.bubble_rate:.4f}, makespan {found.makespan:g}, "
+            f"- drawn: bubble rate {simulation.bubble_rate:.4f}, makespan {simulation.makespan:g}, "
             f"peaks {peaks}",
             "",
             f"![{name}](schedules/{name}.svg)",

@@ -1,4 +1,4 @@
-"""AMPNet: the recorded orders are what the policy says, under any costs and any arrivals."""
+"""AMPNet: the recorded orders follow the policy, under any costs and any arrivals."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_it_adapts_to_a_slow_stage() -> None:
     slow = Costs(forward=[1, 1, 5, 1], input_gradient=[1, 1, 5, 1], weight_gradient=0)
     by_stage = [1, 1, 5, 1]
     recorded = ampnet(4, 12, max_in_flight=8, cost=lambda op: by_stage[op.stage])
-    found = simulate(recorded, slow)
-    statistics = found.timeline.statistics()[2]
+    simulation = simulate(recorded, slow)
+    statistics = simulation.timeline.statistics()[2]
     assert statistics.busy == 120
     assert statistics.idle <= 7
 

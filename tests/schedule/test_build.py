@@ -1,4 +1,4 @@
-"""Schedules by name: the names of the configuration, options, and what is no schedule."""
+"""Schedules by name: the names of the configuration, options, and refusals of other names."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from moemesh.trace.timeline import WorkRecord
 
 
 def test_the_names_are_those_of_the_configuration() -> None:
-    found = choices_of(Plan.model_fields["schedule"].annotation)
-    assert found == (*SCHEDULES, "search")
+    names = choices_of(Plan.model_fields["schedule"].annotation)
+    assert names == (*SCHEDULES, "search")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -41,9 +41,9 @@ def test_options_reach_their_schedules() -> None:
     assert build("terapipe", 4, 2, num_slices=3).num_slices == 3
     assert build("interleaved_1f1b", 2, 4, stages_per_rank=3).num_stages == 6
     assert build("zb_v", 2, 4, stages_per_rank=2) == build("zb_v", 2, 4)
-    found = build("ampnet", 2, 4, max_in_flight=3, window=2, cost=lambda op: 1, latency=1)
-    assert found.update is not None and found.update.window == 2
-    assert found.parameters["max_in_flight"] == 3
+    schedule = build("ampnet", 2, 4, max_in_flight=3, window=2, cost=lambda op: 1, latency=1)
+    assert schedule.update is not None and schedule.update.window == 2
+    assert schedule.parameters["max_in_flight"] == 3
 
 
 def test_numbers_must_be_whole() -> None:
@@ -56,7 +56,7 @@ def test_interleaving_multiplies_the_messages() -> None:
     once = len(messages(build("1f1b", 4, 8)))
     assert once == 2 * 3 * 8
     assert len(messages(build("interleaved_1f1b", 4, 8, stages_per_rank=2))) == 2 * 7 * 8
-    # Chunks that meet on a rank hand over without a message.
+    # Neighbouring chunks of the same rank pass tensors without a message.
     assert len(messages(build("zb_v", 4, 8))) == 2 * 6 * 8
 
 
@@ -117,9 +117,9 @@ def test_a_file_for_another_plan_is_refused_with_its_numbers(
 ) -> None:
     path = saved(tmp_path, **made)
     keys: dict[str, Any] = {"pp": 2, "microbatches": 4} | plan
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         build_step(Plan(schedule=path, **keys))
-    assert all(word in str(told.value) for word in words), told.value
+    assert all(word in str(error.value) for word in words), error.value
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_a_file_for_another_plan_is_refused_with_its_numbers(
 def test_a_file_that_cannot_run_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         build_step(Plan(pp=2, microbatches=2, schedule=str(path)))
-    assert all(word in str(told.value) for word in [str(path), *words]), told.value
+    assert all(word in str(error.value) for word in [str(path), *words]), error.value
 
 
 def test_tied_embeddings_need_opposite_ranks(tmp_path: Path) -> None:
@@ -161,17 +161,17 @@ def test_a_search_fits_the_plan_its_costs_and_its_cap() -> None:
     model = ModelConfig(num_layers=4)
     keys: dict[str, Any] = {"pp": 2, "microbatches": 6, "schedule": "search"}
     plan = Plan(**keys)
-    found = build_step(plan, model, 64)
-    assert (found.num_ranks, found.num_stages, found.total_microbatches) == (2, 2, 6)
-    check(found)
+    schedule = build_step(plan, model, 64)
+    assert (schedule.num_ranks, schedule.num_stages, schedule.total_microbatches) == (2, 2, 6)
+    check(schedule)
     costs = estimated_costs(plan, model, 64)
     best = min(
         simulate(build(name, 2, 6), costs).makespan for name in ("1f1b", "gpipe", "zb_h1", "zb_h2")
     )
-    assert simulate(found, costs).makespan <= best
+    assert simulate(schedule, costs).makespan <= best
     capped = build_step(Plan(**keys, schedule_memory_cap=1.5), model, 64)
     assert max(peak.activation for peak in peak_memory(capped)) <= 1.5
-    assert max(peak.activation for peak in peak_memory(found)) > 1.5
+    assert max(peak.activation for peak in peak_memory(schedule)) > 1.5
     assert build_step(Plan(**keys, stages_per_rank=2), model, 64).num_stages == 4
     with pytest.raises(UserError, match="below one microbatch"):
         build_step(Plan(**keys, schedule_memory_cap=0.5), model, 64)
@@ -222,7 +222,7 @@ def test_measured_costs_fill_in_halves_and_sums() -> None:
 
 
 def test_a_search_takes_the_times_that_a_run_has_measured(tmp_path: Path) -> None:
-    """From the timeline of a run; of one with another number of stages it takes none."""
+    """Costs come from the timeline of a run, unless its number of stages differs."""
     given = Costs(forward=[1, 4], input_gradient=[2, 3], weight_gradient=[0.5, 5])
     timeline = simulate(build("zb_h1", 2, 4), given).timeline
     (tmp_path / "timeline.json").write_text(json.dumps(timeline.to_json()))
@@ -235,9 +235,9 @@ def test_a_search_takes_the_times_that_a_run_has_measured(tmp_path: Path) -> Non
     )
     keys: dict[str, Any] = {"microbatches": 6, "schedule": "search"}
     keys["schedule_costs"] = str(tmp_path)
-    found = build_step(Plan(pp=2, **keys))
+    schedule = build_step(Plan(pp=2, **keys))
     best = min(simulate(build(name, 2, 6), given).makespan for name in ("1f1b", "zb_h1", "zb_h2"))
-    assert simulate(found, given).makespan <= best
+    assert simulate(schedule, given).makespan <= best
     with pytest.raises(UserError, match=r"measured 2 stages, the plan has .* = 2\*2 = 4"):
         build_step(Plan(pp=2, stages_per_rank=2, **keys))
     with pytest.raises(UserError, match="take the costs of a run with 4"):

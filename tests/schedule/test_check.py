@@ -1,4 +1,4 @@
-"""The checker: what it proves, and that every kind of broken schedule is found and named."""
+"""The checker: its bounds, and one message for every kind of broken schedule."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_caps(caps: Caps, message: str) -> None:
 
 def test_caps_that_are_kept() -> None:
     check(from_text(GOOD), Caps(contexts=2, activation=2, weight_backlog=1, unread_messages=2))
-    # Sums of fractions come out a rounding above what they stand for.
+    # A sum of fractions may exceed its exact value by a rounding.
     held = Caps(activation=4 - 3 + 3 * 0.1)
     check(build("zb_h1", 4, 8), Caps(activation=4), weight_memory=0.1)
     with pytest.raises(ScheduleError):
@@ -224,8 +224,8 @@ def test_dropped_doubled_and_moved_operations_are_found(
 @settings(max_examples=25)
 @given(shape=st.sampled_from(SHAPES), seed=st.integers(0, 10**6))
 def test_unread_messages_bound_every_run(shape: tuple[str, int, int], seed: int) -> None:
-    """However long operations and messages take, no more messages wait than was proved; a rank
-    that is slow from one entry on sees as many."""
+    """At most the proved number of messages waits, however long operations and messages take; a
+    rank that is slow from one entry on reaches that number."""
     schedule = build(*shape)
     bound = check(schedule).unread_messages
     random_ = random.Random(seed)
@@ -287,10 +287,10 @@ def _unread(schedule: Schedule, costs: Costs, rank: int) -> int:
 def test_versions_and_copies(
     schedule: Schedule, version: Callable[..., int], copies: tuple[int, ...], updates: int
 ) -> None:
-    found, breaches = versions(schedule)
+    seen_versions, breaches = versions(schedule)
     assert not breaches
     for stage in range(4):
-        seen = found[0, stage]
+        seen = seen_versions[0, stage]
         for microbatch in range(schedule.total_microbatches):
             for kind in "FB":
                 used = seen.used[Op(kind, stage, microbatch)]
@@ -299,9 +299,9 @@ def test_versions_and_copies(
 
 
 def test_newest_uses_the_weights_of_the_moment() -> None:
-    found, breaches = versions(build("ampnet", 3, 9, max_in_flight=3, window=2))
+    seen_versions, breaches = versions(build("ampnet", 3, 9, max_in_flight=3, window=2))
     assert not breaches
-    for seen in found.values():
+    for seen in seen_versions.values():
         backwards = [op for op in seen.used if op.kind == "B"]
         assert [seen.used[op] for op in backwards] == [k // 2 for k in range(9)]
         assert seen.copies == 1 and seen.lag <= 1

@@ -1,4 +1,4 @@
-"""The examples and pictures in docstrings are what the code prints."""
+"""Examples and pictures in docstrings equal the output of the code."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from moemesh.schedule.text import from_text, to_text
 NAMES = tuple(SCHEDULES)
 RANKS = (1, 2, 3, 4, 8)
 MICROBATCHES = (1, 2, 4, 6, 7, 8, 12, 16, 24)
-#: tF, tI, tW and tFB (None: the sum), with every relation that a formula's region speaks of.
+#: tF, tI, tW and tFB (None: the sum), with every relation that the region of a formula depends on.
 TIMES = (
     (1, 1, 1, None),
     (2, 1, 1, None),
@@ -41,15 +41,15 @@ TIMES = (
 
 def legal(name: str) -> list[Schedule]:
     """The schedule on the grid, where its conditions hold."""
-    found: list[Schedule] = []
+    schedules: list[Schedule] = []
     for ranks in RANKS:
         for microbatches in MICROBATCHES:
             for chunks in (1, 2, 3) if name == "interleaved_1f1b" else (1,):
                 try:
-                    found.append(build(name, ranks, microbatches, stages_per_rank=chunks))
+                    schedules.append(build(name, ranks, microbatches, stages_per_rank=chunks))
                 except ValueError:
                     continue
-    return found
+    return schedules
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,19 +71,19 @@ def test_formulas_equal_the_simulator(name: str) -> None:
                 forward=forward, input_gradient=dgrad, weight_gradient=wgrad, overlapped=block
             )
             for held in (1, 0.25):
-                found = simulate(schedule, costs, weight_memory=held)
+                simulation = simulate(schedule, costs, weight_memory=held)
                 times = MicrobatchTimes(forward=forward, dgrad=dgrad, wgrad=wgrad, block=block)
                 formula = closed_form(schedule, times, held=held)
                 assert formula is not None
                 if formula.bubble is not None:
-                    bubble = found.span_bubble
+                    bubble = simulation.span_bubble
                     if formula.row.metric == "rank_idle":
-                        bubble = found.rank_idle
+                        bubble = simulation.rank_idle
                     assert bubble == pytest.approx(formula.bubble, abs=1e-9), schedule.parameters
                     compared["bubble"] += 1
                 if formula.peak_activation is not None:
                     peaks = pytest.approx(formula.peak_activation, abs=1e-9)
-                    assert found.peak_activation == peaks
+                    assert simulation.peak_activation == peaks
                     compared["peak"] += 1
     if name not in ("pipedream", "pipedream_2bw", "ampnet"):
         assert compared["bubble"] >= 20
@@ -134,10 +134,10 @@ class TestTeraPipe:
         )
         for ranks in (1, 2, 5):
             for sequences in (1, 3):
-                found = simulate(terapipe(ranks, sequences, 3), costs)
+                simulation = simulate(terapipe(ranks, sequences, 3), costs)
                 work = 3 * sum(lengths) * sequences
-                assert found.makespan == work + (ranks - 1) * 3 * max(lengths)
-                assert found.rank_idle == (ranks - 1) * 3 * max(lengths)
+                assert simulation.makespan == work + (ranks - 1) * 3 * max(lengths)
+                assert simulation.rank_idle == (ranks - 1) * 3 * max(lengths)
 
 
 class TestAsynchronous:
@@ -155,8 +155,8 @@ class TestAsynchronous:
         assert max(peak.contexts for peak in report.peaks) <= in_flight
 
     def test_ampnet_with_one_microbatch_at_a_time_is_plain_training(self) -> None:
-        found = simulate(ampnet(4, 5, max_in_flight=1))
-        assert found.makespan == 5 * 4 * 3
+        simulation = simulate(ampnet(4, 5, max_in_flight=1))
+        assert simulation.makespan == 5 * 4 * 3
 
 
 ILLEGAL = [
@@ -264,7 +264,7 @@ def test_the_nearest_numbers_are_legal(name: str) -> None:
 
 def test_work_grows_with_the_operations() -> None:
     """Four times the microbatches are four times the operations: generating and simulating them
-    takes far less than sixteen times as long. The smallest of three, since machines are shared."""
+    takes far less than sixteen times the time. The smallest of three, since machines are shared."""
     for name, options in (("zb_v", {}), ("interleaved_1f1b", {"stages_per_rank": 2})):
 
         def seconds(microbatches: int, name: str = name, options: Any = options) -> float:

@@ -59,8 +59,8 @@ def best_hand_made(
     best = math.inf
     for name in ONE_COPY[chunks]:
         try:
-            told = chunks if name == "interleaved_1f1b" else 1
-            schedule = build(name, ranks, microbatches, stages_per_rank=told)
+            stages_per_rank = chunks if name == "interleaved_1f1b" else 1
+            schedule = build(name, ranks, microbatches, stages_per_rank=stages_per_rank)
         except ValueError:
             continue
         peaks = [peak.activation for peak in peak_memory(schedule)]
@@ -108,9 +108,9 @@ def all_orders(problem: SearchProblem, rank: int) -> Iterator[list[int]]:
 
     def grow() -> Iterator[list[int]]:
         if len(letters) == 3 * m * len(problem.stages[rank]):
-            found = problem.operations(rank, letters)
-            if found is not None:
-                yield found
+            operations = problem.operations(rank, letters)
+            if operations is not None:
+                yield operations
             return
         for kind, stage in itertools.product(range(3), problem.stages[rank]):
             letter = kind * stages + stage
@@ -208,7 +208,7 @@ def test_equals_the_optimum_of_larger_small_cases(seed: int) -> None:
 def test_exact_results_do_not_depend_on_the_heuristic(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Branch and bound finds the optimum on its own, from the worst start there is."""
+    """Branch and bound finds the optimum without help, from the worst start."""
     import moemesh.schedule.search as package
 
     random_ = random.Random(seed)

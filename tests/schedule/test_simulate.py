@@ -30,7 +30,7 @@ rank 1: 1F0 1B0 1F1 1B1
 
 
 def obvious(schedule: Schedule, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
-    """Starts and ends by the formula: any head whose dependencies have ended, again and again."""
+    """Starts and ends by the formula: a loop that picks any head whose dependencies have ended."""
     bound = costs.bind(schedule)
     ended: dict[Op, float] = {}
     clock: list[float] = [0] * schedule.num_ranks
@@ -163,19 +163,19 @@ def test_a_block_costs_its_own_time_when_it_has_one() -> None:
 
 def test_functions_see_operations_and_edges() -> None:
     schedule = from_text(TWO_RANKS)
-    asked: list[str] = []
+    names: list[str] = []
 
     def forward(op: Op) -> float:
-        asked.append(str(op))
+        names.append(str(op))
         return 1
 
     def message(producer: Op, consumer: Op) -> float:
-        asked.append(f"{producer}>{consumer}")
+        names.append(f"{producer}>{consumer}")
         return 0
 
     simulate(schedule, Costs(forward=forward, message=message))
-    assert {"0F0", "1F1", "0F0>1F0", "1B1>0B1"} <= set(asked)
-    assert not any("1F" in name and ">" in name and name.startswith("1F") for name in asked)
+    assert {"0F0", "1F1", "0F0>1F0", "1B1>0B1"} <= set(names)
+    assert not any("1F" in name and ">" in name and name.startswith("1F") for name in names)
 
 
 def test_a_full_backward_of_functions_is_the_sum_of_its_halves() -> None:

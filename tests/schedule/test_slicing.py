@@ -1,4 +1,4 @@
-"""Where sequences are cut: lengths add up, times are equal, no slice is empty."""
+"""Cuts of sequences: lengths add up, times are equal, no slice is empty."""
 
 from itertools import pairwise
 

@@ -21,8 +21,8 @@ SYNCHRONOUS = (
 
 
 def steps(name: str, ranks: int, counts: range) -> list[tuple[PipelineStep, object]]:
-    """Every legal step of so many microbatches, with its schedule."""
-    found: list[tuple[PipelineStep, object]] = []
+    """Every legal step with a number of microbatches from `counts`, and its schedule."""
+    pairs: list[tuple[PipelineStep, object]] = []
     chunks = 3 if name == "interleaved_1f1b" else 1
     slices = 2 if name == "terapipe" else 1
     for count in counts:
@@ -33,8 +33,8 @@ def steps(name: str, ranks: int, counts: range) -> list[tuple[PipelineStep, obje
             )  # fmt: skip
         except ScheduleConditionError:
             continue
-        found.append((PipelineStep(name, ranks, count, chunks, slices), schedule))
-    return found
+        pairs.append((PipelineStep(name, ranks, count, chunks, slices), schedule))
+    return pairs
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -55,12 +55,12 @@ def test_a_step_takes_as_long_as_its_simulation(name: str, ranks: int) -> None:
             forward=forward, input_gradient=inputs, weight_gradient=weights, message=message
         )
         truth = simulate(schedule, costs, transport="blocking")  # type: ignore[arg-type]
-        found = duration(step, forward, inputs, weights, message)
-        assert found.makespan == pytest.approx(truth.makespan, rel=1e-9)
-        assert found.span == pytest.approx(truth.span, rel=1e-9)
+        times = duration(step, forward, inputs, weights, message)
+        assert times.makespan == pytest.approx(truth.makespan, rel=1e-9)
+        assert times.span == pytest.approx(truth.span, rel=1e-9)
         sent = message * step.share * step.microbatches * step.slices
         busy = [own + sent * step.messages_of(rank) for rank, own in enumerate(truth.busy)]
-        assert found.busy == pytest.approx(max(busy), rel=1e-9)
+        assert times.busy == pytest.approx(max(busy), rel=1e-9)
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
@@ -84,11 +84,11 @@ def test_published_counts() -> None:
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw", "ampnet"])
 def test_streams_hold_the_same_for_every_step(name: str) -> None:
-    """A stream never drains between steps: what it holds does not depend on their length."""
+    """A stream never drains between steps: its memory does not depend on their length."""
     short, long = PipelineStep(name, 4, 1), PipelineStep(name, 4, 64)
     assert alive(short) == alive(long)
-    found = duration(short, [1.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0] * 4, 0.5)
-    assert found.makespan == found.busy == 5.0
+    times = duration(short, [1.0, 2.0, 1.0, 1.0], [1.0] * 4, [1.0] * 4, 0.5)
+    assert times.makespan == times.busy == 5.0
 
 
 def test_versions_of_weights() -> None:

@@ -14,12 +14,12 @@ from moemesh.schedule.terapipe import best_slices, terapipe
 
 def every_cut(units: int) -> list[tuple[int, ...]]:
     """All ordered sums of `units`."""
-    found: list[tuple[int, ...]] = []
+    divisions: list[tuple[int, ...]] = []
     for number in range(units):
         for cuts in itertools.combinations(range(1, units), number):
             ends = (0, *cuts, units)
-            found.append(tuple(b - a for a, b in itertools.pairwise(ends)))
-    return found
+            divisions.append(tuple(b - a for a, b in itertools.pairwise(ends)))
+    return divisions
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -42,9 +42,9 @@ def test_no_cut_is_better(seed: int) -> None:
         return times[n, context]
 
     length = units * granularity
-    found = best_slices(cost, length, granularity, stages, sequences)
-    assert found.seconds == pytest.approx(min(map(value, every_cut(units))))
-    assert value(tuple(n // granularity for n in found.lengths)) == pytest.approx(found.seconds)
+    slicing = best_slices(cost, length, granularity, stages, sequences)
+    assert slicing.seconds == pytest.approx(min(map(value, every_cut(units))))
+    assert value(tuple(n // granularity for n in slicing.lengths)) == pytest.approx(slicing.seconds)
     for number in range(1, units + 1):
         fixed = best_slices(cost, length, granularity, stages, sequences, number)
         assert len(fixed.lengths) == number and sum(fixed.lengths) == length
@@ -54,9 +54,9 @@ def test_no_cut_is_better(seed: int) -> None:
 
 def test_later_slices_are_shorter_when_context_costs() -> None:
     """Attention over the context makes late tokens dearer: equal times mean unequal lengths."""
-    found = best_slices(lambda n, c: n * (1 + (c + n / 2) / 16), 64, 4, 8, 1, 4)
-    assert list(found.lengths) == sorted(found.lengths, reverse=True)
-    assert found.lengths[0] > found.lengths[-1]
+    slicing = best_slices(lambda n, c: n * (1 + (c + n / 2) / 16), 64, 4, 8, 1, 4)
+    assert list(slicing.lengths) == sorted(slicing.lengths, reverse=True)
+    assert slicing.lengths[0] > slicing.lengths[-1]
 
 
 def test_the_value_is_the_simulated_time() -> None:
@@ -65,11 +65,11 @@ def test_the_value_is_the_simulated_time() -> None:
     def cost(n: int, context: int) -> float:
         return 3 * n * (8 + context + n)
 
-    found = best_slices(cost, 48, 8, 4, 2)
-    starts = [sum(found.lengths[:index]) for index in range(len(found.lengths))]
-    parts = [cost(n, c) / 3 for n, c in zip(found.lengths, starts, strict=True)]
+    slicing = best_slices(cost, 48, 8, 4, 2)
+    starts = [sum(slicing.lengths[:index]) for index in range(len(slicing.lengths))]
+    parts = [cost(n, c) / 3 for n, c in zip(slicing.lengths, starts, strict=True)]
     costs = Costs(forward=lambda op: parts[op.slice], backward=lambda op: 2 * parts[op.slice])
-    assert simulate(terapipe(4, 2, len(parts)), costs).makespan == pytest.approx(found.seconds)
+    assert simulate(terapipe(4, 2, len(parts)), costs).makespan == pytest.approx(slicing.seconds)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Orders that torch's private pipelining runtime knows too, operation by operation."""
+"""Orders that torch's private pipelining runtime also has, operation by operation."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def torch_orders(name: str, ranks: int, microbatches: int, chunks: int) -> list[
         style = "v" if name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else "loop"
         made.stage_index_to_group_rank = mapping(ranks, ranks * chunks, style=style)
         lists = [made._calculate_single_rank_operations(rank) for rank in range(ranks)]
-        return [[entry for action in found if (entry := [*flattened(action)])] for found in lists]
+        return [
+            [entry for action in actions if (entry := [*flattened(action)])] for actions in lists
+        ]
     except (AttributeError, TypeError) as error:
         pytest.skip(f"torch's private schedules have moved: {error}")
 

@@ -1,4 +1,4 @@
-"""Writes the snapshots again: ``python -m tests.snapshots [NAME ...]``."""
+"""Regenerates the snapshots: ``python -m tests.snapshots [NAME ...]``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Answers that are kept: a file a verb, each command line followed by what it prints.
+"""Stored answers: a file a verb, each command line followed by its output.
 
-A case is a line ``$ moemesh ...`` in one of the files; the answer stands below it. ``help.txt`` has
-every verb, and ``validate.txt`` the predictions of a small table of measured runs.
+A case is a line ``$ moemesh ...`` in one of the files; the lines below it are the answer.
+``help.txt`` has every verb, and ``validate.txt`` the predictions of a small table of measured runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = Path(__file__).parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.txt"))
 #: Files whose text is made as a whole; the others hold commands and their answers.
 WHOLE = ("help", "validate")
-#: Numbers are kept to so many digits: libraries round the last ones by the processor.
+#: Digits of a number that are kept: libraries round the last ones by the processor.
 DIGITS = 9
 #: A key whose number is the time that a search took.
 _OWN_SECONDS = ("wall_seconds",)
@@ -52,12 +52,12 @@ def kept(name: str) -> dict[str, str]:
 def verbs() -> list[str]:
     """Every verb, and every group of verbs, by its words."""
     cli.import_verbs()
-    found, waiting = [], [("", get_command(app))]
+    names, waiting = [], [("", get_command(app))]
     while waiting:
         name, command = waiting.pop(0)
-        found.append(name)
+        names.append(name)
         waiting += [(f"{name} {k}".strip(), v) for k, v in getattr(command, "commands", {}).items()]
-    return sorted(found)
+    return sorted(names)
 
 
 def help_of(verb: str) -> str:
@@ -81,9 +81,9 @@ def answer(command: str) -> str:
 def printed(words: list[str]) -> str:
     """The standard output of a command that ends with exit code 0."""
     cli.import_verbs()
-    found = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert found.exit_code == 0, (words, found.output)
-    return found.stdout
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, (words, result.output)
+    return result.stdout
 
 
 def shown(value: dict[str, Any]) -> str:

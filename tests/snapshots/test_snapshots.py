@@ -1,6 +1,6 @@
 """Answers and help texts equal the files that a person read: a change of them shows in a diff.
 
-``python -m tests.snapshots`` writes the files again, and ``-m "slow or not slow"`` compares all of
+``python -m tests.snapshots`` regenerates the files, and ``-m "slow or not slow"`` compares all of
 them. Refusals are in ``tests/mistakes``.
 """
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.snapshots.cases import NAMES, WHOLE, answer, kept, path_of, text_of
 
-#: One in so many commands of a verb that searches runs by default.
+#: Verbs that search: every n-th of their commands runs by default, the others are slow.
 EVERY = {"plan": 3, "estimate": 2, "partition": 2}
 ANSWERS = [
     pytest.param(

@@ -1,4 +1,4 @@
-"""Bins of steps: exact sums, bounded number, steps that were done again."""
+"""Bins of steps: exact sums, bounded number, repeated steps."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def step_loads(step: int, layer: int = 0, experts: int = 4) -> LayerLoads:
 
 def test_sums_are_exact_and_ratios_are_means_of_the_steps() -> None:
     steps = [step_loads(step) for step in range(1, 8)]
-    found = total(steps)
-    assert (found.step, found.steps, found.first_step) == (7, 7, 1)
+    merged = total(steps)
+    assert (merged.step, merged.steps, merged.first_step) == (7, 7, 1)
     for expert in range(4):
-        assert found.tokens_per_expert[expert] == sum(s.tokens_per_expert[expert] for s in steps)
-    assert sum(found.tokens_per_rank) == sum(found.tokens_per_expert)
-    assert found.dropped == sum(one.dropped for one in steps)
+        assert merged.tokens_per_expert[expert] == sum(s.tokens_per_expert[expert] for s in steps)
+    assert sum(merged.tokens_per_rank) == sum(merged.tokens_per_expert)
+    assert merged.dropped == sum(one.dropped for one in steps)
     mean = sum(one.expert_max_over_mean for one in steps) / 7
-    assert found.expert_max_over_mean == pytest.approx(mean, rel=1e-12)
-    assert found.rank_max_over_mean == pytest.approx(
+    assert merged.expert_max_over_mean == pytest.approx(mean, rel=1e-12)
+    assert merged.rank_max_over_mean == pytest.approx(
         sum(one.rank_max_over_mean for one in steps) / 7, rel=1e-12
     )
-    assert found.highest_max_over_mean == max(one.expert_max_over_mean for one in steps)
-    assert LayerLoads.from_json(found.to_json()) == found
-    assert total([total(steps[:3]), total(steps[3:])]).tokens_per_expert == found.tokens_per_expert
+    assert merged.highest_max_over_mean == max(one.expert_max_over_mean for one in steps)
+    assert LayerLoads.from_json(merged.to_json()) == merged
+    assert total([total(steps[:3]), total(steps[3:])]).tokens_per_expert == merged.tokens_per_expert
 
 
 def test_layers_have_no_sum_with_others() -> None:

@@ -1,4 +1,4 @@
-"""Only one module knows Linux, and each of its functions has an answer elsewhere."""
+"""Only one module depends on Linux, and each of its functions returns a value on other systems."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ FOR_OTHERS = {"config/jobs.py"}
 
 def test_no_other_module_knows_what_only_linux_has() -> None:
     package = Path(moemesh.__file__).parent
-    found = {
+    modules = {
         str(file.relative_to(package))
         for file in package.rglob("*.py")
         if WORDS.search(file.read_text(encoding="utf-8"))
     }
-    assert found - FOR_OTHERS == {"trace/machine.py"}
+    assert modules - FOR_OTHERS == {"trace/machine.py"}
 
 
 def test_one_function_starts_python() -> None:
     """A module that is started with -m alone imports from the current directory first."""
     package = Path(moemesh.__file__).parent
-    found = [file for file in package.rglob("*.py") if '"-m"' in file.read_text(encoding="utf-8")]
-    assert found == [package / "config/python.py"]
+    files = [file for file in package.rglob("*.py") if '"-m"' in file.read_text(encoding="utf-8")]
+    assert files == [package / "config/python.py"]
 
 
 def test_linux_is_read() -> None:
-    """On the machine of the tests, which has it all."""
+    """Values of the machine of the tests, where every one of them exists."""
     state, seconds = machine.process_state(os.getpid())
     assert state == "R" and seconds > 0
     assert 0 < machine.available_bytes() < 1 << 50

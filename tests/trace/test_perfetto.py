@@ -50,7 +50,7 @@ def test_every_message_is_a_flow_between_its_records(name: str) -> None:
         (str(message.producer), str(message.consumer)) for message in messages(schedule).values()
     }
     assert len(ends) == len(wanted)
-    found = set()
+    flows = set()
     for flow in ends.values():
         start, finish = flow["s"], flow["f"]
         assert start["ts"] < finish["ts"] and finish["bp"] == "e"
@@ -64,8 +64,8 @@ def test_every_message_is_a_flow_between_its_records(name: str) -> None:
 
         pairs = {(a, b) for a in around(start) for b in around(finish)} & wanted
         assert pairs
-        found |= pairs
-    assert found == wanted
+        flows |= pairs
+    assert flows == wanted
 
 
 def test_counters_follow_memory_and_put_off_work() -> None:

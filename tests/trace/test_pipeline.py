@@ -19,7 +19,7 @@ from moemesh.trace.timeline import Timeline, WorkRecord
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_messages_and_memory_are_those_of_the_schedule(name: str) -> None:
-    """The records alone give what the schedule implies."""
+    """The records alone give the messages and the memory of the schedule."""
     chunks = 3 if name == "interleaved_1f1b" else 1
     schedule = build(name, 4, 8, stages_per_rank=chunks)
     chance = random.Random(name)
@@ -31,8 +31,8 @@ def test_messages_and_memory_are_those_of_the_schedule(name: str) -> None:
     for held in (1, 0.5):
         peaks = peak_memory(schedule, weight_memory=held)
         steps = activations(timeline, held=held)
-        found = [max(value for _, value in steps[rank]) for rank in range(4)]
-        assert found == pytest.approx([peak.activation for peak in peaks])
+        maxima = [max(value for _, value in steps[rank]) for rank in range(4)]
+        assert maxima == pytest.approx([peak.activation for peak in peaks])
         assert all(steps[rank][-1][1] == 0 for rank in range(4))
     owed = backlog(timeline)
     most = [max((v for _, v in owed.get(rank, [])), default=0) for rank in range(4)]
@@ -49,7 +49,7 @@ def test_peers_of_a_stage_send_to_their_own() -> None:
         for stage in [rank // 2]
         for start, name, kind in ((stage, "forward", "F"), (3 - stage, "backward", "B"))
     ]
-    # Of other work and of a step that is only half recorded nothing follows.
+    # Other work and a step that is only half recorded have no effect.
     records.append(WorkRecord(rank=0, start=9, end=10, name="optimizer"))
     records.append(
         WorkRecord(rank=0, start=5, end=6, name="f", kind="F", stage=0, microbatch=1, step=2)
@@ -62,8 +62,8 @@ def test_peers_of_a_stage_send_to_their_own() -> None:
 def test_work_without_length_gives_back_before_the_next_starts() -> None:
     schedule = build("zb_h1", 3, 6)
     timeline = simulate(schedule, Costs(weight_gradient=0)).timeline
-    found = [max(value for _, value in steps) for steps in activations(timeline).values()]
-    assert found == [peak.activation for peak in peak_memory(schedule)]
+    maxima = [max(value for _, value in steps) for steps in activations(timeline).values()]
+    assert maxima == [peak.activation for peak in peak_memory(schedule)]
 
 
 def test_what_is_no_pipeline_has_nothing_of_it() -> None:

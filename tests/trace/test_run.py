@@ -121,10 +121,10 @@ def test_blocks_of_lines_are_read_as_single_ones(tmp_path):
 
 def test_numbers_of_a_row_may_be_whole_or_null(tmp_path):
     data = row(1).to_json() | {"loss": None, "lr": 1, "memory_bytes": 7, "mfu": None, "step": 3.0}
-    found = MetricsRow.from_json(data)
-    assert found.loss != found.loss and (found.lr, found.memory_bytes) == (1.0, 7.0)
-    assert (found.step, type(found.step), type(found.lr)) == (3, int, float)
-    assert found.mfu != found.mfu and found.epoch is None
+    parsed = MetricsRow.from_json(data)
+    assert parsed.loss != parsed.loss and (parsed.lr, parsed.memory_bytes) == (1.0, 7.0)
+    assert (parsed.step, type(parsed.step), type(parsed.lr)) == (3, int, float)
+    assert parsed.mfu != parsed.mfu and parsed.epoch is None
     with pytest.raises((TypeError, ValueError)):
         MetricsRow.from_json(data | {"step": None})
     with pytest.raises((TypeError, ValueError)):

@@ -1,4 +1,4 @@
-"""The closed forms: what is sent is received, textbook factors where sizes divide."""
+"""The closed forms: bytes sent equal bytes received, textbook factors where sizes divide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ worlds = st.integers(1, 9)
 
 
 def balanced(everyone) -> None:
-    """What all ranks send, all ranks receive."""
+    """Bytes sent by all ranks equal bytes received by all ranks."""
     assert sum(one.wire_bytes for one in everyone) == sum(one.received_bytes for one in everyone)
 
 
