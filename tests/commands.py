@@ -1,13 +1,13 @@
-"""A stand-in for the Python interpreter that starts with torch and moemesh loaded.
+"""A fake Python interpreter that starts with torch and moemesh loaded.
 
 `python()` is the path of an executable that takes the arguments ``-m``, ``-c`` or a script, as the
-interpreter does. It asks a server, a child of the fork server of :mod:`tests.ranks`, to fork a
-process with its arguments, environment, folder and streams; passes signals on; and ends as that
-process ends. Ranks that such a process starts are started in the same way. So a command costs what
-it does, not the seconds of its imports.
+interpreter does. It requests a fork from a server, a child of the fork server of
+:mod:`tests.ranks`: a process with its arguments, environment, folder and streams. It passes signals
+on to that process, and ends in the same way. Ranks that such a process starts are started like it.
+So a command costs its own work, not the seconds of its imports.
 
-Tests of start, signals, kills and orphans use ``sys.executable``: the process that a test sees is
-not the one that works, which is in a session of its own.
+Tests of start, signals, kills and orphans use ``sys.executable``: the process that a test sees does
+not do the work, which happens in a forked process with a session of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 from tests.ranks import context
 
-#: Options of the interpreter that the stand-in may ignore: streams are flushed at the end anyway.
+#: Options of the interpreter that the fake one may ignore: streams are flushed at the end anyway.
 _IGNORED = ("-u", "-B")
 
 _CLIENT = """
@@ -56,26 +56,26 @@ os._exit(code)
 
 
 def python() -> str:
-    """The path of the stand-in."""
+    """Path of the fake interpreter."""
     return str(folder() / "python")
 
 
 @cache
 def folder() -> Path:
-    """A folder with the stand-ins `python` and `moemesh`, for the search path of a shell."""
+    """A folder with the fake `python` and `moemesh`, for the search path of a shell."""
     place = tempfile.TemporaryDirectory(prefix="preloaded-")
-    here = Path(place.name)
-    address = str(here / "socket")
+    path = Path(place.name)
+    address = str(path / "socket")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    (here / "client.py").write_text(_CLIENT.format(address=address))
+    (path / "client.py").write_text(_CLIENT.format(address=address))
     for name, words in (("python", ""), ("moemesh", "-m moemesh ")):
-        script = f'#!/bin/sh\nexec "{sys.executable}" -IS "{here}/client.py" {words}"$@"\n'
-        (here / name).write_text(script)
-        (here / name).chmod(0o755)
+        script = f'#!/bin/sh\nexec "{sys.executable}" -IS "{path}/client.py" {words}"$@"\n'
+        (path / name).write_text(script)
+        (path / name).chmod(0o755)
     # No daemon: what it forks may have children of its own.
-    server = context.Process(target=_serve, args=(listener, str(here / "python")))
+    server = context.Process(target=_serve, args=(listener, str(path / "python")))
     server.start()
     listener.close()
 
@@ -85,7 +85,7 @@ def folder() -> Path:
         place.cleanup()
 
     atexit.register(end)
-    return here
+    return path
 
 
 def _serve(listener: socket.socket, stand_in: str) -> None:
@@ -114,7 +114,7 @@ def _reap() -> None:
 
 
 def _keep(connection: socket.socket) -> NoReturn:
-    """Fork the process that a client asks for, pass signals to it and its end to the client."""
+    """Fork the process that a client requests, pass signals to it and its end to the client."""
     head, streams, _, _ = socket.recv_fds(connection, 8, 3)
     length, request = int.from_bytes(head, "big"), b""
     while len(request) < length:

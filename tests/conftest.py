@@ -11,7 +11,7 @@ import pytest
 from moemesh.cli import terminal
 from tests import sandbox
 
-# Whether a verb works for a second depends on the machine: none says so by chance.
+# Whether a verb works for a second depends on the machine: no verb prints its progress by chance.
 terminal.FIRST = 1e6
 
 
@@ -46,7 +46,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _place_of_module() -> Generator[None]:
-    """Where the fixtures of a module work."""
+    """Working folder of the fixtures of a module."""
     with sandbox.place():
         yield
 
@@ -59,8 +59,8 @@ def _same_start() -> Generator[None]:
         torch.manual_seed(0)
     with sandbox.place():
         yield
-    if found := sandbox.violations():
-        pytest.fail("a test leaves the checkout alone:\n" + "\n".join(found), pytrace=False)
+    if changes := sandbox.violations():
+        pytest.fail("a test leaves the checkout alone:\n" + "\n".join(changes), pytrace=False)
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return functools.partial(run, capsys, monkeypatch)
 
 
-# Machines are small and shared: how long an example takes says nothing about it.
+# Machines are small and shared: the seconds of an example depend on their load.
 hypothesis.settings.register_profile("moemesh", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("moemesh")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, Any, Any]:
-    """Of a test with the mark ``representative(*ids)``, cases with other ids are slow.
+    """Mark cases as slow: in a test with ``representative(*ids)`` those with other ids.
 
     The hook sees the cases of one function together, before anything is selected from them.
     """
@@ -99,5 +99,5 @@ def pytest_pycollect_makeitem(collector: pytest.Collector) -> Generator[None, An
 
 
 def _id_of(case: pytest.Item) -> str:
-    """What stands in brackets behind the name of a test."""
+    """Text in brackets after the name of a test."""
     return case.name.partition("[")[2].removesuffix("]")

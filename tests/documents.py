@@ -1,8 +1,8 @@
 """Blocks of the documentation that are written from the code.
 
-``python -m tests.documents`` writes everything between ``<!-- generated: NAME -->`` and
-``<!-- end -->`` again. Blocks that take minutes are written with ``--slow``. What a person wrote in
-them (meanings, descriptions) stays; what is new says TODO, which `tests/test_docs.py` refuses.
+``python -m tests.documents`` rewrites everything between ``<!-- generated: NAME -->`` and
+``<!-- end -->``. Blocks that take minutes are written with ``--slow``. Texts of a person in them
+(meanings, descriptions) stay; a new row has TODO, which `tests/test_docs.py` refuses.
 """
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ def legal_values(annotation: object, limits: Range | None) -> str:
 
 
 def placement_table(old: str) -> str:
-    """Every parameter of the preset "tiny" with what the placement rules say of it."""
+    """Every parameter of the preset "tiny" with its placement."""
     from moemesh.parallel.placement import placements
 
     rows: dict[str, str] = {}
     config = ModelConfig(qk_norm=True)
     for attention_exit in ("reduce_scatter", "all_to_all"):
-        found = placements(config, Plan(attention_exit=attention_exit))
-        for where in found.values():
+        table = placements(config, Plan(attention_exit=attention_exit))
+        for where in table.values():
             name = re.sub(r"\.\d+\.", ".*.", where.name)
             if name.endswith(".output"):
                 name += f" ({'all_to_all' if attention_exit == 'all_to_all' else 'other'} exit)"

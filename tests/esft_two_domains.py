@@ -84,13 +84,13 @@ def options(values: dict[str, object]) -> list[str]:
 
 
 def losses(model: Path, folder: Path) -> tuple[float, float]:
-    """On unseen text of the task, and of the other domain."""
-    found = [
+    """Losses on unseen text of the task, and of the other domain."""
+    losses = [
         json.loads(moemesh("evaluate", model, "--data", folder / name, "--seq-len", SEQ_LEN,
                            "--set", "data.tokenizer=bytes", "--json"))["loss"]
         for name in ("task-unseen.txt", "other-unseen.txt")
     ]  # fmt: skip
-    return found[0], found[1]
+    return losses[0], losses[1]
 
 
 def compare(folder: Path, *, base_steps: int, steps: int) -> list[Result]:
@@ -127,7 +127,7 @@ def compare(folder: Path, *, base_steps: int, steps: int) -> list[Result]:
                 "--svg", folder / f"scores-{threshold}.svg")  # fmt: skip
         ways.append((f"ESFT, p = {threshold}", {"train.esft": str(table)}))
     task, other = losses(base, folder)
-    found = [Result(name="before", trained=0.0, task=task, other=other)]
+    results = [Result(name="before", trained=0.0, task=task, other=other)]
     for number, (name, given) in enumerate(ways):
         out = folder / f"tuned-{number}"
         tuned = {"model.path": str(base), "data.path": str(folder / "task.txt"),
@@ -137,8 +137,8 @@ def compare(folder: Path, *, base_steps: int, steps: int) -> list[Result]:
         summary = json.loads((out / "summary.json").read_text())
         task, other = losses(out, folder)
         share = summary.get("trained_parameters", summary["parameters"]) / summary["parameters"]
-        found.append(Result(name=name, trained=share, task=task, other=other))
-    return found
+        results.append(Result(name=name, trained=share, task=task, other=other))
+    return results
 
 
 def gains(found: Sequence[Result]) -> dict[str, float]:
@@ -160,9 +160,9 @@ def table(found: Sequence[Result]) -> Iterator[str]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
-        found = compare(Path(name), base_steps=1500, steps=600)
+        results = compare(Path(name), base_steps=1500, steps=600)
         shutil.copy(Path(name) / f"scores-{THRESHOLDS[0]}.svg", PICTURE)
-    text = "\n".join(table(found))
+    text = "\n".join(table(results))
     print(text)
     marked = re.compile(r"(<!-- numbers: esft -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
     page = PAGE.read_text(encoding="utf-8")

@@ -37,60 +37,60 @@ class Command(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        found = [*self.arguments]
+        words = [*self.arguments]
         for setting in self.settings:
-            found += ["--set", setting]
-        return found
+            words += ["--set", setting]
+        return words
 
 
 def plans(num_gpus: int) -> dict[str, tuple[str, ...]]:
-    """Name and plan of every run on so many GPUs."""
-    found: dict[str, tuple[str, ...]] = {"one": (), "exact": ("plan.combine=exact",)}
+    """Name and plan of every run on `num_gpus` GPUs."""
+    runs: dict[str, tuple[str, ...]] = {"one": (), "exact": ("plan.combine=exact",)}
     if num_gpus < 2:
-        return found
+        return runs
     ranks = max(n for n in (2, 4, 8) if n <= num_gpus)
     experts = (f"plan.dp={ranks}", f"plan.ep={ranks}")
     for dispatcher in ("all_to_all", "all_gather", "low_latency"):
-        found[dispatcher] = (*experts, f"plan.dispatcher={dispatcher}")
+        runs[dispatcher] = (*experts, f"plan.dispatcher={dispatcher}")
     if ranks >= 4:
         nodes = f"plan.ranks_per_node={ranks // 2}"
-        found["hierarchical"] = (*experts, "plan.dispatcher=hierarchical", nodes)
-    found["chunks"] = (*experts, "plan.dispatch_chunks=2")
+        runs["hierarchical"] = (*experts, "plan.dispatcher=hierarchical", nodes)
+    runs["chunks"] = (*experts, "plan.dispatch_chunks=2")
     for data in ("replicate", "zero1", "zero2", "zero3"):
-        found[data] = (f"plan.dp={ranks}", f"plan.data={data}")
-    found["tp"] = ("plan.tp=2", "plan.ep=2")
+        runs[data] = (f"plan.dp={ranks}", f"plan.data={data}")
+    runs["tp"] = ("plan.tp=2", "plan.ep=2")
     for context in ("ring", "all_gather", "all_to_all"):
-        found[f"context {context}"] = ("plan.cp=2", f"plan.context={context}")
+        runs[f"context {context}"] = ("plan.cp=2", f"plan.context={context}")
     pipeline = ("plan.pp=2", "plan.microbatches=4")
     for schedule in ("1f1b", "gpipe", "zb_h1", "dualpipe"):
-        found[schedule] = (*pipeline, f"plan.schedule={schedule}")
+        runs[schedule] = (*pipeline, f"plan.schedule={schedule}")
     for schedule in ("interleaved_1f1b", "zb_v", "dualpipe_v"):
         chunks = "plan.stages_per_rank=2"
-        found[schedule] = (*pipeline, chunks, f"plan.schedule={schedule}")
+        runs[schedule] = (*pipeline, chunks, f"plan.schedule={schedule}")
     if ranks >= 4:
-        found["pp and ep"] = (*found["dualpipe_v"], "plan.dp=2", "plan.ep=2")
-    return found
+        runs["pp and ep"] = (*runs["dualpipe_v"], "plan.dp=2", "plan.ep=2")
+    return runs
 
 
 def commands(num_gpus: int) -> list[Command]:
     """All of them, in order."""
-    found = [
+    session = [
         Command("doctor", ("moemesh", "doctor")),
         Command("tests", ("pytest", "-q", "-m", "gpu", "tests")),
     ]
     ranks = min(num_gpus, 8)
     if ranks > 1:
         words = ("--device", "cuda", "--ranks", str(ranks), "--out", str(RUNS / "links.toml"))
-        found.append(Command("links", ("moemesh", "bench", "links", *words)))
+        session.append(Command("links", ("moemesh", "bench", "links", *words)))
     for name, plan in plans(num_gpus).items():
         out = str(RUNS / name.replace(" ", "_"))
         train = ("moemesh", "train", "--out", out)
-        found.append(Command(f"train {name}", train, (*TRAIN, *plan)))
+        session.append(Command(f"train {name}", train, (*TRAIN, *plan)))
     one, prompt = str(RUNS / "one"), ("--prompt", "def main(", "--max-tokens", "20")
     longer = tuple("train.steps=30" if x == "train.steps=20" else x for x in TRAIN)
     allowed = ("--allow-change", "train.steps")
     resume = ("moemesh", "train", "--out", one, *allowed)
-    found += [
+    session += [
         Command("resume", resume, longer),
         Command("generate", ("moemesh", "generate", one, *prompt), TRAIN[:1]),
         Command("evaluate", ("moemesh", "evaluate", one, "--data", "README.md"), TRAIN[:1]),
@@ -102,7 +102,7 @@ def commands(num_gpus: int) -> list[Command]:
         Command("bench step", ("benchmarks.step", "--device", "cuda")),
         Command("bench large step", ("benchmarks.step", "--device", "cuda", *LARGE)),
     ]
-    return found
+    return session
 
 
 def sanitized() -> list[str]:
@@ -137,28 +137,28 @@ def run(report: TextIO, name: str, words: list[str]) -> tuple[str, int, float]:
 def num_gpus() -> int:
     """Those that torch may use here."""
     script = "import torch; print(torch.cuda.device_count())"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
-    text = told.stdout.decode().strip()
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    text = process.stdout.decode().strip()
     return int(text) if text.isdecimal() else 0
 
 
 def main(path: Path) -> int:
-    """Write the report; 1 where a command failed or there is no GPU."""
-    found = num_gpus()
-    if not found:
+    """Write the report; returns 1 if a command failed or without a GPU."""
+    count = num_gpus()
+    if not count:
         print("no GPU: torch.cuda.device_count() is 0; `moemesh doctor` says why", file=sys.stderr)
         return 1
     shutil.rmtree(RUNS, ignore_errors=True)
     RUNS.mkdir(parents=True)
     with path.open("w", encoding="utf-8") as report:
-        print(f"{found} GPUs", file=report)
+        print(f"{count} GPUs", file=report)
         done = [
             run(report, "nvidia-smi", ["nvidia-smi"]),
             run(report, "links of the machine", ["nvidia-smi", "topo", "-m"]),
             run(report, "commit", ["git", "log", "-1", "--oneline"]),
             run(report, "packages", [sys.executable, "-m", "pip", "freeze"]),
         ]
-        for one in commands(found):
+        for one in commands(count):
             done.append(run(report, one.name, [sys.executable, "-m", *one.words]))
         if words := sanitized():
             done.append(run(report, "compute-sanitizer", words))

@@ -60,8 +60,8 @@ def called_once(tree: ast.Module) -> list[str]:
 
 
 def repeated(names: Counter[str], least: int) -> str:
-    found = sorted(name for name, count in names.items() if count >= least)
-    return f"{len(found)}{':' if found else ''} {', '.join(found)}".strip()
+    longest = sorted(name for name, count in names.items() if count >= least)
+    return f"{len(longest)}{':' if longest else ''} {', '.join(longest)}".strip()
 
 
 def seconds(*command: str) -> float:
@@ -72,9 +72,9 @@ def seconds(*command: str) -> float:
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
-        found = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         process.kill()
-    return found
+    return elapsed
 
 
 def main() -> None:

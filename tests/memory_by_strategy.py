@@ -51,7 +51,7 @@ _PARTS = ("weights", "gathered_weights", "gradients", "optimizer", "activations"
 
 
 def fullest(plan: str) -> tuple[MemoryProfile, MemoryProfile]:
-    """Of the rank with the most memory in a run under `plan`: measured, and predicted."""
+    """Profile of the rank with the most memory in a run under `plan`: measured, and predicted."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "moemesh", "train", "--out", str(out)]

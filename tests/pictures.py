@@ -25,7 +25,7 @@ PLAN = (
 )
 #: Variant -> Chromium's number of the color scheme that pages get.
 SCHEMES = {"light": 1, "dark": 0}
-#: A headless browser that asks no other machine for anything.
+#: Options of a headless browser that sends no request to another machine.
 OPTIONS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),

@@ -2,8 +2,8 @@
 
 The processes are forked from a fork server that has torch and moemesh loaded, and serve as ranks in
 one call after another, each time with a new process group, in the directory and with the
-environment of the caller. A process is used again only if its call succeeded and left it as it was
-(`_Watch`): what a test does to a rank does not outlive it.
+environment of the caller. A process is reused only if its call succeeded and left it as it was
+(`_Watch`): changes of a test to a rank do not outlive the test.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_on_ranks(
 
     A gloo process group is running in each; `function` must be importable (of a module). Raises
     RankFailed, with the rank's traceback, as soon as one rank fails or when `timeout` seconds are
-    over; the other ranks are killed. `fresh` asks for processes that no other call sees, before or
+    over; the other ranks are killed. `fresh` takes processes that no other call sees, before or
     after: for functions that change a process in ways that `_Watch` does not see.
     """
     __tracebackhide__ = True
@@ -107,12 +107,12 @@ def mesh_on_ranks(
 
 
 def end_meshes() -> None:
-    """Close the groups of all meshes of a call, which goes on with others; all ranks call.
+    """Close the groups of all meshes of a call, which continues with others; all ranks call.
 
     A group of gloo costs a rank three threads, of which one wakes a hundred times a second: those
     of ten meshes take more of a core than the call itself.
     """
-    dist.barrier()  # nobody waits for a message of them any more
+    dist.barrier()  # no rank waits for a message of them any more
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -156,7 +156,7 @@ class _Rank:
 #: Processes without a call; the last one used is the next one used.
 _idle: list[_Rank] = []
 
-#: Why processes were not used again: for whoever looks for the time that tests take.
+#: Reasons why processes were not reused, for a developer who measures the time of tests.
 replaced: list[str] = []
 
 
@@ -179,13 +179,13 @@ def _release(ranks: list[_Rank], seconds: float = 10) -> list[_Rank]:
     unchanged: list[_Rank] = []
     for rank in ranks:
         try:
-            found = "it does not leave"
+            reason = "it does not leave"
             if rank.connection.poll(max(0.0, deadline - time.monotonic())):
-                found = rank.connection.recv_bytes().decode()
+                reason = rank.connection.recv_bytes().decode()
         except (EOFError, OSError):
-            found = "it died"
-        if found:
-            replaced.append(found)
+            reason = "it died"
+        if reason:
+            replaced.append(reason)
         else:
             unchanged.append(rank)
     return unchanged
@@ -228,7 +228,7 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float, stacks: Path) 
 
 
 def _stack(process: BaseProcess, rank: int, stacks: Path) -> str:
-    """Where a rank that hangs is, from its own signal handler."""
+    """Stack of a rank that hangs, from its own signal handler."""
     file = stacks / str(rank)
     if process.pid is None or not file.exists():
         return "its start"
@@ -259,7 +259,7 @@ def _serve(connection: Connection) -> None:
                 connection.recv_bytes()
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                sys.excepthook = hook  # every process group wraps it once more
+                sys.excepthook = hook  # every process group wraps it
                 gc.collect()
                 faulthandler.unregister(signal.SIGUSR1)
             connection.send_bytes(", ".join(watch.changes()).encode())
@@ -337,8 +337,8 @@ class _Watch:
         self._settings = _settings()
 
     def changes(self) -> list[str]:
-        """The names of what is no longer as it was remembered."""
-        found = []
+        """Names of settings and values that differ from the remembered ones."""
+        names = []
         for (name, part), (keys, values) in zip(self._parts, self._known, strict=True):
             now = list(_keys(part))
             if keys == now and all(map(operator.is_, values, _values(part))):
@@ -346,13 +346,13 @@ class _Watch:
             before, after = (
                 dict(zip(*pair, strict=True)) for pair in ((keys, values), (now, _values(part)))
             )
-            found += [
+            names += [
                 f"{name}.{key}"
                 for key in {**before, **after}
                 if before.get(key) is not after.get(key) and key not in self._EXEMPT
             ]
         now = _settings()
-        return found + [name for name, value in self._settings.items() if value != now[name]]
+        return names + [name for name, value in self._settings.items() if value != now[name]]
 
     def _is_watched(self, name: str) -> bool:
         return name in self._OTHERS or (
@@ -366,7 +366,7 @@ def _parts(name: str, module: ModuleType, ours: tuple[str, ...]) -> Iterator[tup
     for key, value in list(vars(module).items()):
         if key.startswith("__"):
             continue
-        # Not isinstance: torch warns when somebody asks deprecated names for their class.
+        # Not isinstance: torch warns when the class of a deprecated name is read.
         kind = type(value)
         if kind in (dict, list, set):
             yield f"{name}.{key}", value

@@ -36,11 +36,11 @@ FOREIGN = re.compile(
     r"|(COLUMNS|LINES|TERMINAL_WIDTH|(NO|FORCE|CLI)_?COLOR|PY_COLORS|TTY_\w+|GITHUB_ACTIONS)$"
 )
 
-#: Of the session, for the processes of its tests: the folder of what is kept from one session to
-#: the next, and folders of the checkout in which they may write.
+#: Variables of the session for the processes of its tests: the folder of files that are kept from
+#: one session to the next, and folders of the checkout in which they may write.
 _KEPT, _MAY_WRITE = "MOEMESH_TEST_KEPT", "MOEMESH_TEST_MAY_WRITE"
 
-#: What the session has: variables to restore, and the folder that holds all places.
+#: Variables to restore after the session, and the folder that holds all places.
 _sessions: list[tuple[pytest.MonkeyPatch, Path]] = []
 _numbers = count()
 
@@ -87,11 +87,11 @@ def end() -> None:
 @contextmanager
 def place() -> Iterator[None]:
     """An empty directory to be in, and a home."""
-    here = _sessions[-1][1] / str(next(_numbers))
+    folder = _sessions[-1][1] / str(next(_numbers))
     with pytest.MonkeyPatch.context() as patch:
-        (here / "here").mkdir(parents=True)
-        patch.chdir(here / "here")
-        _set_home(patch, here)
+        (folder / "here").mkdir(parents=True)
+        patch.chdir(folder / "here")
+        _set_home(patch, folder)
         yield
 
 
@@ -100,7 +100,7 @@ def _set_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("HOME", str(folder / "home"))
 
 
-# The checkout, which nobody may change.
+# The checkout, which no test may change.
 
 #: Events of Python (`sys.addaudithook`) and where among their arguments they have paths.
 _PATHS = {
@@ -121,7 +121,7 @@ _PATHS = {
 }
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-#: The tests that run; nobody is watched between tests.
+#: Running tests; writes between tests are not watched.
 _tests: list[str] = []
 _violations: list[str] = []
 
@@ -139,10 +139,10 @@ def release() -> None:
 
 
 def violations() -> list[str]:
-    """What was done since the last call: the test fails even if what it called went on."""
-    found = _violations.copy()
+    """Violations since the last call: the test fails even if the code under test continued."""
+    texts = _violations.copy()
     _violations.clear()
-    return found
+    return texts
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:

@@ -142,11 +142,11 @@ def test_plans_and_estimates_agree(tmp_path: Path) -> None:
     answers = mm.plan(**task, global_batch=64, trainable=True, top=3)
     assert len(answers) == 3
     for answer in answers:
-        found = mm.estimate(**task, global_batch=64, plan=answer.plan)
-        assert found["seconds"]["total"] == pytest.approx(answer.seconds, rel=1e-12)
-        assert found["memory"]["needed_bytes"] == answer.memory_bytes == found.memory_bytes
-        assert found.seconds == pytest.approx(sum(found.breakdown.values()), rel=1e-12)
-        assert found.plan == answer.plan and found.command == answer.command
+        estimate = mm.estimate(**task, global_batch=64, plan=answer.plan)
+        assert estimate["seconds"]["total"] == pytest.approx(answer.seconds, rel=1e-12)
+        assert estimate["memory"]["needed_bytes"] == answer.memory_bytes == estimate.memory_bytes
+        assert estimate.seconds == pytest.approx(sum(estimate.breakdown.values()), rel=1e-12)
+        assert estimate.plan == answer.plan and estimate.command == answer.command
         assert answer.command is not None and answer["command"] == answer.command
         assert answer.command.startswith("moemesh train --set model.preset=tiny")
     assert "recommended" in answers.recommended["roles"] and all(one.fits for one in answers)
@@ -166,13 +166,13 @@ def test_plans_and_estimates_agree(tmp_path: Path) -> None:
     deferred = "dp=2,pp=2,zero=3,schedule=zb_h1,microbatch=4"
     layout = mm.estimate(**task, global_batch=64, plan=deferred)
     assert layout.plan.zero == 3 and layout.command is None and layout.not_trained
-    asked = mm.plan(**task, global_batch=64, tokens="1T", headroom="60GiB", why="tp=4,data=zero1")
-    assert asked[0]["speed"]["days"] == pytest.approx(
-        1e12 / (256 * 64) * asked[0].seconds / 86_400, rel=1e-12
+    chosen = mm.plan(**task, global_batch=64, tokens="1T", headroom="60GiB", why="tp=4,data=zero1")
+    assert chosen[0]["speed"]["days"] == pytest.approx(
+        1e12 / (256 * 64) * chosen[0].seconds / 86_400, rel=1e-12
     )
-    assert asked.why == asked.details["why"] and asked.why[0]["asked"] == "tp=4,data=zero1"
-    assert asked.why[0]["slower_seconds"] > 0
-    assert asked.details["usable_share"] * 80 == pytest.approx(20)
+    assert chosen.why == chosen.details["why"] and chosen.why[0]["asked"] == "tp=4,data=zero1"
+    assert chosen.why[0]["slower_seconds"] > 0
+    assert chosen.details["usable_share"] * 80 == pytest.approx(20)
     with pytest.raises(mm.ConfigError, match="tpp"):
         mm.estimate(**task, global_batch=64, plan={"tpp": 2})
     with pytest.raises(mm.ConfigError, match="3 problems"):
@@ -369,9 +369,9 @@ def test_saved_by_four_ranks_loaded_by_any(tmp_path: Path, experts: int, sharded
 def test_any_tree_comes_back(tmp_path: Path) -> None:
     state = {"a": {3: torch.ones(2), "b": [torch.tensor(1.5), ()]}, "n": 1, "none": None, "e": {}}
     mm.save_checkpoint(tmp_path, state)
-    found = mm.load_checkpoint(tmp_path, {"a": {3: torch.zeros(2), "b": [torch.zeros(()), ()]}},
+    tree = mm.load_checkpoint(tmp_path, {"a": {3: torch.zeros(2), "b": [torch.zeros(()), ()]}},
                                strict=False)  # fmt: skip
-    assert found["a"][3].tolist() == [1, 1] and found["a"]["b"][0] == 1.5
+    assert tree["a"][3].tolist() == [1, 1] and tree["a"]["b"][0] == 1.5
     everything = mm.load_checkpoint(tmp_path)
     assert everything["n"] == 1 and everything["none"] is None and everything["e"] == {}
     with pytest.raises(CheckpointError, match="never overwritten"):
@@ -435,7 +435,7 @@ def mistake_on_rank_1(rank: int, folder: str) -> None:
     weights = torch.arange(4.0)
     good = {"w": weights, "n": 1}
     mm.save_checkpoint(folder, good)
-    asked = {"w": torch.zeros(4), "n": 0}
+    into = {"w": torch.zeros(4), "n": 0}
     for wrong, words in (
         ({"w": torch.zeros(5), "n": 0}, r"rank 1: .*w has shape \[4\], the model has \[5\]"),
         ({"w": torch.zeros(4).double(), "n": 0}, "rank 1: .*w is float32, requested as float64"),
@@ -445,11 +445,11 @@ def mistake_on_rank_1(rank: int, folder: str) -> None:
         ({"w": torch.optim.SGD(nn.Linear(2, 2).parameters()), "n": 0}, "rank 1: w: a parameter"),
     ):
         with pytest.raises(CheckpointError, match=words):
-            mm.load_checkpoint(folder, wrong if rank else asked)
-        assert not asked["w"].any()  # nothing was changed
+            mm.load_checkpoint(folder, wrong if rank else into)
+        assert not into["w"].any()  # nothing was changed
     # A whole state on one rank, the parts of it on another one: which rank loads what is free.
     with pytest.raises(CheckpointError, match="different whole, in rank order: False, True"):
-        mm.load_checkpoint(folder, None if rank else asked)
+        mm.load_checkpoint(folder, None if rank else into)
     for wrong, words in (
         ({"w": object()}, "rank 1: w: the type object is not supported"),
         ({"w": weights, "n": float("inf")}, "rank 1: n is inf"),
@@ -461,8 +461,8 @@ def mistake_on_rank_1(rank: int, folder: str) -> None:
         mm.save_checkpoint(folder, good, step=1 + rank)
     with pytest.raises(CheckpointError, match="different check_replicas, in rank order: False, T"):
         mm.save_checkpoint(folder, good, step=1, check_replicas=bool(rank))
-    assert mm.load_checkpoint(folder, asked) == {"w": asked["w"], "n": 1}
-    assert torch.equal(asked["w"], weights)
+    assert mm.load_checkpoint(folder, into) == {"w": into["w"], "n": 1}
+    assert torch.equal(into["w"], weights)
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:

@@ -190,18 +190,18 @@ class SomethingWrongError(ValueError):
 
 def test_the_table_of_verbs_is_that_of_the_modules() -> None:
     cli.import_verbs()
-    found: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {}
     for command in app.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__
-        found.setdefault(command.callback.__module__, set()).add(name)
+        options.setdefault(command.callback.__module__, set()).add(name)
     for group in app.registered_groups:
         for command in group.typer_instance.registered_commands:  # type: ignore[union-attr]
-            found.setdefault(command.callback.__module__, set()).add(str(group.name))
+            options.setdefault(command.callback.__module__, set()).add(str(group.name))
     named: dict[str, set[str]] = {}
     for verb, row in VERBS.items():
         named.setdefault(f"moemesh.cli{row.module}", set()).add(verb.split()[0])
-    assert found == named
+    assert options == named
 
 
 def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
@@ -273,7 +273,7 @@ def test_estimate_of_a_configuration_has_its_dtype_and_optimizer(
     weights = memory["dense_weights"] + memory["expert_weights"]
     assert code == 0 and memory["gradients"] == weights
     assert memory["optimizer"] == (2 * weights if optimizer == "adamw" else 0)
-    # A run's folder says the same as the file in it.
+    # A run's folder gives the same output as the file in it.
     assert invoke(*arguments, str(tmp_path))[1] == out
 
 
@@ -290,7 +290,7 @@ def test_check_says_how_many_ranks_share_a_core(
 def test_idle_threads_spin_for_a_short_time_in_every_verb(
     given: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What the user has set is left as it is."""
+    """A value of the user's environment is left as it is."""
     for name in machine.OPENMP_WAITING:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

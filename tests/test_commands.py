@@ -1,4 +1,4 @@
-"""The stand-in for the interpreter behaves as the interpreter."""
+"""The fake interpreter behaves like the interpreter."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """(instruction, arguments) in order, lines that go on joined and comments left out."""
+    """(instruction, arguments) in order, continued lines joined and comments left out."""
     lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [
@@ -40,9 +40,9 @@ def test_there_is_one_for_each_kind_of_machine() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_container_file_is_true(path: Path) -> None:
-    found = instructions(path)
-    text = "\n".join(f"{word} {rest}" for word, rest in found)
-    copied = [source for word, rest in found if word == "COPY" for source in rest.split()[:-1]]
+    pairs = instructions(path)
+    text = "\n".join(f"{word} {rest}" for word, rest in pairs)
+    copied = [source for word, rest in pairs if word == "COPY" for source in rest.split()[:-1]]
     assert {"pyproject.toml", "moemesh"} <= set(copied)
     for source in copied:
         assert (ROOT / source).exists() and is_sent(source.removeprefix("./")), source
@@ -51,17 +51,17 @@ def test_a_container_file_is_true(path: Path) -> None:
     (extras,) = re.findall(r'"\.\[([\w,]+)\]"', text)
     assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     # Pinned by arguments: Python with the image, torch with its index.
-    given = dict(rest.split("=") for word, rest in found if word == "ARG")
+    given = dict(rest.split("=") for word, rest in pairs if word == "ARG")
     assert set(re.findall(r"\$\{(\w+)\}", text)) <= set(given)
     assert "torch==${TORCH}" in text and "python:${PYTHON}-slim" in text
     lowest = tuple(map(int, PROJECT["requires-python"].removeprefix(">=").split(".")))
     assert tuple(map(int, given["PYTHON"].split("."))) >= lowest
     assert f"TORCH := torch=={given['TORCH']}" in (ROOT / "Makefile").read_text()
-    words = [word for word, _ in found]
-    (user,) = [rest for word, rest in found if word == "USER"]
+    words = [word for word, _ in pairs]
+    (user,) = [rest for word, rest in pairs if word == "USER"]
     assert user != "root" and f"useradd --create-home --uid 1000 {user}" in text
     assert words.index("USER") < words.index("ENTRYPOINT")
-    (entry,) = [rest for word, rest in found if word == "ENTRYPOINT"]
+    (entry,) = [rest for word, rest in pairs if word == "ENTRYPOINT"]
     assert entry == f'["{next(iter(PROJECT["scripts"]))}"]'
 
 

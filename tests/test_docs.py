@@ -70,7 +70,7 @@ def commands(console: str) -> Iterator[tuple[str, str]]:
 
 
 def matches(shown: str, printed: str) -> bool:
-    """Whether `printed` is what a document shows; ``...`` stands for anything."""
+    """Whether `printed` is the text that a document shows; ``...`` matches anything."""
     pattern = ".*".join(re.escape(part) for part in shown.strip().split("..."))
     return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
 
@@ -170,7 +170,7 @@ def listed(section: str, document: str = "docs/run-folder.md") -> set[str]:
 
 def test_the_run_folder_is_as_documented(readme_folder: Path) -> None:
     runs = list((readme_folder / "runs").iterdir())
-    found = {path.name for run in runs for path in run.iterdir()}
+    names = {path.name for run in runs for path in run.iterdir()}
     said = {name.split("/")[0] for name in listed("Run folder")}
     # Written by a run that failed, or was killed before it saved, by ampnet, in a git repository
     # with changes, for sinks, and in train.checkpoint_folder.
@@ -187,7 +187,7 @@ def test_the_run_folder_is_as_documented(readme_folder: Path) -> None:
         "tensorboard",
         "wandb-id",
     }
-    assert found - said == set() and said - found == rare
+    assert names - said == set() and said - names == rare
 
 
 def test_the_metrics_are_as_documented() -> None:
@@ -218,7 +218,7 @@ def test_the_ledger_is_as_documented(readme_folder: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_generated_blocks_are_current(document: str) -> None:
     text = text_of(document)
-    assert text == regenerate(text), "run `python -m tests.documents` and say what is new"
+    assert text == regenerate(text), "run `python -m tests.documents` and describe new rows"
     assert not [match[2] for match in BLOCK.finditer(text) if "TODO" in match[3]]
 
 

@@ -56,9 +56,9 @@ def run(*arguments: str | Path) -> str:
 
 
 def test_every_example_is_short_and_tested() -> None:
-    found = {path.name: path for path in EXAMPLES.iterdir() if path.is_file()}
-    assert found.keys() == TESTED
-    for path in found.values():
+    files = {path.name: path for path in EXAMPLES.iterdir() if path.is_file()}
+    assert files.keys() == TESTED
+    for path in files.values():
         if path.suffix == ".ipynb":
             continue
         assert len(path.read_text().splitlines()) <= 40, path
@@ -104,9 +104,9 @@ def test_train_under_torchrun_returns_when_the_run_is_written(tmp_path: Path) ->
 
 def test_moe_layer() -> None:
     printed = run(*TORCHRUN, EXAMPLES / "moe_layer.py")
-    found = re.findall(r"rank ([01]) holds 4 of 8 experts; loss of the last step (\S+)", printed)
-    assert {rank for rank, _ in found} == {"0", "1"}
-    assert all(float(loss) < 0.5 for _, loss in found)  # about 2 at the start
+    results = re.findall(r"rank ([01]) holds 4 of 8 experts; loss of the last step (\S+)", printed)
+    assert {rank for rank, _ in results} == {"0", "1"}
+    assert all(float(loss) < 0.5 for _, loss in results)  # about 2 at the start
 
 
 def test_mixtral() -> None:
@@ -117,9 +117,9 @@ def test_mixtral() -> None:
 def test_fsdp2() -> None:
     pytest.importorskip("transformers")
     printed = run(*TORCHRUN, EXAMPLES / "fsdp2.py")
-    found = re.findall(r"rank ([01]) holds 4 of 8 experts; loss of the last step (\S+)", printed)
-    assert {rank for rank, _ in found} == {"0", "1"}
-    assert all(float(loss) < 3 for _, loss in found)  # 4.2 at the start
+    results = re.findall(r"rank ([01]) holds 4 of 8 experts; loss of the last step (\S+)", printed)
+    assert {rank for rank, _ in results} == {"0", "1"}
+    assert all(float(loss) < 3 for _, loss in results)  # 4.2 at the start
 
 
 @pytest.mark.parametrize("example", ["trainer.py", "trainer_experts.py"])

@@ -61,7 +61,7 @@ def index() -> Iterator[str]:
 
 
 def make(clone: Path, *words: str, refused: str = "nothing") -> subprocess.CompletedProcess[str]:
-    """Without what the `make` that runs the tests tells its own children, and without a proxy."""
+    """Run `make` without the variables of the `make` that runs the tests, and without a proxy."""
     hidden = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES")
     environ = {k: v for k, v in os.environ.items() if k not in hidden}
     environ |= {"LOG": str(clone / "log"), "REFUSED": refused, "no_proxy": "127.0.0.1"}
@@ -77,10 +77,10 @@ def make(clone: Path, *words: str, refused: str = "nothing") -> subprocess.Compl
 
 
 def installed(clone: Path) -> list[list[str]]:
-    """What pip was asked for, torch first."""
+    """Arguments of each call of pip, torch first."""
     lines = (clone / "log").read_text().splitlines()
-    asked = [line.split("--no-compile ")[1] for line in lines if "install" in line]
-    return [line.split() for line in asked]
+    requests = [line.split("--no-compile ")[1] for line in lines if "install" in line]
+    return [line.split() for line in requests]
 
 
 def test_the_cpu_build_is_taken_where_the_index_answers(clone: Path, index: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of the tests: processes are used again, failures are reported, and nothing leaks."""
+"""Ranks of the tests: processes are reused, failures are reported, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def look(rank: int) -> tuple[int, dict[str, object]]:
     }
 
 
-#: What a function may leave behind in a process, by name.
+#: Changes of a process that may remain after a function, by name.
 CHANGES = {
     "dtype": "torch.set_default_dtype(torch.float64)",
     "environment": "os.environ['LEFT_BEHIND'] = 'yes'",
@@ -97,7 +97,7 @@ def hang_on_rank_1(rank: int) -> None:
 
 
 def wait_for_nobody(rank: int) -> None:
-    dist.irecv(torch.ones(1), src=1 - rank)  # nobody sends
+    dist.irecv(torch.ones(1), src=1 - rank)  # the other rank does not send
 
 
 def leave_the_group(rank: int) -> None:
@@ -106,9 +106,9 @@ def leave_the_group(rank: int) -> None:
 
 
 def clean() -> list[tuple[int, dict[str, object]]]:
-    found = run_on_ranks(2, look)
-    assert [state["sum"] for _, state in found] == [2.0, 2.0]
-    return found
+    states = run_on_ranks(2, look)
+    assert [state["sum"] for _, state in states] == [2.0, 2.0]
+    return states
 
 
 def is_preloaded(rank: int) -> bool:
@@ -118,7 +118,7 @@ def is_preloaded(rank: int) -> bool:
 def test_the_fork_server_has_loaded_what_ranks_need() -> None:
     """Multiprocessing hides an ImportError of a preloaded module: every rank would only be slow."""
     if run_on_ranks(1, is_preloaded, fresh=True) != [True]:
-        importlib.import_module("tests.preload")  # says why
+        importlib.import_module("tests.preload")  # raises the cause
         pytest.fail("tests.preload imports here, but the fork server has not loaded it")
 
 

@@ -59,9 +59,9 @@ DEVICES = {
 
 
 def test_every_recipe_is_in_the_table_and_short() -> None:
-    found = {path.stem: path.read_text().splitlines() for path in RECIPES.iterdir()}
-    assert found.keys() == TABLE.keys()
-    for name, lines in found.items():
+    files = {path.stem: path.read_text().splitlines() for path in RECIPES.iterdir()}
+    assert files.keys() == TABLE.keys()
+    for name, lines in files.items():
         assert len(lines) <= LINES, name
         assert max(map(len, lines)) <= 100, name
         assert lines[0].startswith("# "), "what it is for"

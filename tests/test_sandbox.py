@@ -132,7 +132,7 @@ def test_a_test_that_goes_on_fails_by_name(pytester: pytest.Pytester) -> None:
 
 # A copy of the checkout that has been used.
 
-#: What the environment of a user may hold; each changes what a command does or prints.
+#: Variables of a user's environment; each changes the work or the output of a command.
 USED = {
     "MOEMESH__train__steps": "0",
     "MOEMESH__plan__tp": "3",
@@ -149,7 +149,7 @@ USED = {
 
 
 def used_checkout(folder: Path) -> Path:
-    """The files of the project with those of somebody who works in it: runs, data, settings."""
+    """The files of the project with those of its user: runs, data, settings."""
     for part in ROOT.iterdir():
         if part.is_file():
             shutil.copy(part, folder)

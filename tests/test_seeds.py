@@ -1,4 +1,4 @@
-"""The page of the seed texts: every command in its tables does what it is there for."""
+"""The page of the seed texts: every command in its tables does the described work."""
 
 from __future__ import annotations
 

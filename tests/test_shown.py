@@ -1,4 +1,4 @@
-"""What a prompt and a notebook show of every object that the library returns."""
+"""Texts in a prompt and a notebook of every object that the library returns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def planned() -> Any:
     return mm.plan(model="tiny", cluster="laptop_cpu", seq_len=128, global_batch=32, top=8)
 
 
-#: What it is -> (how it is made, a text of its repr).
+#: Name of the object -> (function that makes it, a text of its repr).
 OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
     "load": (lambda: mm.load(None, SMALL), "RunConfig(model=ModelConfig(num_layers=2"),
     "plan": (planned, "Answers(0="),

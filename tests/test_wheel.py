@@ -16,7 +16,7 @@ from tests.train.runs import arguments, metrics
 from tests.waiting import PATIENCE
 
 ROOT = Path(__file__).parent.parent
-#: What a wheel is made of besides the package.
+#: Files of a wheel besides the package.
 BESIDE = ("pyproject.toml", "README.md", "LICENSE")
 
 
@@ -37,7 +37,7 @@ def test_every_file_of_the_package_is_in_the_wheel(
     configuration.apply_configuration(distribution, "pyproject.toml")
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
-    found = {
+    packed = {
         *(Path(file) for _, _, file in build.find_all_modules()),
         *(Path(folder) / name for _, folder, _, names in build.data_files for name in names),
     }
@@ -46,7 +46,7 @@ def test_every_file_of_the_package_is_in_the_wheel(
         for file in (ROOT / "moemesh").rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    assert found == expected
+    assert packed == expected
     assert {file.suffix for file in expected} == {
         ".py",
         ".pyi",
@@ -59,7 +59,7 @@ def test_every_file_of_the_package_is_in_the_wheel(
 
 @pytest.mark.slow
 def test_a_wheel_in_an_environment_of_its_own_trains(tmp_path: Path) -> None:
-    """What the package needs is lent by this environment; moemesh itself is not."""
+    """This environment lends the dependencies of the package, but not moemesh itself."""
     pytest.importorskip("setuptools")
     pip = [sys.executable, "-m", "pip", "--quiet"]
     ignored = shutil.ignore_patterns("__pycache__")

@@ -6,7 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-#: Seconds; pytest ends a test after 300. What hangs is found either way, what is slow is no fault.
+#: Seconds; pytest ends a test after 300. A hang is found either way; slowness does not fail a test.
 PATIENCE = 240.0
 
 

@@ -1,4 +1,4 @@
-"""Saves that are tried again pause for a moment only."""
+"""A retry of a save waits only for a moment."""
 
 import pytest
 

@@ -77,8 +77,8 @@ def test_ten_thousand_flipped_bits(saved: Path) -> None:
             assert damages and {damage.file for damage in damages} == {name}
             if position >= headers[name] and name != "manifest.json":
                 assert damages[0].tensor in ("big", "small")
-            found = latest(saved, lambda *_: None)
-            assert found is not None and found.step == 1
+            checkpoint = latest(saved, lambda *_: None)
+            assert checkpoint is not None and checkpoint.step == 1
         flip(file, position, bit)
     assert open_checkpoint(saved, 2).step == 2 and examine(saved, 2) == []
 
@@ -155,10 +155,12 @@ def test_a_process_killed_before_every_call(
     for fail_at in range(1, calls + 2):
         folder = prepared(tmp_path / str(fail_at))
         assert killed_save(folder, fail_at) == (fail_at <= calls)
-        found = latest(folder, never)
-        assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
-        seen.add(found.step)
-        if found.step == 2:
+        checkpoint = latest(folder, never)
+        assert checkpoint is not None and torch.equal(
+            checkpoint.read("w"), TENSOR + checkpoint.step
+        )
+        seen.add(checkpoint.step)
+        if checkpoint.step == 2:
             assert save_third(folder).problem is None
         assert candidates(folder)[0] == 3
     assert seen == {2, 3}
@@ -175,9 +177,11 @@ def test_five_hundred_second_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         kills += killed_save(folder, first)
         if latest(folder, never).step == 2:  # type: ignore[union-attr]
             kills += killed_save(folder, second)
-        found = latest(folder, never)
-        assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
-        if found.step == 2:
+        checkpoint = latest(folder, never)
+        assert checkpoint is not None and torch.equal(
+            checkpoint.read("w"), TENSOR + checkpoint.step
+        )
+        if checkpoint.step == 2:
             assert save_third(folder).problem is None, (first, second)
         assert candidates(folder)[0] == 3, (first, second)
         shutil.rmtree(folder)
@@ -204,11 +208,11 @@ for number in range(200):
     # from too full for a byte to just enough for all of a checkpoint
     ballast.write_bytes(bytes(max(free - number * (size + 40960) // 200, 0) // 4096 * 4096))
     outcome = save(2)
-    found = latest(folder, lambda *why: sys.exit(f"{number}: {why}"))
-    assert torch.equal(found.read("w"), tensor + found.step)
+    checkpoint = latest(folder, lambda *why: sys.exit(f"{number}: {why}"))
+    assert torch.equal(checkpoint.read("w"), tensor + checkpoint.step)
     if outcome.problem is not None:
         failed += 1
-        assert found.step == 1, outcome
+        assert checkpoint.step == 1, outcome
         assert "bytes needed" in outcome.problem or "free" in outcome.problem, outcome
         left = {path.name for path in folder.iterdir()}
         assert left <= {"step-1", "verified.json", ".verified.json.tmp"}, left
@@ -242,7 +246,7 @@ def test_a_disk_that_is_full_at_200_places(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_and_a_busy_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves that follow one another faster than the disk: each is there, and none is torn."""
+    """Saves that follow one another faster than the disk: each is complete."""
     real = files.write_file
     monkeypatch.setattr(files, "write_file", lambda *args: (time.sleep(0.02), real(*args))[1])
     own = one_rank(tmp_path, keep=100)

@@ -87,8 +87,8 @@ def test_prune_killed_at_each_operation_keeps_the_newest(
                 break
             except Killed:
                 pass
-        found = latest(folder, never)
-        assert found is not None and found.step == 3
+        checkpoint = latest(folder, never)
+        assert checkpoint is not None and checkpoint.step == 3
         prune(folder, 1)
         assert candidates(folder) == [3]
     assert fail_at > 10
@@ -110,8 +110,8 @@ def refused(folder: Path, message: str, verify: Any = "full") -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(folder, 2, verify=verify)
     skipped: list[int] = []
-    found = latest(folder, lambda step, _: skipped.append(step))
-    assert found is not None and found.step == 1 and skipped == [2]
+    checkpoint = latest(folder, lambda step, _: skipped.append(step))
+    assert checkpoint is not None and checkpoint.step == 1 and skipped == [2]
 
 
 def test_every_flipped_byte_is_seen(saved: Path) -> None:

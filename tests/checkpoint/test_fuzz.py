@@ -1,6 +1,6 @@
 """Files that come from outside, changed at random: opened as they were meant, or a typed error.
 
-Digests of our own checkpoints are made to fit again, so that the checks behind them are reached.
+Digests of our own checkpoints are recomputed, so that the checks after them are reached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.data.test_indexed import writer
 
 #: One case of an input: change the file, and open it.
 Case = Callable[[random.Random], object]
-#: In place of a value of JSON or TOML.
+#: Replacements of a value of JSON or TOML.
 VALUES: list[Any] = [
     None,
     True,
@@ -159,9 +159,9 @@ def of_checkpoint(folder: Path) -> dict[str, Case]:
             text.write_bytes(manifest.encode_json(values))
 
     def opened() -> None:
-        found = open_checkpoint(folder, 2)
-        for name in found.manifest.tensors:
-            assert torch.equal(found.read(name), tensor)
+        checkpoint = open_checkpoint(folder, 2)
+        for name in checkpoint.manifest.tensors:
+            assert torch.equal(checkpoint.read(name), tensor)
 
     def in_manifest(draw: random.Random) -> None:
         shard.write_bytes(whole)
@@ -193,8 +193,8 @@ def of_transformers(folder: Path) -> dict[str, Case]:
     whole = shard.read_bytes()
 
     def opened() -> None:
-        found = FolderContents(folder)
-        assert all(tensor.file == shard.name for tensor in found.stored.values())
+        contents = FolderContents(folder)
+        assert all(tensor.file == shard.name for tensor in contents.stored.values())
 
     def in_index(draw: random.Random) -> None:
         shard.write_bytes(whole)

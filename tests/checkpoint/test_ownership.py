@@ -45,7 +45,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture
 def held() -> Iterator[Callable[..., Claim]]:
-    """As Claim.take; what was taken is given back behind the test."""
+    """A function like Claim.take; the claims are released after the test."""
     taken: list[Claim] = []
 
     def take(folder: Place, run: str, **keys: Any) -> Claim:
@@ -64,7 +64,7 @@ def saver_of(folder: Place, claim: Claim, keep: int = 1) -> Saver:
 
 
 def stop_beating(one: Claim) -> None:
-    """As its process dies."""
+    """Stop the heartbeat of a claim, like the death of its process."""
     one._ended.set()
     one._thread.join()
 
@@ -154,13 +154,13 @@ def test_taken_over_between_two_looks_nothing_of_the_newer_is_deleted(
     older = saver_of(folder, first)
     older.lost = lost
     outcome = save(older, 2, shards(9))
-    found = latest(folder, never)
-    assert found is not None and found.step == 2
+    checkpoint = latest(folder, never)
+    assert checkpoint is not None and checkpoint.step == 2
     if outcome.problem is None:  # it had committed before
         assert look > 2
     else:
         assert outcome.is_lost
-        assert torch.equal(found.read("w"), TENSOR + 2)
+        assert torch.equal(checkpoint.read("w"), TENSOR + 2)
     assert examine(folder, 2) == []
 
 
@@ -210,10 +210,10 @@ class Late:
             if self.count == self.late_at:
                 self.due = lambda: self.real(path, work, *args, **keys)
                 raise OSError(5, "no reply")
-            found = self.real(path, work, *args, **keys)
+            result = self.real(path, work, *args, **keys)
             if self.count >= self.late_at + self.delay:
                 self.flush()
-            return found
+            return result
 
         return call
 

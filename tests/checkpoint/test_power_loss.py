@@ -31,8 +31,8 @@ from tests.checkpoint.simulate import (
 def recorded_save(
     run: Path, monkeypatch: pytest.MonkeyPatch, *, older: int, ranks: int
 ) -> tuple[RecordingOs, int]:
-    """A save of step 3 with retention of one, above so many older ones; and the number of its
-    operations after which it is announced."""
+    """A save of step 3 with a retention of one checkpoint and `older` older ones, and the number of
+    operations after which the save is announced."""
     folder = run / "checkpoints"
     run.mkdir()
     for step in range(3 - older, 3):
@@ -56,12 +56,12 @@ def recorded_save(
 def check_recovery(run: Path, *, is_committed: bool, older: int) -> None:
     """I2 and I5: whatever was committed verifies and is what was saved; the next save succeeds."""
     folder = run / "checkpoints"
-    found = latest(folder, never)
-    if found is None:
+    checkpoint = latest(folder, never)
+    if checkpoint is None:
         assert not older and not is_committed
     else:
-        assert torch.equal(found.read("w"), TENSOR + found.step)
-        assert found.step == 3 or not is_committed
+        assert torch.equal(checkpoint.read("w"), TENSOR + checkpoint.step)
+        assert checkpoint.step == 3 or not is_committed
     own = one_rank(folder, keep=1)
     assert save_with(own, 4).problem is None and not own.news()
     assert candidates(folder) == [4]
@@ -107,7 +107,7 @@ def test_every_moment(
 # A file's writes and a folder's names are on the disk when the file, or the folder, was synced
 # since. Of all that was done later any part may be there: a rename is one change of its folder.
 
-#: Of a file: the place and the bytes of a write. Of a folder: names -> what they stand for since.
+#: Change of a file: offset and bytes of a write. Change of a folder: names -> their new nodes.
 Change = Any
 
 
@@ -121,13 +121,13 @@ class Node:
 
 
 class RecordingOs:
-    """`os`, which does all it is asked to below `root` and writes it down; `shutil.rmtree` too."""
+    """A recorder of `os` and `shutil.rmtree`: runs every operation below `root` and logs it."""
 
     def __init__(self, root: Path) -> None:
         self._lock = threading.Lock()
         self._path, self.root = root, _read(root)
         self._handles: dict[int, tuple[Node, list[int]]] = {}
-        #: In order: a node and a change of it, or None for a sync.
+        #: Log of operations in order: a node and a change of it, or None for a sync.
         self.log: list[tuple[Node, Change]] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -209,7 +209,7 @@ def _read(path: Path) -> Node:
     return Node(True, dict(names), dict(names))
 
 
-#: Of the changes of a node since its last sync, those that reached the disk.
+#: Changes of a node since its last sync -> the changes that reached the disk.
 Survivors = Callable[[Node, list[Change]], list[Change]]
 
 

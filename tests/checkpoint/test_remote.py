@@ -40,13 +40,13 @@ from tests.checkpoint.simulate import (
 
 @pytest.fixture(params=["memory", "file"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RemotePath]:
-    """An empty prefix in memory, and one of a disk behind the same interface."""
+    """An empty prefix in memory, and one of a disk with the same interface."""
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     address = "memory://bucket/run" if request.param == "memory" else f"file://{tmp_path}/run"
-    found = place_of(address)
-    assert isinstance(found, RemotePath)
-    yield found
+    place = place_of(address)
+    assert isinstance(place, RemotePath)
+    yield place
 
 
 def save(folder: RemotePath, step: int, keep: int = 2) -> SaveOutcome:
@@ -54,7 +54,7 @@ def save(folder: RemotePath, step: int, keep: int = 2) -> SaveOutcome:
 
 
 class Faulty:
-    """A store whose n-th call fails, before it is done or behind it."""
+    """A store whose n-th call fails, before or after its work."""
 
     def __init__(self, real: Any, fail_at: int, error: Any, *, behind: bool = False) -> None:
         self.real, self.fail_at, self.error, self.behind = real, fail_at, error, behind
@@ -64,10 +64,10 @@ class Faulty:
         self.count += 1
         if self.count == self.fail_at and not self.behind:
             raise self.error()
-        found = self.real(path, work, *args, **keys)
+        result = self.real(path, work, *args, **keys)
         if self.count == self.fail_at:
             raise self.error()
-        return found
+        return result
 
     def __get__(self, path: RemotePath, kind: object = None) -> Any:
         return lambda *args, **keys: self(path, *args, **keys)
@@ -90,13 +90,13 @@ def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) 
 
     assert on_ranks(size, folder, work) == [[None] * 3] * size
     assert candidates(folder) == [3, 2] and unfinished(folder) == []
-    found = latest(folder, never)
-    assert found is not None and found.state == {"step": 3}
-    assert torch.equal(found.read("w"), TENSOR + 3)
+    checkpoint = latest(folder, never)
+    assert checkpoint is not None and checkpoint.state == {"step": 3}
+    assert torch.equal(checkpoint.read("w"), TENSOR + 3)
     for shard in cut("w", TENSOR + 3, [3, 2]):
-        assert torch.equal(found.read("w", shard.offset, shard.tensor.shape), shard.tensor)
+        assert torch.equal(checkpoint.read("w", shard.offset, shard.tensor.shape), shard.tensor)
     into = torch.empty((), dtype=torch.bfloat16)
-    found.load_into([Shard(name="scale", shape=(), offset=(), tensor=into)])
+    checkpoint.load_into([Shard(name="scale", shape=(), offset=(), tensor=into)])
     assert into.item() == 2.5
     assert folder.names() == ["step-2", "step-3", "verified.json"]
 
@@ -104,14 +104,14 @@ def test_saved_by_ranks_and_read_in_other_slices(folder: RemotePath, size: int) 
 def test_a_program_saves_and_loads_there(folder: RemotePath) -> None:
     saved = moemesh.save_checkpoint(str(folder), {"w": TENSOR, "epoch": 3}, step=2)
     assert saved == folder / "step-2" and folder.names() == ["step-2"]
-    found = moemesh.load_checkpoint(str(folder))
-    assert torch.equal(found["w"], TENSOR) and found["epoch"] == 3
+    tree = moemesh.load_checkpoint(str(folder))
+    assert torch.equal(tree["w"], TENSOR) and tree["epoch"] == 3
 
 
 def test_a_report_that_is_being_written_is_waited_for(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system that is no object store shows the half of a file."""
+    """A file system other than an object store shows a half-written file."""
     real, halves = files.replace_file, [b"", b'{"problem": n']
 
     def in_parts(path: RemotePath, content: bytes) -> None:
@@ -137,24 +137,24 @@ def test_a_report_that_stays_broken_is_a_failed_attempt(
 
 
 def test_an_object_of_a_disk_is_replaced_at_once(tmp_path: Path) -> None:
-    """Nobody reads an empty claim of an owner because the owner is just writing it anew."""
-    found = place_of(f"file://{tmp_path}/claim.json")
-    assert isinstance(found, RemotePath)
+    """No reader gets an empty claim while its owner rewrites it."""
+    place = place_of(f"file://{tmp_path}/claim.json")
+    assert isinstance(place, RemotePath)
     contents = {bytes([letter]) * 40_000 for letter in b"abcdef"}
-    found.put(b"a" * 40_000)
+    place.put(b"a" * 40_000)
     stop, seen = threading.Event(), set[bytes]()
 
     def read() -> None:
         while not stop.is_set():
-            seen.add(found.read(0, 50_000))
+            seen.add(place.read(0, 50_000))
 
     reader = threading.Thread(target=read)
     reader.start()
     for content in [*contents] * 12:
-        found.put(content)
+        place.put(content)
     stop.set()
     reader.join()
-    assert seen <= contents and found.parent.names() == ["claim.json"]
+    assert seen <= contents and place.parent.names() == ["claim.json"]
 
 
 def test_without_a_manifest_it_is_none(folder: RemotePath) -> None:
@@ -165,8 +165,8 @@ def test_without_a_manifest_it_is_none(folder: RemotePath) -> None:
     with (folder / "step-2" / "rank-00007.safetensors").writing() as write:
         write(b"left")
     assert save(folder, 2).problem is None
-    found = latest(folder, never)
-    assert found is not None and found.step == 2
+    checkpoint = latest(folder, never)
+    assert checkpoint is not None and checkpoint.step == 2
     (folder / "step-1" / "manifest.json").remove()
     prune(folder, 1)
     assert folder.names() == ["step-2", "verified.json"]
@@ -183,8 +183,8 @@ def test_damage_is_named_and_put_aside(folder: RemotePath) -> None:
     (damage,) = examine(folder, 2)
     assert (damage.file, damage.tensor) == (name, "w")
     skipped: list[int] = []
-    found = latest(folder, lambda step, _: skipped.append(step))
-    assert found is not None and (found.step, skipped) == (1, [2])
+    checkpoint = latest(folder, lambda step, _: skipped.append(step))
+    assert checkpoint is not None and (checkpoint.step, skipped) == (1, [2])
     quarantine(folder / "step-2")
     assert candidates(folder) == [1]
     assert any(name.startswith("broken-step-2-") for name in folder.names())
@@ -219,14 +219,14 @@ def test_an_error_at_every_call_costs_no_checkpoint(
             patch.setattr(RemotePath, "_call", fault := faulty(fail_at, error, behind=behind))
             try:
                 outcome = save(folder, step, keep=1)
-            except CheckpointError as found:  # before anything was written
-                assert fail_at == 1, found
+            except CheckpointError as failure:  # before anything was written
+                assert fail_at == 1, failure
                 step -= 1
                 continue
         assert outcome.problem is None, (fail_at, outcome)
-        found = latest(folder, never)
-        assert found is not None and found.step == step
-        assert torch.equal(found.read("w"), TENSOR + step)
+        checkpoint = latest(folder, never)
+        assert checkpoint is not None and checkpoint.step == step
+        assert torch.equal(checkpoint.read("w"), TENSOR + step)
         if fault.count < fail_at:
             break
     assert fail_at > 20
@@ -245,11 +245,11 @@ def test_killed_at_every_call_something_verified_is_left(
             patch.setattr(RemotePath, "_call", fault := faulty(fail_at, Killed))
             with suppress(Killed):
                 save(folder, newest + 1, keep=1)
-        found = latest(folder, never)
-        assert found is not None and found.step in (newest, newest + 1)
-        assert torch.equal(found.read("w"), TENSOR + found.step)
-        seen.add(found.step > newest)
-        newest = found.step
+        checkpoint = latest(folder, never)
+        assert checkpoint is not None and checkpoint.step in (newest, newest + 1)
+        assert torch.equal(checkpoint.read("w"), TENSOR + checkpoint.step)
+        seen.add(checkpoint.step > newest)
+        newest = checkpoint.step
         if fault.count < fail_at:
             break
     assert seen == {False, True} and save(folder, newest + 1, keep=1).problem is None

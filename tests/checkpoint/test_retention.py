@@ -24,9 +24,9 @@ def save(folder: Path, step: int, value: float = 1.0) -> None:
 
 def newest(folder: Path) -> tuple[int, list[int]]:
     skipped: list[int] = []
-    found = latest(folder, lambda step, _: skipped.append(step), prefer_finite=True)
-    assert found is not None
-    return found.step, skipped
+    checkpoint = latest(folder, lambda step, _: skipped.append(step), prefer_finite=True)
+    assert checkpoint is not None
+    return checkpoint.step, skipped
 
 
 @pytest.mark.parametrize("format_1", [False, True])
@@ -51,10 +51,10 @@ def test_only_poisoned_checkpoints_are_better_than_none(tmp_path: Path) -> None:
         prune(tmp_path, 2)
     assert candidates(tmp_path) == [4, 3]
     assert newest(tmp_path) == (4, [])
-    # a program of its own may save infinities on purpose: it is not asked to be finite
+    # a user's own program may save infinities on purpose: its state need not be finite
     save(tmp_path, 9, float("-inf"))
-    found = latest(tmp_path, lambda *_: None)
-    assert found is not None and found.step == 9
+    checkpoint = latest(tmp_path, lambda *_: None)
+    assert checkpoint is not None and checkpoint.step == 9
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -79,8 +79,8 @@ def test_format_1_is_read_verified_and_kept(tmp_path: Path) -> None:
     tensor = torch.arange(30.0).reshape(10, 3)
     save_as_ranks(tmp_path, 2, [[s] for s in cut("w", tensor, [2, 1])])
     as_format_1(tmp_path / "step-2")
-    found = open_checkpoint(tmp_path, 2)
-    assert found.manifest.format == 1 and torch.equal(found.read("w"), tensor)
+    checkpoint = open_checkpoint(tmp_path, 2)
+    assert checkpoint.manifest.format == 1 and torch.equal(checkpoint.read("w"), tensor)
     assert prune(tmp_path, 1) == [] and candidates(tmp_path) == [2]
     save_one(tmp_path, 3, [whole("w", tensor)])
     assert prune(tmp_path, 1) == [2]
@@ -94,7 +94,7 @@ def test_lists_of_older_versions_and_none_at_all(tmp_path: Path) -> None:
         for n in (1, 2)
     }
     (tmp_path / "verified.json").write_text(json.dumps(digests))
-    # known to be verified: not read again, so that a flipped bit is not seen
+    # recorded as verified: not reread, so that a flipped bit is not seen
     flip(tmp_path / "step-2/rank-00000.safetensors")
     assert prune(tmp_path, 2) == [1]
     (tmp_path / "verified.json").unlink()
@@ -124,7 +124,7 @@ def test_another_checkpoint_of_a_step_that_was_verified_is_read_back(tmp_path: P
 
 
 def test_a_list_that_says_nothing_of_numbers_evicts_no_finite_checkpoint(tmp_path: Path) -> None:
-    """Neither the list of an older version nor a checkpoint of format 1 says: tensors are read."""
+    """The list of an older version and a checkpoint of format 1 lack the flag: tensors are read."""
     digests: dict[str, str] = {}
     for step, value in ((1, 1.0), (2, float("nan"))):
         save(tmp_path, step, value)
@@ -180,7 +180,7 @@ def test_what_was_put_aside_goes_when_its_step_or_a_later_one_counts(tmp_path: P
     (aside,) = tmp_path.glob("broken-step-3-*")
     save_one(tmp_path, 3, [whole("w", torch.ones(3))])
     prune(tmp_path, 2)
-    assert not aside.exists()  # its own step counts again
+    assert not aside.exists()  # its own step is back
 
 
 def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
@@ -208,6 +208,6 @@ def test_prune_reads_each_checkpoint_back_once(
     for step in (1, 2, 3):
         save_one(tmp_path, step, [whole("a", torch.arange(3.0))])
         prune(tmp_path, 2)
-    # by the save, and by the first pruning behind it
+    # by the save, and by the first pruning after it
     assert read == [f"step-{step}" for step in (1, 2, 3) for _ in range(2)]
     assert candidates(tmp_path) == [3, 2]

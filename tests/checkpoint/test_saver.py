@@ -1,4 +1,4 @@
-"""Saves behind the steps: the same bytes as before, faults retried, the last one complete."""
+"""Saves during later steps: the bytes of their step, faults retried, the last save complete."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def test_the_same_bytes_in_the_background_and_at_once(tmp_path: Path, size: int)
         save_as_ranks(tmp_path / "together", step, per_rank, state)
 
     def work(rank: int, own: Saver) -> list[SaveOutcome | None]:
-        found: list[SaveOutcome | None] = []
+        outcomes: list[SaveOutcome | None] = []
         for step in (1, 2):
             mine = [replace(shard, tensor=shard.tensor.clone()) for shard in per_rank[rank]]
             own.start(step, mine, dict(state))
-            for shard in mine:  # training goes on at once
+            for shard in mine:  # training continues at once
                 shard.tensor.fill_(float("nan"))
-            found.append(own.finish())
+            outcomes.append(own.finish())
             assert own.finish() is None and own.news() == []
-        return found
+        return outcomes
 
     for outcomes in on_ranks(size, tmp_path / "background", work):
         assert [outcome.problem for outcome in outcomes] == [None, None], outcomes
@@ -110,7 +110,7 @@ def test_a_buffer_that_cannot_be_allocated(tmp_path: Path, monkeypatch: pytest.M
 def test_a_save_needs_no_new_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    """Where memory is short, a thread cannot be started, or never begins."""
+    """A thread cannot be started where memory is short, or never begins."""
 
     def start(*_: object) -> None:
         if error is not None:
@@ -146,7 +146,7 @@ def test_mistakes_are_told_on_all_ranks_at_once(tmp_path: Path) -> None:
 
 
 def test_a_process_that_fails_leaves_its_save_complete(tmp_path: Path) -> None:
-    """The interpreter waits for the thread, also behind an uncaught error."""
+    """The interpreter waits for the thread, also after an uncaught error."""
     script = f"""
 import time, torch
 from pathlib import Path

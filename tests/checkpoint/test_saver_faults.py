@@ -1,4 +1,4 @@
-"""Saves whose disk fails: tried again, told by all ranks alike, and without a loss in any case."""
+"""Saves whose disk fails: retried, with one result on all ranks, and without a loss."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_what_there_is_no_room_for_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, limit: int, reason: str
 ) -> None:
     monkeypatch.setattr(files.resource, "getrlimit", lambda _: (limit, limit))
-    found = str(files.explain(OSError(code, os.strerror(code)), tmp_path / "x", 7))
-    assert re.fullmatch(f"{tmp_path}/x: {os.strerror(code)}{reason}", found), found
+    message = str(files.explain(OSError(code, os.strerror(code)), tmp_path / "x", 7))
+    assert re.fullmatch(f"{tmp_path}/x: {os.strerror(code)}{reason}", message), message
 
 
 def test_ranks_without_a_common_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,11 +168,11 @@ def test_an_error_at_every_call_costs_no_checkpoint(
         with monkeypatch.context() as patch:
             patch.setattr(files, "os", FaultyOs(fail_at, lambda: OSError(code, os.strerror(code))))
             outcome = save_third(folder)
-        # an error is tried again, one in the clean-up is noted: the checkpoint is there in any case
+        # an error is retried, one of the clean-up is noted: the checkpoint exists in any case
         assert outcome.problem is None, outcome
-        found = latest(folder, never)
-        assert found is not None and found.step == 3
-        assert torch.equal(found.read("w"), TENSOR + 3)
+        checkpoint = latest(folder, never)
+        assert checkpoint is not None and checkpoint.step == 3
+        assert torch.equal(checkpoint.read("w"), TENSOR + 3)
         assert not list(folder.glob("*.tmp-*"))
 
 
@@ -193,17 +193,19 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_killed_at_every_call_something_verified_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a death: nothing is caught, nothing cleaned up; the next process goes on."""
+    """The fault is a death: nothing is caught or cleaned up; the next process resumes."""
     calls, seen = count(prepared(tmp_path / "count"), monkeypatch, save_third), set[int]()
     for fail_at in range(1, calls + 1):
         folder = prepared(tmp_path / str(fail_at))
         with monkeypatch.context() as patch:
             patch.setattr(files, "os", FaultyOs(fail_at, Killed))
             assert save_third(folder).problem in (None, "Killed: ")
-        found = latest(folder, never)
-        assert found is not None and torch.equal(found.read("w"), TENSOR + found.step)
-        seen.add(found.step)
-        if found.step == 2:
+        checkpoint = latest(folder, never)
+        assert checkpoint is not None and torch.equal(
+            checkpoint.read("w"), TENSOR + checkpoint.step
+        )
+        seen.add(checkpoint.step)
+        if checkpoint.step == 2:
             assert save_third(folder).problem is None
         prune(folder, 1)
         assert {path.name for path in folder.iterdir()} == {"step-3", "verified.json"}

@@ -48,14 +48,14 @@ def check(name: str, inputs: list[Tensor], expected, options: dict) -> list[Ledg
         (weights[0] * outputs[0]).sum().backward()
     else:
         torch.stack([(w * y).sum() for w, y in zip(weights, outputs, strict=True)]).sum().backward()
-    found = mesh_on_ranks(Layout(dp=len(inputs)), one_rank, name, inputs, weights, options)
-    for rank, (output, gradient, _) in enumerate(found):
+    outcomes = mesh_on_ranks(Layout(dp=len(inputs)), one_rank, name, inputs, weights, options)
+    for rank, (output, gradient, _) in enumerate(outcomes):
         torch.testing.assert_close(output, outputs[rank].detach(), rtol=1e-13, atol=1e-13)
         expected_gradient = own[rank].grad
         if expected_gradient is None:
             expected_gradient = torch.zeros_like(own[rank])
         torch.testing.assert_close(gradient, expected_gradient, rtol=1e-13, atol=1e-13)
-    return [ledger for _, _, ledger in found]
+    return [ledger for _, _, ledger in outcomes]
 
 
 def entered(ledger: Ledger, op: str, phase: str) -> wire.WireBytes:
@@ -106,9 +106,11 @@ def test_take_shard_gathers_the_gradient(sizes):
     weights = [random(50 + rank, rows, 2) for rank, rows in enumerate(sizes)]
     (torch.cat(weights) * one).sum().backward()
     options = {"same": {"sizes": sizes}}
-    found = mesh_on_ranks(Layout(dp=WORLD), one_rank, "take_shard", [x] * WORLD, weights, options)
+    outcomes = mesh_on_ranks(
+        Layout(dp=WORLD), one_rank, "take_shard", [x] * WORLD, weights, options
+    )
     blocks = [rows * 2 * 8 for rows in sizes]
-    for rank, (output, gradient, ledger) in enumerate(found):
+    for rank, (output, gradient, ledger) in enumerate(outcomes):
         assert torch.equal(output, cut(sizes, x)[rank])
         assert torch.equal(gradient, one.grad)
         assert entered(ledger, "all_gather", "backward") == wire.all_gather(blocks, rank)
@@ -161,8 +163,8 @@ def two_phase(mesh: Mesh, splits: list[list[int]]):
 
 @pytest.mark.parametrize("splits", SPLITS)
 def test_two_phases_tell_the_receiver_what_comes(splits):
-    found = mesh_on_ranks(Layout(dp=WORLD), two_phase, splits)
-    for rank, (rows, output_splits, gradient, entries) in enumerate(found):
+    outcomes = mesh_on_ranks(Layout(dp=WORLD), two_phase, splits)
+    for rank, (rows, output_splits, gradient, entries) in enumerate(outcomes):
         assert output_splits == transposed(splits)[rank]
         assert rows[:, 0].tolist() == [
             float(source) for source in range(WORLD) for _ in range(splits[source][rank])

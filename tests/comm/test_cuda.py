@@ -18,37 +18,41 @@ CPU = "--set train.device=cpu"
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two H100s of which torch tells; keys change what it says."""
-    told = SimpleNamespace(
-        found=2, gpus=2, capability=(9, 0), arch=["sm_75", "sm_90"], build="12.8", nccl=True
+    """Two H100s in the answers of torch, which are the attributes of the result."""
+    facts = SimpleNamespace(
+        num_devices=2, gpus=2, capability=(9, 0), arch=["sm_75", "sm_90"], build="12.8", nccl=True
     )
 
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\n.")
 
     for name, answer in {
-        "is_available": lambda: told.found > 0,
-        "device_count": lambda: told.found,
-        "get_device_capability": lambda device=None: told.capability,
+        "is_available": lambda: facts.num_devices > 0,
+        "device_count": lambda: facts.num_devices,
+        "get_device_capability": lambda device=None: facts.capability,
         "get_device_name": lambda device=None: "Some GPU",
-        "get_arch_list": lambda: told.arch,
+        "get_arch_list": lambda: facts.arch,
         "get_device_properties": lambda device: SimpleNamespace(uuid=f"uuid-{device.index}"),
         "set_device": lambda device: None,
         "init": init,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
-    monkeypatch.setattr(torch.version, "cuda", told.build)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: told.nccl)
-    monkeypatch.setattr(cuda, "num_gpus", lambda: told.gpus)
+    monkeypatch.setattr(torch.version, "cuda", facts.build)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: facts.nccl)
+    monkeypatch.setattr(cuda, "num_gpus", lambda: facts.gpus)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return told
+    return facts
 
 
 @pytest.mark.parametrize(
     ("keys", "dtype", "words"),
     [
-        ({"found": 0}, "float32", "driver on your system is too old (found version 11040)"),
-        ({"found": 1}, "float32", "2 rank(s) on this machine want a CUDA device each, 1 found"),
+        ({"num_devices": 0}, "float32", "driver on your system is too old (found version 11040)"),
+        (
+            {"num_devices": 1},
+            "float32",
+            "2 rank(s) on this machine want a CUDA device each, 1 found",
+        ),
         ({"capability": (7, 5)}, "bfloat16", "capability 7.5) is too old for train.dtype"),
         ({"capability": (6, 1)}, "float32", "has kernels for (7.5 and newer)"),
         ({"nccl": False}, "float32", "has no NCCL, which 2 ranks on GPUs need"),
@@ -61,15 +65,15 @@ def test_devices_that_will_not_do(
         cuda.check(device, 2, dtype)
     vars(machine).update(keys)
     for device in ("auto", "cuda"):
-        with pytest.raises(DeviceError) as told:
+        with pytest.raises(DeviceError) as error:
             cuda.check(device, 2, dtype)
-        assert words in str(told.value)
-        assert CPU in str(told.value) or 'train.device = "cpu"' in str(told.value)
+        assert words in str(error.value)
+        assert CPU in str(error.value) or 'train.device = "cpu"' in str(error.value)
     cuda.check("cpu", 2, dtype)
 
 
 def test_a_build_without_cuda(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine.found = 0
+    machine.num_devices = 0
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(DeviceError, match=r"build without CUDA: .*cu128.*train\.device=cpu"):
         cuda.check("auto", 1)
@@ -85,7 +89,7 @@ def test_a_launcher_may_show_each_rank_one_device(
     machine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert cuda.choose("auto", 1, 2, "bfloat16") == torch.device("cuda", 1)
-    machine.found = 1
+    machine.num_devices = 1
     assert cuda.choose("auto", 1, 2, "bfloat16") == torch.device("cuda", 0)
     assert not caplog.records
     machine.capability = (8, 0)

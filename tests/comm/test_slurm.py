@@ -1,4 +1,4 @@
-"""Ranks of srun: Slurm's variables, and the script of `moemesh launch` under a stand-in srun."""
+"""Ranks of srun: Slurm's variables, and the script of `moemesh launch` under a fake srun."""
 
 from __future__ import annotations
 
@@ -159,9 +159,9 @@ def test_ranks_that_wait_for_others_name_them_and_can_be_stopped(
         port = taken.getsockname()[1]
     first, second = waiting(tmp_path, port), waiting(tmp_path, port, 2)
     assert first.stderr is not None and second.stderr is not None
-    here = rf"moemesh: rank 1 waits at localhost:{port} for "
+    prefix = rf"moemesh: rank 1 waits at localhost:{port} for "
     line = first.stderr.readline()
-    assert re.match(here + "rank 0 of 3 ranks, which does not answer", line), line
+    assert re.match(prefix + "rank 0 of 3 ranks, which does not answer", line), line
     first.send_signal(number)
     _, rest = first.communicate(timeout=20)
     assert first.returncode == code and "frame" not in rest, rest

@@ -29,8 +29,8 @@ HIDDEN, WIDTH, TOKENS = 32, 16, 16
 
 
 class Counted(NamedTuple):
-    """Of one rank: waits by region with the lines that caused them, kernels by region, losses of
-    the steps, their ledger, and what was queued on the device by region."""
+    """Counts of one rank: waits by region with the lines that caused them, kernels by region,
+    losses of the steps, their ledger, and operations queued on the device by region."""
 
     waits: dict[str, Counter[str]]
     kernels: dict[str, int]

@@ -25,8 +25,8 @@ def inputs(value_size: int) -> tuple[Tensor, ...]:
     """Query, key, value, the gradient of the output, sinks; laid out by token, as models do."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, value_size), (HEADS, value_size))
-    found = [torch.randn(B, L, *size, generator=generator).bfloat16() for size in sizes]
-    return *(x.transpose(1, 2) for x in found), torch.randn(HEADS, generator=generator).bfloat16()
+    tensors = [torch.randn(B, L, *size, generator=generator).bfloat16() for size in sizes]
+    return *(x.transpose(1, 2) for x in tensors), torch.randn(HEADS, generator=generator).bfloat16()
 
 
 def visibility(packed: bool, window: int | None, device: str = "cpu") -> Visibility:
@@ -35,8 +35,8 @@ def visibility(packed: bool, window: int | None, device: str = "cpu") -> Visibil
     begins[1, 17] = 1
     starts = document_starts(begins.cumsum(1)) if packed else None
     there = None if starts is None else starts.to(device)
-    found = Visibility((range(L),), (range(L),), starts_BL=there).known(starts)
-    return found if window is None else found.within(window)
+    visible = Visibility((range(L),), (range(L),), starts_BL=there).known(starts)
+    return visible if window is None else visible.within(window)
 
 
 def results(
@@ -60,14 +60,14 @@ def test_documents_and_windows_are_one_kernel(name: str) -> None:
     with SimulatedDevice() as device:
         visible = visibility(packed, window, "cuda")
         with device.region("attention"):
-            found = results(visible, has_sinks, value_size, "cuda")
+            measured = results(visible, has_sinks, value_size, "cuda")
         totals = device.totals("attention")
         kernels = [kernel.name for kernel in totals.launched]
         assert kernels.count("_flash_attention_forward") == 1, kernels
         assert kernels.count("_flash_attention_backward") == 1, kernels
         waits = [wait for wait in totals.waited if "tests/" not in wait.line]
         assert "bmm" not in kernels and not waits, (kernels, waits)
-        numbers = [x.numbers for x in found]
+        numbers = [x.numbers for x in measured]
     for have, want in zip(numbers, expected, strict=True):
         assert have.dtype == want.dtype
         torch.testing.assert_close(have.float(), want.float(), rtol=0.03, atol=0.03)
@@ -75,6 +75,6 @@ def test_documents_and_windows_are_one_kernel(name: str) -> None:
 
 def test_an_older_device_computes_the_same_without_the_kernel() -> None:
     with SimulatedDevice(capability=(7, 5)):
-        found = results(visibility(True, 5, "cuda"), True, SIZE, "cuda")[0].numbers
+        numbers = results(visibility(True, 5, "cuda"), True, SIZE, "cuda")[0].numbers
     expected = results(visibility(True, 5), True, SIZE)[0]
-    torch.testing.assert_close(found.float(), expected.float(), rtol=0.03, atol=0.03)
+    torch.testing.assert_close(numbers.float(), expected.float(), rtol=0.03, atol=0.03)

@@ -29,9 +29,9 @@ def parse(words: list[str]) -> None:
 )
 def test_every_command_can_be_run_on_so_many_gpus(num_gpus: int) -> None:
     assert cli.USER_ERROR == 2
-    found = commands(num_gpus)
-    assert len({one.name for one in found}) == len(found)
-    for one in found:
+    session = commands(num_gpus)
+    assert len({one.name for one in session}) == len(session)
+    for one in session:
         if one.arguments[0] == "moemesh":
             parse(one.words[1:])
         if one.arguments[:2] == ("moemesh", "train"):
@@ -56,10 +56,10 @@ def test_the_report_goes_on_behind_a_failure(tmp_path: Any) -> None:
 
 
 def test_memory_is_checked_where_the_program_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in (None, "/opt/cuda/bin/compute-sanitizer"):
-        monkeypatch.setattr("shutil.which", lambda name, *options, found=found: found)
+    for path in (None, "/opt/cuda/bin/compute-sanitizer"):
+        monkeypatch.setattr("shutil.which", lambda name, *options, path=path: path)
         words = sanitized()
-        assert (found in words) if found else not words
+        assert (path in words) if path else not words
     assert (ROOT / words[words.index("gpu") + 1]).exists()
 
 

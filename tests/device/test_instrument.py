@@ -24,7 +24,7 @@ def test_tensors_say_cuda_and_compute_as_the_cpu() -> None:
 
 
 def test_an_optimizer_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a CUDA build of torch on a machine without a device, which most of them are."""
+    """A CUDA build of torch on a machine without a device, the most frequent case."""
 
     def without_driver(*_: object) -> None:
         raise RuntimeError("Found no NVIDIA driver on your system")
@@ -37,7 +37,7 @@ def test_an_optimizer_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         weight.grad = torch.ones(3, device="cuda")
         torch.optim.AdamW([weight], lr=0.5).step()
         assert float(weight.detach().sum()) < 3
-        assert not torch.cuda.is_current_stream_capturing()  # other optimizers ask this
+        assert not torch.cuda.is_current_stream_capturing()  # other optimizers call this
 
 
 def test_tensors_of_the_cpu_are_refused() -> None:

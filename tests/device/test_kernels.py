@@ -1,4 +1,4 @@
-"""Kernels and bytes of a MoE layer, held: whoever adds one shall know it."""
+"""Kernels and bytes of a MoE layer: their counts are fixed, so that an added one shows."""
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ from moemesh.train.optimizer import Optimizer
 
 
 def test_bench_device_counts_the_layer_and_its_peer() -> None:
-    found = run(DeviceSettings(shape="tiny", ranks=1))
-    assert found is not None
-    rows = {row["name"]: row for row in found["rows"]}
+    report = run(DeviceSettings(shape="tiny", ranks=1))
+    assert report is not None
+    rows = {row["name"]: row for row in report["rows"]}
     ours, plain = rows["moemesh"], rows["moemesh, nothing compiled"]
     assert ours["waits"] == plain["waits"] == [0, 0]
     assert ours["kernels"][0] <= 24 and ours["kernels"][1] <= 16

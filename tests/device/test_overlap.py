@@ -102,8 +102,8 @@ def queued(
 ) -> list[list[Queued]]:
     ranks = plan.get("dp", 1) * plan.get("pp", 1)
     model = MODEL if "pp" in plan else SHALLOW
-    found = run_on_ranks(ranks, _step, model, plan, Shape(batch, LENGTH), 1, change)
-    return [one.queued["gradients"] for one in found]
+    counted = run_on_ranks(ranks, _step, model, plan, Shape(batch, LENGTH), 1, change)
+    return [one.queued["gradients"] for one in counted]
 
 
 def timelines(
@@ -112,11 +112,11 @@ def timelines(
     return simulate(queued(plan, batch, change), machine(), launch=0.0)
 
 
-def share(found: list[RankTimeline], callers: tuple[str, ...]) -> float:
-    """Of the transfers of all ranks."""
-    total = sum(one.transferring(*callers) for one in found)
-    assert total > 0.1 * max(one.computing for one in found), "too small to tell"
-    return sum(one.exposed(*callers) for one in found) / total
+def share(timelines: list[RankTimeline], callers: tuple[str, ...]) -> float:
+    """Share of the transfers of all ranks that no computation hides."""
+    total = sum(one.transferring(*callers) for one in timelines)
+    assert total > 0.1 * max(one.computing for one in timelines), "too small to measure"
+    return sum(one.exposed(*callers) for one in timelines) / total
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def test_products_into_memory_that_is_there_do_not_wait(capability: tuple[int, i
             gradient = grouped_weight_gradient(grad, x, ends)
             assert not len(grouped_gemm(x[:0], weight, ends * 0))
             nothing = grouped_weight_gradient(grad[:0], x[:0], ends * 0)
-        found = device.totals("products")
-        assert not found.waited
+        totals = device.totals("products")
+        assert not totals.waited
         # Newer devices leave what they like where an expert has no rows.
-        names = [kernel.name for kernel in found.launched]
+        names = [kernel.name for kernel in totals.launched]
         assert ("masked_fill_" in names) == (capability >= (10, 0)), names
         assert torch.equal(into.numbers, grouped_gemm(x, weight, ends).numbers)
         assert not gradient.numbers[1].any() and not nothing.numbers.any()
@@ -65,7 +65,7 @@ def as_written(dtype: torch.dtype, form: SwigluForm) -> Results:
 
 
 def compiled(dtype: torch.dtype, form: SwigluForm) -> Results:
-    """As an accelerator takes them, but compiled for the CPU."""
+    """Results of the kernels of an accelerator, compiled for the CPU."""
     grad, h, weights = arguments(dtype)
 
     def fast(name: str) -> Callable[..., Any]:

@@ -68,7 +68,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tuning]] = {
     "capacity": ({"dp": 2, "ep": 2}, {"capacity_factor": 1.0}, FULL),
 }  # fmt: skip
 QUICK = "one", "exact"
-#: In test_asynchronous.
+#: Schedules that test_asynchronous covers.
 ASYNCHRONOUS = "pipedream", "pipedream_2bw", "ampnet"
 
 
@@ -77,8 +77,8 @@ def use(parallel: RankModel, batches: list[Batch]) -> None:
     assert math.isfinite(evaluate(parallel, batches))
     if parallel.mesh["pp"].size == parallel.mesh["cp"].size == 1:
         choose, device = chooser(), parallel.mesh.device
-        found = continuation(parallel.model, [1, 2, 3], choose, device)
-        assert len([next(found) for _ in range(3)]) == 3
+        tokens = continuation(parallel.model, [1, 2, 3], choose, device)
+        assert len([next(tokens) for _ in range(3)]) == 3
 
 
 def ranks_of(plan: dict[str, Any]) -> int:
@@ -92,12 +92,12 @@ def test_it_trains_validates_and_generates_on_a_device(name: str) -> None:
     plan, model, tuning = CASES[name]
     shape = Shape(global_batch=4, seq_len=8)
     args = SMALL | model, plan, shape, 1, None, use, tuning
-    found: list[Counted]
+    counted: list[Counted]
     if ranks_of(plan) == 1:
-        found = [steps_on_rank(0, *args)]
+        counted = [steps_on_rank(0, *args)]
     else:
-        found = run_on_ranks(ranks_of(plan), steps_on_rank, *args)
-    losses = {tuple(one.losses) for one in found}
+        counted = run_on_ranks(ranks_of(plan), steps_on_rank, *args)
+    losses = {tuple(one.losses) for one in counted}
     assert len(losses) == 1 and all(3.0 < loss < 4.0 for loss in losses.pop())
 
 

@@ -1,4 +1,4 @@
-"""Where the host waits for its device: for sizes that depend on the routing, and once a step."""
+"""Waits of the host for its device: for sizes that depend on the routing, and once a step."""
 
 import functools
 from collections import Counter
@@ -13,7 +13,7 @@ from tests.device.stepping import Counted, dispatch_on_rank, steps_on_rank
 from tests.parity.training import Shape, model_of
 from tests.ranks import run_on_ranks
 
-#: Forward, backward: the fewest sizes that the host has to know (docs/gpu.md tells which).
+#: Forward, backward: the fewest sizes that the host has to know (docs/gpu.md lists them).
 DISPATCHERS = {
     "all_to_all": (1, 0),
     "all_gather_dense": (1, 0),
@@ -86,10 +86,10 @@ def predicted(plan: dict[str, Any], shape: Shape, rank: int) -> Ledger:
 def check_step(plan: dict[str, Any], routing_waits: int, shape: Shape) -> None:
     ranks = plan.get("dp", 1) * plan.get("tp", 1) * plan.get("cp", 1) * plan.get("pp", 1)
     args = SMALL, plan, shape, 2
-    found: list[Counted]
-    found = [steps_on_rank(0, *args)] if ranks == 1 else run_on_ranks(ranks, steps_on_rank, *args)
-    assert len({tuple(one.losses) for one in found}) == 1
-    for rank, one in enumerate(found):
+    counted: list[Counted]
+    counted = [steps_on_rank(0, *args)] if ranks == 1 else run_on_ranks(ranks, steps_on_rank, *args)
+    assert len({tuple(one.losses) for one in counted}) == 1
+    for rank, one in enumerate(counted):
         is_local = plan.get("ep", 1) * plan.get("etp", 1) == 1
         if is_local or plan.get("dispatcher") == "all_gather":  # nothing depends on the routing
             assert predicted(plan, shape, rank) == Ledger.from_rows(one.ledger)
@@ -100,7 +100,7 @@ def check_step(plan: dict[str, Any], routing_waits: int, shape: Shape) -> None:
         assert not one.waits["update"]
 
 
-#: What the ranks of a dispatcher found, by its name: one run for several tests.
+#: Counts of the ranks of a dispatcher, by its name: one run for several tests.
 _dispatched = functools.cache(lambda name: run_on_ranks(4, dispatch_on_rank, name, 4, 1))
 
 

@@ -37,13 +37,13 @@ def drill(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Add each trial to FILE as it ends (one JSON object a line), and go on from those "
-            "that stand there.",
+            help="Add each trial to FILE as it ends (one JSON object a line); skip trials that "
+            "FILE has already.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the drawn ranks, steps and plans.")] = 0,
     soak: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Instead: one run of two ranks for so long.")
+        float, typer.Option(metavar="SECONDS", help="Instead: one run of two ranks, this long.")
     ] = 0.0,
     every: Annotated[
         float, typer.Option(metavar="SECONDS", help="Between the faults of a soak; 0: none.")
@@ -52,7 +52,7 @@ def drill(
         Path | None, typer.Option(metavar="RUN", help="The new folder of a soak's run.")
     ] = None,
     cold: Annotated[
-        bool, typer.Option("--cold", help="Start every process anew, as a user's command does.")
+        bool, typer.Option("--cold", help="Start every process cold, as a user's command does.")
     ] = False,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -79,15 +79,15 @@ def drill(
         seed=seed,
         python=python,
         results=kept,
-        say=lambda text: typer.echo(text, err=True),
+        log=lambda text: typer.echo(text, err=True),
     )
-    found = figures(rows, kept.soaks())
+    measured = figures(rows, kept.soaks())
     if as_json:
         cells = [dict(zip(HEADER, row.cells(), strict=True)) for row in rows]
-        reached = [dict(zip(FIGURES, one.cells(), strict=True)) for one in found]
+        reached = [dict(zip(FIGURES, one.cells(), strict=True)) for one in measured]
         typer.echo(strict_json({"rows": cells, "figures": reached}))
     else:
-        typer.echo(markdown(FIGURES, [one.cells() for one in found]))
+        typer.echo(markdown(FIGURES, [one.cells() for one in measured]))
         typer.echo("")
         typer.echo(markdown(HEADER, [row.cells() for row in rows]))
     if not all(one.is_good for row in rows for one in row.outcomes):
@@ -116,7 +116,7 @@ def _soak(
             overrides=overrides,
             seed=seed,
             python=python,
-            say=lambda text: typer.echo(text, err=True),
+            log=lambda text: typer.echo(text, err=True),
         )
     ResultsFile(results).add_soak(report)
     typer.echo(strict_json(report, indent=1))

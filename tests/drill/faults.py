@@ -1,6 +1,6 @@
 """The faults of the drill besides ranks that end or hang: storage, signals, numbers, data.
 
-Importing this module adds its rows to :data:`tests.drill.trials.FAULTS`, behind those of ranks.
+Importing this module adds its rows to :data:`tests.drill.trials.FAULTS`, after those of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.drill.results import Outcome
 from tests.drill.trials import PLANS, Drill, alarms, ending, fault, losses
 from tests.train.runs import rows_of
 
-#: Exit codes of a run that was told to stop, by signal, as the launcher answers them.
+#: Exit codes of the launcher after a stop request, by signal.
 _CODES = {"TERM": 143, "USR1": 143, "INT": 130, "HUP": 129}
 
 
@@ -53,7 +53,7 @@ def _ended(
 
 
 # Storage: a run of eight steps is killed in the seventh, its newest checkpoint is damaged, and the
-# same command has to go on from an older one, and to say which file was damaged.
+# same command must resume from an older one and name the damaged file.
 
 
 def _damaged(drill: Drill, damage: Callable[[Drill, Path], Path]) -> Outcome:
@@ -66,8 +66,8 @@ def _damaged(drill: Drill, damage: Callable[[Drill, Path], Path]) -> Outcome:
     )
     file = damage(drill, out / "checkpoints" / "step-6")
     done = drill.moemesh(arguments)
-    told = [text for kind, text in _events(out) if kind == "warning"]
-    is_told = any(file.name in text for text in told) and file.name in done.stdout + done.stderr
+    warnings = [text for kind, text in _events(out) if kind == "warning"]
+    is_told = any(file.name in text for text in warnings) and file.name in done.stdout + done.stderr
     recovered = done.returncode == 0 and ending(out) == whole
     return _ended(done, out, verdict=is_told, recovered=recovered, named=is_told, failures=1)
 
@@ -127,16 +127,16 @@ def _full_disk(drill: Drill) -> Outcome:
     plan, whole, folder, out = drill.begin()
     spec = Spec(action="full disk", rank=0, step=4, place="save", folder=str(folder))
     done = drill.moemesh(drill.arguments(out, plan), spec)
-    told = [text for kind, text in _events(out) if kind in ("warning", "disk", "checkpoint")]
-    is_told = any("File too large" in text or "EFBIG" in text for text in told)
-    is_named = any(".safetensors" in text or "manifest.json" in text for text in told)
+    texts = [text for kind, text in _events(out) if kind in ("warning", "disk", "checkpoint")]
+    is_told = any("File too large" in text or "EFBIG" in text for text in texts)
+    is_named = any(".safetensors" in text or "manifest.json" in text for text in texts)
     is_saved = (out / "checkpoints" / "step-8" / "manifest.json").exists()
     recovered = done.returncode == 0 and ending(out) == whole
     return _ended(done, out, verdict=is_told and is_saved, recovered=recovered, named=is_named)
 
 
-# Signals: the run stops behind the step, with the exit code of the signal, and the same command
-# goes on to the losses of a run that nobody stopped.
+# Signals: the run stops after the step, with the exit code of the signal, and the same command
+# resumes and ends with the losses of a run without a stop.
 
 
 def _signalled(drill: Drill, target: str, name: str) -> Outcome:
@@ -183,12 +183,12 @@ def _changed_weight(
     spec = Spec(action=action, rank=rank, step=step, place="forward", folder=str(folder))
     done = drill.moemesh(drill.arguments(out, plan, **more), spec)
     events = _events(out)
-    told = kind in dict(events)
+    is_reported = kind in dict(events)
     is_named = any(names.replace("RANK", str(rank)) in text for _, text in events)
     is_clean = done.returncode == 0 and all(map(math.isfinite, losses(out)))
-    problem = "" if told and is_named and is_clean else f"{spec}: {events}; {_told(done)}"
+    problem = "" if is_reported and is_named and is_clean else f"{spec}: {events}; {_told(done)}"
     return Outcome(
-        verdict=told and is_clean,
+        verdict=is_reported and is_clean,
         rank=is_named,
         named=is_named,
         alarms=alarms(out),
@@ -218,11 +218,13 @@ def _unharmed(drill: Drill, action: str, step: int = 4, **more: object) -> Outco
     spec = Spec(action=action, rank=0, step=step, place="forward", folder=str(folder))
     done = drill.moemesh(drill.arguments(out, plan, **more), spec)
     is_calm = not (out / "failure.json").exists() and not (out / "failures").exists()
-    found = (folder / FOUND).read_text() if (folder / FOUND).exists() else "(nothing was looked at)"
-    is_harmless = is_calm and not found
+    findings = (
+        (folder / FOUND).read_text() if (folder / FOUND).exists() else "(nothing was looked at)"
+    )
+    is_harmless = is_calm and not findings
     recovered = done.returncode == 0 and ending(out) == whole
     outcome = _ended(done, out, verdict=is_harmless, recovered=recovered)
-    return replace(outcome, problem=outcome.problem and f"{found}\n{outcome.problem}")
+    return replace(outcome, problem=outcome.problem and f"{findings}\n{outcome.problem}")
 
 
 @fault("the clock jumps by an hour, forward or back", "R4")
@@ -250,9 +252,9 @@ def _sink(drill: Drill) -> Outcome:
     (out / "metrics.csv").unlink()
     (out / "metrics.csv").symlink_to("/dev/full")
     done = drill.moemesh(arguments)
-    told = any(kind == "sink" for kind, _ in _events(out))
+    is_reported = any(kind == "sink" for kind, _ in _events(out))
     recovered = done.returncode == 0 and ending(out) == whole
-    return _ended(done, out, verdict=told, recovered=recovered, failures=1)
+    return _ended(done, out, verdict=is_reported, recovered=recovered, failures=1)
 
 
 @fault("resume under another plan", "R7")

@@ -1,7 +1,7 @@
 """The twelve figures of reliability, R1 to R12, as far as the trials of a drill measure them.
 
-Where a figure needs what no trial has (every bit, every system call, every layout), the text says
-which tests measure it; ``docs/results/reliability.md`` has their counts.
+Some figures need more than a trial has (every bit, every system call, every layout): their text
+names the tests that measure them; ``docs/results/reliability.md`` has the counts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _CLEAN_SECONDS = 7200.0
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure: its goal, what the trials say, and whether that meets the goal (None: the trials
-    alone cannot tell); `tests`: what measures the rest."""
+    """A figure: its goal, the result of the trials, and whether the result meets the goal.
+
+    None: the trials alone cannot decide; `tests`: the tests that measure the rest.
+    """
 
     name: str
     goal: str
@@ -116,21 +118,23 @@ class _Counts:
         self.num_trials = sum(len(row.outcomes) for row in rows)
 
     def outcomes(self, belongs: Callable[[Row], bool]) -> list[Outcome]:
-        """Of the rows that belong."""
+        """Outcomes of the rows for which `belongs` is true."""
         return [one for row in self._rows if belongs(row) for one in row.outcomes]
 
     def of(self, figure: str) -> list[Outcome]:
-        """Of the rows that count for the figure."""
+        """Outcomes of the rows that count for the figure."""
         return self.outcomes(lambda row: figure in row.fault.figures.split())
 
     def of_kind(self, kind: Kind) -> list[Outcome]:
-        """Of the rows with times of this kind."""
+        """Outcomes of the rows with times of this kind."""
         return self.outcomes(lambda row: row.fault.kind == kind)
 
     def good(self, figure: str, noun: str) -> str:
         """``24 of 25 <noun>``; empty without trials."""
-        found = self.of(figure)
-        return f"{sum(one.is_good for one in found)} of {len(found)} {noun}" if found else ""
+        outcomes = self.of(figure)
+        return (
+            f"{sum(one.is_good for one in outcomes)} of {len(outcomes)} {noun}" if outcomes else ""
+        )
 
     def none_wrong(self, figure: str) -> bool | None:
         """False where a trial went wrong; None otherwise: the count is that of the tests."""
@@ -142,11 +146,11 @@ class _Counts:
 
     def attributed(self) -> list[list[bool]]:
         """For each kind of fault that is to be named, whether its trials were."""
-        found = [
+        texts = [
             [known for one in row.outcomes if (known := one.is_attributed) is not None]
             for row in self._rows
         ]
-        return [one for one in found if one]
+        return [one for one in texts if one]
 
 
 def _recovery(counts: _Counts) -> Figure:
@@ -176,11 +180,11 @@ def _detection(counts: _Counts, soaks: Sequence[dict[str, Any]]) -> Figure:
     parts: list[str] = []
     in_time: list[bool] = []
     for kind in BOUNDS:
-        found = counts.of_kind(kind)
-        seconds = [one.detected for one in found if one.detected is not None]
+        outcomes = counts.of_kind(kind)
+        seconds = [one.detected for one in outcomes if one.detected is not None]
         if not seconds:
             continue
-        good = [is_in_time(kind, one) for one in found]
+        good = [is_in_time(kind, one) for one in outcomes]
         in_time += good
         middle, most = statistics.median(seconds), max(seconds)
         parts.append(

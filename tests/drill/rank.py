@@ -25,20 +25,20 @@ from typing import Any
 from moemesh.config.python import python_command
 from moemesh.monitor import progress
 
-#: What an action that only looks has found (empty: nothing wrong), and the command and the process
-#: of the launcher, as JSON.
+#: Name of the file with the findings of an action that only inspects (empty: no problem), and of
+#: the file with command and process of the launcher, as JSON.
 FOUND, LAUNCHER = "found", "launcher"
-#: A line for each fault, each verdict, and each first step behind one; of a soak, the fault that is
-#: to come next, and the action of its :class:`Spec`.
+#: Name of the file with a line for each fault, each verdict, and each first step after one; names
+#: of the files of a soak with its next fault, and of the action of its :class:`Spec`.
 NOTES, ORDER, SOAK = "notes.jsonl", "order", "soak"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What happens to `rank` in `step`. `place`: "forward", "collective", or a phase of a run.
+    """A fault of `rank` in `step`. `place`: "forward", "collective", or a phase of a run.
 
     `action`: one of :data:`ACTIONS` or of :func:`_act`; `folder`: for times and findings; `once`:
-    not again after a restart.
+    only before the first restart.
     """
 
     action: str
@@ -104,8 +104,8 @@ def _act(spec: Spec) -> None:
         _call_alone()
     elif spec.action == "sockets":
         pids = (os.getpid(), _launcher(folder)["pid"])
-        found = open_sockets(pids)
-        (folder / FOUND).write_text("not shown" if found is None else "\n".join(found))
+        sockets = open_sockets(pids)
+        (folder / FOUND).write_text("not shown" if sockets is None else "\n".join(sockets))
     else:
         second = python_command("moemesh", *_launcher(folder)["arguments"])
         environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -117,7 +117,7 @@ def _act(spec: Spec) -> None:
 def open_sockets(pids: Iterable[int]) -> list[str] | None:
     """TCP sockets of `pids` that listen on more than loopback; None where they are not shown."""
     sockets: set[str] = set()
-    found: list[str] = []
+    addresses: list[str] = []
     try:
         for file in (file for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir()):
             with suppress(FileNotFoundError):  # the listing itself has one
@@ -130,21 +130,21 @@ def open_sockets(pids: Iterable[int]) -> list[str] | None:
             is_loopback = address.startswith(("0100007F", "0" * 24 + "01000000"))
             is_loopback |= address.startswith("0" * 16 + "FFFF00000100007F")
             if state == "0A" and f"socket:[{inode}]" in sockets and not is_loopback:
-                found.append(f"{table} {address}")
-    return found
+                addresses.append(f"{table} {address}")
+    return addresses
 
 
 def _weights(folder: Path, dimensions: int = 2) -> list[Any]:
-    """The trained weights of this process with so many dimensions, as tensors to write to."""
+    """Trained weights of this process with that number of dimensions, as tensors to write to."""
     import torch
 
-    found = [
+    weights = [
         one.data
         for one in gc.get_objects()
         if isinstance(one, torch.nn.Parameter) and one.requires_grad and one.dim() == dimensions
     ]
-    (folder / FOUND).write_text(f"{len(found)} weights")
-    return found
+    (folder / FOUND).write_text(f"{len(weights)} weights")
+    return weights
 
 
 def _call_alone() -> None:
@@ -222,7 +222,7 @@ def arm_for_orders(folder: Path) -> None:
 
 
 def note_verdicts(folder: Path) -> None:
-    """In the launcher: note every verdict."""
+    """Note every verdict of the launcher, which calls this."""
     from moemesh.monitor.detector import FailureDetector
 
     look = FailureDetector.poll
@@ -237,7 +237,7 @@ def note_verdicts(folder: Path) -> None:
 
 
 def read_notes(folder: Path) -> list[dict[str, Any]]:
-    """What the processes of the drill noted, in the order of time."""
+    """Notes of the processes of the drill, in the order of time."""
     file = folder / NOTES
     lines = file.read_text().splitlines() if file.exists() else []
     return sorted(map(json.loads, lines), key=lambda note: note["time"])

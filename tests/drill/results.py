@@ -1,7 +1,7 @@
 """Results of the drill: the outcome of a trial, a row a fault, and the file that keeps them.
 
-The file has one JSON object a line, written as soon as a trial has ended, so that a drill that was
-cut off loses one trial and goes on from there.
+The file has one JSON object a line, written as soon as a trial has ended: an interrupted drill
+loses one trial and resumes from the file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Kind = Literal["kill", "stop", "hang", "end", ""]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a trial ended. None: that does not apply to the fault.
+    """The outcome of a trial. None: the field does not apply to the fault.
 
     ``verdict``, ``rank``: whether kind and rank of the failure were right; ``named``: whether
     report and console name the phase and, there, the collective, or the file; ``recovered``: the
     run ended with the bits of the run without a fault; ``detected``, ``resumed``: seconds from the
-    fault to the verdict, and from there to the first step behind it; ``step_seconds``: the median
+    fault to the verdict, and from there to the first step after it; ``step_seconds``: the median
     step; ``alarms``: verdicts that no fault caused; ``place``: where the fault came, and the plan.
     """
 
@@ -43,12 +43,12 @@ class Outcome:
     @property
     def is_good(self) -> bool:
         """Whether nothing was wrong."""
-        told = (self.verdict, self.rank, self.named, self.recovered)
-        return False not in told and not self.alarms and not self.problem
+        checks = (self.verdict, self.rank, self.named, self.recovered)
+        return False not in checks and not self.alarms and not self.problem
 
     @property
     def is_attributed(self) -> bool | None:
-        """Whether kind, rank and place or file were all told; None where nothing is to be."""
+        """Whether kind, rank and place or file were all reported; None where no report is due."""
         if self.named is None:
             return None
         return self.named and self.verdict is not False and self.rank is not False
@@ -90,16 +90,16 @@ class Row:
 
     def cells(self) -> list[str]:
         """For a table, in the order of :data:`HEADER`."""
-        found = self.outcomes
+        outcomes = self.outcomes
         return [
             self.fault.name,
-            str(len(found)),
-            share([one.verdict for one in found]),
-            share([one.rank for one in found]),
-            share([one.named for one in found]),
-            share([one.recovered for one in found]),
-            times([one.detected for one in found]),
-            times([one.resumed for one in found]),
+            str(len(outcomes)),
+            share([one.verdict for one in outcomes]),
+            share([one.rank for one in outcomes]),
+            share([one.named for one in outcomes]),
+            share([one.recovered for one in outcomes]),
+            times([one.detected for one in outcomes]),
+            times([one.resumed for one in outcomes]),
             self.fault.figures,
         ]
 
@@ -135,16 +135,16 @@ class ResultsFile:
         """All lines; one that was cut off is left out."""
         if self.path is None or not self.path.exists():
             return []
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
             try:
-                found.append(json.loads(line))
+                rows.append(json.loads(line))
             except ValueError:
                 continue
-        return found
+        return rows
 
     def outcomes(self, name: str) -> dict[int, Outcome]:
-        """Of the fault of that name: number of the trial -> outcome."""
+        """Number of the trial -> outcome, for the fault of that name."""
         known = set(Outcome.__dataclass_fields__)
         return {
             record["trial"]: Outcome(**{key: record[key] for key in known & record.keys()})
@@ -157,7 +157,7 @@ class ResultsFile:
         return [record["soak"] for record in self.records() if "soak" in record]
 
     def add(self, name: str, number: int, outcome: Outcome, seconds: float) -> None:
-        """A trial that took so many seconds, with the load of the machine behind it."""
+        """Add a trial that took `seconds`, with the load of the machine after it."""
         load = round(os.getloadavg()[0], 1)
         kept = {key: value for key, value in asdict(outcome).items() if value not in (None, "")}
         self._write({"fault": name, "trial": number, "seconds": seconds, "load": load, **kept})

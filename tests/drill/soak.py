@@ -43,7 +43,7 @@ def soak(
     overrides: Sequence[str] = (),
     seed: int = 0,
     python: str = sys.executable,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Train in `out` (a new folder) for `seconds`, with a fault on a random rank every `every`
     seconds (0: none), and report what came of it, as numbers for JSON.
@@ -67,7 +67,7 @@ def soak(
             if every and now >= due and due <= start + seconds - every / 2:
                 actions = actions or draw.sample(sorted(KINDS), len(KINDS))
                 order = {"action": actions.pop(), "rank": draw.randrange(2)}
-                say(f"{now - start:.0f} s: {order['action']} on rank {order['rank']}")
+                log(f"{now - start:.0f} s: {order['action']} on rank {order['rank']}")
                 temporary = folder / f"{ORDER}.tmp"
                 temporary.write_text(json.dumps(order))
                 temporary.replace(folder / ORDER)
@@ -111,7 +111,7 @@ def report(out: Path, notes: Sequence[dict[str, Any]], start: float, wall: float
     for one in faults:
         one["at"] = one.pop("time") - start
     effective = sum(step_seconds)
-    found = sum(one["kind"] is not None for one in faults)
+    num_matched = sum(one["kind"] is not None for one in faults)
     return {
         "wall_seconds": wall,
         "effective_seconds": effective,
@@ -121,14 +121,14 @@ def report(out: Path, notes: Sequence[dict[str, Any]], start: float, wall: float
         "start_seconds": started,
         "detection_seconds": sum(one["detected"] or 0.0 for one in faults),
         "restart_seconds": sum(one["resumed"] or 0.0 for one in faults),
-        "false_alarms": num_verdicts - found,
+        "false_alarms": num_verdicts - num_matched,
         "slow_ranks": events.count("slow_rank"),
         "faults": faults,
     }
 
 
 def is_good(report: dict[str, Any]) -> bool:
-    """Whether every fault was told rightly and survived, and nothing else was told."""
+    """Whether every fault was reported correctly and survived, without another report."""
     survived = all(one["good"] and one["resumed"] is not None for one in report["faults"])
     code = report["exit_code"] == 128 + signal.SIGTERM
     return survived and code and not report["false_alarms"]

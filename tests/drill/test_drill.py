@@ -26,10 +26,10 @@ from tests.waiting import PATIENCE, until
 
 def test_the_short_form() -> None:
     """Every fault ends with the right verdict on the right rank, and with the oracle's bits."""
-    assert faults.__doc__ and len(FAULTS) > 20  # its rows are there, too
+    assert faults.__doc__ and len(FAULTS) > 20  # with the rows of that module
     names = [name for name, one in FAULTS.items() if one.is_short]
     problems: list[str] = []
-    rows = trials.run(names, trials=1, seed=1, python=commands.python(), say=problems.append)
+    rows = trials.run(names, trials=1, seed=1, python=commands.python(), log=problems.append)
     assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
     assert len(rows) == len(names) >= 4
     assert all(row.outcomes[0].recovered is not False for row in rows)
@@ -39,7 +39,7 @@ def test_the_short_form() -> None:
 @pytest.mark.timeout(1200)  # 72 trials, of whole runs
 def test_the_long_form() -> None:
     problems: list[str] = []
-    rows = trials.run(list(FAULTS), trials=3, seed=2, python=commands.python(), say=problems.append)
+    rows = trials.run(list(FAULTS), trials=3, seed=2, python=commands.python(), log=problems.append)
     assert all(one.is_good for row in rows for one in row.outcomes), "\n".join(problems)
 
 
@@ -62,17 +62,17 @@ def test_tables(tmp_path: Path) -> None:
     assert rows[0].cells() == cells
     assert [one.is_good for row in rows for one in row.outcomes] == [True, False, True, False]
     assert markdown(HEADER, [cells]).splitlines()[-1] == f"| {' | '.join(cells)} |"
-    found = {one.name: one for one in figures(rows)}
-    assert list(found) == [f"R{number}" for number in range(1, 13)]
-    paths = [path for one in found.values() for path in one.tests.split() if "/" in path]
+    by_name = {one.name: one for one in figures(rows)}
+    assert list(by_name) == [f"R{number}" for number in range(1, 13)]
+    paths = [path for one in by_name.values() for path in one.tests.split() if "/" in path]
     assert len(paths) > 8 and all((ROOT / path).exists() for path in paths)
     # A hang of 4 s is in time where ten median steps are 5 s, and late where they are 3 s.
     assert (
-        "hang: median 4.00 s, most 4.00 s, in time 1 of 2; 1 false alarms" in found["R4"].measured
+        "hang: median 4.00 s, most 4.00 s, in time 1 of 2; 1 false alarms" in by_name["R4"].measured
     )
-    assert found["R4"].is_met is False
-    assert (found["R5"].measured, found["R5"].is_met) == ("3 of 4 faults of 2 kinds", False)
-    assert found["R3"].measured == "1 of 2 kills; 2 of 2 other faults"
+    assert by_name["R4"].is_met is False
+    assert (by_name["R5"].measured, by_name["R5"].is_met) == ("3 of 4 faults of 2 kinds", False)
+    assert by_name["R3"].measured == "1 of 2 kills; 2 of 2 other faults"
 
 
 def test_a_figure_is_met_by_enough_trials() -> None:
@@ -91,7 +91,7 @@ def test_a_figure_is_met_by_enough_trials() -> None:
 
 
 def test_a_drill_goes_on_from_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials that stand in the file are not repeated; each draws what it would have drawn."""
+    """Trials of the file are not repeated; each other trial draws the same random numbers."""
     drawn: list[tuple[str, float]] = []
 
     def trial(name: str) -> Fault:
@@ -102,17 +102,17 @@ def test_a_drill_goes_on_from_its_results(tmp_path: Path, monkeypatch: pytest.Mo
         return Fault(name, "R5", one)
 
     monkeypatch.setattr(trials, "FAULTS", {name: trial(name) for name in ("a", "b")})
-    whole = trials.run(["a", "b"], trials=3, seed=1, say=lambda _: None)
+    whole = trials.run(["a", "b"], trials=3, seed=1, log=lambda _: None)
     assert [name for name, _ in drawn] == ["a", "b"] * 3
     once, kept = sorted(drawn), ResultsFile(tmp_path / "results.jsonl")
     drawn.clear()
-    trials.run(["a"], trials=2, seed=1, results=kept, say=lambda _: None)
-    rows = trials.run(["a", "b"], trials=3, seed=1, results=kept, say=lambda _: None)
+    trials.run(["a"], trials=2, seed=1, results=kept, log=lambda _: None)
+    rows = trials.run(["a", "b"], trials=3, seed=1, results=kept, log=lambda _: None)
     assert sorted(drawn) == once and rows == whole
 
 
 def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
-    """Every start meets the fault: the budget ends it, and everything says what was wrong."""
+    """The fault comes in every start: the budget ends the run, and every report names the fault."""
     drill = Drill(tmp_path, commands.python())
     folder = drill.new_folder()
     out = folder / "run"
@@ -121,8 +121,8 @@ def test_a_failure_that_comes_again_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     report = json.loads((out / "failure.json").read_text())
     assert (report["kind"], report["rank"], report["step"]) == ("RuntimeError", 1, 3)
-    # A save behind step 2 may end before the first failure or after it; after it the second start
-    # went further than the first, and may fail once more.
+    # A save after step 2 may end before the first failure or after it; after it the second start
+    # went further than the first, and may fail a second time.
     times = report["epoch"]
     assert report["message"] == "an exception of the drill" and times in (2, 3)
     assert report["action"] == "ended the run: it came twice at the same place"
@@ -171,7 +171,7 @@ def run_folder(folder: Path, seconds: list[float]) -> Path:
 
 
 def test_a_report_matches_verdicts_with_faults(tmp_path: Path) -> None:
-    """A loop that is told, a verdict without a fault, and a kill that is told of the wrong rank."""
+    """A reported loop, a verdict without a fault, and a kill that is reported of the wrong rank."""
     out = run_folder(tmp_path / "run", [2.0, 2.0, 4.0])
     notes = [
         {"event": "went on", "time": 105.0, "step": 1},
@@ -183,13 +183,13 @@ def test_a_report_matches_verdicts_with_faults(tmp_path: Path) -> None:
         {"event": "fault", "time": 130.0, "action": "kill", "rank": 0, "step": 4},
         {"event": "verdict", "time": 130.5, "kind": "killed", "rank": 1},
     ]
-    found = soak.report(out, notes, start=100.0, wall=40.0)
-    assert (found["effective_share"], found["start_seconds"]) == (0.2, 5.0)
-    assert (found["false_alarms"], found["slow_ranks"], found["steps"]) == (1, 1, 3)
-    loop, kill = found["faults"]
+    report = soak.report(out, notes, start=100.0, wall=40.0)
+    assert (report["effective_share"], report["start_seconds"]) == (0.2, 5.0)
+    assert (report["false_alarms"], report["slow_ranks"], report["steps"]) == (1, 1, 3)
+    loop, kill = report["faults"]
     assert (loop["detected"], loop["resumed"], loop["good"], loop["at"]) == (3.0, 5.0, True, 10.0)
     assert (kill["detected"], kill["resumed"], kill["good"]) == (0.5, None, False)
-    assert not soak.is_good({"exit_code": 143, **found})
+    assert not soak.is_good({"exit_code": 143, **report})
     calm = soak.report(out, notes[:1], start=100.0, wall=40.0)
     assert soak.is_good({"exit_code": 143, **calm})
     assert not soak.is_good({"exit_code": 1, **calm})
@@ -197,16 +197,16 @@ def test_a_report_matches_verdicts_with_faults(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path) -> None:
-    """A fault after 25 of 50 seconds is told, and the run goes on until it is asked to stop."""
+    """A fault after 25 of 50 seconds is reported, and the run continues until the stop request."""
     said: list[str] = []
-    found = soak.soak(
+    report = soak.soak(
         50.0,
         every=25.0,
         out=tmp_path / "run",
         overrides=["data.seq_len=16", "train.checkpoint_every=2", "data.global_batch=4"],
         python=commands.python(),
-        say=said.append,
+        log=said.append,
     )
-    assert len(found["faults"]) == len(said) == 1
-    assert soak.is_good(found), found
-    assert 0 < found["effective_seconds"] < found["wall_seconds"] and found["steps"] > 2
+    assert len(report["faults"]) == len(said) == 1
+    assert soak.is_good(report), report
+    assert 0 < report["effective_seconds"] < report["wall_seconds"] and report["steps"] > 2

@@ -1,7 +1,7 @@
 """The trials of the drill: faults in tiny runs, one after the other, and a table of how they ended.
 
-A row of the table is a function, registered by :func:`fault`, that carries one trial out and says
-how it ended. A run that recovers must have the losses of the run without a fault, bit for bit.
+A row of the table is a function, registered by :func:`fault`, that runs one trial and returns its
+outcome. A run that recovers must have the losses of the run without a fault, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.drill.results import Fault, Kind, Outcome, ResultsFile, Row, Trial
 from tests.train import runs
 from tests.train.runs import SMALL, metrics, sets, settings, text_file
 
-#: Of every run: small enough that a trial takes the seconds of its starts.
+#: Settings of every run: small enough that a trial takes the seconds of its starts.
 SETTINGS: dict[str, Any] = SMALL | {
     "data.global_batch": 12,
     "train.steps": 8,
@@ -42,8 +42,8 @@ _TIMEOUT_SECONDS = 400
 
 
 class Ending(NamedTuple):
-    """How a run ended: the loss of every step, and of every tensor of the last checkpoint its
-    shape, dtype, and the digests of its bytes, by its logical name."""
+    """Final state of a run: the loss of every step, and shape, dtype and digests of the bytes of
+    every tensor of the last checkpoint, by its logical name."""
 
     losses: list[float]
     tensors: dict[str, Any]
@@ -91,7 +91,7 @@ class Drill:
         )
 
     def oracle(self, plan: str) -> Ending:
-        """How the run without a fault ended."""
+        """Ending of the run without a fault."""
         if plan not in self._oracles:
             out = self.new_folder() / "run"
             done = self.moemesh(self.arguments(out, plan))
@@ -148,8 +148,8 @@ class Drill:
 
 
 def _names_the_place(report: dict[str, Any], console: str, spec: Spec) -> bool:
-    """Whether the report and the console say in which step and phase the fault came, and inside of
-    which collective if it was in one."""
+    """Whether the report and the console name the step and the phase of the fault, and its
+    collective if it was in one."""
     phase = "step" if spec.place in ("forward", "collective") else spec.place
     lines = [line for line in console.splitlines() if line.startswith("it was in step ")]
     if (report.get("phase"), report.get("step")) != (phase, spec.step) or not lines:
@@ -180,10 +180,10 @@ def fault(
 
 _FORWARD, _COLLECTIVE, _ALL = ("forward",), ("collective",), tuple(PLANS)
 _KILLS, _ALONE = "R3 R4 R5 R6", "an operation that one rank alone calls"
-#: Where ranks that do not hang are looked for; those that hang have more time outside of steps.
+#: Places of faults of ranks that do not hang; ranks that hang have more time outside of steps.
 _PLACES = ("forward", "collective", "save", "validate")
-#: An exception finds one stage: a pipeline names its operation in an exception of its own. Of two
-#: ranks whose operations differ nobody knows which one is right.
+#: Plans for exceptions: one stage, because a pipeline names its operation in an exception of its
+#: own. Plan for mismatches: four ranks, because of two that differ neither is known to be right.
 _ONE_STAGE, _FOUR_RANKS = ("dp=2 ep=2", "tp=2 dp=2 ep=4"), ("tp=2 dp=2 ep=4",)
 
 
@@ -226,27 +226,30 @@ def run(
     seed: int,
     python: str = sys.executable,
     results: ResultsFile | None = None,
-    say: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> list[Row]:
-    """`trials` of every fault in `names`, those in `results` included; `say` gets the problems as
-    they come. Every fault has its n-th trial before any has the next one, and draws by itself."""
+    """Rows with `trials` trials of every fault in `names`, those in `results` included.
+
+    `log` gets the problems as they come. The n-th trials of all faults come before the next ones,
+    and each fault has its own random numbers.
+    """
     results = results or ResultsFile(None)
-    found = {name: results.outcomes(name) for name in names}
+    outcomes = {name: results.outcomes(name) for name in names}
     with tempfile.TemporaryDirectory(prefix="moemesh-drill-") as folder:
         drill = Drill(Path(folder), python)
         for number in range(trials):
             for name in names:
-                if number in found[name]:
+                if number in outcomes[name]:
                     continue
                 drill.random = random.Random(f"{seed} {name} {number}")
                 start = time.monotonic()
-                outcome = found[name][number] = _one(FAULTS[name], drill)
+                outcome = outcomes[name][number] = _one(FAULTS[name], drill)
                 seconds = round(time.monotonic() - start, 1)
                 results.add(name, number, outcome, seconds)
-                say(f"{name}: {'good' if outcome.is_good else 'WRONG'} ({seconds:.0f} s)")
+                log(f"{name}: {'good' if outcome.is_good else 'WRONG'} ({seconds:.0f} s)")
                 if outcome.problem:
-                    say(outcome.problem)
-    return [Row(FAULTS[name], [one for _, one in sorted(found[name].items())]) for name in names]
+                    log(outcome.problem)
+    return [Row(FAULTS[name], [one for _, one in sorted(outcomes[name].items())]) for name in names]
 
 
 def _one(fault: Fault, drill: Drill) -> Outcome:
@@ -259,7 +262,7 @@ def _one(fault: Fault, drill: Drill) -> Outcome:
 
 
 def ending(out: Path) -> Ending:
-    """How the run in `out` ended."""
+    """Ending of the run in `out`."""
     newest = max((out / "checkpoints").glob("step-*/manifest.json"), key=_step_of, default=None)
     tensors = {} if newest is None else json.loads(newest.read_text())["tensors"]
     return Ending(losses(out), tensors)
@@ -271,7 +274,7 @@ def _step_of(manifest: Path) -> int:
 
 
 def losses(out: Path) -> list[float]:
-    """The losses of a run, one a step; a step that stands there twice shows."""
+    """Losses of a run, one a step; a step that is written twice shows."""
     return runs.losses(metrics(out))
 
 
@@ -282,6 +285,6 @@ def median_step(out: Path) -> float | None:
 
 
 def alarms(out: Path) -> int:
-    """How many failures the run was said to have."""
+    """Number of failures that the run reported."""
     earlier = sum(1 for _ in (out / "failures").glob("*/failure.json"))
     return earlier + (out / "failure.json").exists()

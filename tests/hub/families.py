@@ -59,8 +59,8 @@ PLACES = (
     "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "moe_layer_end_index",
     "loop_layer_index_start", "loop_layer_index_end", "max_window_layers",
 )  # fmt: skip
-#: Values without which a default configuration has no experts, not all kinds of layers, or is no
-#: model.
+#: Values without which a default configuration has no experts, lacks a kind of layer, or does not
+#: make a model.
 CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_ocr2_text": {
@@ -105,7 +105,7 @@ BOUND: dict[str, dict[str, Any]] = {
 }
 #: Sizes of an encoder that are those of the text part.
 OF_THE_TEXT = ("out_hidden_size", "projection_dim", "text_hidden_size", "adapter_in_dim")
-#: Special tokens of the tokenizer of a tiny folder, behind the 256 bytes.
+#: Special tokens of the tokenizer of a tiny folder, after the 256 bytes.
 END, BEGIN, PAD = 256, 257, 258
 _TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>\n{% endfor %}"
@@ -163,8 +163,8 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def on_meta(config: Any, whole: Any = None, values: Mapping[str, Any] | None = None) -> Any:
-    """The model of a configuration, without memory: of a text part that is no model of its own,
-    inside of `whole`, which may have other `values`."""
+    """The model of a configuration, without memory. A text part without a model class of its own is
+    built inside of `whole`, which may have other `values`."""
     known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     is_part = whole is not None and whole.get_text_config() is not whole
     if is_part and config.model_type not in known:
@@ -265,7 +265,7 @@ def _tiny_text(whole: Any, layers: int, values: Mapping[str, Any]) -> Any:
 
 
 def _values(config: Any) -> dict[str, Any]:
-    """The values of a configuration, with which its class makes it once more."""
+    """Values of a configuration with which its class makes an equal one."""
     return {key: value for key, value in config.to_dict().items() if key != "transformers_version"}
 
 

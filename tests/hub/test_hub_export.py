@@ -25,7 +25,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def mixed_folder(name: str, path: Path) -> Path:
-    """In bfloat16 but for the tensors that transformers keeps in float32, in several files."""
+    """A folder of several files in bfloat16, with the float32 tensors of transformers."""
     random_model(name, torch.bfloat16).save_pretrained(path, max_shard_size="100KB")
     add_tokenizer(path)
     return path

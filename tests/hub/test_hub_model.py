@@ -1,4 +1,4 @@
-"""What breaks without a warning in code that is not ours: packed documents, ranks without rows,
+"""Cases that break without a warning in code of others: packed documents, ranks without rows,
 jitter, empty microbatches, small models without a kind of layer."""
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def test_padding_is_not_routed() -> None:
     model, tokens = model_with_weights("gpt_oss"), tokens_of(2, 13)
     valid = torch.ones(2, 12, dtype=torch.bool)
     valid[1, 5:] = False
-    found = model(batch_of(tokens, valid_BS=valid))
-    assert found.counts_LE.sum(1).tolist() == [2 * 17] * len(model.moe_layers())
+    output = model(batch_of(tokens, valid_BS=valid))
+    assert output.counts_LE.sum(1).tolist() == [2 * 17] * len(model.moe_layers())
     alone = model(batch_of(tokens[1:, :6]))
-    torch.testing.assert_close(found.losses_T[12:17], alone.losses_T, rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.losses_T[12:17], alone.losses_T, rtol=0, atol=1e-12)
 
 
 def gradients_on_rank(
@@ -175,7 +175,7 @@ def test_the_balance_loss_is_that_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("layers", ["together", "each"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "glm_moe_dsa", "zaya", "deepseek_v4", "qwen3_next"])
 def test_stages_pass_on_the_stream_and_the_sums_of_the_balance_loss(name: str, layers: str) -> None:
-    """Of packed documents, which have rows of their own in the stream of some families."""
+    """The documents are packed: in some families they have rows of their own in the stream."""
     architecture = architecture_of(name)
     changes = {"aux_loss_coefficient": 0.3, "aux_loss_layers": layers}
     config = model_of(architecture, **changes)

@@ -86,7 +86,7 @@ def test_every_family_trains_as_transformers(name: str, layout: str) -> None:
     if "pp" in LAYOUTS[layout] and architecture.uncut:
         pytest.skip(architecture.uncut)
     if "etp" in LAYOUTS[layout] and not architecture.cuts_experts:
-        pytest.skip("experts that are no sums over parts of their width")
+        pytest.skip("experts that cannot be cut along their width")
     assert difference(split(name, **LAYOUTS[layout]), plain(name)) < 1e-9
 
 

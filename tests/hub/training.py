@@ -37,7 +37,7 @@ STEPS, SEQUENCES, LENGTH, CLIP = 3, 8, 20, 1.0
 
 
 class Trained(NamedTuple):
-    """Losses and norms of the steps, and the weights behind the last, by name."""
+    """Losses and norms of the steps, and the weights after the last step, by name."""
 
     losses: list[float]
     norms: list[float]
@@ -221,17 +221,19 @@ def split(
         args = model, keys, weights, tuning
         ranks = mesh_on_ranks(plan.layout, on_rank, *args)
     losses, norms, _ = ranks[0]
-    found = {record.name: torch.full(record.shape, math.nan) for record in architecture.parameters}
-    found = {key: value.double() for key, value in found.items()}
+    tensors = {
+        record.name: torch.full(record.shape, math.nan) for record in architecture.parameters
+    }
+    tensors = {key: value.double() for key, value in tensors.items()}
     for _, _, shards in ranks:
         for key, offset, tensor in shards:
             module, _, leaf = key.rpartition(".")
             stack, _, row = module.rpartition(".")
-            target = found[key] if key in found else found[f"{stack}.{leaf}"][int(row)]
+            target = tensors[key] if key in tensors else tensors[f"{stack}.{leaf}"][int(row)]
             for dim, (start, size) in enumerate(zip(offset, tensor.shape, strict=True)):
                 target = target.narrow(dim, start, size)
             target.copy_(tensor)
-    return Trained(losses, norms, found)
+    return Trained(losses, norms, tensors)
 
 
 def difference(one: Trained, other: Trained) -> float:

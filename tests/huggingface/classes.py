@@ -1,9 +1,9 @@
-"""The table of what configuration classes of transformers say, from the installed version.
+"""The table of the defaults of transformers' configuration classes, from the installed version.
 
 ``python -m tests.huggingface.classes`` writes ``moemesh/config/presets/huggingface/classes.toml``;
 a test compares the file with the classes. A key counts as read where the source of the family's
-class or of its model names it: whether a key that is read here changes the logits, and one that is
-not read does not, is for `test_keys.py` to try.
+class or of its model names it. `test_keys.py` checks that a key that is read changes the logits,
+and that any other key does not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAME_CODE = {"kimi_k2": "deepseek_v3"}
 _GENERAL = {"tie_word_embeddings", "initializer_range"}
 #: RoPE has a place of its own here.
 _ROPE = {"rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"}
-#: Keys that are no numbers, and those of RoPE and of prediction layers: tried by themselves.
+#: Keys without a number as value, and those of RoPE and of prediction layers: tried separately.
 NOT_ALONE = _ROPE | {
     "model_type", "partial_rotary_factor", "quantization_config", "layer_types",
     "mlp_layer_types", "text_config", "language_config", "llm_config", "num_mtp_layers",
@@ -67,7 +67,7 @@ def understood() -> frozenset[str]:
 
 
 def refused_keys() -> set[str]:
-    """Keys that stand for parts that nothing here has: refused by name in every family."""
+    """Keys of parts that moemesh lacks: refused by name in every family."""
     known = known_families()
     parts = ("num_experts", "num_shared", "expert_intermediate_size")
     named = [*known["parameters"].values(), *(known["names"][part] for part in parts)]

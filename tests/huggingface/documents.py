@@ -67,7 +67,7 @@ def planned(old: str) -> str:
 
 
 def refused(old: str) -> str:
-    """What nothing here has a formula for, and which families have it."""
+    """Parts without a formula in moemesh, and the families that have them."""
     lines = ["| not known | `model_type` |", "|---|---|"]
     for what, kinds in known_families()["refused"].items():
         lines.append(f"| {what} | {', '.join(f'`{kind}`' for kind in kinds)} |")

@@ -76,7 +76,7 @@ def assert_same_weights(folder: Path, other: Path) -> None:
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
-    """As near as float32 allows."""
+    """Assert equality within the precision of float32."""
     found, expected = found.detach(), expected.detach()
     assert (found - expected).abs().max() <= 2e-6 * max(1.0, float(expected.abs().max()))
 

@@ -56,7 +56,7 @@ def adapted(folder: Path, lora: LoraConfig) -> tuple[ModelConfig, Transformer]:
 
 
 def loaded(kind: str, folder: Path) -> Any:
-    """PEFT's model over that of transformers. It says of no key that it was ignored."""
+    """PEFT's model over that of transformers. PEFT must not warn of an ignored key."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         return peft.PeftModel.from_pretrained(copy.deepcopy(build(kind)), folder)
@@ -65,7 +65,7 @@ def loaded(kind: str, folder: Path) -> Any:
 def check_written(
     folder: Path, written: Path, kind: str, config: ModelConfig, model: Transformer
 ) -> None:
-    """PEFT computes the logits of `model` from the adapters; read again they are its own."""
+    """PEFT computes the logits of `model` from the adapters; the loader reads the same adapters."""
     assert_near(logits(loaded(kind, written), TOKENS), ours.logits(model, TOKENS)[0])
     again = ours.load(folder, config=config)
     AdapterFolder(written, config, kind).load_into(shards(again))
@@ -163,7 +163,7 @@ def test_adapters_of_peft_are_read(tmp_path: Path, kind: str) -> None:
     assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
 
 
-#: What PEFT's users write besides one rank for all -> our settings, and whether it trains.
+#: Settings of PEFT other than one rank for all -> our settings, and whether it trains.
 UNEVEN: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "two layers": ({"layers_to_transform": [0, 2]}, {}, True),
     "one layer, by a pattern": ({"target_modules": r".*\.1\.self_attn\.[qv]_proj"}, {}, True),
@@ -226,12 +226,12 @@ def test_uneven_adapters_of_peft(tmp_path: Path, name: str, kind: str) -> None:
         name: tensor.grad for name, tensor in theirs.named_parameters() if tensor.grad is not None
     }
     norms = [float(grad.norm()) for grad in expected.values()]
-    found = [
+    gradients = [
         float(tensor.grad.norm())
         for name, tensor in model.named_parameters()
         if is_adapter(name) and tensor.grad is not None and tensor.grad.any()
     ]
-    assert sorted(found) == pytest.approx(sorted(norms), rel=1e-4)
+    assert sorted(gradients) == pytest.approx(sorted(norms), rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -260,7 +260,7 @@ OTHER_METHODS: dict[str, Any] = {
 
 
 def test_every_field_of_peft_is_known_or_refused() -> None:
-    """A field of a later version is refused, too, until it stands in one of the two lists."""
+    """A field of a later version is refused, too, until one of the two lists has it."""
     fields = {field.name for field in dataclasses.fields(peft.LoraConfig)}
     assert fields == KNOWN_FIELDS | OTHER_METHODS.keys()
 

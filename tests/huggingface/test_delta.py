@@ -97,17 +97,17 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in weights(other).items()}
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    told = said("convert", other, tmp_path / "x", "--apply", tmp_path / "delta", code=2)
-    assert "made for other weights" in told and not (tmp_path / "x").exists()
-    told = said("convert", base, base, "--apply", tmp_path / "delta", code=2)
-    assert "base holds config.json, " in told and weights(base).keys() == tensors.keys()
-    told = said("convert", base, tmp_path / "x", "--apply", base, code=2)
-    assert "delta.json" in told
-    told = said("convert", out, tmp_path / "x", "--delta", "--to", "huggingface", code=2)
-    assert "--delta" in told
+    error = said("convert", other, tmp_path / "x", "--apply", tmp_path / "delta", code=2)
+    assert "made for other weights" in error and not (tmp_path / "x").exists()
+    error = said("convert", base, base, "--apply", tmp_path / "delta", code=2)
+    assert "base holds config.json, " in error and weights(base).keys() == tensors.keys()
+    error = said("convert", base, tmp_path / "x", "--apply", base, code=2)
+    assert "delta.json" in error
+    error = said("convert", out, tmp_path / "x", "--delta", "--to", "huggingface", code=2)
+    assert "--delta" in error
 
 
 def test_a_run_without_a_base_has_no_delta(tmp_path: Path) -> None:
     said(*arguments(tmp_path / "run", train__steps=1))
-    told = said("convert", tmp_path / "run", tmp_path / "x", "--delta", code=2)
-    assert "a delta needs it as its base" in told
+    error = said("convert", tmp_path / "run", tmp_path / "x", "--delta", code=2)
+    assert "a delta needs it as its base" in error

@@ -60,7 +60,7 @@ def json_of(file: Path) -> dict[str, Any]:
 
 
 def stop_of(folder: Path) -> str:
-    """What `moemesh generate --chat` stops at."""
+    """The token at which `moemesh generate --chat` stops."""
     return ChatTemplate.open(Tokenizer.open(str(folder))).stop
 
 
@@ -110,7 +110,7 @@ def test_the_code_of_transformers(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
-    """The template stands beside a copy of the tokenizer; the base has none."""
+    """The template lies next to a copy of the tokenizer; the base has none."""
     folder = with_tokenizer(base_model(tmp_path / "base"), CHATML)
     (folder / "chat_template.jinja").unlink()
     other = with_tokenizer(tmp_path / "tokenizer", CHATML)

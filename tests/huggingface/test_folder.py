@@ -164,7 +164,7 @@ def test_an_unknown_tensor_of_a_layer_that_is_trained_ahead_is_named() -> None:
 
 
 def test_one_file_counts_before_an_index(folder: Path) -> None:
-    """As in transformers, where a model was saved over a larger one."""
+    """transformers reads the same way a folder where a model was saved over a larger one."""
     changed = {name: tensor.zero_() for name, tensor in tensors().items()}
     save_file(changed, folder / SINGLE)
     weights = HuggingFaceWeights(folder, CONFIG, GIVEN)
@@ -222,7 +222,7 @@ def test_a_conversion_does_not_keep_the_weights_of_an_earlier_step(tmp_path: Pat
     """Same names, same shapes: only one number of the last tensor differs."""
     named = tensors()
     write_folder(tmp_path, deferred(named), {})
-    write_folder(tmp_path, deferred(named), {})  # the same once more: nothing to do
+    write_folder(tmp_path, deferred(named), {})  # the second time nothing is written
     later = named | {max(named): named[max(named)].clone()}
     later[max(named)].view(-1)[-1] += 1
     with pytest.raises(CheckpointError, match="holds other weights"):
@@ -271,7 +271,7 @@ def test_another_prefix(tmp_path: Path, kind: str, prefixed: Callable[[str], str
 
 
 def test_a_base_model_with_tied_tables(tmp_path: Path) -> None:
-    """`model.model.save_pretrained`: there is no head to save."""
+    """`model.model.save_pretrained` has no head to save."""
     model = make("llama", tie_word_embeddings=True)
     model.model.save_pretrained(tmp_path)
     assert not any(name.startswith("model.") for name in load_file(tmp_path / SINGLE))

@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers")
 
 #: Longer than every window that is tried, and than the positions before they are stretched.
 TOKENS = torch.randint(0, 288, (1, 150), generator=torch.Generator().manual_seed(1))
-#: Values of keys whose type does not tell what to try.
+#: Values to try of keys whose type does not suffice to choose them.
 SPECIAL: dict[str, list[Any]] = {
     "hidden_act": ["gelu", "swish"],
     "layer_types": [["full_attention"] * 3, ["sliding_attention", "full_attention"] * 2],
@@ -168,12 +168,12 @@ def our_logits(folder: Path) -> Tensor | None:
 def compare(folder: Path, changes: dict[str, Any], place: Path) -> str:
     """ "same", or "refused", or "" where transformers has no answer; a difference is an error."""
     place = changed(folder, changes, place)
-    expected, found = theirs(place), our_logits(place)
+    expected, ours = theirs(place), our_logits(place)
     if expected is None:
         return ""
-    if found is None:
+    if ours is None:
         return "refused"
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6, msg=lambda m: f"{changes}: {m}")
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6, msg=lambda m: f"{changes}: {m}")
     return "same"
 
 

@@ -63,15 +63,15 @@ class Store:
 
 def full(pieces: Sequence[TensorPiece], shape: tuple[int, ...], store: Store) -> Tensor:
     """The logical tensor by plain reshapes, without any box."""
-    found = torch.full(shape, -1)
+    tensor = torch.full(shape, -1)
     for piece in pieces:
         part = store.tensors[piece.source].reshape(piece.view).permute(piece.order)
         place = [
             slice(start, start + size) for start, size in zip(piece.offset, part.shape, strict=True)
         ]
-        found[tuple(place)] = part
-    assert (found >= 0).all(), "the pieces leave a hole"
-    return found
+        tensor[tuple(place)] = part
+    assert (tensor >= 0).all(), "the pieces leave a hole"
+    return tensor
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -84,8 +84,8 @@ def test_every_box_is_assembled(case: str) -> None:
     boxes = list(product(*sides))
     chosen = generator.permutation(len(boxes))[:300]
     for box in [boxes[index] for index in chosen]:
-        found = assemble(pieces, box, store.read)
-        assert torch.equal(found, expected[tuple(slice(s.start, s.stop) for s in box)]), box
+        tensor = assemble(pieces, box, store.read)
+        assert torch.equal(tensor, expected[tuple(slice(s.start, s.stop) for s in box)]), box
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,19 +117,19 @@ def test_a_shard_reads_its_own_rows_only() -> None:
 
 def test_an_empty_box_reads_nothing() -> None:
     store = Store(PACKED)
-    found = assemble(PACKED, [range(1, 1), range(5), range(4), range(5)], store.read)
-    assert (found.shape, store.num_read) == ((0, 5, 4, 5), 0)
+    tensor = assemble(PACKED, [range(1, 1), range(5), range(4), range(5)], store.read)
+    assert (tensor.shape, store.num_read) == ((0, 5, 4, 5), 0)
 
 
 def test_extra_prediction_layers_have_the_names_of_deepseek() -> None:
     config = ModelConfig(num_layers=3, num_mtp_layers=1)
-    found = logical_tensors(config, "deepseek_v3")
-    names = {name: piece.source for name, one in found.items() for piece in one.pieces}
+    logical = logical_tensors(config, "deepseek_v3")
+    names = {name: piece.source for name, one in logical.items() for piece in one.pieces}
     assert names["layers.3.projection"] == "model.layers.3.eh_proj.weight"
     assert names["layers.3.embedding_norm.weight"] == "model.layers.3.enorm.weight"
     assert names["layers.3.stream_norm.weight"] == "model.layers.3.hnorm.weight"
     assert names["ahead_norms.3.weight"] == "model.layers.3.shared_head.norm.weight"
-    assert found["layers.3.projection"].shape == (128, 256)
+    assert logical["layers.3.projection"].shape == (128, 256)
 
 
 # Parts of stored tensors into any memory, and the bytes that are read for them.

@@ -50,14 +50,14 @@ def test_the_command_of_a_plan_trains_the_folder(
 def test_the_price_is_that_of_the_run(folder: Path) -> None:
     given = [f"model.path={folder}", "data.seq_len=32", "data.global_batch=4", "plan.dp=2"]
     run = load_run([], [*given, "plan.ep=2", "train.dtype=bfloat16"]).config
-    found = estimate_named(str(folder), "laptop_cpu", "dp=2,ep=2", 32, 4)
+    estimate = estimate_named(str(folder), "laptop_cpu", "dp=2,ep=2", 32, 4)
     trained = estimate_run(run, "laptop_cpu")
     numbers = load_file(folder / "model.safetensors").items()
     count = sum(tensor.numel() for name, tensor in numbers if "correction_bias" not in name)
-    assert found.to_json()["parameters"] == trained.to_json()["parameters"]
-    assert found.parameters.total == count
-    assert found.traffic == trained.traffic
-    assert any("extra prediction layers" in note for note in found.notes)
+    assert estimate.to_json()["parameters"] == trained.to_json()["parameters"]
+    assert estimate.parameters.total == count
+    assert estimate.traffic == trained.traffic
+    assert any("extra prediction layers" in note for note in estimate.notes)
 
 
 def test_a_folder_that_is_planned_only_says_why(tmp_path: Path, folder: Path) -> None:
@@ -75,5 +75,5 @@ def test_a_folder_that_is_planned_only_says_why(tmp_path: Path, folder: Path) ->
 def test_a_config_json_alone_is_a_shape(tmp_path: Path, folder: Path) -> None:
     """With no weights beside it there is nothing to start from; all of its layers count."""
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    found = load_model(tmp_path)
-    assert found.config is None and found.shape.num_mtp_layers == 1
+    model = load_model(tmp_path)
+    assert model.config is None and model.shape.num_mtp_layers == 1

@@ -1,4 +1,4 @@
-"""Extra prediction layers (MTP) of a folder: kept as they stand, or trained when asked for."""
+"""Extra prediction layers (MTP) of a folder: kept unchanged, or trained on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in fp8 blocks and MXFP4: read as the numbers that they stand for, slice by slice."""
+"""Weights in fp8 blocks and MXFP4: read as the numbers that they encode, slice by slice."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_the_numbers_are_those_of_transformers(folders: tuple[Path, Path], tmp_p
 
         for name in (name for name in raw if name.endswith("_blocks")):
             base = name.removesuffix("_blocks")
-            found = convert_moe_packed_tensors(raw[name], raw[f"{base}_scales"])
-            assert torch.equal(found.float(), meant[base])
+            numbers = convert_moe_packed_tensors(raw[name], raw[f"{base}_scales"])
+            assert torch.equal(numbers.float(), meant[base])
         return
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -91,8 +91,8 @@ def test_the_numbers_are_those_of_transformers(folders: tuple[Path, Path], tmp_p
         if rows % BLOCK[0] or columns % BLOCK[1]:
             continue  # transformers refuses a last block that is not whole
         compared += 1
-        found = convert_one(raw[name], raw[f"{name}_scale_inv"], torch.float32)
-        assert torch.equal(found, meant[name])
+        numbers = convert_one(raw[name], raw[f"{name}_scale_inv"], torch.float32)
+        assert torch.equal(numbers, meant[name])
     assert compared
 
 
@@ -192,7 +192,7 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def fp8_folder(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
-    """Store the projections of `folder` in e4m3; returns the numbers that they stand for then."""
+    """Store the projections of `folder` in e4m3; returns the numbers that e4m3 then encodes."""
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -213,13 +213,13 @@ def fp8_folder(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
                 values[place] = weight[place].float() * scale[i, j]
         stored |= {name: weight, f"{name}_scale_inv": scale}
         meant[name] = values
-    found = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    _write(folder, stored, {**found, "weight_block_size": list(block)})
+    keys = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    _write(folder, stored, {**keys, "weight_block_size": list(block)})
     return meant
 
 
 def mxfp4_folder(folder: Path) -> dict[str, Tensor]:
-    """Store the experts of a gpt-oss `folder` in MXFP4; returns the numbers they stand for then."""
+    """Store the experts of a gpt-oss `folder` in MXFP4; returns the numbers that MXFP4 encodes."""
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     table = torch.tensor(_E2M1 + [-value for value in _E2M1])

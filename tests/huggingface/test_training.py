@@ -59,7 +59,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn-fractions": _YARN | {"truncate": False},
     "yarn-factor": _YARN | {"attention_factor": 0.9},
 }
-#: Of auxiliary losses: large enough to be seen in every digit.
+#: Coefficient of auxiliary losses: large enough to change every digit.
 COEFFICIENT = 0.05
 
 
@@ -88,7 +88,7 @@ def prepare(case: Case, tmp_path: Path) -> tuple[Path, list[str]]:
 def steps_of(config: RunConfig, run: Path) -> list[Step]:
     """The batches of the run, as transformers takes them."""
     samples, size = open_samples(config, run), config.data.global_batch
-    found: list[Step] = []
+    steps: list[Step] = []
     for step in range(config.train.steps):
         ids = samples.ids_at(step * size, size)
         (batch,) = own_batches(samples, Mesh.single("cpu"), ids, 1, seed=0)
@@ -97,8 +97,8 @@ def steps_of(config: RunConfig, run: Path) -> list[Step]:
         if mask_BS is not None:
             assert 0 < mask_BS.sum() < 0.8 * mask_BS.numel()
             targets_BS = targets_BS.masked_fill(~mask_BS, -100)
-        found.append(Step(batch.tokens_BS, targets_BS, batch.valid_BS))
-    return found
+        steps.append(Step(batch.tokens_BS, targets_BS, batch.valid_BS))
+    return steps
 
 
 @pytest.mark.representative("gpt_oss-adamw-float64-sft-auxiliary-tp=2,dp=2,ep=4")
@@ -111,11 +111,11 @@ def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
     expected, model = train_plainly(folder, steps, config.train, **options)
     said("train", *sets(*settings), "--out", tmp_path / "run")
     rows = metrics(tmp_path / "run")
-    found = [row["loss"] + row["aux_loss"] for row in rows]
+    losses = [row["loss"] + row["aux_loss"] for row in rows]
     assert any(row["grad_norm"] > config.train.clip for row in rows), "clipping is on"
     assert abs(expected[-1] - expected[0]) > 0.02, "it learns"
     assert [row["aux_loss"] > 0.01 for row in rows] == [case.auxiliary] * STEPS
-    assert found == pytest.approx(expected, rel=TOLERANCE[case.dtype], abs=0)
+    assert losses == pytest.approx(expected, rel=TOLERANCE[case.dtype], abs=0)
     convert(tmp_path / "run", tmp_path / "tuned", dtype="float32")
     ours = load_file(tmp_path / "tuned" / "model.safetensors")
     for name, theirs in model.state_dict().items():
@@ -187,9 +187,9 @@ def test_loss_and_gradients_of_a_step(name: str, tmp_path: Path) -> None:
         for name, parameter in theirs.named_parameters()
         if name.endswith((".gate.weight", "router.weight", "router.layer.weight"))
     ]
-    found = [moe.router.weight.grad for moe in model.moe_layers().values()]
+    gates = [moe.router.weight.grad for moe in model.moe_layers().values()]
     pairs = zip(
-        [*found, model.embedding.weight.grad],
+        [*gates, model.embedding.weight.grad],
         [*expected, theirs.get_input_embeddings().weight.grad],
         strict=True,
     )
@@ -198,8 +198,8 @@ def test_loss_and_gradients_of_a_step(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_folder_trains_with(tmp_path: Path) -> None:
-    """The auxiliary loss is there where transformers has it, asked for or not."""
-    asked = {"output_router_logits": True}
+    """The auxiliary loss is on where transformers has it, with or without a key for it."""
+    with_logits = {"output_router_logits": True}
 
     def keys(kind: str, **extra: object) -> ModelConfig:
         values = build(kind).config.to_dict()
@@ -208,23 +208,23 @@ def test_what_a_folder_trains_with(tmp_path: Path) -> None:
         return ModelConfig.model_validate(model_values(values))
 
     assert keys("qwen3_moe").aux_loss_coefficient == 0
-    found = keys("qwen3_moe", **asked)
-    assert found.aux_loss_coefficient == pytest.approx(0.001 * 2), "transformers' default, K = 2"
-    assert (found.aux_loss_layers, found.aux_loss_scope) == ("together", "global")
-    assert keys("olmoe", **asked).aux_loss_coefficient == pytest.approx(0.01 * 2)
-    found = keys("minimax_m2", **asked, router_aux_loss_coef=0.25)
-    assert (found.aux_loss_coefficient, found.aux_loss_probabilities) == (0.5, "softmax")
-    found = keys("deepseek_v3", **asked, router_aux_loss_coef=0.25)
-    assert found.aux_loss_coefficient == 0, "transformers adds none"
-    assert found.router_selection_bias and found.router_bias_rate == 0
+    config = keys("qwen3_moe", **with_logits)
+    assert config.aux_loss_coefficient == pytest.approx(0.001 * 2), "transformers' default, K = 2"
+    assert (config.aux_loss_layers, config.aux_loss_scope) == ("together", "global")
+    assert keys("olmoe", **with_logits).aux_loss_coefficient == pytest.approx(0.01 * 2)
+    config = keys("minimax_m2", **with_logits, router_aux_loss_coef=0.25)
+    assert (config.aux_loss_coefficient, config.aux_loss_probabilities) == (0.5, "softmax")
+    config = keys("deepseek_v3", **with_logits, router_aux_loss_coef=0.25)
+    assert config.aux_loss_coefficient == 0, "transformers adds none"
+    assert config.router_selection_bias and config.router_bias_rate == 0
 
 
 # Training by transformers and torch.optim: a plain loop, to compare ours with.
 
 
 class Step(NamedTuple):
-    """The inputs of one step, its targets with -100 where there is no loss, and which tokens are no
-    padding: all [B, S]."""
+    """The inputs of one step, its targets with -100 where a token has no loss, and which tokens are
+    valid, not padding: all [B, S]."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -233,7 +233,7 @@ class Step(NamedTuple):
 
 class InDouble(TorchFunctionMode):
     """transformers computes norms, rotary positions, gates and losses in float32 whatever the dtype
-    of a model. Here, what asks for float32 gets float64."""
+    of a model. This mode replaces a requested float32 by float64."""
 
     def __torch_function__(
         self,

@@ -37,8 +37,8 @@ def test_copies_compute_the_dense_model(tmp_path: Path, dense: str, every: int) 
         ours.logits(ours.load(path, torch.float64), TOKENS)[0] for path in (folder, moe)
     )
     torch.testing.assert_close(after, before, rtol=0, atol=1e-12)
-    found = logits(load(moe, dtype=torch.float32), TOKENS)
-    assert (found.double() - before).abs().max() <= 4e-6
+    moe_logits = logits(load(moe, dtype=torch.float32), TOKENS)
+    assert (moe_logits.double() - before).abs().max() <= 4e-6
 
 
 def opened(folder: Path, **keys: Any) -> tuple[Read, Callable[[str], torch.Tensor], Read]:

@@ -89,7 +89,7 @@ class User:
         return out
 
     def stop_early(self, words: list[str], run: Path) -> None:
-        """Press Ctrl-C when the first steps are there."""
+        """Press Ctrl-C after the first steps."""
         process = self.start(words)
         metrics = run / "metrics.jsonl"
         until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
@@ -108,11 +108,11 @@ IDS = torch.randint(0, 96, (2, 128), generator=torch.Generator().manual_seed(1))
 
 def agree_with_transformers(run: Path, exported: Path) -> None:
     """Logits of the run here, and of the export there."""
-    here = load(config_of(run, []), Mesh.single("cpu"), run).model
+    model = load(config_of(run, []), Mesh.single("cpu"), run).model
     batch = Batch(tokens_BS=IDS, targets_BS=IDS, sequences_B=torch.arange(2), training=False)
     with torch.no_grad():
-        found = here.logits(batch).view(2, 128, -1)
-    assert_near(found, tiny.logits(tiny.load(exported), IDS))
+        ours = model.logits(batch).view(2, 128, -1)
+    assert_near(ours, tiny.logits(tiny.load(exported), IDS))
 
 
 def loss_of_transformers(folder: Path, text: str) -> float:
@@ -201,10 +201,10 @@ def test_adapters(tmp_path: Path) -> None:
     agree_with_transformers(run, merged)
     base = tiny.load(tmp_path / MODEL)
     before = tiny.logits(base, IDS)
-    found = tiny.logits(peft.PeftModel.from_pretrained(base, tmp_path / convert[3]), IDS)
+    logits = tiny.logits(peft.PeftModel.from_pretrained(base, tmp_path / convert[3]), IDS)
     whole = tiny.logits(tiny.load(merged), IDS)
-    torch.testing.assert_close(found, whole, rtol=0, atol=2e-6)
-    assert (found - before).abs().max() > 1e-3
+    torch.testing.assert_close(logits, whole, rtol=0, atol=2e-6)
+    assert (logits - before).abs().max() > 1e-3
     assert user.run(["moemesh", "generate", str(run), "--prompt", "12", "--max-tokens", "4"])
 
 
@@ -216,16 +216,16 @@ PROMPT = list(b"def generate(")
 def of_transformers(model: Any, count: int) -> list[int]:
     model.generation_config.eos_token_id = None
     ids = torch.tensor([PROMPT])
-    found = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return found[0, len(PROMPT) :].tolist()
+    output = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return output[0, len(PROMPT) :].tolist()
 
 
 def _continue(rank: int, folder: Path, plan: list[str], count: int) -> list[int]:
     config = config_of(folder, ["data.tokenizer=bytes", "train.dtype=float64", *plan])
     layout = config.plan.layout
     mesh = Mesh.single("cpu") if layout.world_size == 1 else Mesh.create(layout, "cpu")
-    found = continuation(load(config, mesh, folder).model, PROMPT, chooser())
-    return [next(found) for _ in range(count)]
+    tokens = continuation(load(config, mesh, folder).model, PROMPT, chooser())
+    return [next(tokens) for _ in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss"])

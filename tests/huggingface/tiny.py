@@ -33,7 +33,7 @@ _YARN: dict[str, Any] = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
     "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0,
 }  # fmt: skip
-#: model_type -> what its configuration says besides COMMON.
+#: model_type -> keys of its configuration besides COMMON.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         **_EXPERTS,

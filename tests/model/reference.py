@@ -1,4 +1,4 @@
-"""The router written out token by token in plain Python: slow, and obviously what the knobs say."""
+"""The router written out token by token in plain Python: slow, and obviously correct."""
 
 from __future__ import annotations
 

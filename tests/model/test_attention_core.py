@@ -108,10 +108,10 @@ def test_attention_is_the_obvious_form(monkeypatch, queries, keys, window, packe
     leaves = tensors(*runs)
     sinks_N = torch.randn(4, dtype=torch.float64).requires_grad_() if sinks else None
     wanted, lse = obvious(*leaves, visible, sinks_N, 0.3)
-    found = attention_with_lse(*leaves, visible, sinks_N=sinks_N, scale=0.3)
-    torch.testing.assert_close(found.lse_BNS, lse, rtol=1e-11, atol=1e-12)
-    assert not found.lse_BNS.requires_grad
-    compare(found.y_BNSD, wanted, leaves if sinks_N is None else (*leaves, sinks_N))
+    result = attention_with_lse(*leaves, visible, sinks_N=sinks_N, scale=0.3)
+    torch.testing.assert_close(result.lse_BNS, lse, rtol=1e-11, atol=1e-12)
+    assert not result.lse_BNS.requires_grad
+    compare(result.y_BNSD, wanted, leaves if sinks_N is None else (*leaves, sinks_N))
 
 
 @pytest.mark.parametrize("value_size", [3, 8, 13])
@@ -123,9 +123,9 @@ def test_head_sizes(monkeypatch, value_size, fused):
     for queries in ("whole", "chunks"):
         runs = QUERIES[queries], WHOLE
         leaves = tensors(*runs, heads=6, kv_heads=3, value_size=value_size)
-        found = attention(*leaves, Visibility(*runs))
-        assert found.shape[-1] == value_size
-        compare(found, obvious(*leaves, Visibility(*runs), None, 8**-0.5)[0], leaves)
+        output = attention(*leaves, Visibility(*runs))
+        assert output.shape[-1] == value_size
+        compare(output, obvious(*leaves, Visibility(*runs), None, 8**-0.5)[0], leaves)
 
 
 def test_a_whole_sequence_runs_in_one_fused_call(monkeypatch):
@@ -151,10 +151,10 @@ def test_partial_attention_merges_exactly(window, packed):
         inputs = query, key[:, :, held], value[:, :, held]
         part = attend_to(*inputs, own, scale=0.3)
         merged = part if merged is None else merge(merged, part)
-        found = gradients_of(gradient, wanted, *inputs, own, scale=0.3)
-        total += found.query_BNSD
-        torch.testing.assert_close(found.key_BMCD, gradients.key_BMCD[:, :, held])
-        torch.testing.assert_close(found.value_BMCD, gradients.value_BMCD[:, :, held])
+        partial = gradients_of(gradient, wanted, *inputs, own, scale=0.3)
+        total += partial.query_BNSD
+        torch.testing.assert_close(partial.key_BMCD, gradients.key_BMCD[:, :, held])
+        torch.testing.assert_close(partial.value_BMCD, gradients.value_BMCD[:, :, held])
     assert isinstance(merged, Partial)
     for one, other in zip(merged, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -166,12 +166,12 @@ def test_other_precisions(dtype):
     runs = QUERIES["chunks"], KEYS["chunks"]
     leaves = tensors(*runs, dtype=dtype)
     visible = Visibility(*runs, 11, documents("documents", 2))
-    found = attention_with_lse(*leaves, visible, scale=0.3)
+    result = attention_with_lse(*leaves, visible, scale=0.3)
     wanted, lse = obvious(*(x.double() for x in leaves), visible, None, 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert found.y_BNSD.dtype == dtype and found.lse_BNS.dtype == torch.float32
-    torch.testing.assert_close(found.y_BNSD.double(), wanted, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(found.lse_BNS.double(), lse, rtol=tolerance, atol=tolerance)
+    assert result.y_BNSD.dtype == dtype and result.lse_BNS.dtype == torch.float32
+    torch.testing.assert_close(result.y_BNSD.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.lse_BNS.double(), lse, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu
@@ -184,13 +184,13 @@ def test_cuda(dtype, queries, window):
     leaves = tensors(*runs, dtype=dtype)
     wanted, lse = obvious(*(x.double() for x in leaves), visible, None, 0.3)
     there = [x.detach().cuda().requires_grad_() for x in leaves]
-    found = attention_with_lse(*there, visible, scale=0.3)
+    result = attention_with_lse(*there, visible, scale=0.3)
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found.lse_BNS.double().cpu(), lse, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(result.lse_BNS.double().cpu(), lse, rtol=tolerance, atol=tolerance)
     gradient = torch.randn_like(wanted)
-    ours = torch.autograd.grad(found.y_BNSD, there, gradient.to(found.y_BNSD))
+    ours = torch.autograd.grad(result.y_BNSD, there, gradient.to(result.y_BNSD))
     theirs = torch.autograd.grad(wanted, leaves, gradient)
-    for one, other in zip((found.y_BNSD, *ours), (wanted, *theirs), strict=True):
+    for one, other in zip((result.y_BNSD, *ours), (wanted, *theirs), strict=True):
         one, other = one.double().cpu(), other.double()
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 

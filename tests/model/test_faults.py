@@ -28,7 +28,7 @@ def test_the_first_bad_logit_is_named(bad: float) -> None:
 
 
 def test_nan_logits_still_choose_experts_that_exist() -> None:
-    """So that every rank goes on to the point where they agree to stop."""
+    """Every rank then reaches the point where they agree to stop."""
     scores_TE = torch.full((3, 8), torch.nan)
     scores_TE[1, 2] = 0.5
     for dtype in (torch.float32, torch.float64):

@@ -46,13 +46,13 @@ def test_shared_experts_are_added_or_averaged() -> None:
 
 
 def _logged_exchange(x: Tensor, /, *, phase: str, name: str, log: list[str]) -> Any:
-    """Carries rows to where they are, and says so."""
+    """An exchange that keeps the rows and logs its start and end."""
     log.append(f"{phase} {name} starts")
     return lambda: log.append(f"{name} ends") or x.clone()
 
 
 class _LoggedDispatcher:
-    """The local dispatcher, behind an exchange of tokens with nobody."""
+    """The local dispatcher, with an exchange of tokens that moves none."""
 
     def __init__(self, num_experts: int, log: list[str]) -> None:
         self.local, self.log, self.num_sent = LocalDispatcher(num_experts), log, 0
@@ -75,7 +75,7 @@ class _LoggedDispatcher:
 def test_weight_gradients_are_computed_while_those_of_tokens_travel(
     num_chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All at once, behind the start of the last way back and before anybody waits for it."""
+    """All run together, after the start of the last return and before a wait for it."""
     log: list[str] = []
     compute_sum = expert_blocks.WeightGradient.compute_sum
 

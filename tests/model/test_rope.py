@@ -66,14 +66,14 @@ def test_one_pass_equals_float64(
     exact = [table.double() for table in tables]
 
     def rotated(x: Tensor, grad: Tensor, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Heads come from behind positions, so that nothing is contiguous."""
+        """Outputs and gradients, with heads after positions in memory: not contiguous."""
         leaf = x.requires_grad_()
         y = rotate(leaf.transpose(1, 2), *tables, interleaved=interleaved).transpose(1, 2)
         return y.detach(), torch.autograd.grad(y, leaf, grad)[0]
 
-    found = rotated(x, grad, tables)
+    tensors = rotated(x, grad, tables)
     assert calls == [1, -1], "this test is about the compiled form"
-    for ours, theirs in zip(found, rotated(x.double(), grad.double(), exact), strict=True):
+    for ours, theirs in zip(tensors, rotated(x.double(), grad.double(), exact), strict=True):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=tolerance)
     assert len(calls) == 2, "float64 is left to torch"

@@ -64,6 +64,6 @@ def test_both_ways_give_the_same_logits(kind: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(moe, "expert_mlp_of_few", experts)
     with torch.no_grad():
         short_TV = logits(model, tokens_BS)
-    # Every lone token's layers; the prompt's eight rows are no more than experts, either.
+    # Every lone token's layers; the prompt's eight rows are not more than the experts, either.
     assert experts.call_count == 7 * len(model.moe_layers())
     assert_close(short_TV, general_TV.detach(), rtol=1e-12, atol=1e-12)

@@ -26,7 +26,7 @@ def collective(number: int, group: str = GROUP, op: str = "all_reduce") -> Colle
 def record(
     rank: int, *, step: int = 5, phase: str = "step", at: Any = None, **more: Any
 ) -> ProgressRecord:
-    """In user code, or `at` a collective; `counts` default to what that says."""
+    """A record of a rank in user code, or `at` a collective, which sets the default of `counts`."""
     counts = more.pop("counts", {at.group: at.number} if at is not None else {GROUP: 6})
     values: dict[str, Any] = {
         "rank": rank,
@@ -56,7 +56,7 @@ def status(rank: int, state: str = "S", **more: Any) -> RankStatus:
 
 
 class Clock:
-    """Looks again and again, every 0.03 s."""
+    """A clock of a detector, which polls every 0.03 s."""
 
     def __init__(self, patience: float = 600.0) -> None:
         self.detector, self.now = FailureDetector(Limits(patience=patience)), 100.0
@@ -67,8 +67,8 @@ class Clock:
         end = self.now + seconds
         while self.now < end:
             self.now += 0.03
-            if (found := self.detector.poll(self.now, ranks)) is not None:
-                return found
+            if (verdict := self.detector.poll(self.now, ranks)) is not None:
+                return verdict
         return None
 
     def train(self, steps: int, seconds: float = 0.1, ranks: int = 4) -> None:

@@ -24,9 +24,13 @@ def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
     clock = Clock()
     ranks = lost_contact()
     ranks[2] = status(2, exit_code=-9, record=record(2, at=collective(7)))
-    found = clock.poll(ranks, 1.0)
-    assert found is not None and (found.kind, found.rank, found.exit_code) == ("killed", 2, 137)
-    assert clock.now < 100.5 and found.message == "rank 2 was killed by SIGKILL"
+    verdict = clock.poll(ranks, 1.0)
+    assert verdict is not None and (verdict.kind, verdict.rank, verdict.exit_code) == (
+        "killed",
+        2,
+        137,
+    )
+    assert clock.now < 100.5 and verdict.message == "rank 2 was killed by SIGKILL"
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -35,9 +39,9 @@ def test_a_silent_exit_is_blamed_before_those_that_lost_it(code: int, at: Any) -
     clock = Clock()
     ranks = lost_contact()
     ranks[1] = status(1, exit_code=code, record=record(1, at=at))
-    found = clock.poll(ranks, 1.0)
-    assert found is not None and (found.kind, found.rank) == ("exited", 1)
-    assert found.exit_code == (code or 1) and str(code) in found.message
+    verdict = clock.poll(ranks, 1.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("exited", 1)
+    assert verdict.exit_code == (code or 1) and str(code) in verdict.message
 
 
 def test_a_clean_end_is_none() -> None:
@@ -59,9 +63,9 @@ def test_the_earliest_exception_in_user_code_is_the_cause() -> None:
         RankStatus(rank=1, exit_code=1, record=record(1), error=error("KeyError", "'x'", 99.9)),
         RankStatus(rank=2, exit_code=1, record=record(2), error=error("ValueError", "bad", 99.5)),
     ]
-    found = clock.poll(ranks, 1.0)
-    assert found is not None and (found.kind, found.rank) == ("exception", 2)
-    assert "ValueError: bad" in found.message
+    verdict = clock.poll(ranks, 1.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("exception", 2)
+    assert "ValueError: bad" in verdict.message
 
 
 def test_an_exception_of_all_ranks_names_the_rank_at_fault() -> None:
@@ -81,8 +85,8 @@ def test_a_rank_that_never_joined_is_found_at_once() -> None:
     at = collective(1, op="rendezvous")
     ranks = [status(r, record=record(r, step=0, phase="setup", at=at)) for r in range(4)]
     ranks[3] = RankStatus(rank=3, exit_code=1)
-    found = clock.poll(ranks, 1.0)
-    assert found is not None and (found.kind, found.rank) == ("exited", 3)
+    verdict = clock.poll(ranks, 1.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("exited", 3)
 
 
 def test_a_timeout_of_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> None:
@@ -98,25 +102,25 @@ def test_a_timeout_of_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> 
         for r in range(3)
     ]
     ranks.append(status(3, state="R", record=record(3, moved=100.0)))
-    found = clock.poll(ranks, 4.0)
-    assert found is not None and (found.kind, found.rank) == ("busy", 3)
-    assert "never entered all_reduce #7 of dp" in found.message
+    verdict = clock.poll(ranks, 4.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("busy", 3)
+    assert "never entered all_reduce #7 of dp" in verdict.message
 
 
 def test_a_rank_that_gets_no_core_to_leave_keeps_its_exit_code() -> None:
-    """Of an exception that it told of; one that never leaves is ended."""
+    """The verdict is the exception that it reported; a rank that never leaves is ended."""
     failed = {"error": error("KeyError", "x", 99.0)}
     slow, used = Clock(), 0.0
     for _ in range(100):
         used += 0.01
         assert slow.poll([status(0, "R", cpu_seconds=used, **failed)], 0.1) is None
-    found = slow.poll([status(0, exit_code=7, **failed)], 1.0)
-    assert found is not None and (found.kind, found.exit_code) == ("exception", 7)
+    verdict = slow.poll([status(0, exit_code=7, **failed)], 1.0)
+    assert verdict is not None and (verdict.kind, verdict.exit_code) == ("exception", 7)
     for state, least, most in (("S", 2.5, 3.5), ("D", 19.0, 21.0)):
         clock = Clock()
         assert clock.poll([status(0, state, **failed)], least) is None
-        found = clock.poll([status(0, state, **failed)], most - least)
-        assert found is not None and (found.kind, found.exit_code) == ("exception", 1)
+        verdict = clock.poll([status(0, state, **failed)], most - least)
+        assert verdict is not None and (verdict.kind, verdict.exit_code) == ("exception", 1)
 
 
 def test_peers_that_all_fail_in_the_network_lost_contact() -> None:
@@ -127,8 +131,8 @@ def test_peers_that_all_fail_in_the_network_lost_contact() -> None:
         )
         for r in range(2)
     ]
-    found = clock.poll(ranks, 4.0)
-    assert found is not None and found.kind == "lost-contact"
+    verdict = clock.poll(ranks, 4.0)
+    assert verdict is not None and verdict.kind == "lost-contact"
 
 
 def test_a_stopped_rank() -> None:
@@ -136,9 +140,11 @@ def test_a_stopped_rank() -> None:
     clock.train(5)
     ranks = [waiting(r) for r in range(4)]
     ranks[1] = status(1, state="T")
-    found = clock.poll(ranks, 5.0)
-    assert found is not None and (found.kind, found.rank) == ("stopped", 1)
-    assert found.collective is not None and found.entered == (0, 2, 3) and found.missing == (1,)
+    verdict = clock.poll(ranks, 5.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("stopped", 1)
+    assert (
+        verdict.collective is not None and verdict.entered == (0, 2, 3) and verdict.missing == (1,)
+    )
 
 
 def test_a_job_that_was_suspended_whole_is_left_alone() -> None:
@@ -164,19 +170,24 @@ def test_who_did_not_enter_is_named_with_those_who_did(state: str, kind: str) ->
     for n in range(1000):
         ranks = [waiting(r) for r in range(4)]
         ranks[2] = status(2, state=state, cpu_seconds=0.03 * n)
-        if (found := clock.poll(ranks, 0.03)) is not None:
+        if (verdict := clock.poll(ranks, 0.03)) is not None:
             break
     else:
         raise AssertionError("no verdict")
-    assert (found.kind, found.rank, found.entered, found.missing) == (kind, 2, (0, 1, 3), (2,))
+    assert (verdict.kind, verdict.rank, verdict.entered, verdict.missing) == (
+        kind,
+        2,
+        (0, 1, 3),
+        (2,),
+    )
     assert "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 3 wait" in (
-        found.message
+        verdict.message
     )
     assert clock.now - start == pytest.approx(3.0, abs=0.3)
 
 
 def test_a_rank_that_gets_no_core_is_not_busy() -> None:
-    """On a machine that does other things: ready to run, and no CPU time."""
+    """The machine is loaded: the rank is ready to run, and gets no CPU time."""
     clock = Clock()
     clock.train(20)
     ranks = [waiting(r) for r in range(4)]
@@ -203,8 +214,8 @@ def test_other_phases_have_the_patience_of_the_run(phase: str) -> None:
     ranks = [waiting(r, phase=phase) for r in range(4)]
     ranks[1] = status(1, record=record(1, phase=phase))
     start = clock.now
-    found = clock.poll(ranks, 100.0)
-    assert found is not None and found.rank == 1
+    verdict = clock.poll(ranks, 100.0)
+    assert verdict is not None and verdict.rank == 1
     assert clock.now - start == pytest.approx(30.0, abs=0.5)
 
 
@@ -222,16 +233,16 @@ def test_a_rank_that_is_gone_is_blamed_before_those_that_lost_it() -> None:
     """Its parent has its exit code, and it was inside of an operation, too."""
     ranks = lost_contact()
     ranks[2] = replace(waiting(2), exit_code=GONE)
-    found = Clock().poll(ranks, 1.0)
-    assert found is not None and found.rank == 2
+    verdict = Clock().poll(ranks, 1.0)
+    assert verdict is not None and verdict.rank == 2
 
 
 def test_a_rank_that_does_not_start() -> None:
     clock = Clock(patience=30.0)
     ranks = [status(0, record=record(0, step=0, phase="setup")), RankStatus(rank=1, state="S")]
-    found = clock.poll(ranks, 100.0)
-    assert found is not None and (found.kind, found.rank) == ("hung", 1)
-    assert "did not start" in found.message
+    verdict = clock.poll(ranks, 100.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("hung", 1)
+    assert "did not start" in verdict.message
 
 
 def test_no_verdict_on_ranks_that_leave_as_they_were_asked_to() -> None:
@@ -245,8 +256,8 @@ def test_no_verdict_on_ranks_that_leave_as_they_were_asked_to() -> None:
     ranks[1] = RankStatus(
         rank=1, exit_code=1, record=record(1), error=error("OSError", "disk", 99.0)
     )
-    found = clock.poll(ranks, 5.0)
-    assert found is not None and found.rank == 1
+    verdict = clock.poll(ranks, 5.0)
+    assert verdict is not None and verdict.rank == 1
 
 
 def test_no_alarm_in_ten_thousand_seconds_of_uneven_steps() -> None:
@@ -277,8 +288,8 @@ def test_a_watchdog_that_aborts_the_peers_is_the_fault_of_the_rank_that_did_not_
     for follows, rank in ((True, 3), (False, 1)):
         clock = Clock()
         clock.now, clock.detector.limits = 200.0, Limits(patience=600.0, aborts_follow=follows)
-        found = clock.poll(ranks, 4.0)
-        assert found is not None and found.rank == rank
+        verdict = clock.poll(ranks, 4.0)
+        assert verdict is not None and verdict.rank == rank
 
 
 def test_ranks_that_wait_for_their_devices() -> None:
@@ -288,17 +299,18 @@ def test_ranks_that_wait_for_their_devices() -> None:
     ]
     late = status(3, record=record(3))
     clock = Clock(patience=5.0)
-    found = clock.poll([*(replace(one, state="S") for one in ranks), late], 10.0)
-    assert found is not None and (found.kind, found.rank) == ("hung", 3)
+    verdict = clock.poll([*(replace(one, state="S") for one in ranks), late], 10.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("hung", 3)
     assert (
-        "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 2" in found.message
+        "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 2"
+        in verdict.message
     )
     clock = Clock(patience=5.0)
     at = collective(7, "0-2")
     together = [status(r, record=record(r, at=at, on_device=True)) for r in range(3)]
-    found = clock.poll(together, 10.0)
-    assert found is not None and found.kind == "hung"
-    assert "s for its device, behind all_reduce #7 of dp (gradients)" in found.message
+    verdict = clock.poll(together, 10.0)
+    assert verdict is not None and verdict.kind == "hung"
+    assert "s for its device, behind all_reduce #7 of dp (gradients)" in verdict.message
     alone = record(0, inside=True, on_device=True, counts={})
     assert (
         Clock(patience=5.0).poll([status(0, record=alone)], 10.0).message.endswith("for its device")
@@ -313,8 +325,8 @@ def test_an_error_of_the_own_device_is_a_cause() -> None:
         RankStatus(rank=0, exit_code=1, record=record(0, at=at), error=error("E", RESET, 98.0)),
         RankStatus(rank=1, exit_code=1, record=record(1, at=at, on_device=True), error=failed),
     ]
-    found = Clock().poll(ranks, 4.0)
-    assert found is not None and found.rank == 1
+    verdict = Clock().poll(ranks, 4.0)
+    assert verdict is not None and verdict.rank == 1
 
 
 def test_a_rank_that_has_said_goodbye_has_left_after_a_while() -> None:
@@ -335,10 +347,10 @@ def test_chains_end_at_the_rank_in_user_code() -> None:
         record(2, at=collective(5, "0,2"), counts={"0,2": 5, "2>3": 8}),
         record(3, at=collective(9, "2>3", "send_receive"), counts={"2>3": 9}),
     ]
-    found = find_culprit(records)
-    assert found is not None and found.rank == 0 and counts
-    assert found.collective is not None and found.collective.group == "0,2"
-    assert (found.entered, found.missing) == ((2,), (0,))
+    suspect = find_culprit(records)
+    assert suspect is not None and suspect.rank == 0 and counts
+    assert suspect.collective is not None and suspect.collective.group == "0,2"
+    assert (suspect.entered, suspect.missing) == ((2,), (0,))
 
 
 def test_a_circle_names_the_rank_that_came_least_far() -> None:
@@ -349,16 +361,16 @@ def test_a_circle_names_the_rank_that_came_least_far() -> None:
         record(2, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
         record(3, at=collective(3, "0-3"), counts={"0-3": 3}, number=41),
     ]
-    found = find_culprit(records)
-    assert found is not None and found.rank == 1
+    suspect = find_culprit(records)
+    assert suspect is not None and suspect.rank == 1
 
 
 def test_who_waits_nowhere_is_compared_by_counts() -> None:
-    """On a GPU the host does not wait in collectives: it has started them and gone on."""
+    """A host with a GPU does not wait in collectives: it starts them and continues."""
     records = [record(r, counts={GROUP: 9}, collective=collective(9)) for r in range(4)]
     records[3] = record(3, counts={GROUP: 7}, collective=collective(7))
-    found = find_culprit(records)
-    assert found is not None and found.rank == 3
+    suspect = find_culprit(records)
+    assert suspect is not None and suspect.rank == 3
 
 
 def test_any_single_culprit_of_any_group_is_found() -> None:
@@ -368,8 +380,8 @@ def test_any_single_culprit_of_any_group_is_found() -> None:
         world = generator.choice((2, 4, 8))
         culprit = generator.randrange(world)
         records = _hung(generator, world, culprit)
-        found = find_culprit(records)
-        assert found is not None and found.rank == culprit, (world, culprit, records)
+        suspect = find_culprit(records)
+        assert suspect is not None and suspect.rank == culprit, (world, culprit, records)
 
 
 def _hung(generator: random.Random, world: int, culprit: int) -> list[ProgressRecord]:
@@ -399,12 +411,12 @@ def _hung(generator: random.Random, world: int, culprit: int) -> list[ProgressRe
 
 
 def test_a_rank_that_waits_for_another_node_is_not_at_fault() -> None:
-    """Ranks 0 and 1 of four are seen here; 2 or 3 has not come, and the watcher there says so."""
+    """The watcher of ranks 0 and 1 of four gives no verdict on 2 and 3, which another watches."""
     clock = Clock(patience=30.0)
     clock.train(20, ranks=2)
     assert clock.poll([waiting(0), waiting(1)], 100.0) is None
-    found = clock.poll([waiting(0), status(1)], 100.0)
-    assert found is not None and found.rank == 1
+    verdict = clock.poll([waiting(0), status(1)], 100.0)
+    assert verdict is not None and verdict.rank == 1
 
 
 def test_a_device_may_stand_behind_an_operation_with_another_node() -> None:
@@ -418,8 +430,8 @@ def test_a_device_may_stand_behind_an_operation_with_another_node() -> None:
 
 
 def test_ranks_that_wait_for_a_host_that_does_not_answer() -> None:
-    """None while they move, while they wait for one another, and once it answers again."""
-    here = [status(r, record=record(r, at=collective(7), changes=200)) for r in (0, 1)]
+    """No verdict while they move, while they wait for one another, and after the host answers."""
+    waiting_ranks = [status(r, record=record(r, at=collective(7), changes=200)) for r in (0, 1)]
     host = LostHost(name="b (10.0.0.2)", ranks=(2, 3))
     clock = Clock()
     clock.detector.lost = (host,)
@@ -427,15 +439,19 @@ def test_ranks_that_wait_for_a_host_that_does_not_answer() -> None:
     among = [status(r, record=record(r, at=collective(7, "0-1"))) for r in (0, 1)]
     clock.detector.limits = Limits(patience=600.0, floor=100.0)
     assert clock.poll(among, 30.0) is None
-    assert clock.poll(here, 2.5) is None
+    assert clock.poll(waiting_ranks, 2.5) is None
     clock.detector.lost = ()
-    assert clock.poll(here, 30.0) is None
+    assert clock.poll(waiting_ranks, 30.0) is None
     clock.detector.lost = (host,)
-    found = clock.poll(here, 0.1)
-    assert found is not None and (found.kind, found.rank, found.exit_code) == ("network-cut", 0, 1)
-    assert (found.entered, found.missing, found.lost) == ((0, 1), (2, 3), (host,))
-    assert "b (10.0.0.2) with ranks 2 and 3 cannot be reached" in found.message
-    assert "rank 0 waits for ranks 2 and 3 in all_reduce #7 of dp" in found.message
+    verdict = clock.poll(waiting_ranks, 0.1)
+    assert verdict is not None and (verdict.kind, verdict.rank, verdict.exit_code) == (
+        "network-cut",
+        0,
+        1,
+    )
+    assert (verdict.entered, verdict.missing, verdict.lost) == ((0, 1), (2, 3), (host,))
+    assert "b (10.0.0.2) with ranks 2 and 3 cannot be reached" in verdict.message
+    assert "rank 0 waits for ranks 2 and 3 in all_reduce #7 of dp" in verdict.message
 
 
 def test_a_device_waits_for_a_host_that_does_not_answer() -> None:
@@ -445,15 +461,15 @@ def test_a_device_waits_for_a_host_that_does_not_answer() -> None:
     assert (
         clock.poll([status(0, record=record(0, **on_device | {"counts": {"0-1": 9}}))], 9.0) is None
     )
-    found = clock.poll([status(0, record=record(0, **on_device))], 9.0)
-    assert found is not None and (found.kind, found.missing) == ("network-cut", (2,))
+    verdict = clock.poll([status(0, record=record(0, **on_device))], 9.0)
+    assert verdict is not None and (verdict.kind, verdict.missing) == ("network-cut", (2,))
 
 
 def test_ranks_that_failed_in_the_network_because_a_host_does_not_answer() -> None:
     clock = Clock()
     clock.detector.lost = (LostHost(name="b", ranks=(2, 3)),)
     failed = {"error": error("E", "Timed out waiting", 99.0), "exit_code": 1}
-    found = clock.poll(
+    verdict = clock.poll(
         [status(r, record=record(r, at=collective(7)), **failed) for r in (0, 1)], 3.0
     )
-    assert found is not None and (found.kind, found.missing) == ("network-cut", (2, 3))
+    assert verdict is not None and (verdict.kind, verdict.missing) == ("network-cut", (2, 3))

@@ -21,18 +21,18 @@ def call(op: str = "all_reduce", num_bytes: int = 8, number: int = 7, group: str
 
 
 def records(*calls: Collective, inside: bool = True) -> list[ProgressRecord]:
-    """Of rank 0, 1, ..., each in one of `calls`."""
+    """Records of ranks 0, 1, ..., each in one of `calls`."""
     return [record(rank, at=one, inside=inside) for rank, one in enumerate(calls)]
 
 
-def ranks_of(found: list[ProgressRecord]) -> list[tuple[int, ...]]:
-    return [one.ranks for one in mismatch(found)]
+def ranks_of(at_hang: list[ProgressRecord]) -> list[tuple[int, ...]]:
+    return [party.ranks for party in mismatch(at_hang)]
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
 def test_another_size_is_a_mismatch_where_bytes_are_of_the_whole(op: str) -> None:
-    found = records(call(op), call(op), call(op, 16), call(op))
-    assert ranks_of(found) == [(0, 1, 3), (2,)]
+    ranks = records(call(op), call(op), call(op, 16), call(op))
+    assert ranks_of(ranks) == [(0, 1, 3), (2,)]
     assert ranks_of(records(*[call(op)] * 4)) == []
 
 
@@ -49,29 +49,29 @@ def test_another_operation_is_a_mismatch_whether_the_rank_still_waits_or_not() -
 
 def test_of_two_halves_the_one_of_the_lowest_rank_counts_as_right() -> None:
     assert ranks_of(records(call("all_reduce"), call("barrier"))) == [(0,), (1,)]
-    found = records(call(num_bytes=1), call(num_bytes=2), call(num_bytes=2), call(num_bytes=4))
-    assert ranks_of(found) == [(1, 2), (0,), (3,)]
+    ranks = records(call(num_bytes=1), call(num_bytes=2), call(num_bytes=2), call(num_bytes=4))
+    assert ranks_of(ranks) == [(1, 2), (0,), (3,)]
 
 
 def test_other_numbers_other_groups_and_messages_are_not_compared() -> None:
     assert ranks_of(records(call(number=7), call("barrier", number=8))) == []
     assert ranks_of(records(call(group="0-3"), call("barrier", group="0-1"))) == []
     assert ranks_of(records(call("send_receive", group="0>1"), call("barrier", group="0>1"))) == []
-    cut = ",".join(map(str, range(0, 400, 7)))[:55]  # may stand for two groups
+    cut = ",".join(map(str, range(0, 400, 7)))[:55]  # may be the text of two groups
     assert ranks_of(records(call(group=cut), call("barrier", group=cut))) == []
     assert ranks_of(records(call(group=""), call("barrier", group=""))) == []
     assert mismatch([record(0), record(1)]) == ()
 
 
 def test_a_rank_that_got_past_it_is_still_told() -> None:
-    """In an all_gather a rank that receives less goes on, and loses contact in the next one."""
+    """A rank that receives less in an all_gather continues, and loses contact in the next one."""
     right, short = call("all_gather", 64), call("all_gather", 32)
-    found = [record(rank, at=right) for rank in (0, 1, 2)]
-    found.append(replace(record(3, at=call("barrier", 0, 8)), before=short))
-    assert ranks_of(found) == [(0, 1, 2), (3,)]
-    # others that went on as well: what came first counts, whatever differs behind it
-    found[:2] = [replace(record(r, at=call("all_reduce", 8, 8)), before=right) for r in (0, 1)]
-    (most, least) = mismatch(found)
+    ranks = [record(rank, at=right) for rank in (0, 1, 2)]
+    ranks.append(replace(record(3, at=call("barrier", 0, 8)), before=short))
+    assert ranks_of(ranks) == [(0, 1, 2), (3,)]
+    # others that continued as well: the first difference counts, whatever differs after it
+    ranks[:2] = [replace(record(r, at=call("all_reduce", 8, 8)), before=right) for r in (0, 1)]
+    (most, least) = mismatch(ranks)
     assert (most.ranks, least.ranks, least.collective) == ((0, 1, 2), (3,), short)
     assert ranks_of([replace(one, before=call(number=6)) for one in records(*[call()] * 4)]) == []
 
@@ -81,9 +81,9 @@ def test_a_record_shows_the_operation_before() -> None:
     progress.attach_memory(memory, 0)
 
     def shown() -> list[tuple[str, int, int] | None]:
-        found = read_record(memory, 0)
-        assert found is not None
-        both = (found.before, found.collective)
+        entry = read_record(memory, 0)
+        assert entry is not None
+        both = (entry.before, entry.collective)
         return [one and (one.op, one.number, one.num_bytes) for one in both]
 
     try:
@@ -124,10 +124,10 @@ def test_errors_of_the_network_are_the_fault_of_the_rank_that_called_something_e
     clock = Clock()
     ranks = lost_contact()
     ranks[0] = RankStatus(rank=0, exit_code=-6, record=record(0, at=CALLS[0]))
-    found = clock.poll(ranks, 1.0)
-    assert found is not None and (found.kind, found.rank) == ("mismatch", 2)
-    assert found.message == MESSAGE and clock.now < 100.5
-    assert (found.entered, found.missing, found.exit_code) == ((0, 1, 3), (2,), 1)
+    verdict = clock.poll(ranks, 1.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("mismatch", 2)
+    assert verdict.message == MESSAGE and clock.now < 100.5
+    assert (verdict.entered, verdict.missing, verdict.exit_code) == ((0, 1, 3), (2,), 1)
 
 
 @pytest.mark.parametrize("message", ["[gloo/pair.cc:537] Read error: " + RESET, RESET])
@@ -141,9 +141,9 @@ def test_an_operation_that_could_not_be_started_counts_as_the_one_the_rank_is_in
         )
         for r, at in enumerate(CALLS)
     ]
-    found = Clock().poll(ranks, 1.0)
-    assert found is not None
-    assert found.kind == ("mismatch" if "gloo" in message else "exception")
+    verdict = Clock().poll(ranks, 1.0)
+    assert verdict is not None
+    assert verdict.kind == ("mismatch" if "gloo" in message else "exception")
 
 
 def test_a_failed_rank_shows_the_operation_that_it_entered_last() -> None:
@@ -157,31 +157,31 @@ def test_a_failed_rank_shows_the_operation_that_it_entered_last() -> None:
         progress.failed()
     finally:
         progress.detach()
-    found = read_record(memory, 0)
-    assert found is not None and found.collective is not None and not found.inside
-    assert (found.collective.op, found.collective.number) == ("all_reduce", 2)
+    entry = read_record(memory, 0)
+    assert entry is not None and entry.collective is not None and not entry.inside
+    assert (entry.collective.op, entry.collective.number) == ("all_reduce", 2)
 
 
 def test_a_hang_is_the_fault_of_the_rank_that_called_something_else() -> None:
     clock = Clock()
     clock.train(20)
-    found = clock.poll([status(r, record=record(r, at=at)) for r, at in enumerate(CALLS)], 10.0)
-    assert found is not None and (found.kind, found.rank) == ("mismatch", 2)
-    assert found.message == MESSAGE
+    verdict = clock.poll([status(r, record=record(r, at=at)) for r, at in enumerate(CALLS)], 10.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("mismatch", 2)
+    assert verdict.message == MESSAGE
 
 
 def test_surer_signs_come_first() -> None:
     ranks = lost_contact()
     ranks[1] = status(1, exit_code=-9, record=record(1, at=CALLS[1]))
-    found = Clock().poll(ranks, 4.0)
-    assert found is not None and (found.kind, found.rank) == ("killed", 1)
+    verdict = Clock().poll(ranks, 4.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("killed", 1)
     ranks[1] = RankStatus(rank=1, exit_code=1, record=record(1), error=error("KeyError", "x", 99.5))
-    found = Clock().poll(ranks, 4.0)
-    assert found is not None and (found.kind, found.rank) == ("exception", 1)
+    verdict = Clock().poll(ranks, 4.0)
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("exception", 1)
 
 
 def test_ranks_that_move_are_left_alone() -> None:
-    """Whatever their words say: only failures and hangs are explained by a mismatch."""
+    """The records of ranks that move do not matter: a mismatch explains only failures and hangs."""
     clock = Clock()
     for changes in range(2000):
         ranks = [status(r, record=record(r, at=at, changes=changes)) for r, at in enumerate(CALLS)]

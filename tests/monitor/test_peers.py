@@ -81,10 +81,10 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    found = Nodes(tmp_path)
-    found.until(found.all_stand)
-    yield found
-    for one in found.all.values():
+    nodes_of_test = Nodes(tmp_path)
+    nodes_of_test.until(nodes_of_test.all_stand)
+    yield nodes_of_test
+    for one in nodes_of_test.all.values():
         one.close()
 
 
@@ -130,7 +130,7 @@ def test_a_host_that_is_silent_is_lost_until_it_answers(
 
 @pytest.mark.parametrize(("here", "there"), [(0, 3), (3, 0)])
 def test_a_host_that_ends_a_connection_is_not_lost(nodes: Nodes, here: int, there: int) -> None:
-    """It has answered, and is called again."""
+    """The host has answered, and is called a second time."""
     break_link(nodes, here, there, errno.ECONNRESET)
     before = nodes.all[here]._peers[there].link
     peer = nodes.all[here]._peers[there]
@@ -158,7 +158,7 @@ def test_only_watchers_with_the_token_are_met(nodes: Nodes, tmp_path: Path) -> N
 
     nodes.until(lambda: all(map(is_closed, strangers)))
     assert nodes.all_stand() and not any(nodes.lost.values())
-    # As many as there may be at once that say nothing, for a while.
+    # The most connections at once, all of them silent for a while.
     silent = [socket.create_connection(place) for _ in range(40)]
     nodes.until(lambda: len(nodes.all[2]._greeting) == 2 + peers._STRANGERS)
     nodes.all[2].poll(time.monotonic() + peers._GREETING_SECONDS + 1)
@@ -179,4 +179,4 @@ def test_a_node_without_a_watcher_is_met_by_nobody(tmp_path: Path) -> None:
     alone = Peers(0, listener, tmp_path)
     assert not alone.poll(0.0) and not alone._peers and (tmp_path / PEERS).exists()
     alone.close()
-    introduce(store, None, range(2), 2)  # one node: nobody to wait for
+    introduce(store, None, range(2), 2)  # one node: no other node to wait for

@@ -29,7 +29,7 @@ from tests.waiting import PATIENCE
 
 @pytest.fixture
 def memory() -> Iterator[bytearray]:
-    """Of two ranks; this process is rank 1."""
+    """Progress memory of two ranks; this process is rank 1."""
     memory = bytearray(2 * RANK_BYTES)
     records.attach_memory(memory, 1)
     yield memory
@@ -155,8 +155,8 @@ def test_groups_in_short_form(ranks: tuple[int, ...]) -> None:
 
 def test_a_long_group_is_cut_at_a_whole_rank() -> None:
     ranks = tuple(n * n for n in range(100))
-    found = members_of(members_text(ranks))
-    assert len(found) > 10 and found == ranks[: len(found)]
+    members = members_of(members_text(ranks))
+    assert len(members) > 10 and members == ranks[: len(members)]
 
 
 def test_a_host_that_waits_for_its_device_says_so(memory: bytearray) -> None:
@@ -176,7 +176,7 @@ def test_a_host_that_waits_for_its_device_says_so(memory: bytearray) -> None:
     records.left()
     after = read_record(memory, 1)
     assert after is not None and not after.inside and not after.on_device
-    # Time behind the own computation is not time of communication.
+    # Time after the rank's own computation does not count as communication.
     assert records.waited_in_steps() == before
 
 
@@ -220,7 +220,7 @@ def test_a_full_file_system_is_told_before_anything_is_written_to_it(
 
 
 def test_only_waits_inside_of_steps_are_waits_of_steps(memory: bytearray) -> None:
-    """Behind a step ranks ask each other whether to stop; the step's seconds are over."""
+    """After a step ranks agree on whether to stop; the step's seconds are over."""
     ticket = records.entered("all_reduce", "dp", "gradients", (0, 1), 8)
 
     def wait() -> float:

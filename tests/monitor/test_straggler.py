@@ -21,8 +21,11 @@ def simulated(
     stages: int = 1,
     stride: int = 1,
 ) -> list[Straggler]:
-    """What is named in a run in which each rank's work varies by `noise`, all of it by more, and
-    one step of twenty of a rank takes up to eight times as long; a look every `stride` steps."""
+    """Stragglers that are named in a run with noise, polled every `stride` steps.
+
+    Each rank's work varies by `noise`, all of it by more, and one step of twenty of a rank takes up
+    to eight times the usual seconds.
+    """
     watched, worked, named = StragglerDetector(), [0.0] * ranks, list[Straggler]()
     for step in range(1, steps + 2):
         if step % stride == 0 or stride == 1:
@@ -64,7 +67,7 @@ def test_stages_are_not_compared_with_one_another() -> None:
 def test_lateness_that_costs_nothing_is_not_told() -> None:
     watched = StragglerDetector()
     for step in range(1, 100):
-        # The second rank works three times as long, which is a millisecond a step.
+        # The second rank works three times the seconds, which is a millisecond more a step.
         records = [record(r, step=step, worked=step * (5e-4, 1.5e-3)[r]) for r in range(2)]
         assert not watched.poll(records)
 

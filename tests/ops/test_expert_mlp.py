@@ -105,16 +105,16 @@ def test_blocks_of_wide_experts_in_16_bits_are_larger_and_their_numbers_the_same
     source, upstream = made(sum(rows), hidden), made(sum(rows), hidden)
     weights = torch.rand(sum(rows), generator=generator)
     gate_up, down = made(len(rows), 2, width, hidden), made(len(rows), hidden, width)
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for block in (256, 2048):
         monkeypatch.setattr(blocks_module, "SHORT_BLOCK_ROWS", block)
         leaves = [one.clone().requires_grad_() for one in (source, weights, gate_up, down)]
         experts = ExpertWeights(*leaves[2:])
         y = expert_mlp(leaves[0], identity(sum(rows), source.device), leaves[1], counts, experts)
         y.backward(upstream)
-        found.append([y, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
-    assert len(found[0]) == 5
-    assert all(map(torch.equal, *found))
+        results.append([y, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    assert len(results[0]) == 5
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("max_rows", [1, 4, 14])
@@ -267,7 +267,7 @@ def test_a_dense_swiglu_of_any_form_equals_autograd(form: SwigluForm) -> None:
 
 @pytest.mark.parametrize("how", ["kept", "bounded", "recomputed", "deferred", "queue", "exact"])
 def test_adapters_of_experts_equal_autograd(how: str) -> None:
-    """Of up and down, beside a merged weight by plain autograd; an expert has no row."""
+    """Adapters of up and down equal a merged weight under plain autograd; one expert has no row."""
     generator = torch.Generator().manual_seed(6)
 
     def drawn(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions that are compiled on a device: not once more for no row, or for one."""
+"""Functions that are compiled on a device: not recompiled for no row, or for one."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ EXPERTS_TK = torch.tensor([[2, 0], [0, 3], [-1, -1], [3, -1], [0, 2]])  # expert
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [8, 0, 0], [40, 0, 77], [33, 100, 3]])
-@pytest.mark.parametrize("width", [16, 6])  # 6 float32 numbers are no multiple of 16 bytes
+@pytest.mark.parametrize("width", [16, 6])  # 6 float32 numbers misalign: 24 bytes, not 16 n
 def test_grouped_products_equal_the_loop(dtype: torch.dtype, counts: list[int], width: int) -> None:
     rows = sum(counts)
     ends = row_ends(torch.tensor(counts))

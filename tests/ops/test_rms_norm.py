@@ -40,12 +40,12 @@ def test_one_pass_equals_torch_in_float64(
     generator = torch.Generator().manual_seed(shape[0])
     x, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     weight = (1 + torch.randn(shape[-1], generator=generator)).to(dtype)
-    found = results(3 * x, weight, grad)
+    tensors = results(3 * x, weight, grad)
     assert calls == ["rms_norm", "rms_norm_backward"], "this test is about the compiled form"
     expected = results((3 * x).double(), weight.double(), grad.double())
     assert len(calls) == 2, "float64 is left to torch"
-    assert [one.dtype for one in found] == [dtype] * 3
-    for ours, theirs in zip(found, expected, strict=True):
+    assert [one.dtype for one in tensors] == [dtype] * 3
+    for ours, theirs in zip(tensors, expected, strict=True):
         assert (ours - theirs).abs().max() <= TOLERANCE[dtype] * theirs.abs().max()
 
 
@@ -63,7 +63,7 @@ def test_a_row_of_zeros_and_one_with_a_nan(dtype: torch.dtype) -> None:
 
 
 def test_the_memory_of_a_weight_can_be_freed_afterwards() -> None:
-    """As zero3 frees the weights that it has gathered."""
+    """The way in which zero3 frees the weights that it has gathered."""
     x, weight = torch.randn(1024, 64, requires_grad=True), torch.ones(64, requires_grad=True)
     rms_norm(x, weight, 1e-3).sum().backward()
     weight.untyped_storage().resize_(0)

@@ -7,13 +7,13 @@ from moemesh.ops.uniform import uniform, uniform_loop
 
 def test_is_the_loop() -> None:
     tokens, experts = torch.arange(20)[:, None] * 12345678901, torch.arange(7)
-    found = uniform(2**63 - 1, 5, tokens, experts)
-    assert found.dtype == torch.float32 and found.shape == (20, 7)
+    numbers = uniform(2**63 - 1, 5, tokens, experts)
+    assert numbers.dtype == torch.float32 and numbers.shape == (20, 7)
     expected = [
         [uniform_loop(2**63 - 1, 5, token, expert) for expert in range(7)]
         for token in tokens.flatten().tolist()
     ]
-    assert found.tolist() == expected
+    assert numbers.tolist() == expected
     assert uniform(1, 2) == uniform_loop(1, 2) != uniform_loop(2, 1)
 
 

@@ -122,7 +122,7 @@ def dispatch_on_rank(mesh: Mesh, name: str) -> dict[str, Any]:
 
 
 def assert_contract(ranks: list[dict[str, Any]]) -> None:
-    """Every rank has the sum over experts and its gradients, again from a saved plan."""
+    """Every rank has the sum over experts and its gradients, also from a saved plan."""
     for rank, got in enumerate(ranks):
         for key, tensor in expected(rank).items():
             assert_close(got[key], tensor, rtol=1e-12, atol=1e-12, msg=f"{key} of rank {rank}")

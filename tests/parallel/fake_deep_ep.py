@@ -1,4 +1,4 @@
-"""A stand-in for `deep_ep` on gloo: the documented contract of V1's `Buffer`, and its refusals.
+"""A fake of `deep_ep` on gloo: the documented contract of V1's `Buffer`, and its refusals.
 
 Written from DeepEP's docstrings: one copy of a token per rank, in the order (source rank, token);
 local expert ids with -1 for experts elsewhere; an unweighted combine; a cached handle with which
@@ -28,7 +28,7 @@ class Config:
 
 
 class Handle:
-    """What a dispatch leaves behind; `alive` tells how many are."""
+    """State of a dispatch for its combine; `alive` is the number of handles in memory."""
 
     alive: ClassVar[WeakSet[Handle]] = WeakSet()
 
@@ -107,7 +107,7 @@ class Buffer:
         local_SK = topk_idx[tokens] - ranks[:, None] * num_local
         elsewhere_SK = (topk_idx[tokens] < 0) | (local_SK < 0) | (local_SK >= num_local)
         ids = self._exchange(local_SK.masked_fill(elsewhere_SK, -1), sent, got)
-        # What stands in the weights of slots without an expert here is nobody's promise.
+        # The contract leaves open the weights of slots whose expert is on another rank.
         weights_SK = topk_weights.detach()[tokens].masked_fill(elsewhere_SK, float("nan"))
         weights = self._exchange(weights_SK, sent, got)
         per_expert = torch.bincount(ids.flatten() + 1, minlength=num_local + 1)[1:].tolist()

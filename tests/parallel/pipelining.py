@@ -104,9 +104,9 @@ class Relay:
 class VirtualClock(OrderedMessenger):
     """A messenger whose messages carry simulated time: each brings the virtual end of its producer.
 
-    An entry starts when its rank is free and its inputs are there, and takes what the costs say.
-    The same maxima and sums as the simulator's, in the same order, so that both agree to the last
-    bit: what is executed is what was simulated. The program leaves a place for it in its specs.
+    An entry starts when its rank is free and its inputs have come, and takes the time of its costs.
+    Maxima and sums are the simulator's, in the same order, so that both agree to the last bit: the
+    executed order is the simulated one. The program leaves a place for the time in its specs.
     """
 
     def __init__(self, schedule: Schedule, channels: Channels, costs: Costs) -> None:
@@ -153,7 +153,7 @@ def relay(
     steps: int = 1,
 ) -> list[dict[str, Any]]:
     """Run each schedule on this rank; the timelines, virtual (with `costs`) and measured."""
-    found = []
+    operations = []
     for schedule in schedules:
         pairs = [(m.source, m.destination) for m in messages(schedule).values()]
         channels = Channels(mesh, "pp", pairs)
@@ -165,10 +165,10 @@ def relay(
         for _ in range(steps):
             executor.run(program, recorder)
         assert program.ran == list(schedule.ops(rank)) * steps
-        found.append(
+        operations.append(
             {
                 "virtual": None if clock is None else clock.recorder.timeline().to_json(),
                 "measured": recorder.timeline().to_json(),
             }
         )
-    return found
+    return operations

@@ -32,8 +32,8 @@ from tests.waiting import until
 
 
 class Fault(NamedTuple):
-    """In step `step` the gradients of `layer`'s attention are multiplied by `factor`, their sums
-    over replicas behind them."""
+    """A factor on the gradients of `layer`'s attention in step `step`, after their sums over
+    replicas."""
 
     step: int
     layer: int
@@ -41,7 +41,7 @@ class Fault(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a rank trains. `flushes`: steps after which weights are to be read; `broken`: (step,
+    """Training of a rank. `flushes`: steps after which weights are to be read; `broken`: (step,
     layer) in which a router's weight becomes infinite."""
 
     model: dict[str, Any]
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What must not depend on when a step is validated, to the bit; and when things happened."""
+    """Results that must not depend on the time of validation, to the bit, and times of events."""
 
     losses: list[float]
     norms: list[float]
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 
 
 def _spoil(parallel: RankModel, faults: tuple[Fault, ...]) -> Callable[[int], None]:
-    """Plants the faults behind the sums over replicas; call the result before each step."""
+    """Plant the faults after the sums over replicas; call the result before each step."""
     factors: dict[str, float] = {}
     finish = parallel.reducer.finish
 
@@ -117,7 +117,7 @@ def _break(parallel: RankModel, layer: int) -> None:
 
 
 def error_on_rank(mesh: Mesh, case: Case) -> str:
-    """What the run stops with."""
+    """Message of the error with which the run stops."""
     try:
         on_rank(mesh, case)
     except RoutingError as error:
@@ -135,24 +135,24 @@ def _start(mesh: Mesh, case: Case) -> tuple[RankModel, Optimizer]:
     return parallel, Optimizer.of(parallel, train)
 
 
-def stop_on_rank(mesh: Mesh, case: Case, rank: int, asked: int) -> list[bool]:
-    """Whether it is stopping, after each step; `rank` is asked to, once, in step `asked`."""
+def stop_on_rank(mesh: Mesh, case: Case, rank: int, request_step: int) -> list[bool]:
+    """Whether the run is stopping, after each step; `rank` gets one request, in `request_step`."""
     config, plan, train = _configs(case)
     parallel, optimizer = _start(mesh, case)
-    found: list[bool] = []
+    stopping: list[bool] = []
     steps = PostValidation(
         parallel,
         optimizer,
         train,
-        lambda: mesh.rank == rank and len(found) == asked - 1,
+        lambda: mesh.rank == rank and len(stopping) == request_step - 1,
         arm_after=case.arm_after,
     )
     for step in range(1, train.steps + 1):
         batches = microbatches(config, plan, case.shape, step, mesh)
         steps.run(step, batches, TimelineRecorder(mesh.rank))
-        found.append(steps.stopping)
+        stopping.append(steps.stopping)
     steps.flush()
-    return found
+    return stopping
 
 
 def on_rank(mesh: Mesh, case: Case, folder: Path | None = None) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def on_rank(mesh: Mesh, case: Case, folder: Path | None = None) -> dict[str, Any
 
 
 def train(case: Case, folder: Path | None = None) -> Outcome:
-    """On as many gloo ranks as the plan needs, one process in this one."""
+    """Train on the gloo ranks of the plan; a plan of one rank trains in this process."""
     ranks = on_ranks_of(ModelConfig(**case.model), Plan(**case.plan), on_rank, case, folder)
     assert len({rank["num_updates"] for rank in ranks}) == 1
     losses, norms, skipped, loads, aux = zip(*ranks[0]["steps"], strict=True)

@@ -1,4 +1,4 @@
-"""What `auto` predicts: rows copied as the dispatchers really copy them, and who wins where."""
+"""Predictions of `auto`: rows copied as the dispatchers really copy them, and the fastest one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,7 +141,7 @@ def test_the_rows_of_the_table_are_those_of_a_routing(name: str) -> None:
         for _ in range(SITE.ranks)
     ]
     node, slots = SITE.ranks_per_node, 40_000
-    found = rows_between(
+    rows_sent = rows_between(
         name, chosen, num_experts=SITE.num_experts, ranks_per_node=node, num_slots=slots
     ).dispatch_RR
     rows = replace(SITE, tokens=4000, capacity=slots).rows[name].by_axis
@@ -152,5 +152,5 @@ def test_the_rows_of_the_table_are_those_of_a_routing(name: str) -> None:
     across += rows.get("ep_rail", 0.0) * (1 - node / SITE.ranks)
     same = torch.arange(SITE.ranks) // node == 0
     own_hop = rows.get("ep_rail", 0.0) * node / SITE.ranks
-    assert found[0][~same].sum() == pytest.approx(across, rel=0.03)
-    assert found[0][same].sum() == pytest.approx(inside + own_hop, rel=0.03)
+    assert rows_sent[0][~same].sum() == pytest.approx(across, rel=0.03)
+    assert rows_sent[0][same].sum() == pytest.approx(inside + own_hop, rel=0.03)

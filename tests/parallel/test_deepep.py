@@ -1,4 +1,4 @@
-"""The DeepEP adapter against a stand-in for the package, and the message without it."""
+"""The DeepEP adapter with a fake of the package, and the message without it."""
 
 import gc
 import sys
@@ -202,12 +202,12 @@ def test_what_it_cannot_do_is_told_before_the_start(
     for key, value in change.items():
         section, _, name = key.partition(".")
         sections[section][name] = value
-    found = deepep_probe.obstacles(
+    obstacles = deepep_probe.obstacles(
         RunConfig(
             model=ModelConfig(**{"hidden_size": 64} | sections["model"]),
             plan=Plan(**sections["plan"]),
             train=TrainConfig(**sections["train"]),
         )
     )
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
+    assert len(obstacles) == (said is not None)
+    assert said is None or said in obstacles[0]

@@ -1,4 +1,4 @@
-"""A model that nobody holds any more is freed, with its weights and process groups."""
+"""A model without references is freed, with its weights and process groups."""
 
 import gc
 from typing import Any
@@ -25,13 +25,13 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def reducers() -> int:
-    """How many there are in this process."""
+    """Number of reducers in this process."""
     gc.collect()
     return sum(type(one) is GradientReducer for one in gc.get_objects())
 
 
 def left_behind(mesh: Mesh, keys: dict[str, Any]) -> int:
-    """Reducers more than before, behind a step of a model that has gone."""
+    """Number of reducers more than before, after a step of a model that is gone."""
     before = reducers()
     if keys.get("schedule") == "pipedream":
         stream_on_rank(mesh, MODEL, keys, TRAIN | {"clip": 0.0}, SHAPE)
@@ -46,5 +46,5 @@ def left_behind(mesh: Mesh, keys: dict[str, Any]) -> int:
 @pytest.mark.parametrize("keys", PLANS.values(), ids=PLANS)
 def test_a_model_is_freed(keys: dict[str, Any]) -> None:
     config, plan = ModelConfig(**MODEL), Plan(**keys)
-    found = training.on_ranks_of(config, plan, left_behind, keys)
-    assert found == [0] * plan.world_size
+    counts = training.on_ranks_of(config, plan, left_behind, keys)
+    assert counts == [0] * plan.world_size

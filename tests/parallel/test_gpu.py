@@ -50,7 +50,7 @@ def test_bfloat16_trains_on_cuda() -> None:
     assert losses[-1] < losses[0]
 
 
-#: Rows of each expert, rows behind the last one, channels in and out.
+#: Rows of each expert, rows after the last expert's, channels in and out.
 PRODUCTS = {
     "empty experts": ([0, 5, 0, 0, 32, 0], 0, 64, 48),
     "rows for nobody": ([7, 0, 9], 21, 64, 48),
@@ -69,13 +69,13 @@ def products(name: str, device: str) -> list[Tensor]:
     drawn = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
     x, grad, weight = (one.to(device) for one in drawn)
     ends = row_ends(torch.tensor(counts, device=device))
-    found = [
+    tensors = [
         grouped_gemm(x, weight, ends)[:num_rows],
         # The weights of the backward are transposed without a copy.
         grouped_gemm(grad, weight.transpose(1, 2), ends)[:num_rows],
         grouped_weight_gradient(grad, x, ends),
     ]
-    return [one.cpu() for one in found]
+    return [one.cpu() for one in tensors]
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

@@ -112,7 +112,7 @@ def spread_model(name: str, *, is_whole: bool = False) -> Any:
 
 
 def saved_and_resumed(rank: int, name: str, folder: str) -> Any:
-    """The weights at the fourth step and at the end, and those of a run that goes on from there."""
+    """Weights at the fourth step and at the end, and those of a run resumed from the fourth."""
     from transformers import TrainerCallback
 
     join_trainer(rank)

@@ -27,14 +27,14 @@ TOKENS = torch.arange(2 * 48).view(2, 48) * 7 % 288
 
 def holders(model: Any) -> list[tuple[nn.Module, str]]:
     """The decoder layers with experts, and the name of the block there."""
-    found = [
+    blocks = [
         (layer, name)
         for layer in model.model.layers
         for name in ("mlp", "block_sparse_moe")
         if hasattr(getattr(layer, name, None), "experts")
     ]
-    assert found
-    return found
+    assert blocks
+    return blocks
 
 
 def block_of(kind: str) -> Any:
@@ -84,23 +84,23 @@ def test_a_layer_is_its_block_and_gives_it_back(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_layers_in_place_of_its_blocks(kind: str) -> None:
-    """The balancing loss of transformers and the logits of routers are there, too."""
+    """The output has the balancing loss of transformers and the logits of routers, too."""
     model = make(kind, output_router_logits=True, router_aux_loss_coef=0.1)
     changed = copy.deepcopy(model)
     for holder, name in holders(changed):
         with torch.no_grad():
             setattr(holder, name, MoELayer.from_transformers(getattr(holder, name)))
     changed = copy.deepcopy(changed)  # with what transformers looks for
-    expected, found = (
+    expected, output = (
         one(TOKENS, labels=TOKENS, output_router_logits=True) for one in (model, changed)
     )
-    assert_near(found.logits, expected.logits)
-    assert_near(found.loss, expected.loss)
-    assert len(found.router_logits) == len(holders(model))
-    for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
+    assert_near(output.logits, expected.logits)
+    assert_near(output.loss, expected.loss)
+    assert len(output.router_logits) == len(holders(model))
+    for ours, theirs in zip(output.router_logits, expected.router_logits, strict=True):
         assert_near(ours.view_as(theirs), theirs)
     expected.loss.backward()
-    found.loss.backward()
+    output.loss.backward()
     for one in (model, changed):
         assert one.model.embed_tokens.weight.grad.abs().max() > 0
     assert_near(changed.model.embed_tokens.weight.grad, model.model.embed_tokens.weight.grad)
@@ -122,15 +122,15 @@ def test_blocks_are_replaced_and_put_back_at_any_time(kind: str, has_run: bool) 
         for (holder, name), block in zip(places, blocks, strict=True):
             made = block if put_back else MoELayer.from_transformers(block)
             setattr(holder, name, made)
-        found = model(TOKENS, labels=TOKENS, output_router_logits=True)
-        assert_near(found.loss, expected.loss)
+        output = model(TOKENS, labels=TOKENS, output_router_logits=True)
+        assert_near(output.loss, expected.loss)
         if expected.aux_loss is not None:
-            assert_near(found.aux_loss, expected.aux_loss)
-        assert len(found.router_logits) == len(blocks)
-        for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
+            assert_near(output.aux_loss, expected.aux_loss)
+        assert len(output.router_logits) == len(blocks)
+        for ours, theirs in zip(output.router_logits, expected.router_logits, strict=True):
             assert_near(ours.view_as(theirs), theirs)
         model.zero_grad()
-        found.loss.backward()
+        output.loss.backward()
         gradients = (one.model.embed_tokens.weight.grad for one in (model, twin))
         assert_near(*gradients)
 

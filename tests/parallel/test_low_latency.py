@@ -101,13 +101,13 @@ def test_groups_without_an_overflow_keep_their_slots() -> None:
 def test_slots_hold_uniform_routing_and_never_more_than_can_come(
     tokens: int, slots: int, num_experts: int, ep: int, factor: float
 ) -> None:
-    found = slots_per_rank(tokens, slots, num_experts, ep, factor)
+    count = slots_per_rank(tokens, slots, num_experts, ep, factor)
     most = tokens * min(slots, num_experts // ep)
-    assert 1 <= found <= most
+    assert 1 <= count <= most
     if factor >= 1:
-        assert found * ep >= min(tokens * slots, most * ep)
+        assert count * ep >= min(tokens * slots, most * ep)
     if factor >= ep:
-        assert found == most
+        assert count == most
 
 
 @pytest.mark.parametrize(("tokens", "factor"), [(0, 2.0), (4, 0.0), (4, float("inf"))])

@@ -1,4 +1,4 @@
-"""Receives of a pipeline: a few ahead where they wait for nobody, none ahead as kernels."""
+"""Receives of a pipeline: a few ahead where they block no rank, none ahead as kernels."""
 
 from __future__ import annotations
 

@@ -92,22 +92,22 @@ def run_case(rank: int, case: Case, overlap_blocks: bool) -> dict[str, Any]:
 
 
 def compare(rank: int, cases: list[Case]) -> list[str]:
-    """What differs between blocks in turns and blocks one after the other, on this rank."""
-    found: list[str] = []
+    """Differences on this rank between blocks in turns and blocks one after the other."""
+    differences: list[str] = []
     for case in cases:
         expected, got = run_case(rank, case, False), run_case(rank, case, True)
         end_meshes()
         ledgers = [run.pop("ledger") for run in (expected, got)]
         if ledgers[0] != ledgers[1]:
-            found.append(f"{case}: {ledgers[0].rows()}, not {ledgers[1].rows()}")
+            differences.append(f"{case}: {ledgers[0].rows()}, not {ledgers[1].rows()}")
         if expected["steps"] != got["steps"]:
-            found.append(f"{case}: losses, norms or loads")
+            differences.append(f"{case}: losses, norms or loads")
         for kind in ("gradients", "weights"):
             for ours, theirs in zip(expected[kind], got[kind], strict=True):
                 if ours[:3] != theirs[:3] or not torch.equal(ours[3], theirs[3]):
-                    found.append(f"{case}: {kind} of {ours[0]}")
+                    differences.append(f"{case}: {kind} of {ours[0]}")
         assert all(norm > 0 for _, _, norm, *_ in expected["steps"])
-    return found
+    return differences
 
 
 def test_turns_change_no_bit_and_no_byte() -> None:
@@ -186,10 +186,10 @@ def logged() -> Iterator[Log]:
 
         log.turn = str(op)
         log.add("turn")
-        found = forward(self, op, inputs, pause_logged)
+        outputs = forward(self, op, inputs, pause_logged)
         log.add("end")
         log.turn = ""
-        return found
+        return outputs
 
     def backward_logged(self: Any, op: Any, *args: Any) -> Any:
         running = backward(self, op, *args)

@@ -1,8 +1,7 @@
-"""Stepping before the whole gradient is known gives what stepping behind it gives, to the bit.
+"""Steps before the whole gradient is known equal steps after it, to the bit.
 
 Float64. In the steps named below gradients are made so large that they are clipped, or infinite, on
-one pipeline rank or another, so that ranks before it have stepped by then and ranks behind it have
-not.
+one pipeline rank or another, so that ranks before it have stepped by then and later ranks have not.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ SGD = TRAIN | {"optimizer": "sgd", "momentum": 0.9, "lr": 0.002}
 SHAPE = Shape(global_batch=5, seq_len=4)
 
 LARGE, INFINITE = 1e4, math.inf
-#: On the first layer, the last, and between; three in a row; in the last step.
+#: Faults of the first layer, the last, and between; three in a row; in the last step.
 FAULTS = (Fault(2, 0, LARGE), Fault(4, 3, INFINITE), Fault(5, 1, LARGE), Fault(6, 2, INFINITE))
-#: The warm-ups of the steps behind them; behind the last step comes none.
+#: Steps after those faults, whose warm-ups are redone; none comes after the last step.
 REDONE = [3, 5, 6]
-#: In the first step; on four ranks of a layer each, the other fault than above.
+#: Faults from the first step on; on four ranks of a layer each, the other kind than above.
 SWAPPED = (Fault(1, 1, INFINITE), Fault(2, 2, LARGE), Fault(4, 0, INFINITE), Fault(6, 3, LARGE))
 
 
@@ -60,7 +59,7 @@ SWAPPED = (Fault(1, 1, INFINITE), Fault(2, 2, LARGE), Fault(4, 0, INFINITE), Fau
 def expected(
     model: str, microbatches: int, optimizer: str, faults: tuple[Fault, ...] = FAULTS
 ) -> Outcome:
-    """Of one process, which knows its gradient before it steps."""
+    """Outcome of one process, which knows its gradient before it steps."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a product over two threads adds in another order
     try:
@@ -194,16 +193,16 @@ def test_a_wish_to_stop_reaches_every_rank_with_the_same_step(arm_after: int) ->
     """With the next step's validation, or, where each step waits for its own, at once."""
     plan = {"pp": 2, "schedule": "zb_h2", "microbatches": 2}
     case = Case(DEEP["moe"], after(plan), TRAIN | {"steps": 4}, SHAPE, arm_after=arm_after)
-    found = mesh_on_ranks(Layout(pp=2), stop_on_rank, case, 1, 2)
+    stopping = mesh_on_ranks(Layout(pp=2), stop_on_rank, case, 1, 2)
     stops = 3 if arm_after == 0 else 2
-    assert found == [[step >= stops for step in range(1, 5)]] * 2
+    assert stopping == [[step >= stops for step in range(1, 5)]] * 2
 
 
 # Without a model.
 
 
 class Marked(Relay):
-    """Messages that say as well in which warm-up they began."""
+    """Messages that also carry the number of their warm-up."""
 
     def __init__(self, schedule: Schedule, mark: int) -> None:
         super().__init__(schedule)
@@ -221,7 +220,7 @@ class Marked(Relay):
 def _take_back(mesh: Mesh, schedules: list[Schedule], ahead: int) -> list[list[Op]]:
     """Three steps of each, the warm-ups of two of them run twice; what this rank ran last."""
     messenger_module.AHEAD = ahead
-    found = []
+    logs = []
     for schedule in schedules:
         pairs = [(m.source, m.destination) for m in messages(schedule).values()]
         executor = ValidatedExecutor(schedule, Channels(mesh, "pp", pairs))
@@ -234,14 +233,14 @@ def _take_back(mesh: Mesh, schedules: list[Schedule], ahead: int) -> list[list[O
                 program = Marked(schedule, 2 * step + 1)
                 executor.warm_up(program, recorder)
             executor.finish(program, recorder)
-        found.append(program.ran)
-    return found
+        logs.append(program.ran)
+    return logs
 
 
 @pytest.mark.representative("2-2")
 @pytest.mark.parametrize(("num_ranks", "ahead"), [(2, 2), (4, 0)])
 def test_the_warm_up_of_any_schedule_can_be_taken_back(num_ranks: int, ahead: int) -> None:
-    """With messages that have been asked for already, and with none."""
+    """Cases with receives that have already been posted, and with none."""
     schedules = [make(name, num_ranks) for name in SYNCHRONOUS]
     ranks = mesh_on_ranks(Layout(pp=num_ranks), _take_back, schedules, ahead)
     for rank, found in enumerate(ranks):
@@ -250,12 +249,12 @@ def test_the_warm_up_of_any_schedule_can_be_taken_back(num_ranks: int, ahead: in
 
 
 def _sums(mesh: Mesh) -> list[list[float]]:
-    chain, found = Chain(mesh), []
+    chain, sums = Chain(mesh), []
     rank = mesh["pp"].index
     for step in range(3):
         own = torch.tensor([2.0**-rank, float(rank == step)], dtype=torch.float64)
-        found += [chain.pass_on(own).tolist(), chain.answer().tolist()]
-    return found
+        sums += [chain.pass_on(own).tolist(), chain.answer().tolist()]
+    return sums
 
 
 def test_a_chain_adds_up_in_the_order_of_ranks() -> None:
@@ -268,13 +267,13 @@ def test_a_chain_adds_up_in_the_order_of_ranks() -> None:
 
 
 def _seconds(mesh: Mesh, num_steps: int, seconds: float) -> dict[str, float]:
-    """Wall time of sleeping stages that reduce before a step, and of those that validate behind."""
+    """Wall time of sleeping stages that reduce before a step, and of those that validate after."""
     schedule = build("zb_h2", mesh["pp"].size, 2 * mesh["pp"].size - 1)
     pairs = [(m.source, m.destination) for m in messages(schedule).values()]
     executor = ValidatedExecutor(schedule, Channels(mesh, "pp", pairs))
     chain, recorder = Chain(mesh), TimelineRecorder(mesh.rank)
     program, own = Relay(schedule, dict.fromkeys("FIW", seconds)), torch.ones(1).double()
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for way in ("before", "after"):
         barrier(mesh["pp"])
         start = time.monotonic()
@@ -290,8 +289,8 @@ def _seconds(mesh: Mesh, num_steps: int, seconds: float) -> dict[str, float]:
         if way == "after":
             chain.answer()
         barrier(mesh["pp"])
-        found[way] = (time.monotonic() - start) / num_steps / seconds
-    return found
+        measured[way] = (time.monotonic() - start) / num_steps / seconds
+    return measured
 
 
 @pytest.mark.slow
@@ -299,7 +298,7 @@ def test_the_drain_of_each_step_is_saved() -> None:
     """ZB-H2 with F = I = W = 1, p = 4, m = 7: a rank is busy for 21 in every step and starts one
     after the one before it; with a barrier a step takes 24, without one 21 (the last: 24)."""
     for _ in range(2):
-        found = mesh_on_ranks(Layout(pp=4), _seconds, 4, 0.05)[0]
-        if abs(found["before"] / 24 - 1) <= 0.1 and found["after"] <= found["before"] - 1.5:
+        seconds = mesh_on_ranks(Layout(pp=4), _seconds, 4, 0.05)[0]
+        if abs(seconds["before"] / 24 - 1) <= 0.1 and seconds["after"] <= seconds["before"] - 1.5:
             return
-    raise AssertionError(found)
+    raise AssertionError(seconds)

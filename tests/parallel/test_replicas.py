@@ -39,7 +39,7 @@ def test_every_place_gets_its_quota(
         for rank in range(ranks):
             for lane in range(lanes):
                 place_S = own_places(quotas, counts, rank, lane)
-                # Sorted by expert, as the tokens are: so many of each as there are tokens.
+                # Sorted by expert, like the tokens: the count of each expert is that of its tokens.
                 expert_S = quotas.place_expert[place_S]
                 expected = np.repeat(np.arange(experts), counts[rank, lane])
                 assert expert_S.tolist() == expected.tolist()
@@ -53,7 +53,7 @@ def test_every_place_gets_its_quota(
 
 
 def _tensors(ids: list[int]) -> list[torch.Tensor]:
-    """Of each expert: numbers of three kinds that say whose they are; 3 bf16 numbers misalign."""
+    """Three tensors with the numbers of each expert, which encode its id; 3 bf16 misalign."""
     ids_L = torch.tensor(ids)
     return [
         ids_L[:, None].expand(-1, 3).to(torch.bfloat16).clone(),

@@ -112,7 +112,7 @@ class HangsOnOneRank(_Faulty):
         return super().plan(experts_TK)
 
 
-#: What is said, and the rank it is said of (None: all wait, and the first clock that rings wins).
+#: Message, and the rank that it names (None: all wait, and the first clock that rings wins).
 FAULTS: list[tuple[type[_Faulty], str, int | None]] = [
     (SwapsRows, "rows at the experts, in their order", 0),
     (LosesARow, "rows per expert", 3),
@@ -126,18 +126,18 @@ FAULTS: list[tuple[type[_Faulty], str, int | None]] = [
 
 def verdicts(mesh: Mesh, names: list[str], dtype: torch.dtype) -> tuple[dict[str, str], int]:
     """The message of each dispatcher ("" when it passes), and the entries in the ledger."""
-    found = {}
+    errors = {}
     for name in names:
         try:
             dispatcher = make(name, mesh)
             self_test(dispatcher, mesh, NUM_EXPERTS, NUM_SLOTS, name=name, dtype=dtype)
             if isinstance(dispatcher, LowLatencyDispatcher):
                 assert (dispatcher.num_plans, dispatcher.num_fallbacks) == (0, 0)
-            found[name] = ""
+            errors[name] = ""
         except DispatcherError as error:
-            found[name] = str(error)
+            errors[name] = str(error)
             break  # the groups may be of no further use
-    return found, len(mesh.ledger)
+    return errors, len(mesh.ledger)
 
 
 @pytest.mark.representative("two nodes-float64", "ep2etp2-bfloat16")
@@ -180,7 +180,7 @@ def test_a_fault_is_refused_on_every_rank(
 ) -> None:
     ranks = mesh_on_ranks(LAYOUT, refused, fault)
     messages = {message for message, _ in ranks}
-    assert len(messages) == 1, "ranks tell different stories"
+    assert len(messages) == 1, "ranks disagree"
     (message,) = messages
     where = "" if rank is None else f"{rank} "
     assert f'"{fault.__name__}" failed its start-up self-test on rank {where}' in message

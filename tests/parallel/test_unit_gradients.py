@@ -22,16 +22,16 @@ SHAPE = Shape(global_batch=4, seq_len=8)
 
 
 def _flat_at_launches(mesh: Mesh) -> list[int]:
-    """Of a step of two microbatches: flat gradients that there were when each of the sums over
-    ranks had started."""
+    """Number of flat gradients in memory after the start of each sum over ranks, in a step of two
+    microbatches."""
     config, plan = model_of({"num_layers": 3}), Plan(dp=2, data="zero3", microbatches=2)
     parallel = build(mesh, config, plan, SHAPE, "float32")
     buckets = parallel.reducer.buckets
-    found: list[int] = []
+    counts: list[int] = []
     launch, add = GatheredBucket.launch, GatheredBucket.add
 
     def count() -> None:
-        found.append(sum(one._flat is not None or one._work is not None for one in buckets))  # type: ignore[attr-defined]
+        counts.append(sum(one._flat is not None or one._work is not None for one in buckets))  # type: ignore[attr-defined]
 
     def counted_launch(bucket: GatheredBucket) -> None:
         launch(bucket)
@@ -43,7 +43,7 @@ def _flat_at_launches(mesh: Mesh) -> list[int]:
 
     with patch.multiple(GatheredBucket, launch=counted_launch, add=counted_add):
         gradients(parallel, plan, SHAPE)
-    return found
+    return counts
 
 
 def test_flat_gradients_are_those_of_one_unit() -> None:
@@ -52,8 +52,8 @@ def test_flat_gradients_are_those_of_one_unit() -> None:
 
 
 def _second_step(mesh: Mesh, data: DataStrategy) -> dict[str, Tensor]:
-    """The sums that this rank owns of a step in which "b" has no gradient, behind one in which it
-    had; "a" has two microbatches."""
+    """The sums that this rank owns of a step in which "b" has no gradient, after a step in which it
+    had one; "a" has two microbatches."""
     weights = {name: nn.Parameter(torch.ones(4)) for name in "ab"}
     held: Any = [
         (name, weight, Placement(name=name, shape=(4,), shards={}, summed_over="dp_cp"))

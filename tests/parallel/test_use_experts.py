@@ -114,9 +114,9 @@ def test_autocast() -> None:
     model = copy.deepcopy(one)
     mm.use_experts(model)
     with torch.autocast("cpu", torch.bfloat16):
-        expected, found = one(_IDS).logits, model(_IDS).logits
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+        expected, ours = one(_IDS).logits, model(_IDS).logits
+    assert ours.dtype == expected.dtype
+    torch.testing.assert_close(ours, expected, rtol=0.05, atol=0.05)
 
 
 def test_a_model_without_experts_is_refused() -> None:

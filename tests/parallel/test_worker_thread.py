@@ -1,4 +1,4 @@
-"""The worker thread: tasks in their order, while the caller goes on; errors reach who waits."""
+"""The worker thread: tasks run in their order beside the caller; a waiting caller gets errors."""
 
 import threading
 

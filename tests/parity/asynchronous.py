@@ -33,8 +33,8 @@ from tests.parity.training import (
 
 
 class Streamed(NamedTuple):
-    """Of every step: loss and aux loss; of the end: weights and router biases by name; of every
-    stage: most copies alive and largest lag; and the schedule that was run."""
+    """Results of a stream. Every step: loss and aux loss; the end: weights and router biases by
+    name; every stage: most copies alive and largest lag; and the schedule that was run."""
 
     losses: list[float]
     aux: list[float]
@@ -69,7 +69,7 @@ def stream_on_rank(
         lambda step: microbatches(config, plan, shape, step, mesh),
         reported,
         recorded=recorded,
-        # One rank is asked, while the others are anywhere.
+        # One rank gets the request, while the others are anywhere.
         stop_requested=lambda: (
             stop_after is not None and mesh.rank == 1 and len(reported) >= stop_after
         ),
@@ -146,7 +146,7 @@ def stream(
     mutate: Callable[[], None] | None = None,
     stop_after: int | None = None,
 ) -> Streamed:
-    """Train asynchronously under `plan` on as many gloo ranks as it needs."""
+    """Train asynchronously on the gloo ranks of `plan`."""
     text = None if recorded is None else to_text(recorded)
     arguments = (model, plan, train, shape, text, mutate, stop_after)
     ranks = on_ranks_of(ModelConfig(**model), Plan(**plan), stream_on_rank, *arguments)

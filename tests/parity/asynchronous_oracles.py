@@ -1,7 +1,7 @@
 """Two oracles for asynchronous training: one process, no pipeline, no weight versions.
 
-The delayed-gradient reference evaluates microbatch k with each stage's weights at the version that
-the papers' table says, from a history of all versions. The replay carries out recorded lists in
+The delayed-gradient reference evaluates microbatch k with each stage's weights at the version of
+the papers' table, from a history of all versions. The replay carries out recorded lists in
 some topological order, on one set of weights.
 """
 
@@ -35,7 +35,7 @@ Batches = Callable[[int, int], list[Batch]]
 
 
 class Reference:
-    """What both oracles share: the whole model on one device, its stages, their optimizers."""
+    """Base of both oracles: the whole model on one device, its stages, their optimizers."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class Reference:
         self.parts = stage_parts(self.config, self.plan, build_step(self.plan))
         self.names = [self._names(part) for part in self.parts]
         parameters = dict(self.model.named_parameters())
-        #: What the optimizers step; the model's own weights are set from it.
+        #: Parameters that the optimizers step; the model's own weights are set from them.
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
         self.optimizers = [
             Optimizer({name: self.masters[name] for name in names}, self.train)
             for names in self.names
         ]
         self._batches = batches or self._parity_batches(shape)
-        #: By (data rank, sample).
+        #: Batches by (data rank, sample).
         self.batch: dict[tuple[int, int], Batch] = {}
         count = self.plan.microbatches
         #: Added up window by window, then the windows of a step: as the ranks add.
@@ -111,14 +111,14 @@ class Reference:
 
     def count(self, stage: int, sample: int, output: Output) -> None:
         """Loads of `stage`'s layers add up over a window, for its routers' biases."""
-        part, found = self.parts[stage], self.counts
+        part, counts = self.parts[stage], self.counts
         key = (stage, sample // self.window)
         end = part.layers.stop - self.config.num_dense_layers
         layers = [i for i in part.layers if self.config.is_moe_layer(i)]
         # Of the whole model's loads or of the stage's own: the last of them are the stage's.
         loads = output.counts_LE[: end if output.losses_T is not None and not part.last else None]
         loads = loads[len(loads) - len(layers) :]
-        found[key] = found[key] + loads if key in found else loads
+        counts[key] = counts[key] + loads if key in counts else loads
 
     @torch.no_grad()
     def update(self, stage: int, window: int, gradients: dict[str, Tensor]) -> None:
@@ -174,7 +174,7 @@ class Reference:
 
 
 class _OneRank:
-    """As much of a mesh as :func:`microbatches` asks for."""
+    """The part of a mesh that :func:`microbatches` uses."""
 
     device = torch.device("cpu")
 
@@ -281,11 +281,11 @@ def replay(reference: Reference, schedule: Schedule) -> Streamed:
 
     def update(stage: int, window: int) -> None:
         names = reference.names[stage]
-        found = {n: parameters[n].grad for n in names}
+        gradients = {n: parameters[n].grad for n in names}
         reference.update(
             stage,
             window,
-            {n: torch.zeros_like(parameters[n]) if g is None else g for n, g in found.items()},
+            {n: torch.zeros_like(parameters[n]) if g is None else g for n, g in gradients.items()},
         )
         versions[stage] += 1
         for name in names:

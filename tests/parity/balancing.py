@@ -33,7 +33,7 @@ from tests.parity.training import owned as training_owned
 
 
 class Case(NamedTuple):
-    """What to train: keys of model, plan and train, the data, and the workload that routes it.
+    """A training: keys of model, plan and train, the data, and the workload that routes it.
 
     `mistake`: ``module:function`` that breaks one thing on each rank (it returns a context).
     """
@@ -47,8 +47,8 @@ class Case(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Of every step: loss and norm; at the end: logical weights (experts by id); of each rank:
-    tokens of the experts' ranks per step and layer, and the ledger; experts moved."""
+    """Results of a training. Every step: loss and norm; the end: logical weights (experts by id);
+    each rank: tokens of the experts' ranks per step and layer, and the ledger; experts moved."""
 
     losses: list[float]
     norms: list[float]
@@ -121,20 +121,20 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
 
 def owned(parallel: RankModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
     """(name, logical shape, slices, tensor) of what this rank owns; each expert by itself."""
-    found = []
+    parts = []
     for name, shape, slices, tensor in training_owned(parallel, parallel.reducer.weights):
         where = parallel.placements[name]
         if not where.is_expert:
-            found.append((name, shape, slices, tensor))
+            parts.append((name, shape, slices, tensor))
             continue
         experts = where.places or range(where.shape[0])
         for place, row in zip(slices[0], tensor, strict=True):
-            found.append((f"{name}.{experts[place]}", shape[1:], slices[1:], row))
-    return found
+            parts.append((f"{name}.{experts[place]}", shape[1:], slices[1:], row))
+    return parts
 
 
 def train(case: Case) -> Trained:
-    """Train on as many ranks as the plan needs (in this process for one)."""
+    """Train on the ranks of the plan (in this process for one)."""
     ranks = on_ranks_of(ModelConfig(**case.model), Plan(**case.plan), train_on_rank, case)
     return Trained(
         losses=[loss for loss, _ in ranks[0]["steps"]],
@@ -151,11 +151,11 @@ def difference(got: Trained, expected: Trained) -> float:
     """The largest relative difference of losses, norms and weights (by a tensor's largest)."""
     pairs = [*zip(got.losses, expected.losses, strict=True)]
     pairs += [*zip(got.norms, expected.norms, strict=True)]
-    found = [abs(a / b - 1) for a, b in pairs]
+    ratios = [abs(a / b - 1) for a, b in pairs]
     assert set(got.weights) == set(expected.weights)
     for name, weight in expected.weights.items():
-        found.append(float((got.weights[name] - weight).abs().max() / weight.abs().max()))
-    return max(found)
+        ratios.append(float((got.weights[name] - weight).abs().max() / weight.abs().max()))
+    return max(ratios)
 
 
 # Deliberate mistakes: each is a context that breaks one line on a rank.
@@ -172,17 +172,17 @@ def replica_gradients_averaged() -> Any:
 
 
 def norm_counts_replicas() -> Any:
-    """As if replicas were parameters: the norm sees the gradients of busy experts twice."""
+    """A mistake: replicas count as parameters, so the norm has gradients of busy experts twice."""
     squares = step_module.gradient_squares
 
     def changed(gradients: Any, placements: Any, *others: Any, axis: str) -> Tensor:
-        found = squares(gradients, placements, *others, axis=axis)
+        sums = squares(gradients, placements, *others, axis=axis)
         experts = {name: where for name, where in placements.items() if where.is_expert}
         sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
         starts = dict(zip(placements, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
         for name, where in experts.items():
-            found[starts[name] : starts[name] + where.shape[0]] *= 2
-        return found
+            sums[starts[name] : starts[name] + where.shape[0]] *= 2
+        return sums
 
     return mock.patch.object(step_module, "gradient_squares", changed)
 

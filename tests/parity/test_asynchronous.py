@@ -85,44 +85,44 @@ def assert_equal(found: Streamed, expected: Streamed) -> None:
         assert torch.equal(found.biases[name], bias), name
 
 
-def assert_versions(found: Streamed) -> None:
-    """Copies and lag are what the schedule's own count says."""
-    assert found.schedule is not None
-    counted, breaches = versions(found.schedule)
+def assert_versions(streamed: Streamed) -> None:
+    """Copies and lag equal the schedule's own count."""
+    assert streamed.schedule is not None
+    counted, breaches = versions(streamed.schedule)
     assert not breaches
-    stages = [counted[0, stage] for stage in range(found.schedule.num_stages)]
-    assert found.copies == [stage.copies for stage in stages]
-    assert found.lags == [stage.lag for stage in stages]
+    stages = [counted[0, stage] for stage in range(streamed.schedule.num_stages)]
+    assert streamed.copies == [stage.copies for stage in stages]
+    assert streamed.lags == [stage.lag for stage in stages]
 
 
 @pytest.mark.representative("stash bf16", "2bw dp")
 @pytest.mark.parametrize("case", DELAYED, ids=lambda case: case[0])
 def test_delayed_gradients(case: Any) -> None:
     _, model, plan, keys, shape = case
-    found = stream(model, plan, keys, shape)
+    streamed = stream(model, plan, keys, shape)
     expected = delayed_gradients(Reference(model, plan, keys, shape))
-    assert_equal(found, expected)
-    assert (found.copies, found.lags) == (expected.copies, expected.lags)
-    assert_versions(found)
+    assert_equal(streamed, expected)
+    assert (streamed.copies, streamed.lags) == (expected.copies, expected.lags)
+    assert_versions(streamed)
 
 
 @pytest.mark.representative("ampnet 2")
 @pytest.mark.parametrize("case", MESSAGES, ids=lambda case: case[0])
 def test_recorded_orders_replay(case: Any) -> None:
     _, model, plan, keys, shape = case
-    found = stream(model, plan, keys, shape)
-    assert found.schedule is not None
-    check(found.schedule)
-    expected = replay(Reference(model, plan, keys, shape), found.schedule)
-    assert_equal(found, expected)
-    assert (found.copies, found.lags) == (expected.copies, expected.lags)
-    assert_versions(found)
-    again = stream(model, plan, keys, shape, recorded=found.schedule)
+    streamed = stream(model, plan, keys, shape)
+    assert streamed.schedule is not None
+    check(streamed.schedule)
+    expected = replay(Reference(model, plan, keys, shape), streamed.schedule)
+    assert_equal(streamed, expected)
+    assert (streamed.copies, streamed.lags) == (expected.copies, expected.lags)
+    assert_versions(streamed)
+    again = stream(model, plan, keys, shape, recorded=streamed.schedule)
     assert_equal(again, expected)
     # The other reading of the backward is another training.
     other = "recompute" if "ampnet_backward" in plan else "live"
     reference = Reference(model, plan | {"ampnet_backward": other}, keys, shape)
-    assert replay(reference, found.schedule).losses != expected.losses
+    assert replay(reference, streamed.schedule).losses != expected.losses
 
 
 @pytest.mark.representative("ampnet")
@@ -131,18 +131,18 @@ def test_recorded_orders_replay(case: Any) -> None:
 )
 def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
     plan = schedule | {"pp": 2, "tp": 2, "ep": 2}
-    found = stream(BIASED, plan, SGD, SHAPE)
-    assert found.schedule is not None
+    streamed = stream(BIASED, plan, SGD, SHAPE)
+    assert streamed.schedule is not None
     reference = Reference(BIASED, plan, SGD, SHAPE)
     if schedule["schedule"] == "pipedream":
         expected = delayed_gradients(reference)
     else:
-        expected = replay(reference, found.schedule)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
+        expected = replay(reference, streamed.schedule)
+    assert streamed.losses == pytest.approx(expected.losses, rel=1e-12)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(streamed.weights[name], weight, rtol=1e-9, atol=1e-12)
     for name, bias in expected.biases.items():
-        assert torch.equal(found.biases[name], bias), name
+        assert torch.equal(streamed.biases[name], bias), name
 
 
 @pytest.mark.parametrize(
@@ -158,28 +158,28 @@ def test_one_stage_is_plain_training(
     model: dict[str, Any], plan: dict[str, Any], keys: dict[str, Any], shape: Shape
 ) -> None:
     plain = train(model, {"microbatches": plan["microbatches"]}, keys, shape)
-    found = stream(model, plan, keys, shape)
-    assert (found.losses, found.aux) == (plain.losses, plain.aux)
+    streamed = stream(model, plan, keys, shape)
+    assert (streamed.losses, streamed.aux) == (plain.losses, plain.aux)
     for name, weight in plain.weights.items():
-        assert torch.equal(found.weights[name], weight), name
+        assert torch.equal(streamed.weights[name], weight), name
 
 
 @pytest.mark.representative("static")
 @pytest.mark.parametrize("schedule", [STREAM, AMPNET], ids=["static", "messages"])
 def test_a_stop_request_ends_the_stream_everywhere(schedule: dict[str, Any]) -> None:
-    """At the end of a step, and with the weights of a run of so many steps."""
+    """The stream ends after a step, with the weights of a run of that number of steps."""
     plan, long = schedule | {"pp": 2}, SGD | {"steps": 30, "warmup_steps": 0, "final_lr_ratio": 1.0}
-    found = stream(DEEP, plan, long, SHAPE, stop_after=2)
-    steps = len(found.losses)
+    streamed = stream(DEEP, plan, long, SHAPE, stop_after=2)
+    steps = len(streamed.losses)
     assert 2 < steps < 12
-    assert found.schedule is not None
+    assert streamed.schedule is not None
     short = long | {"steps": steps}
     reference = Reference(DEEP, plan, short, SHAPE)
     if schedule is STREAM:
-        assert_equal(found, delayed_gradients(reference))
+        assert_equal(streamed, delayed_gradients(reference))
     else:
-        assert found.schedule.total_microbatches == 4 * steps
-        assert_equal(found, replay(reference, found.schedule))
+        assert streamed.schedule.total_microbatches == 4 * steps
+        assert_equal(streamed, replay(reference, streamed.schedule))
 
 
 def bad_gradient() -> None:
@@ -188,21 +188,23 @@ def bad_gradient() -> None:
     norm = stream_module.gradient_norm
 
     def gradient_norm(*args: Any, **keys: Any) -> GradientNorm:
-        found = norm(*args, **keys)
+        result = norm(*args, **keys)
         bad = next(calls) == 6 and args[3]["pp"].index == 1
-        return GradientNorm(value=float("inf"), is_finite=False) if bad else found
+        return GradientNorm(value=float("inf"), is_finite=False) if bad else result
 
     stream_module.gradient_norm = gradient_norm  # type: ignore[assignment]
 
 
 def test_a_bad_gradient_updates_nothing_and_ends_the_stream() -> None:
-    """The other stage goes on; the run drains, so that the cause can be looked for together."""
+    """The other stage continues; the run drains, so that all ranks can search for the cause."""
     plan, long = STREAM | {"pp": 2}, SGD | {"steps": 14}
-    found = stream(DEEP, plan, long, SHAPE, mutate=bad_gradient)
-    assert 2 < len(found.losses) < 12
-    assert all(weight.isfinite().all() for weight in found.weights.values())
+    streamed = stream(DEEP, plan, long, SHAPE, mutate=bad_gradient)
+    assert 2 < len(streamed.losses) < 12
+    assert all(weight.isfinite().all() for weight in streamed.weights.values())
     whole = stream(DEEP, plan, long, SHAPE).losses
-    assert found.losses[:1] == whole[:1] and found.losses[-1] != whole[len(found.losses) - 1]
+    assert (
+        streamed.losses[:1] == whole[:1] and streamed.losses[-1] != whole[len(streamed.losses) - 1]
+    )
 
 
 def oracle_of(run: Path, schedule: Schedule | None = None) -> Streamed:
@@ -340,9 +342,9 @@ def one_backward_late() -> None:
 )
 def test_a_wrong_version_shows(plan: dict[str, Any], mutate: Callable[[], None]) -> None:
     plan = plan | {"pp": 2}
-    found = stream(DEEP, plan, SGD, SHAPE, mutate=mutate)
+    streamed = stream(DEEP, plan, SGD, SHAPE, mutate=mutate)
     expected = delayed_gradients(Reference(DEEP, plan, SGD, SHAPE))
-    assert found.losses != expected.losses
+    assert streamed.losses != expected.losses
 
 
 def test_a_copy_that_is_dropped_early_is_missed() -> None:

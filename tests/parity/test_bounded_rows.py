@@ -38,7 +38,7 @@ CASES = rows(
 
 
 def bounded_on_rank(mesh: Mesh, *arguments: Any) -> dict[str, Any]:
-    """As `training.train_on_rank`; on rank 1 experts take three rows at a time."""
+    """`training.train_on_rank`, but on rank 1 experts take three rows at a time."""
     parallelize = training.parallelize
 
     def with_bound(*arguments: Any, **keys: Any) -> RankModel:

@@ -104,11 +104,11 @@ def test_frozen_weights_give_adapters_the_same_gradients():
 @pytest.mark.parametrize("attention_exit", ["reduce_scatter", "all_to_all"])
 def test_the_planner_lists_the_same_parameters(keys: dict[str, Any], attention_exit: Any) -> None:
     config, plan = model_of(keys), Plan(tp=2, attention_exit=attention_exit)
-    found = placements(config, plan)
+    planned = placements(config, plan)
     known = list(tensors(config, plan))
-    assert [one.name for one in known] == list(found)
+    assert [one.name for one in known] == list(planned)
     for one in known:
-        where = found[one.name]
+        where = planned[one.name]
         assert (one.shape, one.shards, one.summed_over) == (
             where.shape,
             where.shards,

@@ -38,8 +38,8 @@ def one_device(model: str) -> Trained:
 )
 def test_microbatches_of_one_sequence_are_sequences(plan: dict[str, Any]) -> None:
     """Every scope is counted once, however microbatches and ranks share them out."""
-    found = train(LOSSES["microbatch"], plan, TRAIN)
-    assert_same(found, one_device("sequence"))
+    trained = train(LOSSES["microbatch"], plan, TRAIN)
+    assert_same(trained, one_device("sequence"))
 
 
 def test_scopes_differ() -> None:

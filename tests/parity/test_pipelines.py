@@ -147,7 +147,7 @@ def test_a_file_of_any_order_equals_one_process(tmp_path: Path, name: str) -> No
 
 
 def test_a_hand_written_file_equals_one_process(tmp_path: Path) -> None:
-    """On two pipelines, whose experts share ranks; microbatches out of order."""
+    """The file runs on two pipelines, whose experts share ranks; microbatches are out of order."""
     path = tmp_path / "mine.txt"
     path.write_text(HAND_WRITTEN)
     plan = {"pp": 2, "dp": 2, "ep": 2, "microbatches": 3, "schedule": str(path)}

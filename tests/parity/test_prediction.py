@@ -50,7 +50,7 @@ def test_the_objective_by_its_definition() -> None:
     streams = [x]
     for depth in (1, 2):
         layer = model.layers[str(config.num_layers + depth - 1)]
-        # Token s + depth; behind the end of a sequence there is none, and nothing is routed.
+        # Token s + depth; none exists after the end of a sequence, and nothing is routed.
         ahead = F.pad(tokens[:, depth : 6 + depth], (0, depth - 1))
         known = valid & F.pad(valid[:, depth - 1 :], (0, depth - 1))
         joined = torch.cat(
@@ -82,7 +82,7 @@ def test_the_objective_by_its_definition() -> None:
 
 
 def test_what_is_known_and_predicted_ahead() -> None:
-    """Packed documents and slices: no token is looked for behind the end of its document."""
+    """Packed documents and slices: no target lies after the end of its document."""
     tokens = torch.arange(10, 17)[None]
     batch = Batch(
         tokens_BS=tokens[:, :-1],

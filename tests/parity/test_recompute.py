@@ -22,7 +22,7 @@ from tests.parity.training import Shape, build, microbatches, rows, shape_of
 from tests.ranks import mesh_on_ranks
 
 SHAPE = shape_of("6x8 padded")
-#: The last one sends something again.
+#: The last one repeats a send.
 KINDS: dict[str, dict[str, Any]] = {
     "none": {},
     "attention": {"recompute": "selective", "recompute_experts": False},
@@ -50,7 +50,7 @@ PLANS = rows(
     moe | dp=2 ep=2 combine=exact | 6x8 padded
     """
 )
-#: What a layer that is computed again needs from others, and nothing else.
+#: The only messages that a recomputed layer needs from other ranks.
 SENT_AGAIN = {
     "attention.enter",
     "attention.leave",
@@ -113,12 +113,12 @@ def test_no_bit_changes_and_nothing_is_decided_twice(
 
 def run_all(mesh: Mesh, plan_keys: dict[str, Any], dtype: str) -> list[dict[str, Any]]:
     """One step of each kind; the ledger is that of all so far."""
-    found = []
+    results = []
     for keys in KINDS.values():
         plan = Plan(**plan_keys, **keys)
         result = step(build(mesh, ModelConfig(**MODEL), plan, SHAPE, dtype, seed=1), plan)
-        found.append(result | {"ledger": mesh.ledger.rows()})
-    return found
+        results.append(result | {"ledger": mesh.ledger.rows()})
+    return results
 
 
 @pytest.mark.parametrize(("model", "plan", "shape"), PLANS)
@@ -145,13 +145,13 @@ def test_on_many_ranks_only_what_is_read_is_sent_again(
 
 
 def by_phase(rows: Any) -> dict[str, dict[tuple[str, str, str], LedgerTotal]]:
-    found: dict[str, dict[tuple[str, str, str], LedgerTotal]] = {}
+    totals: dict[str, dict[tuple[str, str, str], LedgerTotal]] = {}
     for entry in Ledger.from_rows(rows).entries():
         total = LedgerTotal(
             entry.count, entry.payload_bytes, entry.wire_bytes, entry.received_bytes
         )
-        found.setdefault(entry.phase, {})[entry.axis, entry.op, entry.caller] = total
-    return found
+        totals.setdefault(entry.phase, {})[entry.axis, entry.op, entry.caller] = total
+    return totals
 
 
 def saved_bytes(model: dict[str, Any], kind: str) -> int:

@@ -26,7 +26,7 @@ STRATEGIES = ("zero1", "zero2", "zero3", "parameter_server")
 #: Momentum keeps a state, which must be the one of the numbers that a rank owns.
 MOMENTUM = TRAIN | {"momentum": 0.7}
 
-#: Extra prediction layers, which use the units of embedding and head once more.
+#: Extra prediction layers, which also use the units of embedding and head.
 AHEAD = MODEL | {"num_mtp_layers": 2}
 TRAINED = MODELS | {
     "ahead": AHEAD,
@@ -84,8 +84,8 @@ CASES = rows(
 
 
 def under(plan: dict[str, Any], data: str) -> dict[str, Any]:
-    """`plan` with its states kept by `data`. A server needs a worker beside it: where there is no
-    data-parallel rank, half of the tensor-parallel ranks become some."""
+    """`plan` with its states kept by `data`. A server needs a worker: in a plan without
+    data-parallel ranks, half of the tensor-parallel ranks become data-parallel."""
     if data == "parameter_server" and plan.get("dp", 1) == 1:
         plan = plan | {"dp": 2, "tp": plan["tp"] // 2}
     return plan | {"data": data}
@@ -157,11 +157,11 @@ def test_versions_of_weights_whose_states_are_sharded(plan: dict[str, Any], dtyp
     expected = stream(*case)
     case = DEEP_MODEL, plan | {"dp": 2, "ep": 2, "data": "zero1"}, keys, EIGHT
     recorded = expected.schedule if plan["schedule"] == "ampnet" else None
-    found = stream(*case, recorded=recorded)
-    assert found.losses == expected.losses
+    streamed = stream(*case, recorded=recorded)
+    assert streamed.losses == expected.losses
     for name, weight in expected.weights.items():
-        assert torch.equal(found.weights[name], weight), name
-    assert found.copies == expected.copies
+        assert torch.equal(streamed.weights[name], weight), name
+    assert streamed.copies == expected.copies
 
 
 @pytest.mark.representative("zero2-bfloat16", "zero3-float32")

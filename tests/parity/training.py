@@ -1,4 +1,4 @@
-"""Train a few steps on one rank of any plan, and put the ranks' shards together again."""
+"""Train a few steps on one rank of any plan, and merge the ranks' shards."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ PADDED = Shape(padding=True)
 
 
 def shape_of(words: str) -> Shape:
-    """A shape in words: ``3x13 padded packed`` are 3 sequences of 13 tokens; 5x7 unless told."""
+    """A shape in words: ``3x13 padded packed`` are 3 sequences of 13 tokens; 5x7 by default."""
     sizes = [int(size) for size in words.split()[0].split("x")] if "x" in words else [5, 7]
     return Shape(*sizes, padding="padded" in words, packed="packed" in words)
 
 
 def keys_of(words: str) -> dict[str, Any]:
     """The keys of a section in words: ``dp=2 schedule=zb_h1 layers_per_stage=(7,1)``."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for word in words.split():
         key, _, value = word.partition("=")
         try:
-            found[key] = ast.literal_eval(value)
+            values[key] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def lines(table: str) -> Iterator[tuple[str, list[str], str]]:
@@ -84,7 +84,7 @@ def rows(table: str, models: Iterable[str] = ()) -> list[Any]:
     """Cases (model, keys of the plan, shape) of a table: see `lines`, `keys_of` and `shape_of`.
 
     Several models make a case each; ``...`` are all other `models`. A model with a star runs by
-    default, the others are slow. A case that stands twice counts where it stands first.
+    default, the others are slow. The first of two equal cases counts.
     """
     cases: dict[str, Any] = {}
     for names, plans, data in lines(table):
@@ -100,7 +100,7 @@ def rows(table: str, models: Iterable[str] = ()) -> list[Any]:
 
 
 class Trained(NamedTuple):
-    """Of every step: loss, aux loss, norm, loads; of the last: logical gradients and weights."""
+    """Loss, aux loss, norm, loads of every step; logical gradients and weights of the last one."""
 
     losses: list[float]
     aux: list[float]
@@ -126,11 +126,11 @@ def microbatches(
     valid = torch.rand(shape.global_batch, shape.seq_len, generator=generator) < 0.7
     begins = torch.rand(shape.global_batch, shape.seq_len, generator=generator) < 0.3
     own = shard_range(shape.global_batch, plan.dp, dp)
-    found = []
+    batches = []
     for index in range(plan.microbatches):
         part = shard_range(len(own), plan.microbatches, index)
         rows = slice(own.start + part.start, own.start + part.stop)
-        found.append(
+        batches.append(
             Batch(
                 tokens_BS=tokens[rows, :-1],
                 targets_BS=tokens[rows, 1:],
@@ -139,7 +139,7 @@ def microbatches(
                 documents_BS=begins[rows].cumsum(1) if shape.packed else None,
             ).to(mesh.device)
         )
-    return found
+    return batches
 
 
 def model_of(keys: Mapping[str, Any]) -> ModelConfig:
@@ -245,12 +245,12 @@ Part: TypeAlias = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]
 
 
 def owned(parallel: RankModel, tensors: Mapping[str, Tensor]) -> list[Part]:
-    """What this rank owns and counts of `tensors`, states of parameters by name."""
-    found: list[Part] = []
+    """Parts of `tensors`, states of parameters by name, that this rank owns and counts."""
+    parts: list[Part] = []
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
         if name in tensors and where.per_rank is not None and where.counts(own, parallel.mesh):
-            found += chosen(parallel, where, own, tensors[name])
+            parts += chosen(parallel, where, own, tensors[name])
         elif name in tensors and where.counts(own, parallel.mesh):
             slices = where.slices(parallel.mesh)
             for box in boxes([len(part) for part in slices], own.numbers):
@@ -259,14 +259,14 @@ def owned(parallel: RankModel, tensors: Mapping[str, Tensor]) -> list[Part]:
                     for part, first, length in zip(slices, box.offset, box.shape, strict=True)
                 )
                 tensor = part_of(tensors[name].detach(), own, box.numbers).view(box.shape)
-                found.append((name, where.shape, inside, tensor.clone()))
-    return found
+                parts.append((name, where.shape, inside, tensor.clone()))
+    return parts
 
 
 def chosen(parallel: RankModel, where: Placement, own: OwnRange, tensor: Tensor) -> list[Part]:
     """The same of a stack that holds some experts of a layer only: each of them as a part of the
     whole stack."""
-    found: list[Part] = []
+    parts: list[Part] = []
     shape = (parallel.model.config.num_experts, *where.shape[1:])
     inner = where.slices(parallel.mesh)[1:]
     sizes, experts = [len(part) for part in inner], where.experts(parallel.mesh)
@@ -280,8 +280,8 @@ def chosen(parallel: RankModel, where: Placement, own: OwnRange, tensor: Tensor)
             part = range(box.numbers.start + first, box.numbers.stop + first)
             piece = part_of(tensor.detach(), own, part).view(1, *box.shape).clone()
             expert = experts[place]
-            found.append((where.stack, shape, (range(expert, expert + 1), *inside), piece))
-    return found
+            parts.append((where.stack, shape, (range(expert, expert + 1), *inside), piece))
+    return parts
 
 
 def assemble(parts: list[list[Part]], some: bool = False) -> dict[str, Tensor]:
@@ -309,7 +309,7 @@ def train(
     on_rank: Callable[..., dict[str, Any]] = train_on_rank,
     predicts: bool = True,
 ) -> Trained:
-    """Train under `plan` on as many gloo ranks as it needs (in this process for one rank).
+    """Train on the gloo ranks of `plan` (in this process for one rank).
 
     `on_rank`: :func:`train_on_rank` or what changes it; `predicts`: the planner has predicted
     traffic and model states of every rank, to the byte.

@@ -102,8 +102,8 @@ def test_axes_have_the_same_ranks_just_where_their_groups_are_equal() -> None:
 
 def test_members_of_several_stages_have_a_bucket_of_their_own() -> None:
     tied = member("embedding.weight", 8, stages=(0, 1))
-    found = buckets([tied, *MODEL[1:-1]], "zero2")
-    assert [bucket.stages for bucket in found if bucket.members[-1] is tied] == [(0, 1)]
+    result = buckets([tied, *MODEL[1:-1]], "zero2")
+    assert [bucket.stages for bucket in result if bucket.members[-1] is tied] == [(0, 1)]
 
 
 @pytest.mark.parametrize(("ranks", "owners"), [(1, 1), (3, 3), (30, 30), (4, 1), (5, 2)])

@@ -74,7 +74,7 @@ def arguments(out: Path, **keys: Any) -> list[str]:
 
 
 def start(*args: str, python: str = sys.executable, **options: Any) -> subprocess.Popen[str]:
-    """The interpreter itself unless told otherwise: who kills a process wants to hit it."""
+    """A process of the interpreter itself by default, so that a kill hits the right process."""
     return subprocess.Popen(
         [python, "-m", "moemesh", *args],
         stdout=subprocess.PIPE,
@@ -95,7 +95,7 @@ def moemesh(
 
 
 def said(*words: object, code: int = 0, **options: Any) -> str:
-    """What the command says, which ends with this code."""
+    """Output of the command, which must end with this exit code."""
     done = moemesh(*map(str, words), **options)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -121,24 +121,24 @@ def killed(out: Path, is_so: Callable[[], object], **keys: Any) -> None:
 
 
 def processes_of(out: Path) -> dict[int, list[str]]:
-    """The processes of the run in `out`, with their environments; none where there is no /proc."""
-    found: dict[int, list[str]] = {}
+    """Processes of the run in `out`, with their environments; empty without a /proc."""
+    processes: dict[int, list[str]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if str(out) in (folder / "cmdline").read_bytes().decode().split("\0"):
                 variables = (folder / "environ").read_bytes().decode().split("\0")
-                found[int(folder.name)] = variables
-    return found
+                processes[int(folder.name)] = variables
+    return processes
 
 
 def interrupted(out: Path, number: int, code: int, **keys: Any) -> tuple[str, str]:
-    """A run that gets the signal behind its first step, and ends with this code; what it says."""
+    """Output of a run that gets the signal after its first step and ends with this exit code."""
     process = start(*arguments(out, **keys), python=commands.python())
     until((out / "metrics.jsonl").exists, process)
     process.send_signal(number)
-    told, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code, told + err
-    return told, err
+    output, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code, output + err
+    return output, err
 
 
 def train(out: Path, **keys: Any) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def config_of(folder: Path, **keys: Any) -> RunConfig:
 
 
 class _StopAfter:
-    """Asks for a stop behind so many steps."""
+    """A stop request after a number of steps."""
 
     exit_code = 143
     after = None
@@ -75,10 +75,10 @@ def test_four_then_three_then_two_ranks_are_one_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 7, 8, 12])
 def test_any_number_of_ranks_has_a_plan(tmp_path: Path, ranks: int) -> None:
     config = config_of(tmp_path, plan__tp=2, plan__dp=2)
-    found = fit(config, ranks, None, on_gpus=False)
-    assert found.plan.world_size == ranks and is_trained(config, found.plan)
-    given = load_run([], [*_as_given(config), *found.overrides()]).config
-    assert given.plan == found.plan
+    layout = fit(config, ranks, None, on_gpus=False)
+    assert layout.plan.world_size == ranks and is_trained(config, layout.plan)
+    given = load_run([], [*_as_given(config), *layout.overrides()]).config
+    assert given.plan == layout.plan
     for plan in islice(nearest(config, ranks), 3):
         assert plan.world_size == ranks and is_trained(config, plan)
 
@@ -102,8 +102,8 @@ def test_what_would_change_the_result_is_refused(tmp_path: Path) -> None:
 def test_ranks_of_torchrun_are_counted(tmp_path: Path) -> None:
     variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "3"}
     variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    found = fit_here(config_of(tmp_path), None, variables)
-    assert found.plan.world_size == 6 and not found.is_printed
+    layout = fit_here(config_of(tmp_path), None, variables)
+    assert layout.plan.world_size == 6 and not layout.is_printed
     assert fit_here(
         config_of(tmp_path), None, variables | {"RANK": "0", "LOCAL_RANK": "0"}
     ).is_printed

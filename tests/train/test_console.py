@@ -136,7 +136,7 @@ def test_rows_and_events_say_what_a_watcher_asks(tmp_path: Path) -> None:
     for row in rows:
         worst = max(one["max_over_mean"] for one in loads if one["step"] == row["step"])
         assert row["load_max_over_mean"] == pytest.approx(worst) and row["dropped_share"] == 0
-    # A second start, whose events stand behind those of the first.
+    # A second start, whose events come after those of the first.
     said(*arguments(out, train__steps=6))
     events = rows_of(out / "events.jsonl")
     kinds = [one["kind"] for one in events]

@@ -25,13 +25,15 @@ from tests.train.test_numerical_faults import MODEL, SHAPE
 
 
 def run(steps: list[list[int]], dropped: int = 0) -> list[str]:
-    told: list[str] = []
-    alarms = LoadAlarms(lambda text, kind: told.append(text), num_steps=3, entropy=0.5, dropped=0.1)
+    lines: list[str] = []
+    alarms = LoadAlarms(
+        lambda text, kind: lines.append(text), num_steps=3, entropy=0.5, dropped=0.1
+    )
     for step, experts in enumerate(steps, start=1):
         alarms.check(
             LayerLoads(step=step, layer=3, tokens_per_expert=tuple(experts), dropped=dropped)
         )
-    return told
+    return lines
 
 
 def test_dead_experts() -> None:
@@ -39,7 +41,7 @@ def test_dead_experts() -> None:
     assert run(dying) == []
     (line,) = run([*dying, [5, 0, 9, 5], [5, 0, 0, 5]])
     assert line == "alarm: step 5, layer 3: 1 expert (1) received no token for 3 steps"
-    # A token in between starts the count again.
+    # A token in between resets the count.
     assert run([*dying, [5, 1, 5, 5], [5, 0, 5, 5], [5, 0, 5, 5]]) == []
     # Different experts, each for less than three steps.
     assert run([[0, 5, 5], [5, 0, 5], [5, 5, 0], [0, 5, 5]]) == []
@@ -72,11 +74,11 @@ def test_a_collapse_of_the_last_steps_is_one_sentence() -> None:
 def test_the_end_of_a_run_tells_a_collapse(tmp_path: Path) -> None:
     keys = {"model__aux_loss_coefficient": 0.0, "model__experts_per_token": 1, "train__lr": 0.3}
     printed = said(*arguments(tmp_path / "run", train__steps=26, **keys))
-    told = printed.splitlines()[-1]
-    assert told.startswith("note: The router has collapsed in layer 1: "), printed
-    found = explain(Run.load(tmp_path / "run"))
-    assert told.removeprefix("note: ") in found.text
-    assert found.command.endswith("-model-aux_loss_coefficient-0-01")
+    note = printed.splitlines()[-1]
+    assert note.startswith("note: The router has collapsed in layer 1: "), printed
+    explanation = explain(Run.load(tmp_path / "run"))
+    assert note.removeprefix("note: ") in explanation.text
+    assert explanation.command.endswith("-model-aux_loss_coefficient-0-01")
 
 
 def test_drops() -> None:
@@ -86,12 +88,12 @@ def test_drops() -> None:
 
 
 def test_layers_ring_by_themselves_and_empty_steps_do_not() -> None:
-    told: list[str] = []
-    alarms = LoadAlarms(lambda text, kind: told.append(text), num_steps=2)
+    lines: list[str] = []
+    alarms = LoadAlarms(lambda text, kind: lines.append(text), num_steps=2)
     for step in range(1, 6):
         for layer in (1, 2):
             alarms.check(LayerLoads(step=step, layer=layer, tokens_per_expert=(7, 0, 7, 7)))
-    assert [line.split(":")[1] for line in told] == [" step 2, layer 1", " step 2, layer 2"]
+    assert [line.split(":")[1] for line in lines] == [" step 2, layer 1", " step 2, layer 2"]
     assert run([[0, 0, 0]] * 9) == []
 
 
@@ -228,9 +230,9 @@ def adversarial_on_rank(mesh: Mesh) -> tuple[list[tuple[str, str]], list[str]]:
     )
     parallel = build(mesh, config, PLAN, SHAPE, "float32", seed=1)
     kept: list[tuple[str, str]] = []
-    told: list[str] = []
+    logged: list[str] = []
     bounds = RowBounds(
-        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), log=told.append
+        parallel, 1, -100, keep=lambda text, kind: kept.append((text, kind)), log=logged.append
     )
     for step in (1, 2, 3):
         if step == 2:
@@ -241,19 +243,19 @@ def adversarial_on_rank(mesh: Mesh) -> tuple[list[tuple[str, str]], list[str]]:
         if step == 3:
             bounds.report(step)
     bounds.report(4)
-    assert not told, "two forwards of a hundred are none to speak of"
+    assert not logged, "two forwards of a hundred are too few to report"
     for step in (5, 6):
         for moe in parallel.model.moe_layers().values():
             moe.experts.num_bounded = int(mesh.rank == 2)
         bounds.report(step)
-    return kept, told
+    return kept, logged
 
 
 def test_the_rank_with_all_rows_is_named() -> None:
-    for kept, told in mesh_on_ranks(PLAN.layout, adversarial_on_rank):
+    for kept, logged in mesh_on_ranks(PLAN.layout, adversarial_on_rank):
         text, kind = kept[0]
         bound = 2 * PLAN.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch)
         assert kind == "rows" and text.startswith(
             f"step 3: more than {bound} rows were sent to rank 2 in 2 forwards of layers 1 since"
         )
-        assert len(kept) == 3 and len(told) == 1 and "100% of its forwards" in told[0]
+        assert len(kept) == 3 and len(logged) == 1 and "100% of its forwards" in logged[0]

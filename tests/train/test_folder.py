@@ -354,7 +354,7 @@ def test_the_refusal_shows_the_difference() -> None:
 
 
 def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
-    """Whatever the run folder says, and where there is none."""
+    """The checkpoint counts, whatever the run folder holds, and also without a run folder."""
     place = tmp_path / "kept"
     samples, others = (
         Samples(stream(np.arange(seed, 900) % 256, source="t"), seq_len=16, seed=0)

@@ -74,7 +74,7 @@ def test_scores_are_shares_and_plans_agree(trained: tuple[Path, Path], tmp_path:
 def test_a_run_trains_the_table_and_resumes(trained: tuple[Path, Path], tmp_path: Path) -> None:
     run, text = trained
     table = tmp_path / "table.json"
-    found = scores(run, text, table, "--experts-per-layer", "2", "--score", "token")
+    choice = scores(run, text, table, "--experts-per-layer", "2", "--score", "token")
     out = str(tmp_path / "tuned")
     arguments = ["train", *SMALL, "--set", f"train.esft={table}", "--out", out]
     said(*arguments, "--set", "train.steps=2")
@@ -89,10 +89,10 @@ def test_a_run_trains_the_table_and_resumes(trained: tuple[Path, Path], tmp_path
     table.unlink()
     # The run has a copy of its table.
     said("evaluate", out, "--data", str(text), "--seq-len", "16")
-    found["experts"]["1"] = [7] if found["experts"]["1"] != [7] else [6]
-    table.write_text(json.dumps(found))
-    told = said(*arguments, "--set", "train.steps=4", code=2)
-    assert "the run in this folder trains" in told
+    choice["experts"]["1"] = [7] if choice["experts"]["1"] != [7] else [6]
+    table.write_text(json.dumps(choice))
+    error = said(*arguments, "--set", "train.steps=4", code=2)
+    assert "the run in this folder trains" in error
 
 
 def test_windows_are_no_longer_than_the_positions_of_the_model() -> None:
@@ -124,7 +124,7 @@ pytest.importorskip("transformers")
 
 
 class Model:
-    """Writes one of its `texts`, then "x" for ever; `prompts` are what it was asked."""
+    """Writes one of its `texts`, then "x" for ever; `prompts` are those that it was given."""
 
     def __init__(self, tokenizer: Tokenizer, texts: list[str]) -> None:
         self.tokenizer, self.texts, self.prompts = tokenizer, texts, list[str]()
@@ -142,9 +142,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def on_one_rank(config: Any, work: Callable[[Mesh], str], *more: str) -> int:
-    """In place of `generation.on_ranks`: in this process."""
-    if found := work(Mesh.single("cpu")):
-        print(found)
+    """Run the work in this process, as a replacement of `generation.on_ranks`."""
+    if text := work(Mesh.single("cpu")):
+        print(text)
     return 0
 
 
@@ -166,7 +166,7 @@ Generated = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def generated(folder: Path, capsys: pytest.CaptureFixture[str]) -> Generated:
-    """What `moemesh generate` writes, to stdout and stderr; with its chat template by default."""
+    """Output of `moemesh generate` on stdout and stderr; with its chat template by default."""
 
     def generate(prompt: str | None, *, chat: bool = True, **options: Any) -> tuple[str, str]:
         generation.generate(folder, prompt, chat=chat, **options)
@@ -181,8 +181,8 @@ def test_one_answer(answering: Callable[..., Model], generated: Generated) -> No
     assert model.prompts == ["<system>Be brief.</s>\n<user>3 + 4?</s>\n<assistant>"]
     assert generated("3 + 4?", max_tokens=5)[0] == "abcxx\n"
     assert model.prompts[1] == "<user>3 + 4?</s>\n<assistant>"
-    found = json.loads(generated("3 + 4?", as_json=True)[0])
-    assert found["text"] == "It is 7." and len(found["tokens"]) == 12
+    answer = json.loads(generated("3 + 4?", as_json=True)[0])
+    assert answer["text"] == "It is 7." and len(answer["tokens"]) == 12
 
 
 def test_prompts_of_a_file_are_answered_together_as_each_alone(
@@ -278,13 +278,13 @@ def test_a_conversation_at_the_terminal(
     model = answering("One <.</s>", "Two.</s>")
     lines = iter(["first?", "", " second? ", last])
 
-    def asked(prompt: str) -> str:
+    def answer(prompt: str) -> str:
         line = next(lines)
         if line is None:
             raise EOFError
         return line
 
-    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     out, err = generated(None)
     first = "<user>first?</s>\n<assistant>"

@@ -192,7 +192,7 @@ def test_a_run_goes_on_with_experts_where_they_were(
 ) -> None:
     keys = MOVING | {"train__checkpoint_every": 4}
     whole = losses(train(tmp_path / "run", **keys))
-    # As if it had been killed behind step 4, when experts have moved.
+    # The state of a run that was killed after step 4, when experts have moved.
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
     again = losses(train(tmp_path / "run", **keys | resumed))
     if resumed:
@@ -279,14 +279,14 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     more = ["--set", "train.epochs=0.0013", "--out", "run"]
     original = (folder / "b" / "two.jsonl").read_text()
     (folder / "b" / "two.jsonl").write_text(original.replace("w1 ", "w2 "))
-    told = runs.said("train", "run.toml", *more, code=2, cwd=folder)
+    error = runs.said("train", "run.toml", *more, code=2, cwd=folder)
     assert (
-        "  b: " in told
-        and "the same number, but other tokens" in told
-        and "--allow-change data" in told
+        "  b: " in error
+        and "the same number, but other tokens" in error
+        and "--allow-change data" in error
     )
-    assert "  a.jsonl: " not in told
-    # Put back, or accepted, the run goes on.
+    assert "  a.jsonl: " not in error
+    # The run continues with the file restored, or with the change allowed.
     (folder / "b" / "two.jsonl").write_text(original)
     assert f"resumed from step {steps}" in runs.said("train", "run.toml", *more, cwd=folder)
     write_lines(folder / "b" / "three.jsonl", 5, 9)
@@ -301,5 +301,5 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     vocabulary = made["model"]["vocab"]
     vocabulary["w"], vocabulary["x"] = vocabulary["x"], vocabulary["w"]
     file.write_text(json.dumps(made))
-    told = runs.said("train", "run.toml", *last, code=2, cwd=folder)
-    assert told.count("the same number, but other tokens") == 2
+    error = runs.said("train", "run.toml", *last, code=2, cwd=folder)
+    assert error.count("the same number, but other tokens") == 2

@@ -33,7 +33,7 @@ steps = {steps}
 def write_long_run(
     folder: Path, *, steps: int = 100_000, layers: int = 48, experts: int = 128, bins: int = 255
 ) -> Path:
-    """A run of `steps` steps with as many bins of loads as ``train.load_bins = 128`` leaves."""
+    """A run of `steps` steps, whose loads are in the bins that ``train.load_bins = 128`` leaves."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(CONFIG.format(layers=layers, experts=experts, steps=steps))
     with (folder / "metrics.jsonl").open("w") as file:

@@ -105,8 +105,8 @@ def test_a_run_whose_folder_is_lost_stops(tmp_path: Path, ranks: int, how: str) 
     runs.until(lambda: (out / "checkpoints/step-10").exists(), process)
     moved = _lose(out, how)
     before = sorted(out.rglob("*"))
-    told, err = process.communicate(timeout=runs.PATIENCE)
-    assert process.returncode == 1 and "Traceback" not in err, told + err
+    output, err = process.communicate(timeout=runs.PATIENCE)
+    assert process.returncode == 1 and "Traceback" not in err, output + err
     assert "renamed, deleted" in err or "replaced" in err
     assert sorted(out.rglob("*")) == before
     if moved is None:
@@ -124,8 +124,10 @@ def test_a_run_whose_folder_is_lost_stops(tmp_path: Path, ranks: int, how: str) 
 def _last_save(
     monkeypatch: pytest.MonkeyPatch, outcomes: list[str], stops: list[bool]
 ) -> list[str]:
-    """What the console gets from the save of step 6 of 6, the last one saved being 4; `outcomes`:
-    of the attempts; `stops`: whether a stop was requested, after each of them."""
+    """Console lines of the save of step 6 of 6, after a last saved step of 4.
+
+    `outcomes`: of the attempts; `stops`: whether a stop was requested, after each attempt.
+    """
     monkeypatch.setattr(session_module, "_ROOM_SECONDS", 0.01)
     said = list[str]()
     attempts = iter(outcomes)

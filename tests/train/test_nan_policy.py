@@ -55,7 +55,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 class Spoiled(NamedTuple):
-    """Of a run on one rank: exception or "", its facts; on rank 0 also events and rows."""
+    """Result of a run on one rank: exception or "", its facts; on rank 0 also events and rows."""
 
     error: str
     facts: dict[str, Any]
@@ -68,8 +68,8 @@ class Spoiled(NamedTuple):
 def run_on_rank(
     mesh: Mesh, folder: Path, keys: dict[str, Any], bad_step: int, damage: bool
 ) -> Spoiled:
-    """Train; whatever reads the first sample of step `bad_step` meets a NaN in layer 2, or with
-    `damage` a weight of rank 1 becomes NaN behind the update of that step, once."""
+    """Train with one injected NaN: the first sample of step `bad_step` gets it in layer 2, or with
+    `damage` a weight of rank 1 becomes NaN after the update of that step, once."""
     config = config_of(folder, **SETTINGS | keys)
     # Another rank may have begun to write there.
     run = RunFolder.open(folder / "run", "auto" if mesh.rank == 0 else None)
@@ -111,7 +111,7 @@ def run_on_rank(
     plain_save = SaveJob.run
 
     def save(self: SaveJob) -> None:
-        # With `damage`, longer than the steps up to it: the run ends while a save is under way.
+        # With `damage`, longer than the steps up to it: the run ends while a save is pending.
         time.sleep(0.5 * damage)
         plain_save(self)
 
@@ -165,9 +165,9 @@ def test_a_step_is_skipped_and_its_origin_is_told(tmp_path: Path, plan: str) -> 
     first, *others = run(tmp_path, plan)
     assert not first.error and all(rank.finite for rank in (first, *others))
     assert first.steps == list(range(1, STEPS + 1)) and first.position == STEPS * BATCH
-    (told,) = of_kind(first.events, "skipped")
-    assert told.startswith(f"step {BAD}: ") and "layers.2.attention is NaN first" in told
-    assert "microbatch 0" in told and "moemesh replay" in told
+    (message,) = of_kind(first.events, "skipped")
+    assert message.startswith(f"step {BAD}: ") and "layers.2.attention is NaN first" in message
+    assert "microbatch 0" in message and "moemesh replay" in message
 
 
 @pytest.mark.representative("synchronous")
@@ -176,10 +176,10 @@ def test_a_run_goes_back_and_leaves_the_samples_out(tmp_path: Path, plan: str) -
     first, *others = run(tmp_path, plan, train__on_nonfinite="rollback")
     assert not first.error and all(rank.finite for rank in (first, *others))
     assert first.steps == list(range(1, STEPS + 1))
-    (told,) = of_kind(first.events, "rollback")
+    (message,) = of_kind(first.events, "rollback")
     start = 2 * BATCH
-    assert f"back to the checkpoint of step 2; the samples {start} to " in told
-    end = int(told.split(" of the data order")[0].split(" to ")[-1]) + 1
+    assert f"back to the checkpoint of step 2; the samples {start} to " in message
+    end = int(message.split(" of the data order")[0].split(" to ")[-1]) + 1
     # Every sample up to the position was read once by a step that counts, or is named.
     assert first.position == STEPS * BATCH + (end - start) and end >= BAD * BATCH
 
@@ -210,15 +210,15 @@ def test_skips_are_bounded_and_the_advice_is_not_the_same_command(tmp_path: Path
     # No checkpoint is made of steps that are skipped, in the place of an older one.
     saved = [int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")]
     assert max(saved, default=0) <= rank.facts["finite_step"]
-    told = [*of_kind(rank.events, "skipped"), rank.error]
+    messages = [*of_kind(rank.events, "skipped"), rank.error]
     # The weights are the cause, not the samples of a step.
-    assert all("; samples " not in one for one in told[-3:])
+    assert all("; samples " not in one for one in messages[-3:])
     bundle = Path(rank.facts["bundle"])
     body = json.loads((bundle / "bundle.json").read_text())
     ranks = mesh_on_ranks(Plan(dp=2, ep=2).layout, replay_on_rank, bundle, [])
-    for found in (*ranks, replay_on_rank(Mesh.single("cpu"), bundle, list(ALONE))):
-        assert (found.phase, found.name) == (body["found"]["phase"], rank.facts["module"])
-        assert found.microbatch == body["found"]["microbatch"]
+    for origin in (*ranks, replay_on_rank(Mesh.single("cpu"), bundle, list(ALONE))):
+        assert (origin.phase, origin.name) == (body["found"]["phase"], rank.facts["module"])
+        assert origin.microbatch == body["found"]["microbatch"]
     with pytest.raises(UserError, match="not a replay bundle"):
         ReproBundle(tmp_path, [])
 
@@ -237,10 +237,10 @@ def test_each_step_in_a_row_names_its_own_samples() -> None:
 
     def examine(step: int, wants_bundle: bool) -> tuple[NonfiniteOrigin, str | None]:
         asked.append((step, wants_bundle))
-        found = NonfiniteOrigin(
+        origin = NonfiniteOrigin(
             phase="loss", rank=0, ranks=(0,), value="NaN", samples=(100 + step,)
         )
-        return found, "failures/step-4" if wants_bundle else None
+        return origin, "failures/step-4" if wants_bundle else None
 
     nothing = torch.zeros(0, 0, dtype=torch.int64)
     bad = StepResult(
@@ -262,7 +262,7 @@ def test_each_step_in_a_row_names_its_own_samples() -> None:
 
 
 def test_bundles_are_bounded(tmp_path: Path) -> None:
-    """What would be too large has no weights, and says so when it is replayed."""
+    """A bundle that would be too large has no weights, and its replay reports that."""
     keys: dict[str, Any] = {"train__lr": 1e30, "train__bundle_gib": 1e-4, "train__max_skips": 2}
     rank, _ = run(tmp_path, "synchronous", bad_step=100, **keys)
     bundle = Path(rank.facts["bundle"])
@@ -297,7 +297,7 @@ def test_copies_are_compared_before_they_are_saved(tmp_path: Path) -> None:
 
 
 def scores(losses: np.ndarray) -> np.ndarray:
-    """Of many losses at once, as :class:`Spikes` judges them one by one."""
+    """Scores of many losses at once, which :class:`Spikes` computes one after another."""
     windows = np.lib.stride_tricks.sliding_window_view(losses[:-1], WINDOW)
     centre = np.median(windows[:, -CENTRE:], axis=1)
     spread = 1.4826 / np.sqrt(2) * np.median(np.abs(np.diff(windows, axis=1)), axis=1)
@@ -310,29 +310,29 @@ def test_noise_raises_no_alarm(slope: float) -> None:
     generator = np.random.default_rng(0)
     steps = np.arange(100_000)
     losses = 3 + slope * np.exp(-steps / 300) + 0.05 * generator.normal(size=len(steps))
-    found = scores(losses)
+    all_scores = scores(losses)
     judge = Spikes(7.0)
     judged = [judge.score(loss) for loss in losses[: WINDOW + 200]]
-    assert judged[WINDOW:] == pytest.approx(found[:200].tolist())
+    assert judged[WINDOW:] == pytest.approx(all_scores[:200].tolist())
     assert judged[:LEAST] == [0.0] * LEAST
-    assert sum(judge.is_spike(score) for score in found) <= 1
+    assert sum(judge.is_spike(score) for score in all_scores) <= 1
 
 
 def test_spikes_of_ten_deviations_are_found() -> None:
     generator = np.random.default_rng(1)
-    judge, found = Spikes(7.0), 0
+    judge, num_spikes = Spikes(7.0), 0
     noise = generator.normal(size=(400, WINDOW + 1))
     noise[:, -1] += 10
     for losses in 3 + 0.05 * noise:
-        found += judge.is_spike(float(scores(losses)[0]))
-    assert found >= 0.95 * len(noise)
+        num_spikes += judge.is_spike(float(scores(losses)[0]))
+    assert num_spikes >= 0.95 * len(noise)
 
 
 def test_a_judge_goes_on_from_its_state() -> None:
     losses = [3 + 0.1 * ((7 * n) % 5) for n in range(60)]
     whole, first, second = Spikes(7.0), Spikes(7.0), Spikes(7.0)
     expected = [whole.score(loss) for loss in losses]
-    found = [first.score(loss) for loss in losses[:40]]
+    head = [first.score(loss) for loss in losses[:40]]
     second.load_state(json.loads(json.dumps(first.state())))
-    assert found + [second.score(loss) for loss in losses[40:]] == expected
+    assert head + [second.score(loss) for loss in losses[40:]] == expected
     assert max(expected) < 7 and whole.is_spike(whole.score(10.0))

@@ -60,11 +60,11 @@ def signal_all(name: str, number: int) -> None:
 def pids(name: str) -> dict[int, str]:
     """The processes of a host, with their command lines."""
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-    found: dict[int, str] = {}
+    processes: dict[int, str] = {}
     for pid in map(int, listed.stdout.split()):
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-        found[pid] = command
-    return found
+        processes[pid] = command
+    return processes
 
 
 def ranks(name: str) -> list[int]:
@@ -76,9 +76,9 @@ def ranks(name: str) -> list[int]:
     ]
 
 
-def wait_for(found: Any) -> float:
-    """Until `found()` is so; returns when."""
-    until(found)
+def wait_for(condition: Any) -> float:
+    """Wait until `condition()` is true; returns the time."""
+    until(condition)
     return time.monotonic()
 
 
@@ -126,7 +126,7 @@ def test_a_cut_is_named_on_both_sides(tmp_path: Path, dies: bool) -> None:
 
 
 def test_a_host_that_is_suspended_is_no_cut(tmp_path: Path) -> None:
-    """Its kernel answers for its processes; the run goes on with it."""
+    """The kernel of the host answers for its processes; the run continues with it."""
     out = tmp_path / "run"
     command = arguments(out, plan__dp=2, train__steps=100_000)
     with hosts.hosts(2, "1gbit") as names, nodes(names, command) as started:

@@ -87,7 +87,7 @@ def injected(
 
 
 def _parameter(parallel: RankModel, where: Injection) -> tuple[str, nn.Parameter, int | None]:
-    """Name, tensor and local row (None: the expert is not here, or there are no experts)."""
+    """Name, tensor and local row (None: the expert is on another rank, or no expert exists)."""
     prefix = f"layers.{where.layer}."
     if where.expert is None:
         name = prefix + "attention.output"
@@ -239,8 +239,8 @@ def _loss(parallel: RankModel, where: Injection, hits: list[Hit]) -> Iterator[No
 
 
 class Outcome(NamedTuple):
-    """Of one injection on one rank: whether the step was skipped, whether weights and moments are
-    bit for bit what they were, what was found, and what was hit here."""
+    """Result of one injection on one rank: whether the step was skipped, whether weights and
+    moments are unchanged bit for bit, the detected origin, and the tensors hit on this rank."""
 
     skipped: bool
     is_unchanged: bool
@@ -251,7 +251,7 @@ class Outcome(NamedTuple):
 def inject_on_rank(
     mesh: Mesh, plan_keys: dict[str, Any], injections: Sequence[Injection], keys: dict[str, Any]
 ) -> list[Outcome]:
-    """One sound step, then one step with each of the injections, then a sound step again."""
+    """One sound step, then one step with each of the injections, then another sound step."""
     plan, config = Plan(**plan_keys), ModelConfig(**MODEL | keys)
     parallel = build(mesh, config, plan, SHAPE, "float32", seed=1)
     optimizer = Optimizer.of(parallel, TrainConfig(lr=1e-2))
@@ -262,7 +262,7 @@ def inject_on_rank(
         return result.skipped
 
     assert not step(1, microbatches(config, plan, SHAPE, 1, mesh))
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for number, where in enumerate(injections, start=2):
         batches = microbatches(config, plan, SHAPE, number, mesh)
         before = _state(parallel, optimizer)
@@ -273,12 +273,12 @@ def inject_on_rank(
         same = before.keys() == after.keys() and all(
             torch.equal(before[name], after[name]) for name in before
         )
-        found.append(Outcome(skipped, same, finding, hits))
+        outcomes.append(Outcome(skipped, same, finding, hits))
     batches = microbatches(config, plan, SHAPE, 1000, mesh)
     sound = examine(parallel, optimizer, batches, IDS)
     assert sound.phase == "unrepeated", f"found in a sound step: {sound}"
     assert not step(1000, batches)
-    return found
+    return outcomes
 
 
 def _state(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -301,7 +301,7 @@ NAN, INF = math.nan, math.inf
 
 
 def check(where: Injection, outcomes: list[Outcome]) -> None:
-    """Of one injection on all ranks."""
+    """Check the outcomes of one injection on all ranks."""
     hits = [hit for outcome in outcomes for hit in outcome.hits]
     finding = outcomes[0].finding
     assert all(outcome.finding == finding for outcome in outcomes), "ranks differ"
@@ -332,22 +332,24 @@ def check(where: Injection, outcomes: list[Outcome]) -> None:
 
 
 def injections(plan: Plan, ranks: list[int], layers: list[int]) -> list[Injection]:
-    found: list[Injection] = [Injection("loss", 0, token, 0, value=INF) for token in (3, 5)]
+    injections: list[Injection] = [Injection("loss", 0, token, 0, value=INF) for token in (3, 5)]
     for number, rank in enumerate(ranks):
         for layer in layers:
             microbatch = (number + layer) % plan.microbatches
             value = (NAN, INF)[(number + layer) % 2]
             at = (rank, layer, microbatch)
-            found.append(Injection("weight", *at, expert=None, value=value))
-            found.append(Injection("weight gradient", *at, expert=None, value=value))
+            injections.append(Injection("weight", *at, expert=None, value=value))
+            injections.append(Injection("weight gradient", *at, expert=None, value=value))
             for expert in (0, 3):
-                found.append(Injection("weight", *at, expert=expert, value=value))
-                found.append(Injection("weight gradient", *at, expert=expert, value=value))
+                injections.append(Injection("weight", *at, expert=expert, value=value))
+                injections.append(Injection("weight gradient", *at, expert=expert, value=value))
             for module in ("attention", "feed_forward"):
-                found.append(Injection("activation", *at, module=module, value=value))
-                found.append(Injection("gradient", *at, module=module, value=value))
-            found.append(Injection("activation", *at, module="feed_forward.experts", value=value))
-    return found
+                injections.append(Injection("activation", *at, module=module, value=value))
+                injections.append(Injection("gradient", *at, module=module, value=value))
+            injections.append(
+                Injection("activation", *at, module="feed_forward.experts", value=value)
+            )
+    return injections
 
 
 def run(plan_keys: dict[str, Any], ranks: list[int], layers: list[int], **keys: Any) -> int:
@@ -356,10 +358,10 @@ def run(plan_keys: dict[str, Any], ranks: list[int], layers: list[int], **keys: 
     if plan.schedule in ("chimera", "dualpipe", "terapipe"):
         # Gradients of weights do not come once a microbatch on every rank.
         cases = [case for case in cases if case.kind != "weight gradient"]
-    found = mesh_on_ranks(plan.layout, inject_on_rank, plan_keys, cases, keys)
+    outcomes = mesh_on_ranks(plan.layout, inject_on_rank, plan_keys, cases, keys)
     for number, where in enumerate(cases):
-        check(where, [rank[number] for rank in found])
-    return sum(any(rank[number].hits for rank in found) for number in range(len(cases)))
+        check(where, [rank[number] for rank in outcomes])
+    return sum(any(rank[number].hits for rank in outcomes) for number in range(len(cases)))
 
 
 def test_one_rank() -> None:
@@ -405,14 +407,14 @@ QKV = "layers.2.attention.qkv"
 def flip_on_rank(
     mesh: Mesh, plan_keys: dict[str, Any], flips: list[tuple[int, str]]
 ) -> list[tuple[list[Mismatch], bool, list[Mismatch]]]:
-    """Of each flip: what the vote says, whether it was repaired, what the next vote says."""
+    """Results of each flip: mismatches of the vote, whether it was repaired, those after it."""
     plan = Plan(**plan_keys)
     parallel = build(mesh, ModelConfig(**MODEL), plan, SHAPE, "float32", seed=1)
     optimizer = Optimizer.of(parallel, TrainConfig())
     vote = ReplicaChecksums(parallel, optimizer, TrainConfig(), lambda text, kind: None)
     assert not vote.compare(), "copies differ from the start"
     entries = mesh.ledger.entries()
-    found: list[tuple[list[Mismatch], bool, list[Mismatch]]] = []
+    votes: list[tuple[list[Mismatch], bool, list[Mismatch]]] = []
     for number, (rank, name) in enumerate(flips):
         held = dict(parallel.model.named_parameters()).get(name)
         before = None if held is None else held.detach().clone()
@@ -427,9 +429,9 @@ def flip_on_rank(
             assert held is None or torch.equal(held, before)
         elif held is not None:
             held.data.copy_(before)
-        found.append((said, repaired, left))
+        votes.append((said, repaired, left))
     assert mesh.ledger.entries() == entries, "votes are not entered"
-    return found
+    return votes
 
 
 @pytest.mark.representative("0")

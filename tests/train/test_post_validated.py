@@ -1,4 +1,4 @@
-"""Optimizer steps that can be taken back; and `moemesh train` with validation behind the step."""
+"""Optimizer steps that can be undone, and `moemesh train` with validation after the step."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def _gradients(optimizer: Optimizer, step: int) -> dict[str, Tensor]:
 
 
 def _everything(optimizer: Optimizer) -> dict[str, Tensor]:
-    found = {f"parameter.{n}": p.detach() for n, p in optimizer._parameters.items()}
-    found |= {f"master.{name}": master.detach() for name, master in optimizer.masters.items()}
+    states = {f"parameter.{n}": p.detach() for n, p in optimizer._parameters.items()}
+    states |= {f"master.{name}": master.detach() for name, master in optimizer.masters.items()}
     for kind, tensors in optimizer.state().items():
-        found |= {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
-    return found
+        states |= {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
+    return states
 
 
 @pytest.mark.parametrize("done", [0, 1, 3])
@@ -88,7 +88,7 @@ def test_a_step_taken_back_leaves_no_trace(
 
 @pytest.mark.slow
 def test_a_run_has_the_metrics_of_one_that_validates_before(tmp_path: Path) -> None:
-    """Losses, norms, loads, validations, in order; also when it goes on from a checkpoint."""
+    """Losses, norms, loads, validations, in order; also when the run resumes from a checkpoint."""
     before = runs.train(tmp_path / "before", **KEYS)
     clipped = [row["step"] for row in before if row["grad_norm"] > 1.6]
     # Step 5 is taken early, step 6 and what was built on it are taken back.

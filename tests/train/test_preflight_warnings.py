@@ -1,4 +1,4 @@
-"""What is said before a run starts, what cannot fit, and disks that are full or fill up."""
+"""Warnings before a run starts, runs that cannot fit, and disks that are full or fill up."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_memory_that_is_short_names_the_nearest_change(
     warning = memory_warning(config, memory)
     assert warning is not None and change in warning
     assert f"need {format_bytes(needed)} by prediction" in warning
-    # The change is legal, and what it is said to need is what it needs.
+    # The change is legal, and it needs the memory that the warning prints.
     given = re.findall(r"(\w+\.\w+) = ([\w\"]+)", warning.partition(": ")[2])
     changed = load_run([], [*overrides, *(f"{key}={value}" for key, value in given)], {}).config
     smaller = sum(predicted_memory(changed, rank).peak for rank in ranks)
@@ -170,7 +170,7 @@ def test_json_that_is_trained_on_as_text_is_named(tmp_path: Path, key: str) -> N
         return [f"data.{names[key][0]}={file}", f"data.{names[key][1]}={format}"]
 
     assert said(*given("chats.jsonl", "jsonl")) == [] == said(*given("plain.txt", "text"))
-    assert said(*given("gone.jsonl", "text")) == []  # told where the data is looked at
+    assert said(*given("gone.jsonl", "text")) == []  # reported where the data is opened
     for format in ("text", "bytes"):
         (remark,) = said(*given("chats.jsonl", format))
         assert f"= {format} trains on {tmp_path / 'chats.jsonl'} as text: 20 of " in remark
@@ -264,7 +264,7 @@ def test_advice_speaks_of_a_checkpoint_only_where_one_is(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_cannot_write_its_last_files_has_ended_well(tmp_path: Path, ranks: int) -> None:
-    """What it was started for is saved; that it trains again would help nobody."""
+    """The last checkpoint is saved; another start would be of no use."""
     run = tmp_path / "run"
     keys = {"plan__dp": ranks, "train__restarts": 0}
     runs.said(*runs.arguments(run, **keys), "--stop-after", "2")

@@ -1,4 +1,4 @@
-"""What `moemesh train` looks at before torch: `--dry-run`, `config check`, paths, permissions."""
+"""Checks of `moemesh train` before torch: `--dry-run`, `config check`, paths, permissions."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.train.runs import sets
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("some text\n" * 800)
     return tmp_path
 
 
-def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
+def test_a_dry_run_says_all_and_writes_nothing(folder: Path) -> None:
     given = ["data.path=a.txt", "plan.dp=2", "plan.ep=2", "data.seq_len=32", "train.steps=3"]
     given.append("train.warmup_steps=4")
     done = run_guarded({"torch"}, "train", "--dry-run", *sets(*given))
@@ -50,29 +50,29 @@ def test_a_dry_run_says_all_and_writes_nothing(here: Path) -> None:
         r"memory   [\d.]+ MiB held, predicted, of rank \d, the fullest rank: ", done.stdout
     )
     assert "checkpoints/step-3\n" in done.stdout
-    assert [path.name for path in here.iterdir()] == ["a.txt"]
+    assert [path.name for path in folder.iterdir()] == ["a.txt"]
 
 
 def test_a_dry_run_and_a_run_count_the_epochs_of_each_source_alike(
-    here: Path, invoke: Invoke
+    folder: Path, invoke: Invoke
 ) -> None:
-    (here / "b.txt").write_text("other words\n" * 9_000)
+    (folder / "b.txt").write_text("other words\n" * 9_000)
     given = ["data.sources=[{path='a.txt', weight=0.5}, {path='b.txt', weight=0.5}]"]
     given += ["data.seq_len=32", "train.epochs=1", "data.global_batch=64", "model.num_layers=2"]
     code, out, _ = invoke("train", "--dry-run", *sets(*given))
     assert code == 0
     read = re.findall(r"50\.00%  .*, ([\d.]+) epochs", out)
-    # Half of as many samples as both have, over those of each: 237 and 3,206 of 95 in 100.
+    # Half of the samples of both, over those of each: 237 and 3,206 of 95 in 100.
     steps = -(-(237 + 3206) // 64)
     assert read == [f"{steps * 32 / size:.3g}" for size in (237, 3206)]
     assert "data     2 sources, 64 x 32 a step" in out
 
 
-def test_a_dry_run_of_a_run_that_goes_on(here: Path, invoke: Invoke) -> None:
+def test_a_dry_run_of_a_run_that_goes_on(folder: Path, invoke: Invoke) -> None:
     for step in (5, 10):
-        (here / f"run/checkpoints/step-{step}").mkdir(parents=True)
-    (here / "run/config.toml").write_text(resolved_toml(load_run([], ["data.path=a.txt"]).config))
-    (here / "run/plan.json").write_text("{}")
+        (folder / f"run/checkpoints/step-{step}").mkdir(parents=True)
+    (folder / "run/config.toml").write_text(resolved_toml(load_run([], ["data.path=a.txt"]).config))
+    (folder / "run/plan.json").write_text("{}")
     given = ["--out", "run", "--set", "data.path=a.txt", "--set", "plan.dp=2"]
     code, out, _ = invoke("train", "--dry-run", *given)
     assert code == 0
@@ -85,11 +85,11 @@ def test_a_dry_run_of_a_run_that_goes_on(here: Path, invoke: Invoke) -> None:
     assert invoke("train", "--dry-run", *given)[0] == 0
 
 
-def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(here: Path, invoke: Invoke) -> None:
-    (here / "kept/a/checkpoints/step-5").mkdir(parents=True)
+def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(folder: Path, invoke: Invoke) -> None:
+    (folder / "kept/a/checkpoints/step-5").mkdir(parents=True)
     recorded = load_run([], ["data.path=a.txt", "train.steps=10"]).config
-    (here / "kept/a/config.toml").write_text(resolved_toml(recorded))
-    (here / "kept/a/plan.json").write_text("{}")
+    (folder / "kept/a/config.toml").write_text(resolved_toml(recorded))
+    (folder / "kept/a/plan.json").write_text("{}")
     given = ["train", "kept/a", "--dry-run"]
     code, out, _ = invoke(*given, "--set", "plan.dp=2")
     assert code == 0 and "resume   from kept/a/checkpoints/step-5\n" in out
@@ -107,10 +107,10 @@ def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(here: Path, invoke: I
     assert "warmup" not in out
 
 
-def test_a_folder_in_use_is_refused_before_any_data_is_read(here: Path, invoke: Invoke) -> None:
-    (here / "run").mkdir()
+def test_a_folder_in_use_is_refused_before_any_data_is_read(folder: Path, invoke: Invoke) -> None:
+    (folder / "run").mkdir()
     given = ["train", "--dry-run", "--out", "run", "--set", "data.path=gone"]
-    lease = Lease.take(here / "run")
+    lease = Lease.take(folder / "run")
     code, _, error = invoke(*given)
     assert code == 2 and f"run is in use by another run (pid {os.getpid()} on" in error
     assert "gone" not in error
@@ -142,58 +142,58 @@ def test_a_folder_in_use_is_refused_before_any_data_is_read(here: Path, invoke: 
     ],
 )
 def test_nothing_is_converted_into_a_folder_that_holds_anything(
-    here: Path, invoke: Invoke, given: str
+    folder: Path, invoke: Invoke, given: str
 ) -> None:
     for name in ("run", "other"):
-        (here / name / "checkpoints/step-1").mkdir(parents=True)
+        (folder / name / "checkpoints/step-1").mkdir(parents=True)
         for file in ("config.toml", "metrics.jsonl", "checkpoints/step-1/manifest.json"):
-            (here / name / file).write_text(name)
-    (here / "stored/checkpoints/step-0").mkdir(parents=True)
-    (here / "notes").mkdir()
-    (here / "notes/mine.md").write_text("mine")
+            (folder / name / file).write_text(name)
+    (folder / "stored/checkpoints/step-0").mkdir(parents=True)
+    (folder / "notes").mkdir()
+    (folder / "notes/mine.md").write_text("mine")
     for name in ("folder", "tuned", "delta"):
-        (here / name).mkdir()
+        (folder / name).mkdir()
         for file in ("config.json", "model.safetensors"):
-            (here / name / file).write_text(name)
-    before = {path: path.is_file() and path.read_bytes() for path in here.rglob("*")}
+            (folder / name / file).write_text(name)
+    before = {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
     source, out, *options = given.split()
     code, printed, error = invoke("convert", source, out, *options)
     assert (code, printed) == (2, "") and f"{out}" in error, error
     assert f"the conversion of {source} would be mixed with it" in error or out == "a.txt"
-    assert {path: path.is_file() and path.read_bytes() for path in here.rglob("*")} == before
+    assert {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")} == before
 
 
-def test_a_conversion_that_was_interrupted_may_go_on(here: Path) -> None:
+def test_a_conversion_that_was_interrupted_may_go_on(folder: Path) -> None:
     for kind, left in (("folder", "model-00001-of-00002.safetensors"), ("run", "checkpoints/x")):
-        (here / kind / left).mkdir(parents=True)
-        (here / kind / ".model.safetensors.tmp").write_text("")
-        weight_sources.refuse_occupied(here / "in", here / kind, kind)  # pyright: ignore
-    weight_sources.refuse_occupied(here / "in", here / "new", "adapter")
+        (folder / kind / left).mkdir(parents=True)
+        (folder / kind / ".model.safetensors.tmp").write_text("")
+        weight_sources.refuse_occupied(folder / "in", folder / kind, kind)  # pyright: ignore
+    weight_sources.refuse_occupied(folder / "in", folder / "new", "adapter")
 
 
 def test_a_finished_run_is_told_before_its_data_is_read(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(steps: int) -> str | None:
+    def refusal(steps: int) -> str | None:
         resolved = load_run([], ["data.path=gone", f"train.steps={steps}"])
-        return finished(RunRequest(resolved=resolved, out=here / "run"))
+        return finished(RunRequest(resolved=resolved, out=folder / "run"))
 
-    assert told(2) is None
-    (here / "run/checkpoints/step-2").mkdir(parents=True)
+    assert refusal(2) is None
+    (folder / "run/checkpoints/step-2").mkdir(parents=True)
     config = load_run([], ["data.path=gone", "train.steps=2"]).config
-    (here / "run/config.toml").write_text(resolved_toml(config))
+    (folder / "run/config.toml").write_text(resolved_toml(config))
     for name in ("plan.json", "report.html"):
-        (here / "run" / name).write_text("{}")
-    # The checkpoint is damaged: whether the run goes on from another is found out by a start.
-    assert told(2) is None
+        (folder / "run" / name).write_text("{}")
+    # The checkpoint is damaged: only a start shows whether the run resumes from another one.
+    assert refusal(2) is None
     monkeypatch.setattr(preparation, "open_stored", lambda folder, step: None)
-    text = told(2)
+    text = refusal(2)
     assert text is not None and "already trained to step 2 of 2" in text
-    assert told(3) is None
+    assert refusal(3) is None
 
 
 def test_all_that_a_run_would_meet_is_told_at_once(
-    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = ["data.path=a.txt", "data.seq_len=9000", "lora.rank=2", "lora.path=gone"]
     given.append("train.train_only=*")  # weights besides the adapters, of a run from scratch
@@ -208,21 +208,21 @@ def test_all_that_a_run_would_meet_is_told_at_once(
 
 @pytest.mark.parametrize("verb", [("config", "check"), ("train",), ("train", "--dry-run")])
 def test_a_missing_file_is_told_beside_a_wrong_key(
-    here: Path, invoke: Invoke, verb: tuple[str, ...]
+    folder: Path, invoke: Invoke, verb: tuple[str, ...]
 ) -> None:
     given = ["plan.dpp=2", "model.vocab_size=x", "data.path=gone.txt", "data.seq_len=0"]
 
-    def told(*more: str) -> str:
+    def error_of(*more: str) -> str:
         code, out, error = invoke(*verb, *sets(*given, *more))
         assert (code, out) == (2, "")
         return error
 
-    error = told()
+    error = error_of()
     assert (
         error.startswith("moemesh: 4 problems\n1. ") and "4. data.path gone.txt: No such" in error
     )
     # What the file would be read as is not known.
-    assert "gone.txt: No such" not in told("data.format=csv")
+    assert "gone.txt: No such" not in error_of("data.format=csv")
 
 
 def test_the_first_line_says_what_is_read_and_started() -> None:
@@ -249,10 +249,10 @@ def test_a_check_for_another_machine_looks_at_settings_only(invoke: Invoke) -> N
 
 
 def test_what_only_this_machine_lacks_is_a_note(
-    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (here / "model").mkdir()
-    (here / "model/config.json").write_text(json.dumps(MODEL))
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(MODEL))
     monkeypatch.setattr(preparation, "_memory_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = sets(*given)
@@ -265,7 +265,7 @@ def test_what_only_this_machine_lacks_is_a_note(
 
 
 def test_an_evaluation_takes_the_length_of_the_run(
-    here: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+    folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
     monkeypatch.setattr("moemesh.cli.weights._check", lambda *_: None)
@@ -274,24 +274,24 @@ def test_an_evaluation_takes_the_length_of_the_run(
         lambda *given, as_json: seen.append(given[2]) or 0,
     )
     config = load_run([], ["data.path=a.txt", "data.seq_len=48"]).config
-    (here / "run").mkdir()
-    (here / "run/config.toml").write_text(resolved_toml(config))
+    (folder / "run").mkdir()
+    (folder / "run/config.toml").write_text(resolved_toml(config))
     words = ("evaluate", "run", "--data", "a.txt")
     assert invoke(*words)[0] == 0 and seen == [48]
-    (here / "run/config.json").write_text(json.dumps(MODEL))
-    code, _, told = invoke(*words)
-    assert code == 2 and "such as --seq-len 128" in told
+    (folder / "run/config.json").write_text(json.dumps(MODEL))
+    code, _, error = invoke(*words)
+    assert code == 2 and "such as --seq-len 128" in error
 
 
 def test_a_path_that_counts_from_the_configuration_is_recognised(
-    here: Path, invoke: Invoke
+    folder: Path, invoke: Invoke
 ) -> None:
-    (here / "configs").mkdir()
-    (here / "configs/letters.txt").write_text("text")
-    (here / "configs/c.toml").write_text('[data]\npath = "letters.txt"\n')
+    (folder / "configs").mkdir()
+    (folder / "configs/letters.txt").write_text("text")
+    (folder / "configs/c.toml").write_text('[data]\npath = "letters.txt"\n')
     code, _, error = invoke("config", "check", "configs/c.toml")
     assert code == 2
-    assert f"relative paths count from the folder of the call, {here}" in error
+    assert f"relative paths count from the folder of the call, {folder}" in error
     assert "configs/letters.txt exists, but paths do not start from the folder of" in error
 
 
@@ -318,7 +318,7 @@ def test_a_long_evaluation_tells_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert [*evaluation.in_batches(10, 4)] == [0, 4, 8]
-    assert capsys.readouterr().err == "", "a short one says nothing"
+    assert capsys.readouterr().err == "", "a short one prints nothing"
     monkeypatch.setattr(evaluation, "_LINE_SECONDS", 0.0)
     assert [*evaluation.in_batches(10, 4, is_silent=True)] == [0, 4, 8]
     assert capsys.readouterr().err == ""

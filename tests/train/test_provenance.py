@@ -60,8 +60,8 @@ def test_a_long_diff_is_cut_and_a_directory_without_git_has_none(
     folder = repository(tmp_path / "project")
     (folder / "model.py").write_text("x\n" * 10_000)
     monkeypatch.setattr(provenance, "MOST_DIFF_BYTES", 100)
-    found = git_state(folder)
-    assert found["diff_is_cut"] and len(found["text"]) == 100 and found["diff_bytes"] > 20_000
+    state = git_state(folder)
+    assert state["diff_is_cut"] and len(state["text"]) == 100 and state["diff_bytes"] > 20_000
     assert git_state(tmp_path) == {}
     (tmp_path / "empty").mkdir()
     git(tmp_path / "empty", "init", "-q")
@@ -77,9 +77,9 @@ def test_equal_diffs_are_written_once(tmp_path: Path) -> None:
         [("a", "diff.patch"), ("a", "diff.patch"), ("b", "diff-3.patch"), ("a", "diff.patch")],
         start=1,
     ):
-        found = provenance._write_diff(run, text, f"digest of {text}", starts, number)
-        starts.append({"git": {"diff": found, "diff_sha256": f"digest of {text}"}})
-        assert found == name and (run.path / name).read_text() == text
+        diff = provenance._write_diff(run, text, f"digest of {text}", starts, number)
+        starts.append({"git": {"diff": diff, "diff_sha256": f"digest of {text}"}})
+        assert diff == name and (run.path / name).read_text() == text
     assert sorted(p.name for p in run.path.glob("*.patch")) == ["diff-3.patch", "diff.patch"]
 
 
@@ -160,8 +160,8 @@ def test_packages_and_files_that_are_no_records(tmp_path: Path) -> None:
 
 def test_the_newest_start_that_has_taken_a_step_counts() -> None:
     starts = [{"first_step": 1}, {"first_step": 11}, {"first_step": 5}, {"first_step": 31}]
-    found = [(one.record, one.first, one.last) for one in covering_parts(starts, 20)]
-    assert found == [(starts[0], 1, 4), (starts[2], 5, 20)]
+    parts = [(one.record, one.first, one.last) for one in covering_parts(starts, 20)]
+    assert parts == [(starts[0], 1, 4), (starts[2], 5, 20)]
     assert [(one.first, one.last) for one in covering_parts(starts, 3)] == [(1, 3)]
     with pytest.raises(ReproError, match="do not cover"):
         covering_parts(starts[1:2], 20)
@@ -177,9 +177,9 @@ def test_rows_are_compared_bit_by_bit() -> None:
         4: row(4, loss=1 / 4, seconds=9.0, tokens_per_second=1.0),
         5: row(5, loss=0.7),
     }
-    found = compare_rows(before, after, 5)
-    assert (found.first_step, found.key, found.num_different) == (3, "loss", 2)
-    assert found.largest == 0.7 - 1 / 5
+    difference = compare_rows(before, after, 5)
+    assert (difference.first_step, difference.key, difference.num_different) == (3, "loss", 2)
+    assert difference.largest == 0.7 - 1 / 5
     assert compare_rows(before, after, 2) == Comparison(steps=2)
     not_finite = {1: row(1, loss=math.nan)}
     assert compare_rows(not_finite, {1: row(1, loss=math.nan)}, 1).first_step is None
@@ -208,12 +208,12 @@ def test_a_value_that_differs_is_named_with_what_else_differs(tmp_path: Path) ->
     rows = metrics(out)
     rows[1]["loss"] = math.nextafter(rows[1]["loss"], 9)
     (out / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    told = json.loads(moemesh("repro", str(out), "--steps", "2", "--json").stdout)
-    assert (told["steps"], told["first_step"], told["key"], told["num_different"]) == (
+    report = json.loads(moemesh("repro", str(out), "--steps", "2", "--json").stdout)
+    assert (report["steps"], report["first_step"], report["key"], report["num_different"]) == (
         2, 2, "loss", 1
     )  # fmt: skip
     # A library that was imported before may have added packages to the path of this process.
-    assert any(line.startswith("package torch: 1.0 then, ") for line in told["differences"])
+    assert any(line.startswith("package torch: 1.0 then, ") for line in report["differences"])
 
 
 @pytest.mark.slow
@@ -240,8 +240,8 @@ def test_a_run_in_two_starts_is_repeated_to_the_bit(
     out = tmp_path / "run"
     first, second = two_starts(out, **keys)
     assert (first["first_step"], second["first_step"], second["last_step"]) == (1, 4, 6)
-    found, causes, again = repro(out, steps=5, log=lambda text: None, python=python())
-    assert found == Comparison(steps=5) and causes == []
+    comparison, causes, again = repro(out, steps=5, log=lambda text: None, python=python())
+    assert comparison == Comparison(steps=5) and causes == []
     assert [one["step"] for one in metrics(again)] == [1, 2, 3, 4, 5]
     assert again == tmp_path / "run-repro"
     with pytest.raises(ReproError, match="holds a run already"):

@@ -1,4 +1,4 @@
-"""A checkpoint of any plan is read under any other, whoever keeps which states: bit-equal."""
+"""A checkpoint of any plan is read under any other plan, bit-equal, wherever the states live."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def chain_on_rank(
     plans: list[dict[str, Any]],
     train: dict[str, Any],
 ) -> list[dict[str, list[Part]]]:
-    """Of each plan, the states that this rank owns: the first takes two steps, the others read
-    what the one before has saved."""
-    found: list[dict[str, list[Part]]] = []
+    """States that this rank owns under each plan: the first plan trains two steps, each other one
+    reads the checkpoint of the plan before it."""
+    owned_states: list[dict[str, list[Part]]] = []
     config, keys = ModelConfig(**model), TrainConfig(**train)
     run = RunFolder(Path(folder), has_run=False)
     for number, plan_keys in enumerate(plans):
@@ -55,12 +55,12 @@ def chain_on_rank(
             checkpoint = saving.newest(run, parallel, lambda step, why: None)
             assert checkpoint is not None and checkpoint.step == number - 1
             saving.load(checkpoint, parallel, optimizer)
-        found.append(states(parallel, optimizer))
+        owned_states.append(states(parallel, optimizer))
         saver = Checkpoints(run, parallel, optimizer, keys, Console(silent=True))
         saver.save(number, {"step": number}, is_last=True)
         parallel.close()
         end_meshes()
-    return found
+    return owned_states
 
 
 def states(parallel: RankModel, optimizer: Optimizer) -> dict[str, list[Part]]:
@@ -70,7 +70,7 @@ def states(parallel: RankModel, optimizer: Optimizer) -> dict[str, list[Part]]:
         "masters": optimizer.masters,
         **optimizer.state(),
     }
-    found = {kind: owned(parallel, tensors) for kind, tensors in held.items()}
+    states = {kind: owned(parallel, tensors) for kind, tensors in held.items()}
     # What a rank gathers is what the owners have.
     reducer = parallel.reducer
     for name, _ in parallel.model.named_parameters():
@@ -78,7 +78,7 @@ def states(parallel: RankModel, optimizer: Optimizer) -> dict[str, list[Part]]:
         if name in reducer.owned:
             own, part = reducer.owned[name].numbers, reducer.weights[name].detach().flatten()
             assert torch.equal(whole[own.start : own.stop], part), name
-    return found
+    return states
 
 
 def chain(
@@ -89,18 +89,18 @@ def chain(
     *,
     timeout: float = PATIENCE,
 ) -> list[dict[str, Tensor]]:
-    """Of each plan, logical name -> state."""
+    """Logical name -> state, for each plan."""
     size = Plan(**plans[0]).world_size
     ranks = run_on_ranks(size, chain_on_rank, str(folder), model, plans, train, timeout=timeout)
-    found: list[dict[str, Tensor]] = []
+    results: list[dict[str, Tensor]] = []
     for number in range(len(plans)):
         state: dict[str, Tensor] = {}
         kinds = sorted({kind for rank in ranks for kind in rank[number]})
         for kind in kinds:
             whole = assemble([rank[number].get(kind, []) for rank in ranks])
             state |= {f"{kind}.{name}": tensor for name, tensor in whole.items()}
-        found.append(state)
-    return found
+        results.append(state)
+    return results
 
 
 SMALL: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 4}

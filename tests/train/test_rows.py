@@ -148,10 +148,10 @@ def test_the_rates_of_an_extended_run_are_named(tmp_path: Path) -> None:
     keys = {"train__steps": 4, "train__lr": 1e-3, "train__warmup_steps": 2}
     keys["train__final_lr_ratio"] = 0.1
     assert "learning rate" not in runs.said(*runs.arguments(out, **keys))
-    told = runs.said(*runs.arguments(out, **keys | {"train__steps": 10}))
+    output = runs.said(*runs.arguments(out, **keys | {"train__steps": 10}))
     after = 1e-4 + 0.5 * 9e-4 * (1 + math.cos(math.pi * 3 / 8))
     note = f"note: the learning rate of step 4 was 1.00e-04, that of step 5 is {after:.2e}: "
-    assert note + "its decay ends at step 10 now, not at 4" in told, told
+    assert note + "its decay ends at step 10 now, not at 4" in output, output
     assert runs.metrics(out)[4]["lr"] == pytest.approx(after)
 
 

@@ -1,4 +1,4 @@
-"""Sinks: rows for other programs; whatever they do, the loop goes on."""
+"""Sinks: rows for other programs; no failure of a sink ends the loop."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_resume_in_another_plan_goes_on_with_the_same_losses(
 
 @pytest.mark.slow
 def test_checkpoints_behind_an_address_outlive_their_machine(tmp_path: Path) -> None:
-    """The run folder is gone with its machine; another one goes on in another plan."""
+    """The run folder is gone with its machine; another machine resumes under another plan."""
     keys = {"train__checkpoint_every": 2, "train__steps": 6}
     whole = losses(train(tmp_path / "whole", **keys))
     keys["train__checkpoint_folder"] = f"file://{tmp_path}/bucket/run"
@@ -363,12 +363,12 @@ def test_states_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
     out = tmp_path / "run"
     train(out, **RUNS[name])
     config = load_run([out / "config.toml"], [], {}).config
-    found = MemoryProfiles.from_json(json.loads((out / "memory.json").read_text()))
-    assert len(found.ranks) == config.plan.world_size
-    assert (found.ranks[0].snapshots > 0) == (config.plan.optimizer_validation == "after")
+    profiles = MemoryProfiles.from_json(json.loads((out / "memory.json").read_text()))
+    assert len(profiles.ranks) == config.plan.world_size
+    assert (profiles.ranks[0].snapshots > 0) == (config.plan.optimizer_validation == "after")
     keeps_versions = config.plan.schedule in ("pipedream", "pipedream_2bw")
-    assert (found.ranks[0].weight_versions > 0) == keeps_versions
-    for measured in found.ranks:
+    assert (profiles.ranks[0].weight_versions > 0) == keeps_versions
+    for measured in profiles.ranks:
         predicted = predict_memory(
             config.model,
             config.plan,

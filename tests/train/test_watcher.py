@@ -76,7 +76,7 @@ def test_a_newer_checkpoint_renews_the_budget() -> None:
     assert budget.refuses(failed(), 0) is None  # the first checkpoint
     assert budget.refuses(failed(), 2) is None
     assert budget.refuses(failed(), 2) == "no progress between restarts"
-    # An older one, since the newest was damaged, is no progress.
+    # An older checkpoint, because the newest was damaged, does not count as progress.
     assert budget.refuses(failed(), 1) == "no progress between restarts"
 
 
@@ -90,18 +90,18 @@ def test_what_would_come_again_is_not_tried_again() -> None:
     budget = Budget(5)
     assert budget.refuses(failed("exception", error=raised), 4) is None
     assert budget.refuses(failed("exception", error=raised, code=None), 4) == CAME_TWICE
-    # Elsewhere it is another one, and so it is behind a newer checkpoint.
+    # In another place it is another failure, and also after a newer checkpoint.
     budget = Budget(5)
     assert budget.refuses(failed("exception", error=raised), 4) is None
     assert budget.refuses(failed("exception", error=raised, step=6), 4) is None
     assert budget.refuses(failed("exception", error=raised, step=6), 5) is None
-    # A signal is no mistake of the program.
+    # A signal does not count as a mistake of the program.
     budget = Budget(5)
     assert [budget.refuses(failed(), 4) for _ in range(3)] == [None] * 3
 
 
 def test_each_verdict_has_one_cause_and_its_advice() -> None:
-    """The console and `moemesh explain` say the same."""
+    """The console and `moemesh explain` print the same."""
     causes = {
         "killed": "killed",
         "exited": "exit",
@@ -184,9 +184,9 @@ def test_a_hang_is_told_soon_where_no_kernels_are_compiled(
     monkeypatch: pytest.MonkeyPatch, device: Literal["cpu", "auto"], has_devices: bool, floor: float
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_devices)
-    found = limits_of(RunConfig(train=TrainConfig(device=device, timeout_seconds=77.0)))
-    assert (found.floor, found.patience) == (floor, 77.0)
-    assert found.aborts_follow == (floor == 180.0)
+    limits = limits_of(RunConfig(train=TrainConfig(device=device, timeout_seconds=77.0)))
+    assert (limits.floor, limits.patience) == (floor, 77.0)
+    assert limits.aborts_follow == (floor == 180.0)
 
 
 def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
@@ -198,7 +198,7 @@ def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
     config = RunConfig(train=TrainConfig(restarts=1))
 
     def run(*_: object, logs: Path, **__: object) -> SupervisorResult:
-        # As the launcher of ranks does, which opens these files anew.
+        # The launcher of ranks writes to the same files.
         logs.mkdir(exist_ok=True)
         (logs / "rank-1.err").write_text(f"Traceback of epoch {folder.epoch}\n")
         (logs / "rank-1.stacks").write_text("")
@@ -206,13 +206,13 @@ def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
         verdict = failed("exception", error=ReportedError(kind="KeyError", message="'x'", at=0.0))
         return SupervisorResult(code=1, verdict=verdict, stacks={}, traces={})
 
-    for first in (1, 3):  # the same command again
+    for first in (1, 3):  # the same command twice
         assert train_supervised(config, folder, ["train"], run=run) == 1
         said = capfd.readouterr().err
         named = [Path(line) for line in re.findall(r"\(all of it in (.*)\)", said)]
         assert named == [path / f"failures/{first}/rank-1.err", path / "logs/rank-1.err"]
-        found = [file.read_text() for file in named]
-        assert found == [f"Traceback of epoch {epoch}\n" for epoch in (first, first + 1)]
+        texts = [file.read_text() for file in named]
+        assert texts == [f"Traceback of epoch {epoch}\n" for epoch in (first, first + 1)]
         folder.raise_epoch()
     folder.release()
     kept = sorted(str(file.relative_to(path)) for file in path.glob("failures/*/*"))
@@ -267,7 +267,7 @@ RANK = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    """Of ranks 4 and 5, as no other test has them; its folder goes with the test."""
+    """A node of ranks 4 and 5, which no other test has; its folder is removed after the test."""
     monkeypatch.setattr(supervisor, "_FOLLOW_SECONDS", 0.1)
     monkeypatch.setattr(watcher, "_CULPRIT_FIRST_SECONDS", 0.05)
     node = Node.of(RANK | {"MASTER_ADDR": str(tmp_path)})
@@ -340,7 +340,7 @@ def test_how_a_process_of_another_parent_ended() -> None:
     for child in children:
         assert child.stdin is not None
         child.stdin.close()
-        # Waiting leaves the code to be read; nobody but the parent can read it later.
+        # WNOWAIT leaves the exit code, which only the parent can read later.
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     guests.wait(5)
     assert [guests.exit_code(rank, None) for rank in range(3)] == [3, -9, 0]
@@ -350,7 +350,7 @@ def test_how_a_process_of_another_parent_ended() -> None:
     assert late.exit_code(0, word_of(children[0].pid)) == GONE
 
 
-#: A rank: attaches, is in a step, then does as told.
+#: Script of a rank: attaches, enters a step, then runs the given action.
 PROCESS = """
 import faulthandler, os, signal, sys, time
 from pathlib import Path
@@ -386,9 +386,9 @@ def watch(node: Node, run: Path, *what: str, patience: float = 100.0) -> list[in
         for rank, one in zip(node.ranks, what, strict=True)
     ]
     records = ProgressFile(folder / WORDS, node.world_size, exists=True)
-    found: list[ProgressRecord | None] = [None]
-    while None in found:
-        found = [records.read(rank) for rank in node.ranks]
+    read: list[ProgressRecord | None] = [None]
+    while None in read:
+        read = [records.read(rank) for rank in node.ranks]
         time.sleep(0.01)
     (folder / "go").touch()
     limits = Limits(patience=patience, floor=patience)
@@ -410,9 +410,9 @@ def test_failures_before_the_first_lease_of_their_start_are_kept_apart(tmp_path:
     for rank in range(4):
         earlier = report_id(tmp_path)
         status = RankStatus(rank=rank, exit_code=3)
-        found = Verdict(kind="exited", rank=rank, message="", status=status)
-        ended = SupervisorResult(code=3, verdict=found, stacks={}, traces={})
-        for node in (4, 0):  # of two nodes the first one speaks for the run
+        verdict = Verdict(kind="exited", rank=rank, message="", status=status)
+        ended = SupervisorResult(code=3, verdict=verdict, stacks={}, traces={})
+        for node in (4, 0):  # of two nodes the first one reports for the run
             is_first = write_verdict(
                 tmp_path, ended, epoch=3, action="", advice="", first_rank=node, earlier=earlier
             )
@@ -425,7 +425,7 @@ def test_failures_before_the_first_lease_of_their_start_are_kept_apart(tmp_path:
 def test_a_disk_that_does_not_answer_holds_nobody_up(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It may be behind the network that is cut."""
+    """The disk may be on the other side of the network cut."""
     monkeypatch.setattr(watcher, "_REPORT_SECONDS", 0.2)
     monkeypatch.setattr(watcher, "read_start", lambda path: threading.Event().wait())
     run = tmp_path / "run"
@@ -506,7 +506,7 @@ def test_torchrun_starts_ranks_again_after_each_fault(
     report = json.loads((out / "failures/1/failure.json").read_text())
     assert (report["kind"], report["rank"], report["step"]) == (kind, 1, 5), report
     assert f"moemesh: {report['action']}" in done.stderr and read_start(out)[1] == 2
-    # Of what rank 0 met because of it nobody speaks, and torchrun holds the same rank to be first.
+    # Errors of rank 0 that follow from it are not printed, and torchrun names the same first rank.
     assert done.stderr.count("moemesh: rank") == 1 and "reset by peer" not in done.stderr
     assert "local_rank: 1" in done.stderr and "local_rank: 0" not in done.stderr
     assert losses(metrics(out)) == losses(whole)

@@ -67,6 +67,6 @@ def measure(
     count_saved: bool = False,
     tuning: Tuning = FULL,
 ) -> list[dict[str, Any]]:
-    """What every rank of `plan` measured."""
+    """Measurements of every rank of `plan`."""
     arguments = (model, plan, dtype, batch, seq_len, count_saved, tuning)
     return on_ranks_of(model_of(model), Plan(**plan), step_on_rank, *arguments)

@@ -31,20 +31,20 @@ from moemesh.trace.memory_profile import LOGITS
 @contextlib.contextmanager
 def recorded_choices() -> Iterator[dict[tuple[int, int], list[int]]]:
     """(layer, global id of a token) -> its expert ids, of the tokens of this rank's stream."""
-    found: dict[tuple[int, int], list[int]] = {}
+    choices: dict[tuple[int, int], list[int]] = {}
     original = Router.forward
 
     def recorded(self: Router, x_TH: Tensor, context: Any, tokens: Any) -> RouterChoice:
         routing = original(self, x_TH, context, tokens)
         ids, layer = context.token_ids_T.tolist(), self.layer
         for token, experts in zip(ids, routing.experts_TK.tolist(), strict=True):
-            # A forward that runs again chooses alike.
-            assert found.setdefault((layer, token), experts) == experts
+            # A recomputed forward makes the same choices.
+            assert choices.setdefault((layer, token), experts) == experts
         return routing
 
     Router.forward = recorded
     try:
-        yield found
+        yield choices
     finally:
         Router.forward = original
 
@@ -57,7 +57,7 @@ def choices_of(
     Forwards are numbered by microbatch and, inside it, by slice.
     """
     lengths = slice_lengths(model, plan, seq_len) if plan.num_slices > 1 else (seq_len,)
-    found: dict[tuple[int, int, int], list[list[int]]] = {}
+    choices: dict[tuple[int, int, int], list[list[int]]] = {}
     for rank, measured in enumerate(ranks):
         at, chosen = plan.layout.coordinates(rank), measured["choices"]
         own = shard_range(batch, plan.dp, at["dp"])
@@ -78,8 +78,8 @@ def choices_of(
             local = tokens[shard.start : shard.stop]
             for layer in model.routed_layers:
                 if all((layer, token) in chosen for token in local):
-                    found[rank, number, layer] = [chosen[layer, token] for token in local]
-    return found
+                    choices[rank, number, layer] = [chosen[layer, token] for token in local]
+    return choices
 
 
 def chosen_routing(
@@ -88,14 +88,14 @@ def chosen_routing(
     """The counts of a run: `choices` by (rank, forward of the step, layer)."""
 
     def sent(rank: int, forward: int, layer: int, tokens: int, chunk: int, chunks: int) -> SentRows:
-        found = choices[rank, forward, layer]
-        if len(found) != tokens:
+        choice = choices[rank, forward, layer]
+        if len(choice) != tokens:
             raise ValueError(
-                f"rank {rank}, forward {forward}: {len(found)} tokens chose, not {tokens}"
+                f"rank {rank}, forward {forward}: {len(choice)} tokens chose, not {tokens}"
             )
-        slots = len(found[0]) if found else model.experts_per_token
+        slots = len(choice[0]) if choice else model.experts_per_token
         part = shard_range(tokens, chunks, chunk)
-        chosen = found[part.start : part.stop]
+        chosen = choice[part.start : part.stop]
         return count_choices(chosen, model.num_experts, layout, slots=slots)
 
     return sent

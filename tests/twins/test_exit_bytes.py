@@ -37,7 +37,7 @@ def test_exit_bytes(exit_name: str, n: int) -> None:
         "all_reduce": 2 * (n - 1) * whole // n,
         "all_to_all": (n - 1) * tokens * WIDTH * BYTES * LAYERS // n**2,
     }[exit_name]
-    # The slice behind the all-reduce comes back as an all-gather, not as zero-padding.
+    # The slice after the all-reduce comes back as an all-gather, not as zero-padding.
     backward = (n - 1) * whole // n if exit_name == "all_reduce" else forward
     for ledger in mesh_on_ranks(Plan(**plan).layout, ledger_on_rank, plan):
         assert sent(ledger, "attention.leave", "forward") == forward

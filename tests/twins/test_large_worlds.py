@@ -190,5 +190,5 @@ def test_a_rank_of_512_sends_and_holds_what_is_predicted(name: str) -> None:
         assert predicted.rows() == mesh.ledger.rows(), f"rank {rank} (left: predicted)"
         assert mesh.ledger.entries(), "something was sent"
         held = predict_memory(MODEL, plan, **settings).to_json()
-        found = state_bytes(parallel, optimizer)
-        assert {part: held[part] for part in found} == found, f"rank {rank}"
+        num_bytes = state_bytes(parallel, optimizer)
+        assert {part: held[part] for part in num_bytes} == num_bytes, f"rank {rank}"

@@ -1,6 +1,6 @@
 """The planner against real training steps of the tiny preset on gloo ranks, rank by rank: see
-:mod:`tests.twins.predictions`. By default those that no run of `tests/parity`, which are all held
-to the same predictions, stands for: activations, shorter numbers, other kinds of steps.
+:mod:`tests.twins.predictions`. All runs of `tests/parity` check the same predictions; this file
+has the cases without such a run: activations, shorter numbers, other kinds of steps.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ over_all clip_qkv=1.0 partial_rotary_factor=0.5 | tp=2 ep=2 | 4 bfloat16
 clip_qkv=1.0 | tp=4 | 4 float32
 """
 #: Without activations, which the planner does not count tensor by tensor for some schedules (the
-#: weight gradients that a split backward still owes); the other ends of a step, forwards that run
-#: again, experts on several ranks. Plans of `tests/parity` are not repeated for their own sake.
+#: weight gradients that a split backward still owes); the other ends of a step, recomputed
+#: forwards, experts on several ranks. Plans of `tests/parity` are not repeated for their own sake.
 TRAFFIC_ONLY = f"""
 *first_dense_layers=2 | recompute=full {HALVES} tp=2 ep=2 | 4 bfloat16
 *tiny | {AFTER} dp=2 ep=2 | 6 float32
@@ -292,14 +292,14 @@ num_layers=8 vocab_size=300 | | 2 float32
 
 def cases(table: str) -> list[Any]:
     """(model, keys of the plan, data) of each line, as it is; default are those with a star."""
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for model, plans, data in lines(table):
         marks = () if model.startswith("*") else (pytest.mark.slow,)
         for plan in plans:
             text = f"{model.strip('*')} | {plan} | {data}"
             values = model.strip("*"), keys_of(plan), data
-            found.setdefault(text, pytest.param(*values, id=text, marks=marks))
-    return list(found.values())
+            keys.setdefault(text, pytest.param(*values, id=text, marks=marks))
+    return list(keys.values())
 
 
 def check(

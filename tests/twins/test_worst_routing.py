@@ -1,4 +1,4 @@
-"""A router that sends every token to one rank: that rank holds no more than the planner says."""
+"""A router that sends every token to one rank: that rank holds at most the planner's prediction."""
 
 from __future__ import annotations
 
