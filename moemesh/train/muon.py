@@ -91,7 +91,10 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(self, group: dict[str, Any]) -> None:
         directions: dict[str, Tensor] = {}
         for name, weight in zip(group["names"], group["params"], strict=True):
-            momentum = self.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight))
+            state = self.state[weight]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(weight)
+            momentum: Tensor = state["momentum_buffer"]
             momentum.mul_(self._momentum).add_(weight.grad)
             directions[name] = weight.grad.add(momentum, alpha=self._momentum)
         updates = self._update(directions)
