@@ -1,6 +1,7 @@
 """Every test starts alike, in a place of its own; long grids run their representatives."""
 
 import functools
+import signal
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -13,6 +14,8 @@ from tests import sandbox
 
 # Whether a verb works for a second depends on the machine: no verb prints its progress by chance.
 terminal.FIRST = 1e6
+#: Signals that a run handles.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,8 +60,13 @@ def _same_start() -> Generator[None]:
     if torch is not None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
+    # A run in this process may leave signals ignored, which processes of later tests would inherit.
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     with sandbox.place():
         yield
+    for number, handler in handlers.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
     if changes := sandbox.violations():
         pytest.fail("a test leaves the checkout alone:\n" + "\n".join(changes), pytrace=False)
 
