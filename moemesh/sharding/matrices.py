@@ -72,7 +72,7 @@ def splits(parts: Parts, rank: int, num_ranks: int) -> tuple[list[int], list[int
 
 
 @dataclass
-class Exchange:
+class MatrixExchange:
     """Tensors of one unit of the model that no rank holds as a whole.
 
     `owners`: the rank that updates each tensor. `there`: the parts that travel from a source to a
@@ -85,7 +85,7 @@ class Exchange:
     back: Parts = field(default_factory=dict[tuple[int, int], list[Part]])
 
 
-def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, Exchange]:
+def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, MatrixExchange]:
     """The exchange of each unit that needs one, from the parts that each rank of an axis holds.
 
     The owner of a tensor is the rank with the least work so far among those that hold parts of it.
@@ -97,7 +97,7 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, Exchange]:
         for part in parts:
             holders.setdefault(part.name, {}).setdefault(part, []).append(rank)
     work = [0] * len(parts_by_rank)
-    found: dict[str, Exchange] = {}
+    found: dict[str, MatrixExchange] = {}
     for name in sorted(holders, key=lambda name: (-_work(holders[name]), name)):
         by_part = holders[name]
         if all(part.sizes == part.shape for part in by_part):
@@ -106,7 +106,7 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, Exchange]:
             sorted({rank for ranks in by_part.values() for rank in ranks}), key=work.__getitem__
         )
         work[owner] += _work(by_part)
-        unit = found.setdefault(unit_of(name), Exchange())
+        unit = found.setdefault(unit_of(name), MatrixExchange())
         unit.owners[name] = owner
         for part, ranks in sorted(by_part.items()):
             if owner not in ranks:

@@ -27,7 +27,7 @@ from moemesh.comm import transfers
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.sharding.buckets import unit_of
-from moemesh.sharding.matrices import Exchange, Part, Parts, exchanges, matrices, splits
+from moemesh.sharding.matrices import MatrixExchange, Part, Parts, exchanges, matrices, splits
 
 #: Coefficients of the Newton-Schulz iteration, and its number of steps (Keller Jordan).
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
@@ -118,7 +118,7 @@ class MatrixUpdates:
     ) -> None:
         """`dtype`: that of gradients, also on ranks that own nothing."""
         self._axis, self._shards, self._dtype = mesh["stage"], shards, dtype
-        self._exchanges: dict[str, Exchange] | None = None
+        self._exchanges: dict[str, MatrixExchange] | None = None
 
     def __call__(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Scaled updates, in the shapes of `directions`."""
@@ -145,7 +145,7 @@ class MatrixUpdates:
                 self._distribute(exchange, results, taken)
         return updates
 
-    def _collect(self, exchange: Exchange, given: Mapping[Part, Tensor]) -> dict[str, Tensor]:
+    def _collect(self, exchange: MatrixExchange, given: Mapping[Part, Tensor]) -> dict[str, Tensor]:
         """The tensors that this rank owns, from the parts of all ranks."""
         rank = self._axis.index
         whole: dict[str, Tensor] = {}
@@ -158,7 +158,7 @@ class MatrixUpdates:
 
     def _distribute(
         self,
-        exchange: Exchange,
+        exchange: MatrixExchange,
         results: Mapping[str, Tensor],
         taken: Mapping[Part, Tensor],
     ) -> None:

@@ -12,11 +12,13 @@ from moemesh.config.layout import shard_range
 from moemesh.config.optimizer_table import has_matrices
 from moemesh.planner.traffic.tensors import StagePlacement, data_buckets, owned
 from moemesh.sharding.boxes import boxes, rows
-from moemesh.sharding.matrices import Exchange, Part, exchanges
+from moemesh.sharding.matrices import MatrixExchange, Part, exchanges
 from moemesh.sharding.parameters import ParameterTensor
 
 
-def matrix_exchanges(placement: StagePlacement, rank: int, element: int) -> dict[str, Exchange]:
+def matrix_exchanges(
+    placement: StagePlacement, rank: int, element: int
+) -> dict[str, MatrixExchange]:
     """The exchanges of one update in the stage of `rank`; ranks in them count within the stage."""
     ranks = placement.members("stage", rank)
     return exchanges([list(_parts(placement, one, element)) for one in ranks])
