@@ -168,7 +168,7 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        raise NotImplementedError
+        raise NotImplementedError("only saved tensors are counted, no backward runs")
 
 
 @contextmanager
