@@ -10,8 +10,9 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from moemesh.config.architecture import Architecture
-from moemesh.model.hub import architecture
+from moemesh.model.hub import architecture, costs
 from moemesh.model.hub.build import blueprint
+from moemesh.model.hub.costs import count_costs
 from moemesh.planner.memory import estimate_memory
 from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
@@ -66,11 +67,26 @@ def test_layers_without_formulas_are_counted(kind: str) -> None:
     """Parameters are exact, and FLOPs of short and long sequences those of the code."""
     values = config(kind)
     record, number = counted(values)
-    shape, costs = counted_shape(record, "m"), record.costs
+    shape, known = counted_shape(record, "m"), record.costs
     assert count_parameters(shape).total == number
     for length in (128, 8192):
-        want = sum(costs["flops"]) + costs["ends"][0] + length * sum(costs["flops_per_key"])
+        want = sum(known["flops"]) + known["ends"][0] + length * sum(known["flops_per_key"])
         assert count_flops(shape, length, "full").forward == pytest.approx(want, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
+def test_layers_alike_are_counted_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {key: size for key, size in SIZES.items() if key != "head_dim"} | {"num_experts": 4}
+    values = config(kind, **sizes | {"num_hidden_layers": 16})
+    model, name = blueprint(values).build(torch.bfloat16), "model.layers"
+    forwards: list[int] = []
+    for layer in model.get_submodule(name).children():
+        mixer = next(iter(layer.children()))
+        mixer.register_forward_hook(lambda *_: forwards.append(1))
+    quick, few = count_costs(model, model, name), len(forwards)
+    monkeypatch.setattr(costs, "_kind", lambda layer, index, config: index)
+    assert quick == count_costs(model, model, name)
+    assert few <= 2 * 2 * 6 and len(forwards) - few == 16 * 6
 
 
 def test_layers_whose_mean_is_no_integer_are_counted_exactly() -> None:

@@ -158,7 +158,8 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         for path, parameter in model.named_parameters()
         if not path.startswith(name + ".")
     )
-    layer_output = _layer_output(model, uses.results)
+    layer_output = _layer_output(model, layers[0], uses.results)
+    saved = model.state_dict()
     uncut = ""
     if reads_between:
         uncut = "parameters outside of its layers are read between them"
@@ -186,9 +187,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         layers=name,
         parameters=parameters,
         buffers={
-            path: tuple(buffer.shape)
-            for path, buffer in model.named_buffers()
-            if path in model.state_dict()
+            path: tuple(buffer.shape) for path, buffer in model.named_buffers() if path in saved
         },
         documents=documents,
         reads_between=reads_between,
@@ -258,11 +257,24 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
     return uses, max(slots)
 
 
+class _FirstLayer(Exception):
+    """Ends a forward after the first layer, with its result."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.result = result
+
+
 def _layer_output(
-    model: PreTrainedModel, results: list[Any]
+    model: PreTrainedModel, first: nn.Module, results: list[Any]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """A value of `Architecture.layer_output`; () where layers differ in what they return, or return
-    what grows with the length of a sequence."""
+    what grows with the length of a sequence. `results`: those of all layers; `first`: the first
+    layer."""
+
+    def leave(*inputs: Any) -> None:
+        raise _FirstLayer(inputs[-1])
+
     kinds = {_tensors(result, _LENGTH) for result in results}
     if len(kinds) > 1:
         return ()
@@ -271,11 +283,15 @@ def _layer_output(
     while any(length in sizes for _, sizes in longer):
         if (length := 2 * length) > _LONGEST:
             return ()
-        results.clear()
         ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
-        with unpacked_masks(), torch.no_grad():
-            model(input_ids=ids, use_cache=False)
-        longer = _tensors(results[0], length)
+        hook = first.register_forward_hook(leave)
+        try:
+            with unpacked_masks(), torch.no_grad():
+                model(input_ids=ids, use_cache=False)
+        except _FirstLayer as left:
+            longer = _tensors(left.result, length)
+        finally:
+            hook.remove()
     both = zip(longer, tensors, strict=True)
     return tuple(
         (dtype, tuple(a if a == b else -a for a, b in zip(sizes, short, strict=True)))

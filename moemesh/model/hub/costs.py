@@ -24,9 +24,10 @@ import torch
 import torch.fx.experimental._config as _config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from moemesh.model.hub.experts import is_experts, is_swiglu, set_exchange
 
@@ -80,9 +81,9 @@ def _flops(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float
 
     counter = FlopCounterMode(display=False)
     with counter:
-        number = _run(model, layers, length, enter, _even_experts)
+        computed = _run(model, layers, length, enter, _even_experts)
     enter(-1)
-    return [float(flops[index]) for index in range(number)], float(flops[-1])
+    return [float(flops[index]) for index in computed], float(flops[-1])
 
 
 def _kept(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float], list[float]]:
@@ -115,10 +116,10 @@ def _kept(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float]
     F.scaled_dot_product_attention = _FusedAttention.of
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
-            number = _run(model, layers, length, enter, experts)
+            computed = _run(model, layers, length, enter, experts)
     finally:
         F.scaled_dot_product_attention = fused
-    return [float(kept[i]) for i in range(number)], [float(of_experts[i]) for i in range(number)]
+    return [float(kept[i]) for i in computed], [float(of_experts[i]) for i in computed]
 
 
 def _run(
@@ -127,15 +128,23 @@ def _run(
     length: int,
     enter: Callable[[int], None],
     experts: Callable[..., Tensor],
-) -> int:
+) -> list[int]:
     """A forward of one sequence with `experts` in the place of all experts; `enter` gets the index
-    of each layer that begins, and -1 after it. Returns the number of layers."""
+    of each layer that begins, and -1 after it.
+
+    A layer that is like an earlier one is not computed. Returns for each layer the index of the
+    one that was computed in its place, or its own.
+    """
     for module in model.modules():
         if is_experts(module):
             set_exchange(module, partial(experts, module))
     modules = list(model.get_submodule(layers).children())
+    computed = list(range(len(modules)))
+    known: dict[Any, list[tuple[int, Any]]] = {}
     hooks: list[RemovableHandle] = []
     for index, layer in enumerate(modules):
+        kind = _kind(layer, index, model.config.get_text_config())
+        layer.forward = partial(_once, layer.forward, kind, index, known, computed)  # type: ignore[method-assign]
         hooks.append(layer.register_forward_pre_hook(lambda *_, index=index: enter(index)))
         hooks.append(layer.register_forward_hook(lambda *_: enter(-1)))
     try:
@@ -145,7 +154,58 @@ def _run(
     finally:
         for hook in hooks:
             hook.remove()
-    return len(modules)
+        for layer in modules:
+            del layer.forward
+    return computed
+
+
+def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> tuple[Any, ...]:
+    """What the costs of a layer depend on: its modules with their sizes and settings, and what the
+    lists of `config` have for the layer."""
+    settings: list[Any] = []
+    for path, module in layer.named_modules():
+        plain = [
+            (name, value)
+            for name, value in vars(module).items()
+            if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
+        ]
+        sizes = [(name, one.shape, one.dtype) for name, one in module.named_parameters()]
+        settings.append((path, type(module), plain, sizes))
+    for name, value in vars(config).items():
+        if isinstance(value, (list, tuple)):
+            of_layer = value[index] if len(value) == config.num_hidden_layers else None
+            settings.append((name, of_layer, index in value))
+    return tuple(map(repr, settings))
+
+
+def _once(
+    forward: Callable[..., Any],
+    kind: tuple[Any, ...],
+    index: int,
+    known: dict[Any, list[tuple[int, Any]]],
+    computed: list[int],
+    *inputs: Any,
+    **named: Any,
+) -> Any:
+    """``forward(*inputs, **named)`` of the layer `index`, or empty tensors of the same sizes if two
+    layers of this `kind` have had inputs of these sizes: the first one also keeps what all layers
+    share. A container that layers could fill for each other is not compared: such layers are
+    computed."""
+    given = [*inputs, *named.values()]
+    if any(isinstance(value, (dict, list)) for value in given):
+        return forward(*inputs, **named)
+    key = kind, tuple(named), *map(_size, _pytree.tree_leaves(given))
+    if len(known.setdefault(key, [])) < 2:
+        known[key].append((index, forward(*inputs, **named)))
+        return known[key][-1][1]
+    computed[index], result = known[key][-1]
+    return _pytree.tree_map_only(
+        Tensor, lambda one: torch.empty_like(one).requires_grad_(one.requires_grad), result
+    )
+
+
+def _size(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 class _FusedAttention(torch.autograd.Function):
