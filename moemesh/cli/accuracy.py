@@ -28,7 +28,7 @@ devices it was not seen on, [release."stack 26.02"] of its releases; [memory.sta
 allocates (see moemesh.planner.memory.Allocation)."""
 
 
-_Runs = Annotated[Path, "Table of measured runs, one row each.", "<RUNS.csv>"]
+_Runs = Annotated[list[Path], "Tables of measured runs, one row each.", "<RUNS.csv>"]
 _Shapes = Annotated[Path | None, "Shapes; default model_archs.json beside it.", "FILE"]
 
 
@@ -76,7 +76,7 @@ def validate_runs(request: ValidateRequest) -> None:
     from moemesh.report.curves import Agreement, agreement_chart
     from moemesh.report.files import write_texts
 
-    read = read_runs(request.runs, request.archs)
+    read = [run for path in request.runs for run in read_runs(path, request.archs)]
     calibration = shipped_calibration()
     for source in request.cluster or []:
         read, calibration = use_cluster(read, calibration, load_cluster(source))
@@ -274,6 +274,8 @@ def report(validation: "Validation") -> str:
         ]
         header = ("worst row", "model", "predicted s", "measured s", "error")
         lines += ["", table(header, rows, left=2)]
+    if strange := [one.run.id for one in worst if one.is_in_another_unit]:
+        lines += ["", f"in another unit, or of another batch: {', '.join(strange)}"]
     unpriced = [one.run for one in validation.predictions if one.seconds is None]
     if unpriced:
         lines += ["", f"{len(unpriced)} rows not priced:"]

@@ -573,8 +573,10 @@ def _peaks(
         yield PeakMemory(
             rank=rank,
             allocated=allocated,
-            # The required tensors of a step are a lower bound.
-            needed=maximum(allocated + allocation.workspace_bytes, exact.total),
+            # The required tensors of a step are a lower bound, with the logits of this software.
+            needed=maximum(
+                allocated + allocation.workspace_bytes, exact.total - exact.logits + logits
+            ),
             states=exact.states,
             activations=activations,
             logits=logits,

@@ -37,6 +37,13 @@ def parse(**values):
         ("GB200 NVL72", "GB200", 900, 50, 72),
         ("B200-SXM NVL8 (single node)", "B200", 900, 50, 8),
         ("A800-80G", "A800-80G", 200, 25, 8),
+        ("A100-80G 400G", "A100-80G", 300, 6.25, 8),
+        ("H100-80G 800G", "H100-80G", 450, 12.5, 8),
+        ("8x NVIDIA H100 80GB, 400 Gbps per GPU", "H100-80G", 450, 50, 8),
+        ("MI355X-288G x8 (4 nodes)", "MI355X", 538, 50, 8),
+        ("A100 (40GB) 2x100Gbit", "A100-40G", 300, 3.125, 8),
+        ("GeForce 4090 24 GB", "RTX4090", 25, 12.5, 8),
+        ("16xH20-141G", "H20-96G", 450, 50, 8),
     ],
 )
 def test_hardware_descriptions(text, name, intra, inter, node):
@@ -75,13 +82,64 @@ def test_notes_become_software():
 
 
 def test_reasons_name_what_is_missing():
-    assert "gbs" in parse(gbs="").reason
+    assert "gbs" in parse(gbs="", pp=2, dp=4).reason
+    assert "prints no layout" in parse(tp="", pp="", dp="", zero="").reason
+    assert "X9000" in parse(hardware="X9000 NET400").reason
     assert "no device known" in parse(hardware="X9000").reason
     assert "no entry" in parse(arch="nemotron").reason
     assert "= 16, but the row has 8 gpus" in parse(dp=16).reason
-    for run in (parse(gbs=""), parse(arch="nemotron")):
+    for run in (parse(gbs="", mbs=""), parse(arch="nemotron")):
         assert run.layout is None
     assert parse().reason == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"step_time_s": "2500ms"}, "step_time_s is `2500ms`: not a number"),
+        ({"tp": "2.5"}, "tp is `2.5`: not a whole number"),
+        ({"seq": "long"}, "seq is `long`: not a whole number"),
+        ({"step_time_s": 0.0025}, "times the peak of H100-80G"),
+        ({"tokens_s_gpu": 64 * 2048 / 8 / 2.5 * 1000}, "another unit, or another batch"),
+        ({"arch": "moe-30B", "ep": 7}, "ep"),
+        ({"cp": 3, "gpus": 24}, "cp"),
+        ({"gpus": ""}, "gpus"),
+    ],
+)
+def test_contradictions_are_named_by_their_column(values, reason):
+    run = parse(**values)
+    assert run.layout is None and reason in run.reason
+
+
+def test_a_batch_follows_from_time_and_rate_or_is_one_microbatch():
+    alone = {"gbs": "", "gpus": 1, "dp": 1, "mbs": 4, "seq": 4096, "step_time_s": ""}
+    run = parse(**alone, tokens_s_gpu=8192)
+    assert (run.layout.global_batch, run.seconds) == (4, 2.0)
+    assert parse(gbs="", mbs=2).layout.global_batch == 16
+    implied = parse(gbs="", step_time_s=2.0, tokens_s_gpu=48 * 2048 / 8 / 2.0)
+    assert implied.layout.global_batch == 48
+
+
+def test_notes_become_layouts():
+    assert parse(zero=3, notes="FSDP1 HSDP, torch.compile").layout.zero_group == 8
+    copies = parse(zero=3, gpus=64, dp=64, notes="fsdp 8 x 4, 2 replicas")
+    assert copies.layout.zero_group == 32
+    assert parse(cp=2, dp=4, notes="Ulysses 2").layout.context == "all_to_all"
+    assert parse(src="trl_dpo").layout.loss == "chunked"
+    moe = {"arch": "moe-30B", "ep": 8}
+    drops = parse(**moe, notes="real routing, capacity factor 2.5, DeepEP")
+    assert (drops.software.capacity, drops.layout.imbalance) == (2.5, 2.5)
+    assert drops.software.natural_routing and drops.software.deduplicated
+    padded = parse(**moe, notes="capacity factor 1.0 padded").software
+    assert (padded.capacity, padded.padded, padded.token_drop) == (1.0, True, True)
+    assert parse(recompute="none", notes="recompute not stated").recompute_printed is False
+    assert parse(recompute="selective(blocks; share not stated)").row["rest"] == "blocks"
+    new = parse(zero=3, source="github.com/huggingface/trl PR 6845 (2026-08)")
+    assert new.software.native_kernel and not parse(zero=3).software.native_kernel
+    titan = parse(src="titan_float8", zero=3, recompute="")
+    assert titan.cluster == "torchtitan/H100-80G"
+    assert titan.layout.recompute == {"operators"}
+    assert parse(hardware="B200", precision="nvfp4 (bf16 tail)").software.wide_share == 0.15
 
 
 def test_measured_seconds_come_from_what_was_reported():

@@ -78,6 +78,76 @@ def test_low_rank_adapters_skip_weight_gradients_and_optimizer():
     assert 0.6 < adapters.compute / whole.compute < 0.75
 
 
+def test_adapters_read_and_write_beside_every_product_and_reduce_nothing():
+    adapters = Software(adapters=True)
+    plain, low_rank = price(dp=8), price(dp=8, software=adapters)
+    assert low_rank.elementwise > 1.5 * plain.elementwise
+    slow = {"dp": 64, "zero": 3, "global_batch": 64, "microbatch": 1}
+    whole, frozen = price(**slow), price(**slow, software=adapters)
+    # Two gathers of 2 bytes remain of 2 x 2 + `reduce_bytes`.
+    assert frozen.data < 0.7 * whole.data
+
+
+def test_shards_inside_a_node_leave_only_gradients_to_the_network():
+    """Frozen weights have none: 16 nodes of 8 then cost what one node does."""
+    exact = replace(Constants(), collective_latency_us=1e-9)
+    frozen = {"zero": 3, "zero_group": 8, "seq_len": 512, "device": "V100", "constants": exact}
+    adapters = frozen | {"software": Software(adapters=True)}
+    node = price(dp=8, global_batch=8, **adapters)
+    assert price(dp=128, global_batch=128, **adapters).data == pytest.approx(node.data)
+    assert price(dp=128, global_batch=128, **frozen).data > 4 * node.data
+    whole = {**frozen, "zero_group": 0}
+    assert price(dp=8, global_batch=8, **whole) == price(dp=8, global_batch=8, **frozen)
+
+
+def test_every_second_product_runs_twice():
+    plain, op = price(dp=8), price(dp=8, recompute=frozenset({"operators"}))
+    assert op.compute / plain.compute == pytest.approx(3.5 / 3)
+
+
+@pytest.mark.parametrize(
+    ("software", "load"),
+    [
+        (Software(natural_routing=True, capacity=3.0), 3.0),
+        (Software(capacity=3.0), 1.0),
+        (Software(capacity=1.5, padded=True), 1.5),
+        (Software(natural_routing=True), 1 + Constants().routing_imbalance),
+    ],
+)
+def test_the_fullest_expert_rank_holds_its_capacity(software, load):
+    assert priced(MOE, software).load == pytest.approx(load)
+
+
+def test_products_that_stay_in_16_bit_take_their_share():
+    device = hardware_row(ACCELERATORS["B200"], 2)
+    planned = PlannedLayout(seq_len=2048, global_batch=8, precision="float4")
+
+    def seconds(share: float) -> float:
+        row = layout_row(DENSE, planned, Software(wide_share=share))
+        work = PricedStep(
+            model=model_row(DENSE), layout=row, hardware=device, constants=Constants()
+        )
+        return float(product_seconds(work, 4096, 4096, 4096))
+
+    assert seconds(0.25) == pytest.approx(0.75 * seconds(0) + 0.25 * seconds(1))
+    assert seconds(1) / seconds(0) == pytest.approx(4 * 0.48 / 0.78)
+
+
+def test_heads_for_tokens_move_less_than_all_keys_of_a_multi_head_model():
+    """Ulysses moves 2 u (h + h_kv), a ring gathers 2 u c h_kv."""
+    long = {"cp": 8, "seq_len": 65536, "global_batch": 8}
+    exposed = replace(Constants(), context_exposed=1.0, collective_latency_us=1e-9)
+    ring = price(**long, constants=exposed).context
+    swapped = price(**long, constants=exposed, context="all_to_all").context
+    assert swapped / ring == pytest.approx(2 / 8)
+
+
+def test_a_device_below_its_data_sheet_is_slower():
+    plain = ACCELERATORS["MI300X"]
+    assert plain.sustained == 0.65
+    assert hardware_row(plain, 1).peak == pytest.approx(0.65 * 2615e12)
+
+
 def test_deduplicated_dispatch_crosses_less():
     """DeepSeek-like routing over 8 nodes: 4.6 copies of a token instead of 7."""
     plain = price(MOE, device="H100-80G", ep=64, dp=64)

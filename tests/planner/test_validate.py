@@ -11,6 +11,7 @@ from moemesh.cli.accuracy import report
 from moemesh.planner.accuracy.published import parse_run, read_runs
 from moemesh.planner.accuracy.validate import error_statistics, predict, summarize
 from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
+from moemesh.planner.timing.hardware import GIB
 from tests.planner.published_rows import ARCHS, ROWS, llama, row, write_table
 
 
@@ -69,6 +70,34 @@ def test_unknown_software_on_known_devices_is_predicted():
     predicted = predict([known], shipped_calibration())[0].seconds
     guessed = predict([other], shipped_calibration())[0].seconds
     assert 0.75 < guessed / predicted < 1.33
+
+
+def test_a_row_made_to_fit_has_one_memory():
+    """40 layers of 13B with 16 x 2,048 tokens need recomputation that the table leaves out."""
+    whole = {"src": "x", "arch": "llama-13B", "hardware": "H100", "gpus": 8, "dp": 8, "mbs": 16,
+             "gbs": 128, "seq": 2048, "step_time_s": 9, "recompute": ""}  # fmt: skip
+    rows = [row(1, **whole), row(2, **whole | {"zero": 3}), row(3, **whole | {"recompute": "none"})]
+    rows += [row(4, **whole | {"zero": 3, "recompute": "selective(blocks; share not stated)"})]
+    rows += [row(5, **whole | {"mbs": 512, "gbs": 4096})]
+    summary = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
+    layers, switch, none, blocks, never = summary.predictions
+    assert not none.fits and none.memory.needed > 80 * GIB
+    # Without a pipeline states of 13B do not fit at all; sharded, they do.
+    assert switch.fits and switch.run.software.recomputed_share == 1
+    assert 0.5 < blocks.run.software.recomputed_share < 1 and blocks.fits
+    for one in (layers, switch, none, blocks, never):
+        assert one.fits == (one.memory.needed <= 80 * GIB * 0.985)
+    # A choice that makes a row fit is no evidence.
+    assert summary.fit.count == sum(
+        not (one.fits and one.run.software.recomputed_share) for one in summary.predictions
+    )
+    assert not never.fits
+
+
+def test_milliseconds_are_named_by_row():
+    rows = [ROWS[0], ROWS[1] | {"step_time_s": str(float(ROWS[1]["step_time_s"]) * 1000)}]
+    summary = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
+    assert f"in another unit, or of another batch: {ROWS[1]['id']}" in report(summary)
 
 
 def test_error_statistics():

@@ -45,7 +45,7 @@ _COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*([kK]?)")
 _SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "status": (
         ("ok|success|succeeded|completed|finished", "ok"),
-        ("oom|cuda oom|out[ -]of[ -]memory", "OOM"),
+        (r"(?:.*\b)?(?:oom|out[ -]of[ -]memory)\b.*", "OOM"),
     ),
     "zero": (
         (f"{_BLANK}|ddp|no|off", ""),
@@ -98,8 +98,12 @@ def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
     flags = re.IGNORECASE | re.DOTALL
     for rule in _rules():
         when = rule.get("when", {}).items()
-        if all(re.search(pattern, columns.get(name, ""), flags) for name, pattern in when):
-            columns |= {name: word for name, word in rule["set"].items() if not columns.get(name)}
+        matches = [re.search(pattern, columns.get(name, ""), flags) for name, pattern in when]
+        if all(matches):
+            for name, word in rule["set"].items():
+                # A word with \\1 is the text that the last pattern captured.
+                value = matches[-1].expand(word) if matches and matches[-1] else word
+                columns[name] = columns.get(name) or value
     columns["stack"] = columns.get("stack") or row.get("src") or OWN_STACK
     return columns
 
@@ -126,7 +130,7 @@ _RECOMPUTE_WORDS: dict[str, str] = {
     "moe_act": "activation", "activation": "activation", "moe": "moe", "mla_up_proj": "mla_up",
     "mla up-proj": "mla_up", "op": "operators", "ops": "operators",
     "shared_expert": "shared_expert", "shared_experts": "shared_expert", "mlp": "activation",
-    "attn core": "attention",
+    "attn core": "attention", "selective checkpointing": "attention",
 }  # fmt: skip
 
 
@@ -151,7 +155,8 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     zero_text = row.get("zero", "").strip()
     grouped = re.fullmatch(r"(\d)\s*\(shard within (\d+)\)", zero_text)
     zero = int(grouped.group(1) if grouped else zero_text or 0)
-    if missing := [name for name in ("seq", "gbs") if not row.get(name, "").strip()]:
+    group = int(grouped.group(2)) if grouped else _int(row, "shard_group", 0)
+    if missing := [name for name in ("gpus", "seq", "gbs") if not row.get(name, "").strip()]:
         raise ConfigError(
             Problem.of("missing", name, None, f"the row prints no `{name}`") for name in missing
         )
@@ -188,19 +193,26 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         sequence_parallel=row.get("sp", "").strip() == "1",
         context="all_to_all" if row.get("context") == "all_to_all" else "ring",
         zero=zero,
-        zero_group=int(grouped.group(2)) if grouped else 0,
+        zero_group=group,
         recompute=recompute_from_words(row.get("recompute", "")),
         attention_kernel=kernels.get(row.get("kernel", ""), "flash"),
         fused_norm=row.get("fused_norm") != "0",
-        loss="fused",
+        loss="chunked" if row.get("loss") == "chunked" else "fused",
         precision=precision,
         dtype="float16" if row.get("precision", "") == "fp16" else "bfloat16",
     )
 
 
 def _int(row: Mapping[str, str], name: str, default: int) -> int:
+    """The whole number in a column, `default` for an empty cell. Raises ValueError."""
     text = row.get(name, "").strip()
-    return int(float(text)) if text else default
+    try:
+        number = float(text or default)
+    except ValueError:
+        number = 0.5
+    if number != int(number):
+        raise ValueError(f"{name} is `{text}`: not a whole number")
+    return int(number)
 
 
 #: Columns that a table must have.
@@ -300,14 +312,21 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
 def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     """One row; `reason` reports missing or contradictory columns."""
     device = accelerator_of(row.get("hardware", ""))
-    row = uniform_row(row)
+    row = annotated_row(uniform_row(row), device.generation if device else "")
     try:
         recompute_from_words(row.get("recompute", ""))
     except ConfigError:
         row["recompute"] = ""  # unknown words count as not published
-    row = annotated_row(row, device.generation if device else "")
+    if row.get("rest") == "unstated":
+        row["recompute"] = ""
     if row.get("microbatches") == "pp" and not row.get("mbs"):
         row["mbs"] = _one_a_stage(row)
+    if row.get("shard_group") == "node" and device:
+        row["shard_group"] = str(device.node_size)
+    if (copies := row.get("replicas", "")).isdecimal() and row.get("gpus", "").isdecimal():
+        row["shard_group"] = str(int(row["gpus"]) // max(int(copies), 1))
+    if not row.get("gbs"):
+        row["gbs"] = _batch(row)
     release = _RELEASE.match(row.get("notes", ""))
     run = PublishedRun(
         id=row.get("id", ""),
@@ -333,7 +352,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
             f"{same[0]}{mark}{layers}" if name not in archs and same else arch, archs
         )
         layout = from_run(row)
-        _check(row, shape, layout)
+        _check(row, shape, layout, device)
         seconds, memory = _measured_seconds(row, shape, layout, device), _number(row, "mem_gib")
     except ConfigError as error:
         first = error.problems[0]
@@ -341,6 +360,9 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     except (KeyError, ValueError, TypeError, ArithmeticError) as error:
         return replace(run, reason=str(error))
     software = software_of(row, shape, layout)
+    if software.natural_routing:
+        # The run must survive an expert rank that is full.
+        layout = layout.changed(imbalance=max(software.capacity, 1.0))
     # FSDP beside TP cuts experts as TP cuts everything.
     can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
     if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:
@@ -372,8 +394,53 @@ def _one_a_stage(row: Mapping[str, str]) -> str:
     return str(size) if size and not rest else ""
 
 
-def _check(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> None:
-    world = int(float(row["gpus"]))
+def _batch(row: Mapping[str, str]) -> str:
+    """Sequences of a step whose table prints none: those that its time and rate imply, else one
+    microbatch for each replica if there is no pipeline, whose rate depends on their number."""
+    try:
+        world, seq = _int(row, "gpus", 1), _int(row, "seq", 0)
+        seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_s_gpu")
+        if seconds and rate and seq:
+            implied = seconds * rate * world / seq
+            return str(round(implied)) if abs(implied / round(implied) - 1) < _ROUNDED else ""
+        others = _int(row, "tp", 1) * _int(row, "cp", 1)
+        size = _int(row, "mbs", 0) * (_int(row, "dp", 0) or world // others)
+    except (ValueError, ZeroDivisionError):
+        return ""
+    return str(size) if size and row.get("pp", "") in ("", "1") else ""
+
+
+#: Relative rounding of printed times and rates.
+_ROUNDED = 0.02
+#: Multiple of the peak from which on a time has another unit.
+_IMPOSSIBLE_SHARE = 20
+
+
+def _check(
+    row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout, device: Accelerator
+) -> None:
+    world = _int(row, "gpus", 1)
+    if world > 1 and not any(row.get(name) for name in ("tp", "pp", "dp", "zero")):
+        raise ValueError("tp, pp, dp, zero: the row prints no layout")
+    tokens = layout.global_batch * layout.seq_len
+    seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_s_gpu")
+    if seconds and rate and not 0.8 < seconds * rate * world / tokens < 1.25:
+        raise ValueError(
+            f"step_time_s x tokens_s_gpu x gpus is {seconds * rate * world:,.0f} tokens, but gbs x "
+            f"seq is {tokens:,}: another unit, or another batch"
+        )
+    if seconds:
+        flops = 2 / 3 * count_flops(shape, layout.seq_len, "causal").training * tokens
+        share = flops / seconds / world / max(device.peak_flops)
+        if share > _IMPOSSIBLE_SHARE:
+            raise ValueError(
+                f"step_time_s is {seconds:g}: that is {share:.3g} times the peak of {device.name}, "
+                "so it is in another unit or of another batch"
+            )
+    if layout.seq_len % layout.cp:
+        raise ValueError(f"seq {layout.seq_len} does not divide over cp {layout.cp}")
+    if problems := layout.check(shape.sizes if layout.pp == 1 else None):
+        raise ConfigError(problems)
     if layout.world_size != world:
         degrees = f"tp {layout.tp} x pp {layout.pp} x cp {layout.cp} x dp {layout.dp}"
         raise ValueError(f"{degrees} = {layout.world_size}, but the row has {world} gpus")
@@ -413,6 +480,9 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
         overlapped_tensor=has("tensor_overlap"),
         natural_routing=has("natural"),
         token_drop=has("token_drop"),
+        capacity=float(row.get("capacity") or 0),
+        padded=has("padded"),
+        wide_share=float(row.get("wide_share") or 0),
         graphs=has("graphs"),
         block_scales=has("block_scales"),
         adapters=has("adapters"),
@@ -437,10 +507,12 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
     """The number of a measured column; None for a cell without one. Raises ValueError for a number
     that is impossible for a run."""
     text = row.get(name, "")
-    try:
-        number = float(text)
-    except ValueError:
+    if text.lower() in ("", "-", "n/a", "na", "none"):
         return None
+    try:
+        number = float(text.replace(",", ""))
+    except ValueError:
+        raise ValueError(f"{name} is `{text}`: not a number") from None
     least, most = _MEASURED[name]
     if not least <= number <= most:
         raise ValueError(f"{name} is `{text}`: a run shows from {least:g} to {most:g}")

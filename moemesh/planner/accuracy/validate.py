@@ -33,6 +33,10 @@ from moemesh.schedule.build import is_defined
 # Seconds, bytes and "does it fit" of published runs, and values that a row leaves out.
 
 
+_WHOLE_LAYERS = frozenset({"full"})
+_ROUNDING = 1e-9
+#: Ratio of predicted and measured seconds from which on a row has another unit.
+_OTHER_UNIT = 50.0
 #: Microbatches that are tried for a row without one.
 _MICROBATCHES = (1, 2, 4, 8, 16)
 
@@ -53,6 +57,12 @@ class Prediction:
         if self.seconds is None or not self.run.seconds:
             return None
         return self.seconds / self.run.seconds - 1
+
+    @property
+    def is_in_another_unit(self) -> bool:
+        """Whether measured and predicted seconds differ by a factor of 50 (milliseconds do)."""
+        error = self.error
+        return error is not None and not 1 / _OTHER_UNIT < 1 + error < _OTHER_UNIT
 
     @property
     def memory_error(self) -> float | None:
@@ -84,13 +94,19 @@ def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
         # Frozen weights have neither gradients nor optimizer states.
         allocation = replace(allocation, gradient_bytes=0, optimizer_bytes=0)
     shape, layout, _ = run.priced
-    return peak_memory(shape, layout, allocation)
+    peak = peak_memory(shape, layout, allocation)
+    if not (share := run.software.recomputed_share):
+        return peak
+    full = peak_memory(shape, layout.changed(recompute=_WHOLE_LAYERS), allocation)
+    parts = ("allocated", "needed", "activations", "logits", "working")
+    mixed = {
+        name: (1 - share) * getattr(peak, name) + share * getattr(full, name) for name in parts
+    }
+    return replace(full, **mixed)
 
 
 def _fits(run: PublishedRun, memory: PeakMemory, allocation: Allocation) -> bool:
-    # Recomputation that the table leaves out was chosen so that the run fits.
-    is_made_to_fit = run.software.recomputed_share > 0
-    return is_made_to_fit or memory.fits(run.priced[2].memory_bytes, allocation.usable_share)
+    return memory.fits(run.priced[2].memory_bytes, allocation.usable_share)
 
 
 def _run_seconds(runs: Sequence[PublishedRun], constants: Sequence[Constants]) -> FloatArray:
@@ -119,7 +135,8 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     """The run with values that its table leaves out.
 
     The microbatch is one sequence for an MoE model, else the fastest that fits. Recomputation
-    covers the fewest layers with which the run fits (frameworks offer it layer by layer).
+    covers the fewest layers with which the run fits, or all of them under FSDP, whose trainers have
+    one switch for it.
     """
     allocation = calibration.allocation(run.cluster)
     if run.microbatch_printed or run.is_moe:
@@ -146,15 +163,24 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
 
 
 def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:
-    """The run with the share of recomputed layers that it needs, if its table leaves it out."""
-    if run.recompute_printed or run.ended != "ok":
+    """The run with the share of recomputed layers that it needs, if its table leaves it out: the
+    mean of that share and of all layers where the table states that some are."""
+    if run.recompute_printed:
         return run
-    memory = run_memory(run, allocation)
-    short = memory.needed - run.priced[2].memory_bytes * allocation.usable_share
-    if short <= 0 or memory.activations <= 0:
-        return run
-    share = min(short / memory.activations, 1.0)
-    return replace(run, software=replace(run.software, recomputed_share=share))
+
+    def recomputing(share: float) -> PublishedRun:
+        return replace(run, software=replace(run.software, recomputed_share=share))
+
+    most, least = run_memory(run, allocation).needed, run_memory(recomputing(1), allocation).needed
+    short = most - run.priced[2].memory_bytes * allocation.usable_share
+    share = 0.0
+    if short > 0 and most > least:
+        share = min(short / (most - least) + _ROUNDING, 1.0)
+    if run.row.get("rest") == "blocks":
+        share = (share + 1) / 2
+    elif share and run.software.fsdp:
+        share = 1.0
+    return recomputing(share)
 
 
 #: Tiers of runs whose layout is too incomplete for statistics.
@@ -258,10 +284,13 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
         sources[prediction.run.source or prediction.run.cluster].append(prediction.error)
     by_source = {name: error_statistics(errors) for name, errors in sorted(sources.items())}
     fit = selection = None
+    # A row that recomputation was chosen for fits by that choice: no label.
     labels = [
         (prediction.fits, prediction.run.ended == "ok")
         for prediction in predictions
-        if prediction.fits is not None and prediction.run.ended in ("ok", "OOM")
+        if prediction.fits is not None
+        and prediction.run.ended in ("ok", "OOM")
+        and not (prediction.fits and prediction.run.software.recomputed_share)
     ]
     if number := len(labels):
         right = sum(fits == ran for fits, ran in labels) / number

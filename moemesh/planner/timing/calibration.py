@@ -40,11 +40,11 @@ class Constants:
     #: Attention core: share of the 16-bit peak; the first FlashAttention relative to the second; a
     #: kernel of the device generation before; head size and sequence at which half is lost;
     #: backward over forward.
-    attention_efficiency: Annotated[Number, 0.15] = 0.55
+    attention_efficiency: Annotated[Number, 0.15] = 0.72
     attention_first_flash: Annotated[Number, 0.2] = 0.6
     attention_foreign: Annotated[Number, 0.15] = 0.5
     attention_head_loss: Annotated[Number, 0.5] = 15.0
-    attention_short_loss: Annotated[Number, 0.6] = 220.0
+    attention_short_loss: Annotated[Number, 0.3] = 650.0
     attention_backward: Annotated[Number, 0.1] = 2.8
     #: Memory traffic per score where the scores are written out (forward).
     eager_score_bytes: Annotated[Number, 0.3] = 26.0

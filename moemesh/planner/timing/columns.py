@@ -52,12 +52,19 @@ class Software:
     overlapped_tensor: bool = False
     #: The router chooses the experts; otherwise a benchmark forces an even load.
     natural_routing: bool = False
-    #: Choices beyond capacity are dropped.
+    #: Choices beyond a capacity of the mean load are dropped.
     token_drop: bool = False
+    #: Capacity of an expert as a multiple of the mean load; 0: none. Every expert has that many
+    #: rows if they are `padded`.
+    capacity: float = 0.0
+    padded: bool = False
     #: A whole step is replayed as one CUDA graph.
     graphs: bool = False
     #: 8-bit numbers have a scale for each block of 32 (MXFP8) or 16 (NVFP4).
     block_scales: bool = False
+    #: Share of the products in 16 bit where the others are in 4 bit (arXiv:2509.25149 keeps the
+    #: last layers, about 15 % of the linear ones).
+    wide_share: float = 0.0
     #: Only low-rank adapters are trained: no weight gradients.
     adapters: bool = False
     #: Attention and MLP read the same norm and end in one reduction (parallel block).
@@ -170,6 +177,8 @@ class LayoutColumns(Software):
     cp: Number
     ep: Number
     etp: Number
+    #: 1 if context parallelism exchanges heads for tokens (Ulysses).
+    context_exchange: Number = column(lambda row: row.layout.context == "all_to_all")
     sequence_parallel: Number
     #: 1 if the exit of attention is an all-to-all.
     all_to_all_exit: Number = column(lambda row: row.layout.attention_exit == "all_to_all")
@@ -192,6 +201,8 @@ class LayoutColumns(Software):
     recompute_norm: Number = column(
         lambda row: row.recomputes("norm", "activation", "operators", "mla_up")
     )
+    #: Share of the products outside of experts that is recomputed one by one.
+    recompute_products: Number = column(lambda row: 0.5 * row.recomputes("operators"))
     recompute_moe: Number = column(lambda row: row.recomputes("moe"))
     recompute_experts: Number = column(lambda row: row.recomputes("experts"))
     recompute_shared: Number = column(lambda row: row.recomputes("shared_expert"))
@@ -203,7 +214,8 @@ class LayoutColumns(Software):
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareColumns:
-    """Data-sheet numbers: operations/s in 16 bit and in the layout's width, bytes/s, devices."""
+    """Data-sheet numbers: operations/s in 16 bit and in the layout's width (as far as the device
+    sustains them), bytes/s, devices."""
 
     peak_16bit: Number
     peak: Number
@@ -334,8 +346,8 @@ def rank_row(stages: Stages, rank: int) -> RankColumns:
 def hardware_row(device: Accelerator, precision: int = 0) -> HardwareColumns:
     """One device with its peak at `precision` (0, 1, 2: 16, 8, 4 bit)."""
     return HardwareColumns(
-        peak_16bit=device.peak_flops[0],
-        peak=device.peak_flops[precision],
+        peak_16bit=device.peak_flops[0] * device.sustained,
+        peak=device.peak_flops[precision] * device.sustained,
         memory_bandwidth=device.memory_bandwidth,
         intra=device.intra_node_bandwidth,
         inter=device.inter_node_bandwidth,

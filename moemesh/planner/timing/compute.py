@@ -38,6 +38,7 @@ _TILE = 64
 _REFERENCE_PEAK = 312e12
 _MASKED_EFFICIENCY = 0.6
 _ROUTER_EFFICIENCY = 0.1
+ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +84,12 @@ class PricedStep:
 
     @property
     def load(self) -> Number:
-        """Load of the most loaded expert rank over the mean."""
-        return 1 + self.layout.natural_routing * self.constants.routing_imbalance
+        """Load of the most loaded expert rank over the mean: under a capacity that rank is full,
+        and every rank is if experts are padded to it."""
+        layout = self.layout
+        natural = 1 + layout.natural_routing * self.constants.routing_imbalance
+        full = (layout.capacity > 0) & ((layout.natural_routing == 1) | (layout.padded == 1))
+        return where(full, maximum(layout.capacity, 1), natural)
 
     @property
     def kept_choices(self) -> Number:
@@ -104,17 +109,20 @@ class BlockTime:
 
 def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Number) -> Number:
     """Seconds of a product in the layout's precision."""
-    constants, layout = work.constants, work.layout
+    constants, layout, hardware = work.constants, work.layout, work.hardware
     efficiency = where(
         layout.precision == 2,
         constants.gemm_efficiency_4bit,
         where(layout.precision == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
     )
-    return _product(work, rows, columns, inner, work.hardware.peak, efficiency)
+    narrow = hardware.peak * efficiency
+    wide = hardware.peak_16bit * constants.gemm_efficiency
+    rate = 1 / ((1 - layout.wide_share) / narrow + layout.wide_share / wide)
+    return _product(work, rows, columns, inner, rate)
 
 
 def _product(
-    work: PricedStep, rows: Number, columns: Number, inner: Number, peak: Number, best: Number
+    work: PricedStep, rows: Number, columns: Number, inner: Number, rate: Number
 ) -> Number:
     constants = work.constants
     row_loss = constants.gemm_row_loss * work.hardware.peak / _REFERENCE_PEAK
@@ -123,7 +131,7 @@ def _product(
         * (1 + constants.gemm_width_loss * _TILE / maximum(columns, 1))
         * (1 + constants.gemm_width_loss * _TILE / maximum(inner, 1))
     )
-    return 2 * rows * columns * inner / (peak * best) * loss
+    return 2 * rows * columns * inner / rate * loss
 
 
 def mlp_seconds(work: PricedStep, rows: Number, width: Number) -> Number:
@@ -137,6 +145,12 @@ def quantize_bytes(work: PricedStep) -> Number:
     """Bytes per number and product for quantizing to 8 or 4 bit."""
     scales = where(work.layout.block_scales == 1, work.constants.block_scale_traffic, 1)
     return where(work.layout.precision > 0, work.constants.quantize_bytes * scales, 0)
+
+
+def adapter_bytes(work: PricedStep, inner: Number, columns: Number) -> Number:
+    """Bytes of the low-rank branch of products [M, `inner`] x [`inner`, `columns`]: its input is
+    read a second time, its output is written, and both outputs are read and summed."""
+    return work.layout.adapters * work.tokens * ACTIVATION_BYTES * (inner + 4 * columns)
 
 
 def attended(work: PricedStep) -> Number:
@@ -209,6 +223,8 @@ def attention_block(work: PricedStep) -> BlockTime:
     norms = 24 + where(layout.fused_norm == 1, 0, constants.unfused_norm_bytes)
     traffic = norms * u * hidden / work.sequence_shards
     traffic = traffic + (8 + quantize_bytes(work)) * u * heads * query / t
+    traffic = traffic + adapter_bytes(work, 3 * hidden, plain_width)
+    traffic = traffic + adapter_bytes(work, heads * value / t, hidden)
     return BlockTime(
         products=products * model.mixer_factor,
         core=core_seconds(work),
@@ -223,6 +239,8 @@ def mlp_block(work: PricedStep) -> BlockTime:
     u, hidden, width = work.tokens, model.hidden, model.mlp_width / layout.tp
     products = mlp_seconds(work, u, width)
     traffic = (10 + quantize_bytes(work)) * u * width
+    traffic = traffic + adapter_bytes(work, (model.mlp_matrices - 1) * hidden, 2 * width)
+    traffic = where(width > 0, traffic + adapter_bytes(work, width, hidden), 0)
     return BlockTime(
         products=where(width > 0, products, 0),
         core=0.0,
@@ -296,8 +314,8 @@ def model_ends(work: PricedStep) -> EndTime:
     u, width = work.tokens, model.vocab / layout.tp
     traffic = constants.elementwise_traffic / work.hbm
     weights = model.hidden * width
-    peak = work.hardware.peak_16bit  # the head stays in 16 bit
-    product = _product(work, u, width, model.hidden, peak, constants.gemm_efficiency)
+    rate = work.hardware.peak_16bit * constants.gemm_efficiency  # the head stays in 16 bit
+    product = _product(work, u, width, model.hidden, rate)
     summed, loss = weights * work.accumulate / work.hbm, 16 * u * width * traffic
     return EndTime(
         embedding=8 * u * model.hidden * traffic,
@@ -309,9 +327,6 @@ def model_ends(work: PricedStep) -> EndTime:
 
 
 # Time of one layer: its computation with the transfers of its own forward and backward.
-
-
-ACTIVATION_BYTES = 2
 
 
 class LayerTransfers(NamedTuple):
@@ -346,8 +361,14 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
     keys = u * c * model.kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     latent_keys = u * c * model.heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     keys = where(model.latent == 1, latent_keys, keys)
-    context = where(c > 1, (c - 1) / c * keys / links.bandwidth(c, t), 0)
-    context = known(links.measured("all_gather", c, t, keys), context)
+    # Ulysses sends a rank's own queries, keys, values and outputs, and waits for them; a ring
+    # sends all keys and values beside the products.
+    swapped = 2 * u * (model.heads + model.kv_heads) * model.value_dim * ACTIVATION_BYTES / t
+    swaps = layout.context_exchange == 1
+    moved = where(swaps, swapped, keys * constants.context_exposed)
+    context = where(c > 1, (c - 1) / c * moved / links.bandwidth(c, t), 0)
+    gathered = links.measured("all_gather", c, t, keys) * constants.context_exposed
+    context = known(where(swaps, np.nan, gathered), context)
     once = u / t * model.hidden * ACTIVATION_BYTES
     rows = once * model.top_k * work.kept_choices
     nodes = maximum(layout.ep * layout.etp / size, 1)
@@ -373,7 +394,7 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
         tensor=tensor
         * _attention_share(work)
         * where(layout.overlapped_tensor == 1, constants.overlapped_tensor_exposed, 1),
-        context=context * constants.context_exposed,
+        context=context,
         exchange=exchange * share,
         expert_tensor=known(links.measured_pair(x, 1, x * routed), expert_tensor),
     )
@@ -443,10 +464,17 @@ def layer_times(
         attention,
         tensor + transfers.context + fixed,
         back + 2 * transfers.context + 2 * fixed,
-        where(layout.kernel >= FUSED, layout.recompute_attention * attention.core, 0),
+        where(layout.kernel >= FUSED, layout.recompute_attention * attention.core, 0)
+        + layout.recompute_products * attention.products,
     )
     alone = layout.parallel_block == 1
-    dense = _block_time(work, mlp, where(alone, 0, tensor), where(alone, 0, back))
+    dense = _block_time(
+        work,
+        mlp,
+        where(alone, 0, tensor),
+        where(alone, 0, back),
+        layout.recompute_products * mlp.products,
+    )
     shared_tensor = where(model.shared_width > 0, tensor, 0)
     moved = 2 * transfers.exchange + transfers.expert_tensor + shared_tensor
     block = BlockTime(
@@ -456,7 +484,8 @@ def layer_times(
         weights=experts.expert_weights + experts.shared_weights,
     )
     recomputed = layout.recompute_moe * (block.products + block.elementwise + moved)
-    recomputed = recomputed + layout.recompute_shared * experts.shared_products
+    shared_again = maximum(layout.recompute_shared, layout.recompute_products)
+    recomputed = recomputed + shared_again * experts.shared_products
     # All products of an expert but the last; the few FLOPs of the router are counted with them.
     first_products = (model.mlp_matrices - 1) / model.mlp_matrices * experts.products
     recomputed = recomputed + layout.recompute_experts * first_products

@@ -26,12 +26,19 @@ class Accelerator:
     intra_node_bandwidth: float
     inter_node_bandwidth: float
     node_size: int
+    #: Rate of the best matrix products, relative to the same share of the peak on NVIDIA's devices.
+    sustained: float = 1.0
 
 
-#: NVIDIA data sheets: V100, A100, H100, H200, HGX B200 and B300, GB200 and GB300 NVL72, without
-#: sparsity; NVLink one way; one network card a device (HDR200, NDR400, CX-8 800). A800 and H800
-#: are A100 and H100 with slower NVLink. Devices without a calibrated relative of their generation
-#: (AMD Instinct, TPU, L40S) get the constants that all clusters share.
+#: Generation -> `sustained`. The power limit holds an MI300X at 620 of its 1,307 TFLOP/s in 16 bit
+#: where an H100 reaches 720 of 989 (SemiAnalysis, "MI300X vs H100", December 2024); half of the gap
+#: is assumed for CDNA 4.
+_SUSTAINED = {"cdna3": 0.65, "cdna4": 0.8}
+
+#: Data sheets. NVIDIA without sparsity, NVLink one way (PCIe for devices without NVLink), one
+#: network card a device (HDR200, NDR400, CX-8 800); AMD CDNA 3 and 4 with Infinity Fabric one way;
+#: Intel, Huawei, Google. A800 and H800 are A100 and H100 with slower NVLink. Devices without a
+#: calibrated relative of their generation get the constants that all clusters share.
 ACCELERATORS: dict[str, Accelerator] = {
     name: Accelerator(
         name=name,
@@ -42,6 +49,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         intra_node_bandwidth=links[0] * 1e9,
         inter_node_bandwidth=links[1] * 1e9,
         node_size=node_size,
+        sustained=_SUSTAINED.get(generation, 1.0),
     )
     # 10^12 operations/s of each width, GiB, TB/s of memory, GB/s inside and between nodes, devices.
     for name, generation, tflops, memory, terabytes, links, node_size in (
@@ -57,10 +65,25 @@ ACCELERATORS: dict[str, Accelerator] = {
         ("B300", "blackwell", (2250, 4500, 13500), 268, 8.0, (900, 100), 8),
         ("GB200", "blackwell", (2500, 5000, 10000), 186, 8.0, (900, 50), 72),
         ("GB300", "blackwell", (2500, 5000, 15000), 278, 8.0, (900, 100), 72),
+        ("H100-PCIE", "hopper", (756, 1513, 1513), 80, 2.0, (64, 50), 8),
+        ("H100-NVL", "hopper", (835, 1671, 1671), 94, 3.9, (300, 50), 8),
+        ("GH200", "hopper", (989.5, 1979, 1979), 96, 4.0, (450, 50), 1),
+        ("A40", "ampere", (150, 150, 150), 48, 0.696, (32, 25), 8),
+        ("A10", "ampere", (125, 125, 125), 24, 0.6, (32, 12.5), 4),
+        ("A6000", "ampere", (155, 155, 155), 48, 0.768, (56, 25), 8),
+        ("RTX3090", "ampere", (71, 71, 71), 24, 0.936, (25, 12.5), 8),
+        ("RTX4090", "ada", (165, 330, 330), 24, 1.008, (25, 12.5), 8),
+        ("RTX5090", "blackwell_rtx", (210, 419, 1676), 32, 1.792, (50, 12.5), 8),
+        ("L4", "ada", (121, 242, 242), 24, 0.3, (25, 12.5), 8),
         ("L40S", "ada", (362, 733, 733), 48, 0.864, (32, 25), 8),
         ("MI250X", "cdna2", (383, 383, 383), 128, 3.2, (200, 25), 8),
         ("MI300X", "cdna3", (1307, 2615, 2615), 192, 5.3, (448, 50), 8),
         ("MI325X", "cdna3", (1307, 2615, 2615), 256, 6.0, (448, 50), 8),
+        ("MI350X", "cdna4", (2307, 4614, 9228), 288, 8.0, (538, 50), 8),
+        ("MI355X", "cdna4", (2517, 5033, 10066), 288, 8.0, (538, 50), 8),
+        ("Gaudi2", "gaudi2", (432, 865, 865), 96, 2.45, (262, 37.5), 8),
+        ("Gaudi3", "gaudi3", (1835, 1835, 1835), 128, 3.7, (525, 75), 8),
+        ("Ascend910B", "ascend", (376, 376, 376), 64, 1.6, (196, 25), 8),
         ("TPUv4", "tpu4", (275, 275, 275), 32, 1.2, (150, 25), 64),
         ("TPUv5e", "tpu5", (197, 197, 197), 16, 0.82, (100, 25), 256),
         ("TPUv5p", "tpu5", (459, 459, 459), 95, 2.765, (300, 25), 64),
@@ -68,46 +91,64 @@ ACCELERATORS: dict[str, Accelerator] = {
     )
 }
 
-#: (text in a description, device), more specific texts first.
-_NAMES: tuple[tuple[str, str], ...] = (
-    ("GB300", "GB300"), ("GB200", "GB200"), ("B300", "B300"), ("B200", "B200"),
-    ("H800", "H800-80G"), ("H200", "H200-141G"), ("H100", "H100-80G"), ("H20", "H20-96G"),
-    ("A100/A800", "A100-80G"), ("A100-40G", "A100-40G"), ("A100", "A100-80G"),
-    ("A800", "A800-80G"), ("V100", "V100"), ("L40S", "L40S"), ("MI250X", "MI250X"),
-    ("MI325X", "MI325X"), ("MI300X", "MI300X"), ("V5LITE", "TPUv5e"), ("V5E", "TPUv5e"),
-    ("V5P", "TPUv5p"), ("V6E", "TPUv6e"), ("TRILLIUM", "TPUv6e"), ("TPUV4", "TPUv4"),
-    ("TPU V4", "TPUv4"),
-)  # fmt: skip
+#: Other names of devices in descriptions.
+_ALIASES = {
+    "TPUv4": "TPU v4", "TPUv5e": "TPU ?v5 ?lite|v5e", "TPUv5p": "v5p", "TPUv6e": "v6e|Trillium",
+    "RTX4090": "4090", "RTX3090": "3090", "RTX5090": "5090", "A10": "A10G",
+    "L40S": "L40", "Ascend910B": "910B",
+}  # fmt: skip
+
+
+def _named(name: str) -> str:
+    """Pattern of a device's name in a description: any separators, not inside a longer name."""
+    parts = re.findall(r"[A-Za-z]+|\d+", name)
+    words = "[ _-]?".join(parts) + "".join(f"|{alias}" for alias in (_ALIASES.get(name),) if alias)
+    return rf"(?<![A-WYZ])(?:{words})(?!\d)"
+
+
+#: Pattern -> device. A name without its memory is that of the last one in the table.
+_NAMES = {_named(name): name for name in ACCELERATORS}
+_NAMES |= {_named(name.partition("-")[0]): name for name in ACCELERATORS if name[-1] == "G"}
+
+#: Cards of a node with their rate ("8x200G", "IB8x50GB/s"), or the rate of a whole node.
+_CARDS = re.compile(r"(\d+) ?[x×] ?(\d+) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")
+_NODE_RATE = re.compile(r"(?<![-\w(x×])((?:1|2|4|8|16|32)00) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")
 
 
 def accelerator_of(text: str) -> Accelerator | None:
     """The device and network of a free description ("A100-80G 4x100G RoCE per node").
 
-    Reads the device, ``NVL<n>`` nodes, bidirectional NVLink in brackets ("(400GB/s)"), and network
-    rates in Gb/s for several cards ("8x200G") or a whole node ("1600G", "200G HDR"). None for an
-    unknown device.
+    Reads the device, its memory, ``NVL<n>`` nodes, bidirectional NVLink in brackets ("(400GB/s)"),
+    and network rates for several cards ("8x200G"), a whole node ("1600G", "200G HDR") or each
+    device ("400G per GPU"). None for an unknown device.
     """
-    folded = text.upper()
-    key = next((key for name, key in _NAMES if name in folded), None)
-    if key is None:
+    matches = [
+        (match.start(), -match.end(), name)
+        for pattern, name in _NAMES.items()
+        if (match := re.search(pattern, text, re.IGNORECASE))
+    ]
+    if not matches:
         return None
-    device = ACCELERATORS[key]
+    device = ACCELERATORS[min(matches)[2]]
+    folded = text.upper()
+    if memory := re.search(r"(?:-(\d+)G\b|(\d+) ?GI?B\b(?!/S))", folded):
+        size = int(memory.group(1) or memory.group(2))
+        device = ACCELERATORS.get(f"{device.name.partition('-')[0]}-{size}G", device)
+        device = replace(device, memory_bytes=size * GIB)
     if both_ways := re.search(r"\((\d+)GB/S\)", folded):
         device = replace(device, intra_node_bandwidth=float(both_ways.group(1)) * 0.5e9)
-    if memory := re.search(r"-(\d+)G\b", folded):
-        device = replace(device, memory_bytes=int(memory.group(1)) * GIB)
     if rate := re.search(r"(\d+\.\d+)TB/S", folded):
         device = replace(device, memory_bandwidth=float(rate.group(1)) * 1e12)
     if node := re.search(r"NVL(\d+)", folded):
         device = replace(device, node_size=int(node.group(1)))
-    if cards := re.search(r"(\d+)X(\d+)GB/S", folded):
-        per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9
-    elif cards := re.search(r"(\d+)X(\d+)G\b", folded):
-        per_node = int(cards.group(1)) * float(cards.group(2)) * 1e9 / 8
-    elif whole := re.search(r"\b(\d{4}|\d{3}(?=G HDR))G\b", folded):
-        per_node = float(whole.group(1)) * 1e9 / 8
+    if cards := _CARDS.search(text):
+        number, rate, unit = cards.groups()
+    elif node := _NODE_RATE.search(text):
+        per_device = re.search(r"(per|a|each) (gpu|card|device)", text, re.IGNORECASE)
+        number, (rate, unit) = device.node_size if per_device else 1, node.groups()
     else:
         return device
+    per_node = int(number) * float(rate) * (1e9 if unit == "GB/s" else 1e9 / 8)
     return replace(device, inter_node_bandwidth=per_node / device.node_size)
 
 

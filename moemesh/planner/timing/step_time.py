@@ -96,12 +96,27 @@ def replicas(work: PricedStep) -> tuple[Number, Number]:
     return dense, maximum(dense * layout.tp / (layout.ep * layout.etp), 1)
 
 
+def _shard_groups(work: PricedStep) -> tuple[Number, Number]:
+    """Number of ranks that share the shards of dense and of expert weights: ZeRO's group, or all
+    replicas."""
+    group = work.layout.zero_group
+    within = maximum(group / work.layout.tp, 1)
+    dense, expert = replicas(work)
+    return where(group > 0, minimum(within, dense), dense), where(
+        group > 0, minimum(within, expert), expert
+    )
+
+
 def _moved(
-    work: PricedStep, links: Links, dense: Number, expert: Number
+    work: PricedStep,
+    links: Links,
+    dense: Number,
+    expert: Number,
+    groups: tuple[Number, Number],
 ) -> tuple[Number, tuple[Number, Number]]:
-    """Seconds per byte for all replicas to gather or scatter `dense` and `expert` weights, and the
-    two rates in bytes per second."""
-    layout, (n_dense, n_expert) = work.layout, replicas(work)
+    """Seconds per byte for `groups` of ranks to gather or scatter `dense` and `expert` weights, and
+    the two rates in bytes per second."""
+    layout, (n_dense, n_expert) = work.layout, groups
     dense_rate = links.bandwidth(n_dense, layout.tp)
     expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
     moved = (n_dense - 1) / n_dense * dense / dense_rate
@@ -114,14 +129,21 @@ def sharded_unit(
     """A layer as an FSDP unit: gathers overlap with the forward, gathers and reduces with the
     backward.
 
-    ZeRO-2 as FSDP keeps the weights that the first microbatch gathered.
+    ZeRO-2 as FSDP keeps the weights that the first microbatch gathered. Shards inside a group
+    (HSDP) are gathered inside it, and the gradients of a shard are summed over the groups. Frozen
+    weights have no gradients.
     """
     layout, constants = work.layout, work.constants
-    n_dense, _ = replicas(work)
-    moved, _ = _moved(work, links, dense, expert)
+    (n_dense, n_expert), groups = replicas(work), _shard_groups(work)
+    moved, _ = _moved(work, links, dense, expert, groups)
+    across: Number = 0.0
+    for size, ranks, group in zip((dense, expert), (n_dense, n_expert), groups, strict=True):
+        others = maximum(ranks / group, 1)
+        across = across + 2 * (others - 1) / others * size / group / links.network(others)
     hops = 4 * links.latency * log2(maximum(n_dense, 2))
     gather = where(n_dense > 1, moved * _WEIGHT_BYTES + hops, 0)
-    reduce = where(n_dense > 1, moved * constants.reduce_bytes + hops, 0)
+    summed = (n_dense > 1) & (layout.adapters == 0)
+    reduce = where(summed, (moved + across) * constants.reduce_bytes + hops, 0)
     keeps = layout.zero == 2
     in_forward = gather * where(keeps, 1 / layout.microbatches, 1)
     in_backward = reduce + where(keeps, 0, gather)
@@ -169,7 +191,7 @@ def data_seconds(
     `backward` are the seconds of one microbatch's backward, with which the reduction overlaps."""
     layout, constants = work.layout, work.constants
     n_dense, n_expert = replicas(work)
-    moved, (dense_rate, expert_rate) = _moved(work, links, dense, expert)
+    moved, (dense_rate, expert_rate) = _moved(work, links, dense, expert, replicas(work))
     is_summed = layout.zero == 0
     reduced = moved * _GRADIENT_BYTES * where(is_summed, 2, 1)
     gathered = where(is_summed, 0, moved * _WEIGHT_BYTES)
@@ -178,8 +200,7 @@ def data_seconds(
         reduced = where(layout.zero_group == 0, known(by_table[0], reduced), reduced)
         gathered = where(layout.zero_group == 0, known(by_table[1], gathered), gathered)
     # Shards inside a group: scatter and gather inside the group, sums of shards across groups.
-    group = where(layout.zero_group > 0, layout.zero_group / layout.tp, n_dense)
-    group = minimum(maximum(group, 1), n_dense)
+    group, _ = _shard_groups(work)
     outside = maximum(n_dense / group, 1)
     across = 2 * (outside - 1) / outside * dense / group * _GRADIENT_BYTES / links.network(outside)
     grouped = (layout.zero_group > 0) & (outside > 1)
@@ -221,12 +242,12 @@ def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
     """Number of weights whose summed gradients and optimizer states a rank keeps."""
     layout = work.layout
     n_dense, n_expert = replicas(work)
-    group = where(layout.zero_group > 0, maximum(layout.zero_group / layout.tp, 1), n_dense)
+    group, _ = _shard_groups(work)
     sharded = (layout.zero >= 1) | (layout.fsdp == 1)
     served = layout.parameter_server == 1
     dense_servers = where(served, minimum(layout.servers, n_dense), 1)
     expert_servers = where(served, minimum(layout.servers, n_expert), 1)
-    owned_dense = dense / where(sharded, minimum(group, n_dense), dense_servers)
+    owned_dense = dense / where(sharded, group, dense_servers)
     return owned_dense + expert / where(sharded, n_expert, expert_servers)
 
 
@@ -506,8 +527,9 @@ def _in_parts(
     host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting
     halves = 2 * both - where(layout.parallel_block == 1, dense, 0)
     exchanged = 4 * transfers.exchange + 2 * transfers.expert_tensor
+    single = layout.recompute_products * (both * attention.products + dense * mlp.products)
     parts: dict[str, Number] = {
-        "compute": passes * (where(layout.adapters == 1, 2, 3) + recomputed) * products,
+        "compute": passes * ((where(layout.adapters == 1, 2, 3) + recomputed) * products + single),
         "attention": passes * both * core * attention.core,
         "elementwise": passes * ((3 + recomputed) * moved + weights * work.accumulate / work.hbm),
         "launches": passes * host,
