@@ -215,15 +215,20 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float, stacks: Path) 
             try:
                 succeeded, data = connection.recv_bytes(), connection.recv_bytes()
             except (EOFError, ConnectionResetError):
-                process = ranks[number].process
-                process.join(5)
-                raise RankFailed(
-                    number, f"rank {number} died without a word, exit code {process.exitcode}"
-                ) from None
+                raise _death(number, ranks[number].process) from None
             if succeeded != b"yes":
+                # It may have failed because another one died.
+                others = {ranks[other].process.sentinel: other for other in waiting.values()}
+                for sentinel in wait(list(others), 0.2):
+                    raise _death(others[sentinel], ranks[others[sentinel]].process)  # type: ignore[index]
                 raise RankFailed(number, f"rank {number} failed:\n{data.decode()}")
             results[number] = pickle.loads(data)
     return [results[number] for number in range(len(ranks))]
+
+
+def _death(rank: int, process: BaseProcess) -> RankFailed:
+    process.join(5)
+    return RankFailed(rank, f"rank {rank} died without a word, exit code {process.exitcode}")
 
 
 def _stack(process: BaseProcess, rank: int, stacks: Path) -> str:
