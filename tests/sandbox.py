@@ -7,7 +7,7 @@ change them. The session therefore takes variables of the user out of the enviro
 writes into the checkout, or looks into its ``runs/``, fails where it does so (:func:`watch`).
 
 Code that was compiled, and the examples of hypothesis, stay in pytest's cache from one session to
-the next: to compile the balancer takes a minute.
+the next.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ def begin(config: pytest.Config) -> None:
     patch.setenv(_KEPT, str(kept))
     if _SHARED not in os.environ:  # else a worker's
         patch.setenv(_SHARED, str(base / "shared"))
+    # To compile the balancer takes half a minute; tests.balance.test_compiled does.
+    patch.setenv("NUMBA_DISABLE_JIT", "1")
     for name in ("NUMBA", "TORCHINDUCTOR", "TRITON"):
         patch.setenv(f"{name}_CACHE_DIR", str(kept / name.lower()))
     patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(kept / "hypothesis"))
