@@ -13,7 +13,6 @@ import contextvars
 import faulthandler
 import gc
 import multiprocessing
-import operator
 import os
 import pickle
 import random
@@ -23,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -216,15 +215,20 @@ def _collect(ranks: list[_Rank], deadline: float, timeout: float, stacks: Path) 
             try:
                 succeeded, data = connection.recv_bytes(), connection.recv_bytes()
             except (EOFError, ConnectionResetError):
-                process = ranks[number].process
-                process.join(5)
-                raise RankFailed(
-                    number, f"rank {number} died without a word, exit code {process.exitcode}"
-                ) from None
+                raise _death(number, ranks[number].process) from None
             if succeeded != b"yes":
+                # It may have failed because another one died.
+                others = {ranks[other].process.sentinel: other for other in waiting.values()}
+                for sentinel in wait(list(others), 0.2):
+                    raise _death(others[sentinel], ranks[others[sentinel]].process)  # type: ignore[index]
                 raise RankFailed(number, f"rank {number} failed:\n{data.decode()}")
             results[number] = pickle.loads(data)
     return [results[number] for number in range(len(ranks))]
+
+
+def _death(rank: int, process: BaseProcess) -> RankFailed:
+    process.join(5)
+    return RankFailed(rank, f"rank {rank} died without a word, exit code {process.exitcode}")
 
 
 def _stack(process: BaseProcess, rank: int, stacks: Path) -> str:
@@ -299,7 +303,7 @@ class _Watch:
     """Sees whether a call left its process as it was.
 
     It compares settings of Python and torch, threads, and what the modules, classes and containers
-    of moemesh, of the tests and of parts of torch hold: by identity, one level deep.
+    of moemesh, of the tests and of parts of torch hold, one level deep.
     """
 
     _OURS = ("moemesh", "tests")
@@ -321,38 +325,44 @@ class _Watch:
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}
-        #: Name and contents of everything watched, and the keys and values that it should have.
+        #: Name and contents of everything watched, and the contents that it should have.
         self._parts = [(kind.__qualname__, vars(kind)) for kind in self._CLASSES]
-        self._known: list[tuple[list[Any], list[object]]] = []
+        self._known: list[Any] = []
         self._settings: dict[str, object] = {}
 
     def remember(self) -> None:
         """Take the present state for how it should be, on top of what was found unchanged."""
-        for name, module in list(sys.modules.items()):
-            if self._modules.get(name) is not module and self._is_watched(name):
-                self._modules[name] = module
+        for name, module in self._new_modules():
+            if self._is_watched(name):
                 self._parts.extend(_parts(name, module, self._OURS))
-        new = self._parts[len(self._known) :]
-        self._known += [(list(_keys(part)), list(_values(part))) for _, part in new]
+        self._modules = dict(sys.modules)
+        self._known += [_copied(part) for _, part in self._parts[len(self._known) :]]
         self._settings = _settings()
 
     def changes(self) -> list[str]:
         """Names of settings and values that differ from the remembered ones."""
         names = []
-        for (name, part), (keys, values) in zip(self._parts, self._known, strict=True):
-            now = list(_keys(part))
-            if keys == now and all(map(operator.is_, values, _values(part))):
+        for (name, part), before in zip(self._parts, self._known, strict=True):
+            if _is_same(part, before):
                 continue
-            before, after = (
-                dict(zip(*pair, strict=True)) for pair in ((keys, values), (now, _values(part)))
-            )
+            old, new = _entries(before), _entries(part)
             names += [
                 f"{name}.{key}"
-                for key in {**before, **after}
-                if before.get(key) is not after.get(key) and key not in self._EXEMPT
+                for key in {**old, **new}
+                if old.get(key) is not new.get(key) and key not in self._EXEMPT
             ]
+        names += [
+            f"module {name}"
+            for name, module in self._new_modules()
+            if getattr(module, "__spec__", 1) is None  # made by a test, without a file
+        ]
         now = _settings()
         return names + [name for name, value in self._settings.items() if value != now[name]]
+
+    def _new_modules(self) -> list[tuple[str, ModuleType]]:
+        """Modules that were not there, or others of their names, when the state was taken."""
+        known = self._modules
+        return [pair for pair in list(sys.modules.items()) if known.get(pair[0]) is not pair[1]]
 
     def _is_watched(self, name: str) -> bool:
         return name in self._OTHERS or (
@@ -377,16 +387,22 @@ def _parts(name: str, module: ModuleType, ours: tuple[str, ...]) -> Iterator[tup
             yield f"{name}.{key}", vars(value)
 
 
-def _keys(part: Any) -> Iterable[Any]:
-    if isinstance(part, set):
-        return sorted(map(id, part))
-    return range(len(part)) if isinstance(part, list) else part
+def _copied(part: Any) -> Any:
+    return part.copy() if isinstance(part, (dict, list, set)) else dict(part)
 
 
-def _values(part: Any) -> Iterable[object]:
+def _is_same(part: Any, before: Any) -> bool:
+    """Whether the values are the same or equal ones; False where they cannot be compared."""
+    try:
+        return bool(part == before)
+    except Exception:
+        return False
+
+
+def _entries(part: Any) -> dict[Any, object]:
     if isinstance(part, set):
-        return sorted(part, key=id)
-    return part if isinstance(part, list) else part.values()
+        return {id(value): value for value in part}
+    return dict(enumerate(part)) if isinstance(part, list) else dict(part)
 
 
 def _settings() -> dict[str, object]:
@@ -394,9 +410,6 @@ def _settings() -> dict[str, object]:
         "environment": dict(os.environ),
         "working directory": os.getcwd(),
         "sys.path": list(sys.path),
-        "modules without a file": {
-            name for name, module in sys.modules.items() if getattr(module, "__spec__", 1) is None
-        },
         "threads": {thread.ident for thread in threading.enumerate()},
         "signal handlers": [signal.getsignal(number) for number in signal.valid_signals()],
         "default dtype": torch.get_default_dtype(),

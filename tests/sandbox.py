@@ -7,24 +7,27 @@ change them. The session therefore takes variables of the user out of the enviro
 writes into the checkout, or looks into its ``runs/``, fails where it does so (:func:`watch`).
 
 Code that was compiled, and the examples of hypothesis, stay in pytest's cache from one session to
-the next: to compile the balancer takes a minute.
+the next.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import site
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,8 +40,10 @@ FOREIGN = re.compile(
 )
 
 #: Variables of the session for the processes of its tests: the folder of files that are kept from
-#: one session to the next, and folders of the checkout in which they may write.
+#: one session to the next, folders of the checkout in which they may write, and a folder of the
+#: session for results that several tests use, in all workers.
 _KEPT, _MAY_WRITE = "MOEMESH_TEST_KEPT", "MOEMESH_TEST_MAY_WRITE"
+_SHARED = "MOEMESH_TEST_SHARED"
 
 #: Variables to restore after the session, and the folder that holds all places.
 _sessions: list[tuple[pytest.MonkeyPatch, Path]] = []
@@ -61,6 +66,10 @@ def begin(config: pytest.Config) -> None:
         with suppress(AttributeError, OSError):  # `-p no:cacheprovider`; it cannot be written
             kept = config.cache.mkdir("moemesh")  # type: ignore[union-attr]
     patch.setenv(_KEPT, str(kept))
+    if _SHARED not in os.environ:  # else a worker's
+        patch.setenv(_SHARED, str(base / "shared"))
+    # To compile the balancer takes half a minute; tests.balance.test_compiled does.
+    patch.setenv("NUMBA_DISABLE_JIT", "1")
     for name in ("NUMBA", "TORCHINDUCTOR", "TRITON"):
         patch.setenv(f"{name}_CACHE_DIR", str(kept / name.lower()))
     patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(kept / "hypothesis"))
@@ -82,6 +91,27 @@ def end() -> None:
     patch, base = _sessions.pop()
     patch.undo()
     shutil.rmtree(base, ignore_errors=True)
+
+
+def shared(name: str) -> Path:
+    """A folder for results of this kind, of all workers of the session."""
+    folder = Path(os.environ[_SHARED]) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def once(name: str, make: Callable[[], T]) -> T:
+    """`make()`, from a file if a process of the session has computed it before."""
+    if _SHARED not in os.environ:
+        return make()
+    file = shared("results") / name
+    with suppress(FileNotFoundError):
+        return pickle.loads(file.read_bytes())
+    result = make()
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(result))
+    part.replace(file)
+    return result
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from moemesh.balance import (
 )
 from moemesh.balance import compiled as loops
 from tests.balance.cases import shapes
+from tests.ranks import run_on_ranks
 
 
 def everything(name: str, place: tuple[int, int, int, int]) -> list[Any]:
@@ -53,18 +55,37 @@ def is_compiled() -> bool:
     return not loops._plain.get() and loops._compiler() is not loops._unchanged
 
 
-@pytest.mark.representative(
-    "uniform-(48, 1, 1, 16)", "zipf-1.0-(48, 4, 2, 24)", "bursty-(40, 4, 2, 8)"
-)
-@pytest.mark.parametrize("place", [(48, 4, 2, 24), (48, 1, 1, 16), (40, 4, 2, 8)], ids=str)
-@pytest.mark.parametrize("name", ["uniform", "zipf-1.0", "bursty"])
-def test_compiled_equals_plain(name: str, place: tuple[int, int, int, int]) -> None:
-    pytest.importorskip("numba")
+def results_of_quotas() -> list[Any]:
+    """Results of the loops that are compiled in the least time."""
+    counts = np.outer(np.arange(1, 9), shapes(1, 32, seed=2)["uniform"][0]).astype(np.int64)
+    plan = plan_quotas(counts, np.arange(32) // 4, 2)
+    return [plan.spare_expert, plan.spare_quota, assign_tokens(plan, counts, ranks_per_node=4)]
+
+
+def fast_and_plain(rank: int, function: Callable[..., list[Any]], *args: Any) -> list[list[Any]]:
+    os.environ["NUMBA_DISABLE_JIT"] = "0"
     assert is_compiled()
-    fast = everything(name, place)
+    fast = function(*args)
     with loops.plain_loops():
         assert not is_compiled()
-        plain = everything(name, place)
+        return [fast, function(*args)]
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (results_of_quotas, ()),
+        *(
+            pytest.param(everything, (name, place), marks=pytest.mark.slow)
+            for place in [(48, 4, 2, 24), (48, 1, 1, 16), (40, 4, 2, 8)]
+            for name in ["uniform", "zipf-1.0", "bursty"]
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_compiled_equals_plain(function: Callable[..., list[Any]], args: tuple[Any, ...]) -> None:
+    pytest.importorskip("numba")
+    ((fast, plain),) = run_on_ranks(1, fast_and_plain, function, *args, fresh=True)
     for one, two in zip(fast, plain, strict=True):
         assert np.array_equal(one, two), "not one bit may differ"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+
+from tests import sandbox
 
 #: Key of a configuration -> its largest value in a tiny model.
 SIZES: dict[str, int] = {
@@ -200,6 +203,10 @@ def tiny_config(name: str, layers: int = 2) -> Any:
     least `layers`; of a model of images and text the encoders are as small. Raises AssertionError
     where it would not have all kinds of the default's layers, no experts, or parameters that are
     not small."""
+    return sandbox.once(f"{name}-{layers}", lambda: _tiny_config(name, layers))
+
+
+def _tiny_config(name: str, layers: int) -> Any:
     whole = CONFIG_MAPPING[name]()
     if whole.get_text_config() is whole:
         return _tiny_text(whole, layers, {})
@@ -318,7 +325,7 @@ def random_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -
     """The tiny model of the type `name`; all weights and state are random, also those that models
     start with at 0 or 1."""
     torch.manual_seed(seed)
-    config = tiny_config(name)
+    config = deepcopy(tiny_config(name))  # models write into theirs
     model = model_class(config)._from_config(config, dtype=dtype)
     with torch.no_grad():
         kept = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}

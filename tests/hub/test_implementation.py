@@ -129,9 +129,14 @@ def test_transformers_needs_a_folder() -> None:
 def test_an_older_record_in_the_cache_is_read_once_more(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _read.cache_clear()
     expected = read_architecture(values_of("olmoe"))
+    (answer := tmp_path / "answer").write_text(expected.to_json())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    module = "moemesh.config.huggingface.architecture"
+    monkeypatch.setattr(f"{module}.python_command", lambda _: ["cat", str(answer)])
+    _read.cache_clear()
+    assert read_architecture(values_of("olmoe")) == expected
     (file,) = (tmp_path / "moemesh" / "architectures").glob("*.json")
     record = json.loads(file.read_text())
     if change == "without a cost":

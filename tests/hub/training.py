@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.architecture import Architecture
-from moemesh.config.huggingface.architecture import hub_values
+from moemesh.config.huggingface.architecture import hub_values, read_architecture
 from moemesh.config.layout import shard_range
 from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.config.model import ModelConfig
@@ -21,7 +21,6 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
-from moemesh.model.hub.architecture import read
 from moemesh.model.hub.build import allocate, blueprint
 from moemesh.model.hub.precision import exactly
 from moemesh.parallel.parallelize import parallelize
@@ -52,7 +51,8 @@ def values_of(name: str) -> dict[str, Any]:
 
 @cache
 def architecture_of(name: str) -> Architecture:
-    return read(values_of(name))
+    """The architecture of the tiny model of a family, from the cache of the session."""
+    return read_architecture(values_of(name))
 
 
 def model_of(architecture: Architecture, **changes: Any) -> ModelConfig:
