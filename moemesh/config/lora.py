@@ -28,6 +28,13 @@ from moemesh.config.section import Count, Positive, Section
 ALL_LINEAR = "all-linear"
 #: The two files of a folder of adapters, as PEFT writes it: sizes, and tensors.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Numbers of a block of NF4 (:mod:`moemesh.ops.nf4`), and its bytes: half a byte each, and a scale.
+NF4_BLOCK, NF4_BLOCK_BYTES = 64, 36
+
+
+def packed_bytes(columns: int) -> int:
+    """Bytes of a row of `columns` numbers in NF4."""
+    return columns // 2 + 4 * math.ceil(columns / NF4_BLOCK)
 
 
 class LoraConfig(Section):
