@@ -64,6 +64,27 @@ def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return dequantize(weight, dtype) if weight.dtype == torch.uint8 else weight
 
 
+class PackedMatrices:
+    """The matrices of packed experts, [E, ..., I] as [O, I] each, or `is_transposed` [I, O]:
+    dequantized one by one, when they are read."""
+
+    def __init__(self, packed: Tensor, dtype: torch.dtype, *, is_transposed: bool) -> None:
+        self._packed, self._dtype, self._is_transposed = packed, dtype, is_transposed
+
+    def __getitem__(self, expert: int) -> Tensor:
+        weight_OI = dequantize(self._packed[expert], self._dtype).flatten(0, -2)
+        return weight_OI.t() if self._is_transposed else weight_OI
+
+
+def matrices(stack: Tensor, dtype: torch.dtype, *, is_transposed: bool) -> Tensor | PackedMatrices:
+    """The matrices of stacked experts [E, ..., I] as products with one expert after the other take
+    them: [E, O, I], or `is_transposed` [E, I, O]."""
+    if stack.dtype == torch.uint8:
+        return PackedMatrices(stack, dtype, is_transposed=is_transposed)
+    stack_EOI = stack.flatten(1, -2)
+    return stack_EOI.transpose(1, 2) if is_transposed else stack_EOI
+
+
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """The two values of every byte [256, 2]."""
