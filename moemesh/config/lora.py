@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from moemesh.config.errors import Problem
 from moemesh.config.section import Count, Positive, Section
@@ -28,6 +28,13 @@ from moemesh.config.section import Count, Positive, Section
 ALL_LINEAR = "all-linear"
 #: The two files of a folder of adapters, as PEFT writes it: sizes, and tensors.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Numbers of a block of NF4 (:mod:`moemesh.ops.nf4`), and its bytes: half a byte each, and a scale.
+NF4_BLOCK, NF4_BLOCK_BYTES = 64, 36
+
+
+def packed_bytes(columns: int) -> int:
+    """Bytes of a row of `columns` numbers in NF4."""
+    return columns // 2 + 4 * math.ceil(columns / NF4_BLOCK)
 
 
 class LoraConfig(Section):
@@ -41,6 +48,8 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = (ALL_LINEAR,)
     #: alpha / sqrt(rank) instead of alpha / rank (Kalajdzievski, 2023, arXiv:2312.03732).
     rslora: bool = False
+    #: Form of the frozen weights of attention, MLPs and experts: the run's dtype, or 4 bits.
+    base: Literal["same", "nf4"] = "same"
     #: A folder of PEFT's whose adapters the run starts from; None: B is zero.
     path: str | None = None
 
@@ -48,6 +57,11 @@ class LoraConfig(Section):
     def trains(self) -> tuple[str, ...]:
         """Patterns over names of the parameters that train: adapters, where there are any."""
         return ("*_lora_A", "*_lora_B") if self.rank else ()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether frozen weights are held in NF4."""
+        return self.base == "nf4"
 
     @property
     def scaling(self) -> float:
@@ -60,6 +74,9 @@ class LoraConfig(Section):
         if not self.rank and self.path is not None:
             message = f"path ({self.path}) names adapters, and rank = 0 means that there are none"
             problems.append(self.problem("conflict", "path", message, "rank of the folder", "rank"))
+        if not self.rank and self.is_packed:
+            message = "base = nf4 holds weights that do not train, and rank = 0 trains all of them"
+            problems.append(self.problem("conflict", "base", message, "rank = 16", "rank"))
         if self.rank and not self.targets:
             message = "targets is empty: no projection would have an adapter"
             problems.append(

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import Problem
+from moemesh.config.lora import NF4_BLOCK
 from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.plan import Plan
 from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES, DEFERRING_SCHEDULES
-from moemesh.config.run import RunConfig
+from moemesh.config.run import RunConfig, projections
 from moemesh.config.schedule_table import SCHEDULES
+from moemesh.config.suggest import nearest_divisors
 from moemesh.config.toml import format_value
 
 
@@ -27,6 +29,7 @@ def refusals(config: RunConfig) -> list[Problem]:
         *_experts_that_move(config),
         *_slices(config),
         *_adapters(config),
+        *_packed_base(config),
         *_frozen(config),
         *_spikes(config),
     ]
@@ -75,8 +78,10 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
         fix = f"etp = 1, ep = {plan.ep * plan.etp}"
         yield plan.problem("not-available", "etp", message, fix, "model.implementation")
     is_adapted = any(map(config.lora.adapts, ("gate_proj", "up_proj", "down_proj")))
-    if plan.etp > 1 and (is_adapted or trains_some_experts(config)):
+    is_packed = config.lora.is_packed
+    if plan.etp > 1 and (is_adapted or is_packed or trains_some_experts(config)):
         what = "adapters of experts" if is_adapted else "experts of which only some train"
+        what = "experts in NF4" if is_packed and not is_adapted else what
         message = (
             f"etp = {plan.etp} shares the width of experts, and {what} are whole on every rank in "
             f"{architecture.model_type}"
@@ -222,6 +227,42 @@ def _adapters(config: RunConfig) -> Iterator[Problem]:
         message = f"some experts of a layer would train beside {setting}"
         fix = "train_only = [], or lora.targets without gate_proj, up_proj and down_proj"
         yield config.train.problem("conflict", "train_only", message, fix, "lora.rank")
+
+
+def _packed_base(config: RunConfig) -> Iterator[Problem]:
+    """Conflicts of a base in NF4: with experts that train, move or have replicas, and with cuts
+    through a block."""
+    plan, train, lora = config.plan, config.train, config.lora
+    if not lora.is_packed:
+        return
+    setting = "lora.base = nf4, whose experts are frozen in 4 bits"
+    for section, key, verb in (
+        (plan, "spare_slots", "copies"),
+        (train, "rebalance_every", "moves"),
+    ):
+        if value := getattr(section, key):
+            message = f"{key} = {value} {verb} experts: it cannot be trained with {setting}"
+            yield section.problem("conflict", key, message, f"{key} = 0", "lora.base")
+    if trains_some_experts(config):
+        key = "train_only" if train.esft is None else "esft"
+        message = f"some experts would train, and cannot with {setting}"
+        fix = f"leave {key} out, or base = same"
+        yield train.problem("conflict", key, message, fix, "lora.base")
+    is_whole = config.model.architecture is not None
+    axes = {"experts": "etp", "attention": "tp", "mlp": "tp", "shared experts": "tp"}
+    for one in () if is_whole else projections(config.model):
+        axis = axes[one.block]
+        degree = int(getattr(plan, axis))
+        is_cut = one.target == "down_proj" or (
+            one.target == "o_proj" and plan.attention_exit != "all_to_all"
+        )
+        if is_cut and degree > 1 and one.inputs % (NF4_BLOCK * degree):
+            message = (
+                f"{axis} = {degree} cuts the {one.inputs} inputs of {one.target} of {one.block} "
+                f"inside blocks of {NF4_BLOCK}, which lora.base = nf4 keeps whole"
+            )
+            legal = nearest_divisors(max(one.inputs // NF4_BLOCK, 1), degree)
+            yield plan.problem("conflict", axis, message, f"{axis} = {legal}", "lora.base")
 
 
 def trains_some_experts(config: RunConfig) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from moemesh.model.transformer import Transformer
+from moemesh.ops.nf4 import quantize
 
 #: (parameter name, logical shape) -> the part of each dim to materialise.
 Slices = Callable[[str, tuple[int, ...]], Sequence[range]]
@@ -69,11 +70,13 @@ def initialize(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     slices: Slices = whole,
+    is_packed: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Give every parameter of `model` memory and its initial value, in place.
 
     Norms are ones, biases and the factors B of adapters zeros. The router stays in fp32 in a
-    bfloat16 model; its selection bias is fp32 in every run.
+    bfloat16 model; its selection bias is fp32 in every run. `is_packed`: whether a parameter is
+    held in NF4, by its name.
     """
     for name, parameter in list(model.named_parameters()):
         shape = tuple(parameter.shape)
@@ -92,7 +95,9 @@ def initialize(
         kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
-        setattr(owner, leaf, nn.Parameter(value.to(device=device, dtype=kept)))
+        value = value.to(device)
+        stored = quantize(value) if is_packed(name) else value.to(kept)
+        setattr(owner, leaf, nn.Parameter(stored, requires_grad=stored.is_floating_point()))
     for name, buffer in list(model.named_buffers()):
         module, _, leaf = name.rpartition(".")
         zeros = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)

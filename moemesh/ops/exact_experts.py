@@ -30,6 +30,7 @@ from moemesh.ops.expert_weights import (
     narrow_gradient,
     part_of,
 )
+from moemesh.ops.nf4 import PackedMatrices, matrices
 from moemesh.ops.swiglu import PLAIN
 from moemesh.ops.weight_gradient import weight_gradient
 from moemesh.sharding.dispatchers import EXACT_ROWS
@@ -57,9 +58,9 @@ class PaddedRows:
         """[Q, ...] -> [R, ...]."""
         return x_Q[self.place_R]
 
-    def gemm(self, x_QI: Tensor, weight_EIO: Tensor) -> Tensor:
+    def gemm(self, x_QI: Tensor, weight_EIO: Tensor | PackedMatrices) -> Tensor:
         """Rows of expert e times ``weight[e]``, [Q, O]."""
-        y_QO = x_QI.new_zeros(self.num_padded, weight_EIO.shape[2])
+        y_QO = x_QI.new_zeros(self.num_padded, weight_EIO[0].shape[1])
         start = 0
         for expert, count in enumerate(self.per_expert):
             if count:
@@ -121,7 +122,8 @@ class _ExactExperts(torch.autograd.Function):
             product_QF = F.silu(gate_QF) * up_QF * scale_Q1
         else:
             product_QF = experts.form.product(torch.cat([gate_QF, up_QF], dim=1)) * scale_Q1
-        y_QH = rows.gemm(product_QF, experts.down.transpose(1, 2))
+        down_EFH = matrices(experts.down, x_RH.dtype, is_transposed=True)
+        y_QH = rows.gemm(product_QF, down_EFH)
         add_products(experts.of_down, product_QF, y_QH, experts.scale, rows.gemm)
         y_RH = rows.unpad(y_QH)
         if experts.down_bias is not None:
@@ -141,7 +143,7 @@ class _ExactExperts(torch.autograd.Function):
         gate_QF, up_QF = kept or _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
         scale, grad_QH = experts.scale, rows.pad(grad_RH)
-        grad_QF = rows.gemm(grad_QH, experts.down)
+        grad_QF = rows.gemm(grad_QH, matrices(experts.down, x_RH.dtype, is_transposed=False))
         of_down = [
             (one, narrow_gradient(one, grad_QH, scale, rows.gemm)) for one in experts.of_down
         ]
@@ -172,7 +174,8 @@ class _ExactExperts(torch.autograd.Function):
                 rows.pad(grad_RC), rows.pad(bias_RC)
             )
 
-        grad_x_QH = rows.gemm(grad_h_QG, experts.gate_up.flatten(1, 2))
+        gate_up_EGH = matrices(experts.gate_up, x_RH.dtype, is_transposed=False)
+        grad_x_QH = rows.gemm(grad_h_QG, gate_up_EGH)
         for adapter in experts.of_gate_up:
             g_QR = narrow_gradient(adapter, grad_h_QG, scale, rows.gemm)
             u_QR = narrow(adapter, rows.pad(x_RH), scale, rows.gemm)
@@ -204,7 +207,7 @@ def _gate_and_up(
     x_RH: Tensor, experts: ExpertWeights, counts_EP: Tensor, rows: PaddedRows
 ) -> tuple[Tensor, Tensor]:
     x_QH = rows.pad(x_RH)
-    h_QG = rows.gemm(x_QH, experts.gate_up.flatten(1, 2).transpose(1, 2))
+    h_QG = rows.gemm(x_QH, matrices(experts.gate_up, x_RH.dtype, is_transposed=True))
     add_products(experts.of_gate_up, x_QH, h_QG, experts.scale, rows.gemm)
     if experts.gate_up_bias is not None:
         h_QG += rows.pad(_of_rows(experts.gate_up_bias.flatten(1), counts_EP))

@@ -44,28 +44,36 @@ def expert_blocks(
     max_rows: int | None = None,
     border: int = 0,
     fewest_rows: int | None = None,
+    most_experts: int | None = None,
 ) -> list[Block]:
     """Cut the rows into blocks, at least one, of whole experts; an accelerator gets one, without a
     wait for counts. More rows than `max_rows` are cut there first, wherever that is in an expert.
     No block has experts on both sides of a `border`; an accelerator waits for it. A block ends with
-    `fewest_rows` (:func:`block_rows`; None: BLOCK_ROWS) or more, on a CPU.
+    `fewest_rows` (:func:`block_rows`; None: BLOCK_ROWS) or more, on a CPU. No block has more than
+    `most_experts`; an accelerator waits for counts then.
     """
-    fewest_rows = BLOCK_ROWS if fewest_rows is None else fewest_rows
+    limits = border, BLOCK_ROWS if fewest_rows is None else fewest_rows, most_experts
     if max_rows is None or num_rows <= max_rows:
-        return _blocks_of_whole_experts(counts_E, 0, num_rows, border, fewest_rows)
+        return _blocks_of_whole_experts(counts_E, 0, num_rows, *limits)
     ends_E, blocks = counts_E.cumsum(0), list[Block]()
     for start in range(0, num_rows, max_rows):
         stop = min(start + max_rows, num_rows)
         within_E = torch.diff(ends_E.clamp(start, stop), prepend=ends_E.new_tensor([start]))
-        blocks += _blocks_of_whole_experts(within_E, start, stop, border, fewest_rows)
+        blocks += _blocks_of_whole_experts(within_E, start, stop, *limits)
     return [block for block in blocks if block.rows.start < block.rows.stop]
 
 
 def _blocks_of_whole_experts(
-    counts_E: Tensor, start: int, stop: int, border: int, fewest_rows: int
+    counts_E: Tensor,
+    start: int,
+    stop: int,
+    border: int,
+    fewest_rows: int,
+    most_experts: int | None,
 ) -> list[Block]:
     """The blocks of the rows `start` to `stop`, `counts_E` for each expert."""
-    if counts_E.device.type != "cpu":
+    is_device = counts_E.device.type != "cpu"
+    if is_device and most_experts is None:
         if not border:
             return [Block(slice(0, len(counts_E)), slice(start, stop), row_ends(counts_E))]
         middle, end = start + int(counts_E[:border].sum()), len(counts_E)
@@ -76,8 +84,10 @@ def _blocks_of_whole_experts(
     blocks: list[Block] = []
     expert, row, end = 0, start, start
     for index, count in enumerate(counts_E.tolist(), start=1):
-        end += count
-        if end - row >= fewest_rows or index in (border, len(counts_E)):
+        # Rows after the last expert's have no expert (RowMap.has_rest).
+        end = stop if is_device and index == len(counts_E) else end + count
+        is_full = (end - row >= fewest_rows and not is_device) or index - expert == most_experts
+        if is_full or index in (border, len(counts_E)):
             ends_D = row_ends(counts_E[expert:index])
             blocks.append(Block(slice(expert, index), slice(row, end), ends_D))
             expert, row = index, end

@@ -49,6 +49,7 @@ from moemesh.ops.expert_weights import (
     part_of,
 )
 from moemesh.ops.grouped_gemm import grouped_gemm
+from moemesh.ops.nf4 import PackedMatrices, matrices
 from moemesh.ops.permute import RowMap, sum_rows
 from moemesh.ops.swiglu import swiglu, swiglu_backward
 from moemesh.ops.weight_gradient import deferring
@@ -118,7 +119,7 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: list[list[WeightGradient]], *weights: Tensor) -> Tensor:
         ctx.calls, ctx.num_weights = calls, len(weights)
-        return weights[0].new_zeros(())
+        return weights[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -148,6 +149,7 @@ class _ExpertMLP(torch.autograd.Function):
             call.max_rows,
             experts.border,
             block_rows(source_NH.dtype, width),
+            experts.most_at_once,
         )
         is_bounded = call.max_rows is not None and rows.num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
@@ -155,7 +157,7 @@ class _ExpertMLP(torch.autograd.Function):
         h = Whole(blocks, source_NH, rows.num_rows if is_kept else 0, num_numbers)
         y = Whole(blocks, source_NH, rows.num_rows, experts.down.shape[1])
         for block in blocks:
-            part, own = block.rows, experts.of_block(block)
+            part, own = block.rows, experts.of_block(block, source_NH.dtype)
             h_BG = _gate_and_up(source_NH, rows, own, block, h[part] if is_kept else None)
             product_BF = swiglu(h_BG, weights_R[part], experts.form)
             y_BH = grouped_gemm(product_BF, own.down.transpose(1, 2), block.ends_D, y[part])
@@ -201,7 +203,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad_weights: list[Tensor] = []
         for block in blocks:
             part, ends_D, gemm = block.rows, block.ends_D, _gemm(block)
-            own = experts.of_block(block)
+            own = experts.of_block(block, source_NH.dtype)
             h_BG = kept[0][part] if kept else _gate_and_up(source_NH, rows, own, block)
             grad_product_BF = grouped_gemm(grad_RH[part], own.down, ends_D)
             of_down = own.of_down
@@ -301,17 +303,17 @@ def expert_mlp_of_few(
     ids_R, weights_R = experts_TK.flatten(), weights_TK.flatten()
     numbers = ids_R.tolist()
 
-    def gemm(x_RI: Tensor, weight_EIO: Tensor) -> Tensor:
+    def gemm(x_RI: Tensor, weight_EIO: Tensor | PackedMatrices) -> Tensor:
         rows = zip(x_RI.split(1), numbers, strict=True)
         return torch.cat([x_1I @ weight_EIO[expert] for x_1I, expert in rows])
 
     x_RH = x_TH.repeat_interleave(experts_TK.shape[1], dim=0)
-    h_RG = gemm(x_RH, experts.gate_up.flatten(1, 2).transpose(1, 2))
+    h_RG = gemm(x_RH, matrices(experts.gate_up, x_RH.dtype, is_transposed=True))
     add_products(experts.of_gate_up, x_RH, h_RG, experts.scale, gemm)
     if experts.gate_up_bias is not None:
         h_RG += experts.gate_up_bias.flatten(1)[ids_R]
     product_RF = swiglu(h_RG, weights_R, experts.form)
-    y_RH = gemm(product_RF, experts.down.transpose(1, 2))
+    y_RH = gemm(product_RF, matrices(experts.down, x_RH.dtype, is_transposed=True))
     add_products(experts.of_down, product_RF, y_RH, experts.scale, gemm)
     if experts.down_bias is not None:
         y_RH[:, experts.part] += experts.down_bias[ids_R] * weights_R[:, None].to(y_RH.dtype)

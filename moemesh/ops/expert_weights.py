@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moemesh.ops.expert_blocks import Block
 from moemesh.ops.linear import Adapter
+from moemesh.ops.nf4 import dense
 from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 # Low-rank adapters of stacked experts (Hu et al., 2021): their part of products and of gradients.
@@ -27,6 +28,10 @@ from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 #: (rows [B, I], weights [E, I, O]) -> [B, O].
 Gemm = Callable[[Tensor, Tensor], Tensor]
+
+#: Numbers of the packed weights of experts that are dequantized at the same time, if one expert has
+#: not more.
+NUMBERS_AT_ONCE = 1 << 26
 
 
 def part_of(adapter: Adapter, y_BO: Tensor) -> Tensor:
@@ -112,14 +117,23 @@ class ExpertWeights(NamedTuple):
         """The place where the rest begins; 0: there is none, or there is nothing else."""
         return len(self.gate_up) if self.rest else 0
 
-    def of_block(self, block: Block) -> ExpertWeights:
-        """The weights of the experts of one block, which does not cross the border of the rest."""
+    @property
+    def most_at_once(self) -> int | None:
+        """Number of experts that a block may have; None: all. Blocks of packed experts are
+        dequantized one after the other."""
+        if self.gate_up.dtype != torch.uint8:
+            return None
+        return max(NUMBERS_AT_ONCE // (3 * self.gate_up.shape[2] * self.down.shape[1]), 1)
+
+    def of_block(self, block: Block, dtype: torch.dtype) -> ExpertWeights:
+        """The weights of the experts of one block, which does not cross the border of the rest:
+        packed ones in `dtype`."""
         start, stop = block.experts.start, block.experts.stop
         own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
         if self.rest and start >= self.border:
             start, stop, own = start - self.border, stop - self.border, list(self.rest)
         return ExpertWeights(
-            *(tensor[start:stop] for tensor in own),
+            *(dense(tensor[start:stop], dtype) for tensor in own),
             form=self.form,
             column=self.column,
             adapters=tuple(of_experts(self.adapters, block.experts)),

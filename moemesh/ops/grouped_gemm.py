@@ -111,8 +111,8 @@ def grouped_gemm(
     x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Rows of expert e times ``weight_EIO[e]``: [R, O], written to `out` if given."""
-    if out is None and not len(x_RI):  # kernels differ in what they make of no rows at all
-        return x_RI.new_empty(0, weight_EIO.shape[2])
+    if not len(x_RI):  # kernels differ in what they make of no rows at all
+        return x_RI.new_empty(0, weight_EIO.shape[2]) if out is None else out
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
         y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
         return _grouped_gemm_16_bit(x_RI, weight_EIO, ends_E, y_RO)
@@ -132,8 +132,9 @@ def grouped_weight_gradient(
 ) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows; written
     to `out` if given."""
-    if out is None and not len(x_RI):
-        return x_RI.new_zeros(len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+    if not len(x_RI):
+        shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+        return x_RI.new_zeros(shape) if out is None else out.zero_()
     if x_RI.shape[1] == 1:
         gradient = grouped_row_sums(grad_RO, x_RI, ends_E)
         return gradient if out is None else out.copy_(gradient)

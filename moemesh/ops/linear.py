@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moemesh.ops.nf4 import dense
 from moemesh.ops.swiglu import (
     PLAIN,
     SwigluForm,
@@ -69,13 +70,13 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x_TI, weight)
         # Hooks on saved tensors give back another object: only the leaf itself has a gradient.
         ctx.leaf = weight
-        return x_TI @ weight.reshape(-1, weight.shape[-1]).t()
+        return x_TI @ _matrix(weight, x_TI.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TI, weight = ctx.saved_tensors
-        weight_OI = weight.reshape(-1, weight.shape[-1])
-        grad_x_TI = grad_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        needs_input = ctx.needs_input_grad[0]
+        grad_x_TI = grad_TO @ _matrix(weight, grad_TO.dtype) if needs_input else None
         if not ctx.needs_input_grad[1]:
             return grad_x_TI, None
         return grad_x_TI, weight_gradient(
@@ -90,12 +91,13 @@ class _SwigluLinear(torch.autograd.Function):
     def forward(ctx: Any, h_TG: Tensor, weight_OF: Tensor, form: SwigluForm) -> Tensor:
         ctx.save_for_backward(h_TG, weight_OF)
         ctx.leaf, ctx.form = weight_OF, form
-        return unweighted_swiglu(h_TG, form) @ weight_OF.t()
+        return unweighted_swiglu(h_TG, form) @ dense(weight_OF, h_TG.dtype).t()
 
     @staticmethod
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None, None]:
         h_TG, weight_OF = ctx.saved_tensors
-        product_TF, grad_h_TG = unweighted_swiglu_backward(grad_TO @ weight_OF, h_TG, ctx.form)
+        grad_TF = grad_TO @ dense(weight_OF, grad_TO.dtype)
+        product_TF, grad_h_TG = unweighted_swiglu_backward(grad_TF, h_TG, ctx.form)
         return grad_h_TG, _weight_half(ctx, grad_TO, product_TF), None
 
 
@@ -121,7 +123,7 @@ class _AdaptedLinear(torch.autograd.Function):
         ctx.save_for_backward(x_TI, weight, *factors)
         ctx.form, ctx.kind, ctx.leaves = form, kind, (weight, *factors)
         input_TI = x_TI if form is None else unweighted_swiglu(x_TI, form)
-        y_TO = input_TI @ weight.reshape(-1, weight.shape[-1]).t()
+        y_TO = input_TI @ _matrix(weight, input_TI.dtype).t()
         y = y_TO.view(len(y_TO), *weight.shape[:-1])
         for adapter in kind.adapters(factors):
             part = adapter.part(y)
@@ -137,7 +139,7 @@ class _AdaptedLinear(torch.autograd.Function):
         grad_TO = grad_TO.contiguous()
         grad = grad_TO.view(len(grad_TO), *weight.shape[:-1])
         needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        grad_input_TI = grad_TO @ weight.reshape(-1, weight.shape[-1]) if needs_input else None
+        grad_input_TI = grad_TO @ _matrix(weight, grad_TO.dtype) if needs_input else None
         found: list[Tensor | None] = [None] * len(leaves)
         if needs[0]:
             found[0] = weight_gradient(
@@ -189,6 +191,11 @@ class _AdaptedKind(NamedTuple):
         ]
 
 
+def _matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight as a matrix [O, I]; in `dtype` if it is packed, for the length of one product."""
+    return dense(weight.reshape(-1, weight.shape[-1]), dtype)
+
+
 def _rows(b: Tensor) -> Tensor:
     """``b`` as a matrix [P, R]."""
     return b.reshape(-1, b.shape[-1])
@@ -214,7 +221,8 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
 
     Parameters whose rows have structure (fused QKV, gate and up) keep it in their leading dims, so
     that a tensor-parallel shard is a plain slice of one dim. `weight` must be the parameter itself,
-    not a view of it: its gradient may be deferred (:mod:`moemesh.ops.weight_gradient`).
+    not a view of it: its gradient may be deferred (:mod:`moemesh.ops.weight_gradient`). It may be
+    packed (:mod:`moemesh.ops.nf4`), and has no gradient then.
     """
     if isinstance(weight, Adapted):
         x, form = (x_TI.h_TG, x_TI.form) if isinstance(x_TI, SwigluOf) else (x_TI, None)
@@ -224,7 +232,7 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
     if isinstance(x_TI, SwigluOf):
         return _SwigluLinear.apply(x_TI.h_TG, weight, x_TI.form)
     if not torch.is_grad_enabled():  # nothing is kept for a backward
-        return x_TI @ weight.reshape(-1, weight.shape[-1]).t()
+        return x_TI @ _matrix(weight, x_TI.dtype).t()
     return _Linear.apply(x_TI, weight)
 
 

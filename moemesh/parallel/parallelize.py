@@ -247,7 +247,14 @@ def fill(
         return where[name].slices(mesh)
 
     if model.config.architecture is None:
-        initialize(model, seed=seed, dtype=dtype, device=mesh.device, slices=slices)
+        initialize(
+            model,
+            seed=seed,
+            dtype=dtype,
+            device=mesh.device,
+            slices=slices,
+            is_packed=lambda name: where[name].is_packed,
+        )
         return
     from moemesh.model.hub.build import allocate
     from moemesh.model.hub.model import HubModel

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import EXPERT_AXES, shard_range
-from moemesh.config.lora import factors_of, parts_of
+from moemesh.config.lora import TargetPart, factors_of, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
@@ -67,7 +67,7 @@ class Placement:
     the experts in the places of a stack; None: in order. ``per_rank``: number of experts of each
     rank of ep, for a stack of some experts of a layer. ``unit``: the part of the forward that reads
     it, if its name does not contain it. ``blocks``: the number of equal blocks of the dim that etp
-    shards, of each of which a rank holds its part."""
+    shards, of each of which a rank holds its part. ``is_packed``: the local tensor is in NF4."""
 
     name: str
     shape: tuple[int, ...]
@@ -79,6 +79,7 @@ class Placement:
     per_rank: tuple[int, ...] | None = None
     unit: str = ""
     blocks: int = 1
+    is_packed: bool = False
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
         """The part of each dim that this rank holds; of experts, the places. Of a dim of several
@@ -167,6 +168,7 @@ def placements(
                 trains=bool(tensor.trained_rows(tuning)),
                 unit=tensor.unit,
                 blocks=tensor.blocks,
+                is_packed=tensor.is_packed,
             )
         return found
     for prefix, module in Transformer(config).named_modules():
@@ -174,6 +176,7 @@ def placements(
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{prefix}.{leaf}"
             shards, summed_over = rules.get(leaf) or _rule(module, leaf, plan)
+            parts: tuple[TargetPart, ...] = ()
             if isinstance(module, AdaptedModule):
                 # The adapter parameters of this weight follow it.
                 shape, is_stack = tuple(parameter.shape), isinstance(module, Experts)
@@ -190,6 +193,7 @@ def placements(
                 summed_over=summed_over,
                 holders=(0,) if holders is None else holders[name],
                 trains=bool(tuning.rows(name, experts)),
+                is_packed=config.lora.is_packed and bool(parts),
             )
     return found
 

@@ -154,7 +154,12 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
         rows, size = tensor.trained_rows(tuning), tensor.shape[0]
         module, _, leaf = tensor.name.rpartition(".")
         message = fix = ""
-        if tensor.is_expert and is_adapter(tensor.name):
+        if tensor.is_packed and rows:
+            key = "train_only" if config.train.esft is None else "esft"
+            value = getattr(config.train, key)
+            message = f"{tensor.name} would train, and lora.base = nf4 holds it in 4 bits"
+            fix = f'leave it out of {key}, or lora.base = "same"'
+        elif tensor.is_expert and is_adapter(tensor.name):
             if 0 < len(rows) < size:
                 message = f"{len(rows)} of the {size} adapters of {tensor.name} would train"
                 fix = "choose the adapters of all experts, or of none"

@@ -26,7 +26,7 @@ from math import prod
 
 from moemesh.config.architecture import ParameterRecord
 from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
-from moemesh.config.lora import factors_of, parts_of
+from moemesh.config.lora import factors_of, packed_bytes, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import Tuning
@@ -36,8 +36,9 @@ from moemesh.sharding.buckets import unit_of
 @dataclass(frozen=True, kw_only=True)
 class ParameterTensor:
     """One parameter. `shards`: axis -> sharded dim. `trains`: whether it does. ``per_rank``: of a
-    stack that holds some experts of a layer only, how many each rank of ep has. The other three
-    are those of a :class:`~moemesh.config.architecture.ParameterRecord`, as is `blocks`."""
+    stack that holds some experts of a layer only, how many each rank of ep has. ``is_packed``: it
+    is held in NF4. The other three are those of a
+    :class:`~moemesh.config.architecture.ParameterRecord`, as is `blocks`."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class ParameterTensor:
     is_fp32: bool = False
     is_idle: bool = False
     blocks: int = 1
+    is_packed: bool = False
 
     @property
     def unit(self) -> str:
@@ -67,27 +69,40 @@ class ParameterTensor:
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
 
     def weight_bytes(self, element_bytes: int) -> int:
-        """Bytes of a number of this weight in a model of `element_bytes`: our routers stay in fp32,
-        and recorded weights where the record says so."""
+        """Bytes of an element of this weight in a model of `element_bytes`: our routers stay in
+        fp32, and recorded weights where the record says so."""
+        if self.is_packed:
+            return 1
         is_fp32 = self.is_fp32 if self.recorded_unit else ".router." in self.name
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
-        """Numbers of this tensor that the rank with these coordinates holds."""
+        """Elements of this tensor that the rank with these coordinates holds: numbers, or bytes if
+        it is packed."""
         sizes = list(self.shape)
         for axis, dim in self.shards.items():
             degree = int(getattr(layout, axis))
             is_uneven = axis == "ep" and self.per_rank
             shares = self.per_rank if is_uneven else shard_sizes(sizes[dim], degree)
             sizes[dim] = shares[at[axis]]
+        if self.is_packed:
+            sizes[-1] = packed_bytes(sizes[-1])
         return prod(sizes)
 
 
 def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     """Every parameter of the whole model, in the order of the model's list."""
     if model.architecture is not None:
-        yield from map(_of_record, model.architecture.parameters)
+        for record in model.architecture.parameters:
+            yield _of_record(record, model.lora.is_packed and bool(record.parts))
         return
+    for tensor in _tensors(model, plan):
+        if model.lora.is_packed and parts_of(tensor.name.rpartition(".")[2], tensor.shape):
+            tensor = replace(tensor, is_packed=True)
+        yield tensor
+
+
+def _tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     hidden = model.hidden_size
     yield _over_tp("embedding.weight", model.vocab_size, hidden)
     for index in range(model.num_layers):
@@ -105,7 +120,7 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
         yield _over_tp("head.weight", model.vocab_size, hidden)
 
 
-def _of_record(record: ParameterRecord) -> ParameterTensor:
+def _of_record(record: ParameterRecord, is_packed: bool) -> ParameterTensor:
     """A parameter of a model of transformers: stacks of experts are sharded over ep, and over etp
     where their width can be; the rest is whole on every rank."""
     shards = {"ep": 0} if record.is_expert else {}
@@ -120,6 +135,7 @@ def _of_record(record: ParameterRecord) -> ParameterTensor:
         is_fp32=record.is_fp32,
         is_idle=record.is_idle,
         blocks=record.blocks,
+        is_packed=is_packed,
     )
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from moemesh.checkpoint.store import Shard, Sharded, shard_of
+from moemesh.comm.mesh import Mesh
 from moemesh.parallel.parallelize import RankModel
-from moemesh.parallel.placement import OwnRange, part_of
+from moemesh.parallel.placement import OwnRange, Placement, part_of
 from moemesh.sharding.boxes import boxes, rows
 
 
@@ -28,24 +29,30 @@ def owned_shards(
     """
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
-        if name not in tensors or (saved and not where.counts(own, parallel.mesh)):
-            continue
-        tensor, slices = tensors[name], where.slices(parallel.mesh)
-        if not where.is_expert:
-            yield from _parts(f"{prefix}{where.name}", where.shape, slices, own, tensor)
-            continue
-        module, _, leaf = where.stack.rpartition(".")
-        experts, held = where.experts(parallel.mesh), where.parts_of_expert(parallel.mesh)
-        size = math.prod(map(len, held[0]))
-        for index, part in rows(len(experts) * len(held), size, own.numbers):
-            numbers = range(part.start - index * size, part.stop - index * size)
-            own_part, numbers_held = (
-                OwnRange(numbers=numbers, is_first=own.is_first),
-                part_of(tensor, own, part),
-            )
-            place, block = divmod(index, len(held))
-            expert = f"{prefix}{module}.{experts[place]}.{leaf}"
-            yield from _parts(expert, where.shape[1:], held[block], own_part, numbers_held)
+        if name in tensors and (where.counts(own, parallel.mesh) or not saved):
+            yield from shards_of(where, own, tensors[name], parallel.mesh, prefix)
+
+
+def shards_of(
+    where: Placement, own: OwnRange, tensor: Tensor, mesh: Mesh, prefix: str = ""
+) -> Iterator[Shard]:
+    """The same of one parameter, whose range `own` is in `tensor`."""
+    if not where.is_expert:
+        slices = where.slices(mesh)
+        yield from _parts(f"{prefix}{where.name}", where.shape, slices, own, tensor)
+        return
+    module, _, leaf = where.stack.rpartition(".")
+    experts, held = where.experts(mesh), where.parts_of_expert(mesh)
+    size = math.prod(map(len, held[0]))
+    for index, part in rows(len(experts) * len(held), size, own.numbers):
+        numbers = range(part.start - index * size, part.stop - index * size)
+        own_part, numbers_held = (
+            OwnRange(numbers=numbers, is_first=own.is_first),
+            part_of(tensor, own, part),
+        )
+        place, block = divmod(index, len(held))
+        expert = f"{prefix}{module}.{experts[place]}.{leaf}"
+        yield from _parts(expert, where.shape[1:], held[block], own_part, numbers_held)
 
 
 def _parts(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError, file_limit, free_bytes
 from moemesh.checkpoint.remote import Place
-from moemesh.checkpoint.stored import candidates, open_stored
+from moemesh.checkpoint.stored import candidates, open_stored, read_manifest
 from moemesh.config.changes import Change
 from moemesh.config.data import DataConfig
 from moemesh.config.dispatcher_table import DISPATCHERS, dispatcher_row
@@ -95,7 +95,12 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
         fix = f"dp = {batch}, or data.global_batch = {plan.dp}"
         found.append(plan.problem("too-large", "dp", message, fix))
     is_new = not (folder and (folder / "plan.json").exists())
-    if is_new and config.lora.rank and config.model_path is None and not config.train.train_only:
+    is_packed, is_base_random = config.lora.is_packed, config.model_path is None
+    if is_packed and is_base_random:
+        message = "base = nf4 reads the base at every start, and model.path names no folder"
+        fix = 'model.path = FOLDER, or base = "same"'
+        found.append(config.lora.problem("missing", "base", message, fix, "model.path"))
+    elif is_new and config.lora.rank and is_base_random and not config.train.train_only:
         message = (
             f"adapters of rank {config.lora.rank} would train on random weights that do not train: "
             "model.path is missing, the folder of the weights that they adapt"
@@ -128,7 +133,8 @@ class DiskNeed(NamedTuple):
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest.
+    """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest
+    unless the base is packed.
 
     Headers, the manifest and the routers' biases, thousandths of it, are left out.
     """
@@ -139,7 +145,7 @@ def checkpoint_bytes(config: RunConfig) -> int:
         * (
             master * (1 + train.num_states(tensor.name))
             if tensor.trains
-            else tensor.weight_bytes(frozen)
+            else tensor.weight_bytes(frozen) * (not config.lora.is_packed)
         )
         for tensor in tuned_tensors(config.model, config.plan, config.tuning)
     )
@@ -500,6 +506,7 @@ def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None)
         also=(
             lambda: None if untrainable(kept, path) else check_room(kept.config),
             partial(check_sources, config),
+            partial(check_base, config, [folder.checkpoints / f"step-{n}" for n in steps[:1]]),
             # The newest checkpoint may be damaged: then the run resumes from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
             partial(look, config, folder.checkpoints),
@@ -617,6 +624,19 @@ def check_room(config: RunConfig) -> None:
     """Raises TooLargeError if the ranks of a run would exceed the memory of this machine."""
     if config.train.device == "cpu" or not devices.signs_of_gpus():
         refuse_too_large(config)
+
+
+def check_base(config: RunConfig, checkpoints: Sequence[Place]) -> None:
+    """Raises CheckpointError if the packed base of a run differs from that of its `checkpoints`."""
+    if not config.lora.is_packed or found_by(partial(check_sources, config)):
+        return
+    for checkpoint in checkpoints:
+        from moemesh.train.weights.conversion import open_base  # late: it imports torch
+
+        state = None
+        with suppress(CheckpointError):  # of a damaged one: the run resumes from another
+            state = read_manifest(checkpoint).state
+        open_base(config, state)
 
 
 def check_sources(config: RunConfig) -> None:

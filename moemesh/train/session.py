@@ -98,7 +98,14 @@ class Session:
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
             position = int(checkpoint.state["position"])
-        elif config.model_path is not None or config.lora.path is not None:
+        #: Fingerprint of weights that checkpoints leave out, for their state.
+        self._base: dict[str, str] = {}
+        if config.lora.is_packed:
+            from moemesh.train.weights.conversion import load_base
+
+            state = None if checkpoint is None else checkpoint.state
+            self._base = {"base": load_base(config, parallel, state)}
+        if checkpoint is None and (config.model_path is not None or config.lora.path is not None):
             # Late: most runs need none of it.
             from moemesh.train.weights.conversion import keep_source, open_adapters, open_weights
 
@@ -283,6 +290,7 @@ class Session:
         self.artifacts.flush()
         state: dict[str, object] = {
             **self.artifacts.identity,
+            **self._base,
             "step": step,
             "position": self.num_read(step),
             **self.migration.state(),

@@ -100,7 +100,11 @@ def test_frozen_weights_give_adapters_the_same_gradients():
         torch.testing.assert_close(gradient, everything.gradients[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("keys", [*ADAPTED.values(), *KINDS.values()], ids=[*ADAPTED, *KINDS])
+PACKED = {f"packed_{name}": ADAPTED[name] | {"lora": LORA | {"base": "nf4"}} for name in ADAPTED}
+LISTED = ADAPTED | PACKED | KINDS
+
+
+@pytest.mark.parametrize("keys", LISTED.values(), ids=LISTED)
 @pytest.mark.parametrize("attention_exit", ["reduce_scatter", "all_to_all"])
 def test_the_planner_lists_the_same_parameters(keys: dict[str, Any], attention_exit: Any) -> None:
     config, plan = model_of(keys), Plan(tp=2, attention_exit=attention_exit)
@@ -109,9 +113,10 @@ def test_the_planner_lists_the_same_parameters(keys: dict[str, Any], attention_e
     assert [one.name for one in known] == list(planned)
     for one in known:
         where = planned[one.name]
-        assert (one.shape, one.shards, one.summed_over) == (
+        assert (one.shape, one.shards, one.summed_over, one.is_packed) == (
             where.shape,
             where.shards,
             where.summed_over,
+            where.is_packed,
         )
     assert any("lora" in one.name for one in known) == ("lora" in keys)

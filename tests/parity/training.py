@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import shard_range
-from moemesh.config.lora import LoraConfig
+from moemesh.config.lora import LoraConfig, packed_bytes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
@@ -249,6 +250,8 @@ def owned(parallel: RankModel, tensors: Mapping[str, Tensor]) -> list[Part]:
     parts: list[Part] = []
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
+        if where.is_packed:  # compared byte by byte
+            where = replace(where, shape=(*where.shape[:-1], packed_bytes(where.shape[-1])))
         if name in tensors and where.per_rank is not None and where.counts(own, parallel.mesh):
             parts += chosen(parallel, where, own, tensors[name])
         elif name in tensors and where.counts(own, parallel.mesh):

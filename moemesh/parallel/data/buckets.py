@@ -241,7 +241,8 @@ class ShardedBucket(ReplicatedBucket):
     def own_weights(self) -> dict[str, nn.Parameter]:
         flat = self.own_flat_weights()
         self._own_parts = {
-            name: nn.Parameter(flat[place]) for name, _, place in self.ranges(self.own)
+            name: nn.Parameter(flat[place], requires_grad=self.rule.trains)
+            for name, _, place in self.ranges(self.own)
         }
         return self._own_parts
 

@@ -30,7 +30,7 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.run_folder import checkpoints_of
 from moemesh.train.step import sum_losses
 from moemesh.train.weights import saving
-from moemesh.train.weights.conversion import open_adapters, open_weights, to_stderr
+from moemesh.train.weights.conversion import load_base, open_adapters, open_weights, to_stderr
 from moemesh.train.weights.weight_sources import config_of
 
 
@@ -58,6 +58,8 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
     if (source / CONFIG).exists():
         log = to_stderr if mesh.rank == 0 else lambda note: None
         saving.load_weights(open_weights(config, log), parallel, optimizer)
+        if config.lora.is_packed:
+            load_base(config, parallel)
         if (adapters := open_adapters(config, trains=False)) is not None:
             saving.load_weights(adapters, parallel, optimizer)
         return parallel
@@ -72,6 +74,8 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
             f"these are the weights of step {checkpoint.step}"
         )
     saving.load_weights(checkpoint, parallel, optimizer)
+    if config.lora.is_packed:
+        load_base(config, parallel, checkpoint.state)
     return parallel
 
 

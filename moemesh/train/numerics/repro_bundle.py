@@ -190,6 +190,10 @@ def replay_step(bundle: ReproBundle, mesh: Mesh) -> NonfiniteOrigin:
     checkpoint, _ = store.open_together(bundle.weights, mesh.control, bundle.step)
     assert checkpoint is not None, "a step that is named is opened or refused"
     saving.load_weights(checkpoint, parallel, optimizer)
+    if config.lora.is_packed:
+        from moemesh.train.weights.conversion import load_base  # late, as above
+
+        load_base(config, parallel)
     batches = own_batches(
         bundle, mesh, bundle.ids, config.plan.microbatches, seed=train.seed, step=bundle.step
     )

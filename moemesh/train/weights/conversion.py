@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.convert import (
     Delta,
     Description,
@@ -42,9 +45,12 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
+from moemesh.ops.nf4 import dequantize, quantize
+from moemesh.parallel.parallelize import RankModel
 from moemesh.sharding.load_run import load_recorded, load_run
+from moemesh.sharding.parameters import tensors
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
-from moemesh.train.weights import weight_sources
+from moemesh.train.weights import saving, weight_sources
 from moemesh.train.weights.end_of_turn import end_of_turn, put_end_of_turn, text_ends
 from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
 
@@ -71,6 +77,59 @@ def open_weights(
         kind = f"{weights.folder.path}: weights in {weights.quantization}"
         log(f"{kind} are dequantized while they are read; training and export do not quantize them")
     return weights
+
+
+def load_base(
+    config: RunConfig, parallel: RankModel, state: Mapping[str, object] | None = None
+) -> str:
+    """Read the weights that checkpoints of a run on a packed base leave out; returns their
+    fingerprint. `state`: that of the checkpoint whose weights they belong to; see
+    :func:`open_base`."""
+    weights, found = open_base(config, state)
+    saving.load_base(weights, parallel)
+    return found
+
+
+def open_base(
+    config: RunConfig, state: Mapping[str, object] | None = None
+) -> tuple[HuggingFaceWeights | HubWeights, str]:
+    """The folder of a run's packed base, and its fingerprint. Raises CheckpointError for one other
+    than that of the checkpoint with this `state`."""
+    assert config.model_path is not None
+    weight_sources.check_folder(Path(config.model_path))
+    weights = open_weights(config)
+    found, recorded = fingerprint(weights.folder), (state or {}).get("base")
+    if recorded not in (None, found):
+        raise CheckpointError(
+            f"{config.model_path}: other weights ({found}) than those that the adapters of the "
+            f"checkpoint were trained for ({recorded}): model.path = the folder of the first start"
+        )
+    return weights, found
+
+
+def run_weights(config: RunConfig, checkpoint: Checkpoint) -> Read:
+    """The weights of a run by logical names, from a checkpoint: with a packed base, which it does
+    not hold, the numbers that the run computes with."""
+    own = checkpoint_weights(checkpoint)
+    if not config.lora.is_packed:
+        return own
+    base, _ = open_base(config, checkpoint.state)
+    known = {tensor.name: tensor for tensor in tensors(config.model, config.plan)}
+
+    def read(name: str, box: Sequence[range]) -> Tensor:
+        stack = re.sub(r"\.\d+(\.\w+)$", r"\1", name)
+        tensor = known.get(name) or known.get(stack)
+        if tensor is None or tensor.trained_rows(config.tuning):
+            return own(name, box)
+        if not tensor.is_packed:
+            return base.read(name, box)
+        # A block is quantized as a whole.
+        *rows, columns = box
+        weight = base.read(name, [*rows, range(tensor.shape[-1])])
+        rounded = dequantize(quantize(weight), torch.float32)
+        return rounded[..., columns.start : columns.stop]
+
+    return read
 
 
 def keep_source(weights: HuggingFaceWeights | HubWeights, folder: RunFolder) -> None:
@@ -151,7 +210,7 @@ def convert(
     else:
         run, config, checkpoint = _opened(source)
         origin = like or (Path(config.model_path) if config.model_path else None)
-        weights = checkpoint_weights(checkpoint)
+        weights = run_weights(config, checkpoint)
         if origin is not None and not (origin / CONFIG).exists():
             if like is not None:
                 raise refused("--like", str(like), f"{like} holds no {CONFIG}")

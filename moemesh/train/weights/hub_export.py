@@ -124,11 +124,13 @@ def export_tensors(
 
 def changes(config: RunConfig) -> Callable[[str], bool]:
     """Whether a run has changed a parameter, by its name in checkpoints: trained it, or an adapter
-    of it."""
+    of it, or holds it in NF4."""
     assert config.model.architecture is not None
     lora = config.lora
     adapted = {
-        record.name for record in config.model.architecture.parameters if record.adapted(lora)
+        record.name
+        for record in config.model.architecture.parameters
+        if record.adapted(lora) or (lora.is_packed and record.parts)
     }
 
     def is_changed(name: str) -> bool:

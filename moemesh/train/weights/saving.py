@@ -9,6 +9,7 @@ Names and shapes do not depend on the layout that wrote them, so any layout can 
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +23,15 @@ from moemesh.checkpoint.files import quarantine
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, shard_of
 from moemesh.comm.collectives import gather_json
+from moemesh.config.lora import packed_bytes
 from moemesh.config.train import TrainConfig
 from moemesh.monitor.failures import is_disk_full
+from moemesh.ops.nf4 import quantize
 from moemesh.parallel.parallelize import RankModel
+from moemesh.parallel.placement import OwnRange
 from moemesh.train.console import Console
 from moemesh.train.optimizer import Optimizer
-from moemesh.train.owned import owned_shards
+from moemesh.train.owned import owned_shards, shards_of
 from moemesh.train.records.failure import go_on
 from moemesh.train.records.run_folder import RunFolder
 
@@ -106,9 +110,43 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
     optimizer.round_masters()
 
 
+#: Numbers of a packed weight that are read at the same time, if a row has not more.
+_NUMBERS_AT_ONCE = 1 << 26
+
+
+@torch.no_grad()
+def load_base(weights: WeightSource, parallel: RankModel) -> None:
+    """Read the weights that do not train, which checkpoints of a run on a packed base leave out;
+    packed ones piece by piece, in fp32. Each rank reads only what it holds."""
+    reducer, packed = parallel.reducer, dict[str, Tensor]()
+    whole = dict(reducer.frozen_weights)
+    for name in list(whole):
+        if parallel.placements[name].is_packed:
+            packed[name] = whole.pop(name).view(-1)
+    weights.load_into([*owned_shards(parallel, whole, "model.")])
+    for name, stored in packed.items():
+        where, own = parallel.placements[name], reducer.frozen_owned[name].numbers
+        *rows, columns = map(len, where.slices(parallel.mesh))
+        step, size = max(_NUMBERS_AT_ONCE // columns, 1) * columns, math.prod(rows) * columns
+        for start in range(0, size, step):
+            numbers = range(start, min(start + step, size))
+            wide = torch.empty(len(numbers), dtype=torch.float32, device=stored.device)
+            piece = OwnRange(numbers=numbers, is_first=True)
+            weights.load_into([*shards_of(where, piece, wide, parallel.mesh, "model.")])
+            codes = quantize(wide.view(-1, columns)).view(-1)
+            # Under zero3 a rank keeps a part of the bytes.
+            begin = start // columns * packed_bytes(columns)
+            first, last = max(own.start, begin), min(own.stop, begin + len(codes))
+            if first < last:
+                part = codes[first - begin : last - begin]
+                stored[first - own.start : last - own.start].copy_(part)
+
+
 def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
-    """This rank's part of every parameter: masters if it trains, else weights."""
-    return {**optimizer.masters, **parallel.reducer.frozen_weights}
+    """This rank's part of the parameters in a checkpoint: masters of what trains, weights of the
+    rest unless :func:`load_base` reads them."""
+    is_packed = parallel.model.config.lora.is_packed
+    return {**optimizer.masters, **({} if is_packed else parallel.reducer.frozen_weights)}
 
 
 def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
