@@ -8,7 +8,9 @@ lost or an older version wrote it, is read back when needed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint import files
@@ -19,11 +21,14 @@ from moemesh.checkpoint.stored import (
     candidates,
     num_nonfinite,
     open_stored,
+    read_manifest,
     unfinished,
 )
 from moemesh.config.limits import parse_json
 
 VERIFIED = "verified.json"
+#: Key of a checkpoint's state for the validation loss of its step, if it was measured.
+VALIDATION_LOSS = "validation_loss"
 
 
 class VerifiedState(NamedTuple):
@@ -88,6 +93,29 @@ def verified_state(folder: Place, step: int, *, read_back: bool) -> VerifiedStat
         return VerifiedState(step, None, False, None, str(error))
 
 
+def validated(folder: Place) -> list[tuple[float, int]]:
+    """(validation loss, step) of the checkpoints in `folder` that have one, the lowest first."""
+    losses: list[tuple[float, int]] = []
+    for step in candidates(folder):
+        with suppress(CheckpointError, OSError):
+            loss = read_manifest(folder / f"step-{step}").state.get(VALIDATION_LOSS)
+            if isinstance(loss, float) and math.isfinite(loss):
+                losses.append((loss, step))
+    return sorted(losses)
+
+
+def best_step(folder: Place) -> int:
+    """The step of the checkpoint in `folder` with the lowest validation loss. Raises
+    CheckpointError if none has one."""
+    if not (losses := validated(folder)):
+        raise CheckpointError(
+            f"{folder}: no checkpoint has a validation loss: it is recorded for a step with both a "
+            "validation and a checkpoint (train.validate_every, train.checkpoint_every); fix: "
+            "leave --best out, for the newest"
+        )
+    return losses[0][1]
+
+
 def remember(folder: Place, states: Sequence[VerifiedState], *, only: bool = False) -> None:
     """Record the verified ones of `states`; `only`: and remove all others from the record."""
     known = {} if only else _read_verified(folder)
@@ -108,7 +136,8 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     """Plan of :func:`prune`: reads back checkpoints that are not listed as verified, deletes
     nothing.
 
-    The newest `keep` that count are kept, and no older ones. A checkpoint that does not verify is
+    The newest `keep` that count are kept, and of the older ones the one with the lowest validation
+    loss of all, if it counts. A checkpoint that does not verify is
     kept while it is newer than the oldest of these. Among those with infinities or NaN, the newest
     is kept for inspection; `keep` of them if none count. A checkpoint in quarantine is kept until
     one that counts is as new.
@@ -128,6 +157,14 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
             poisoned.append(state)
     spare = poisoned[(1 if num_good else keep) :]
     doomed += [state.step for state in spare]
+    for _, step in validated(folder) if doomed else ():
+        state = next((one for one in kept if one.step == step), None)
+        state = state or verified_state(folder, step, read_back=True)
+        if state.counts:
+            if step in doomed:
+                doomed.remove(step)
+                kept.append(state)
+            break
     leftovers = unfinished(folder) if with_leftovers else []
     newest = max((state.step for state in kept if state.counts), default=-1)
     aside = (files.BROKEN.fullmatch(name) for name in files.list_names(folder))

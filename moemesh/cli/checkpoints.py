@@ -111,7 +111,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     """
     from moemesh.checkpoint.files import CheckpointError, written_at
     from moemesh.checkpoint.manifest import MANIFEST
-    from moemesh.checkpoint.retention import verified_state
+    from moemesh.checkpoint.retention import VALIDATION_LOSS, validated, verified_state
     from moemesh.checkpoint.stored import read_manifest, unfinished
     from moemesh.trace.memory_profile import format_bytes
 
@@ -126,10 +126,11 @@ def ls(place: Place, as_json: AsJson = False) -> None:
             row["tensors"] = len(manifest.tensors)
             row["ranks"] = manifest.world_size
             row["layout"] = manifest.state.get("layout")
+            row[VALIDATION_LOSS] = manifest.state.get(VALIDATION_LOSS)
             written = written_at(selected.path(step) / MANIFEST)
             row["age_seconds"] = max(time.time() - written, 0.0)
         rows.append({**row, "problem": one.problem})
-    left = unfinished(selected.folder)
+    left, losses = unfinished(selected.folder), validated(selected.folder)
     cells: list[tuple[str, ...]] = []
     for row in rows:
         if "bytes" not in row:
@@ -156,7 +157,12 @@ def ls(place: Place, as_json: AsJson = False) -> None:
         f"{name}: being written or deleted, or left over from a run that was killed"
         for name in left
     ]
-    content = {"folder": str(selected.folder), "checkpoints": rows, "unfinished": left}
+    if losses:
+        loss, step = losses[0]
+        lines.append(f"step {step} has the lowest validation loss, {loss:.4f}: --best reads it")
+    best = losses[0][1] if losses else None
+    content = {"folder": str(selected.folder), "checkpoints": rows, "best": best}
+    content["unfinished"] = left
     print_answer(as_json, lambda: content, lambda: "\n".join(lines), indent=1)
 
 
@@ -239,7 +245,8 @@ def prune(
     dry_run: Annotated[bool, "Print what would be deleted; delete nothing."] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Keep the newest verified checkpoints with finite numbers, delete the older ones.
+    """Keep the newest verified checkpoints with finite numbers, and the one with the lowest
+    validation loss; delete the older ones.
 
     A checkpoint that is not verified is read back first; the last verified checkpoint is never
     deleted. The folder of an active run is refused. Example:

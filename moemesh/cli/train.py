@@ -186,7 +186,8 @@ def preparation_text(prepared: "Preparation") -> str:
         f"{format_bytes(worst.peak - worst.activations)} of weights, gradients and optimizer, "
         f"{format_bytes(worst.activations)} of activations",
         f"disk     {format_bytes(need.checkpoint)} a checkpoint, {format_bytes(need.most)} with "
-        f"{train.checkpoints_kept} kept and one being written; {format_bytes(need.free)} free",
+        f"{train.checkpoints_kept} kept, the best and one being written; "
+        f"{format_bytes(need.free)} free",
         *_data(data),
         *facts,
         f"tokens   by {data.tokenizer}",

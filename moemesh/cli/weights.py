@@ -15,6 +15,9 @@ from moemesh.train.inference.esft_request import EsftRequest
 _Source = Annotated[
     Path, "A run, a folder of transformers, or a name on the hub.", "<RUN_OR_FOLDER>"
 ]
+_Best = Annotated[
+    bool, "Of a run, read the checkpoint with the lowest validation loss, not the newest."
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,7 @@ class ConvertRequest:
     ] = False
     delta: Annotated[bool, "Write only the tensors that a run has trained."] = False
     apply: Annotated[Path | None, "Put such tensors onto the folder IN.", "DELTA"] = None
+    best: _Best = False
 
 
 @app.command(short_help="Write a run's weights for transformers, or start a run from such.")
@@ -76,7 +80,8 @@ def convert(request: ConvertRequest) -> None:
 
     source, out = weight_sources.local_source(request.source), request.out
     to, dtype = request.to, request.dtype
-    recipe = None
+    recipe, best = None, request.best
+    weight_sources.check_best(source, best)
     parts = [name for name in ("adapter", "delta", "apply") if getattr(request, name)]
     if parts:
         others = (*parts[1:], "to", "like", "expert_layout", "upcycle")
@@ -102,17 +107,23 @@ def convert(request: ConvertRequest) -> None:
 
     lora = NO_ADAPTERS
     if request.adapter:
-        lora = conversion.write_adapter(source, out, dtype=dtype)
+        lora = conversion.write_adapter(source, out, dtype=dtype, best=best)
     elif request.delta:
-        conversion.write_trained(source, out, dtype=dtype)
+        conversion.write_trained(source, out, dtype=dtype, best=best)
     elif request.apply is not None:
         conversion.apply_delta(source, out, request.apply, on_file=log)
     elif recipe is not None:
         conversion.upcycle(source, out, recipe, to or "huggingface", dtype=dtype, on_file=log)
     else:
-        look, layout = request.like, request.expert_layout
         conversion.convert(
-            source, out, to, dtype=dtype, like=look, expert_layout=layout, on_file=log
+            source,
+            out,
+            to,
+            dtype=dtype,
+            like=request.like,
+            expert_layout=request.expert_layout,
+            best=best,
+            on_file=log,
         )
     typer.echo(weight_sources.written_text(out, kind, lora), err=True)
     start = f"a run to continue: moemesh train {out / 'config.toml'} --out {out}"
@@ -130,6 +141,7 @@ class EvaluateRequest:
         "Tokens of a window; of a run: its data.seq_len.",
         {"tokens": True, "metavar": "S"},
     ] = None
+    best: _Best = False
     overrides: Overrides = None
     as_json: AsJson = False
 
@@ -161,10 +173,11 @@ def evaluate(request: EvaluateRequest) -> None:
                 f"one{most}, such as --seq-len {min(2048, longest or 2048)}"
             )
         seq_len = config.data.seq_len  # that of the run
-    _check(source, [f"data.seq_len={seq_len}", *overrides])
+    _check(source, [f"data.seq_len={seq_len}", *overrides], request.best)
     from moemesh.train.inference.evaluation import evaluate as run
 
-    raise typer.Exit(run(source, request.data, seq_len, overrides, as_json=request.as_json))
+    shown = {"best": request.best, "as_json": request.as_json}
+    raise typer.Exit(run(source, request.data, seq_len, overrides, **shown))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +200,7 @@ class GenerateRequest:
     ] = None
     top_p: Annotated[float, "Draw from tokens of this probability.", {"min": 0.0, "max": 1.0}] = 1.0
     seed: Annotated[int, "Random seed.", {"min": 0, "max": 2**63 - 1}] = 0
+    best: _Best = False
     overrides: Overrides = None
     as_json: AsJson = False
 
@@ -227,7 +241,7 @@ def generate(request: GenerateRequest) -> None:
         "temperature": request.temperature or 0.0,
         "source": local_source(request.source),
     }
-    _check(arguments["source"], arguments["overrides"])
+    _check(arguments["source"], arguments["overrides"], request.best)
     if request.temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         typer.echo(f"moemesh: note: {note}", err=True)
@@ -255,7 +269,12 @@ def scores(request: ScoresRequest) -> None:
         moemesh train sft.toml --set train.esft=law.json
     """
     from moemesh.report.files import check_target
-    from moemesh.train.weights.weight_sources import check_weights, config_of, local_source
+    from moemesh.train.weights.weight_sources import (
+        check_best,
+        check_weights,
+        config_of,
+        local_source,
+    )
 
     request = replace(request, source=local_source(request.source))
     # Before torch, which takes seconds, is imported, and before any work.
@@ -265,14 +284,16 @@ def scores(request: ScoresRequest) -> None:
     overrides = request.overrides or []
     request = request.checked(config_of(request.source, overrides))
     check_weights(request.source)
+    check_best(request.source, request.best)
     from moemesh.train.inference.esft import write_scores
 
     raise typer.Exit(write_scores(request, overrides, as_json=request.as_json))
 
 
-def _check(source: Path, given: list[str]) -> None:
+def _check(source: Path, given: list[str], best: bool) -> None:
     """Report mistakes before torch, which takes seconds, is imported."""
-    from moemesh.train.weights.weight_sources import check_weights, config_of
+    from moemesh.train.weights.weight_sources import check_best, check_weights, config_of
 
     config_of(source, given)
     check_weights(source)
+    check_best(source, best)

@@ -30,6 +30,7 @@ FREE = frozenset(
         "train.log_every",
         "train.validate_every",
         "train.validation_batches",
+        "train.patience",
         "train.restarts",
         "train.resume",
         "train.sinks",

@@ -101,6 +101,8 @@ class TrainConfig(Section):
     #: Steps between validations; 0 validates only at the end.
     validate_every: Count = 100
     validation_batches: Size = 8
+    #: Successive validations without a new lowest loss that end the run; 0: no early stopping.
+    patience: Count = 0
     #: Reaction to a step with a non-finite loss or gradient, which no rank applies: continue
     #: without it, return to the newest checkpoint and skip the data since, or stop.
     on_nonfinite: Literal["skip", "rollback", "stop"] = "skip"
@@ -174,6 +176,10 @@ class TrainConfig(Section):
         if self.epochs is not None and "steps" in self.model_fields_set:
             message = "train.epochs and train.steps both set the end of the run"
             problems.append(self.problem("conflict", "epochs", message, "keep one", "steps"))
+        if self.patience and not self.validate_every:
+            message = f"patience ({self.patience}) counts validations: validate_every is 0"
+            fix = f"validate_every = {type(self)().validate_every}, or patience = 0"
+            problems.append(self.problem("conflict", "patience", message, fix, "validate_every"))
         kept_at = self.checkpoint_folder
         if kept_at and not kept_at.startswith(("/", "~")) and "://" not in kept_at:
             message = "is a path that depends on where a command is called"

@@ -169,9 +169,11 @@ def _verdict(
     if loss > best[1] * (1 + _NOTICEABLE) + 1e-9:
         epoch = rows[-1].epoch
         read = f" after {epoch:.1f} epochs" if epoch is not None and epoch >= 1 else ""
+        is_saved = (run.folder / "checkpoints" / f"step-{best[0]}").is_dir()
+        more = "; convert, evaluate and generate read that checkpoint with --best" * is_saved
         return (
             f"The validation loss was lowest at step {best[0]:,} ({best[1]:.4f}) and is "
-            f"{loss:.4f} now{read}: the run overfits; take more data or fewer steps.",
+            f"{loss:.4f} now{read}: the run overfits; take more data or fewer steps{more}.",
             f"train.steps={best[0]}",
             False,
         )
@@ -375,6 +377,8 @@ def explain(run: Run) -> Explanation:
     else:
         progress = NO_STEP[state]
     sentences, command = [progress], ""
+    if state == "finished" and (reason := run.summary.get("early_stop")):
+        sentences.append(f"It ended early: {reason}.")
     losses = losses_of(run)
     if state == "interrupted":
         event = run.events[-1].text if run.events else ""

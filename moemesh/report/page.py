@@ -87,14 +87,19 @@ def document(run: Run) -> PageDocument:
         degrees.insert(0, ("ranks", str(prod(ranks))))
     # The most important numbers.
     facts: list[tuple[str, str]] = [("State", state)]
+    if state == "finished" and (reason := run.summary.get("early_stop")):
+        facts.append(("Early stop", _cut(str(reason), _MAX_VALUE)))
     rows, unit = run.metrics, run.loss_unit
     if rows:
         wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
         facts.append(("Steps", f"{rows[-1].step:,}{wanted}"))
         facts.append((f"Last training loss, {unit}", f"{rows[-1].loss:.4f}"))
-        validated = [row.validation_loss for row in rows if row.validation_loss is not None]
+        validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
         if validated:
-            facts.append((f"Last validation loss, {unit}", f"{validated[-1]:.4f}"))
+            facts.append((f"Last validation loss, {unit}", f"{validated[-1][1]:.4f}"))
+            step, lowest = min(validated, key=lambda one: one[1])
+            if step != rows[-1].step:
+                facts.append((f"Lowest validation loss, step {step:,}", f"{lowest:.4f}"))
         median = f"median{run.of_steps}"
         if (speed := median_of(run.current, "tokens_per_second")) is not None:
             facts.append((f"Tokens per second, {median}", svg.short(speed)))

@@ -480,5 +480,6 @@ def state_of(run: Run) -> State:
     # A run writes its summary while it still holds the lock, and a resumed run keeps an older one.
     if ended is not None and (last is None or ended == last):
         wanted = run.num_steps
-        return "stopped" if wanted is not None and ended < wanted else "finished"
+        is_short = wanted is not None and ended < wanted and not run.summary.get("early_stop")
+        return "stopped" if is_short else "finished"
     return "running" if is_locked(run.folder / LEASE) else "interrupted"

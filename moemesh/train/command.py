@@ -415,8 +415,9 @@ def train_rank(
         console.log(f"note: {warning}", "note")
     session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last = session.done, config.train.steps
-    if done >= last:
-        console.log(preparation.already_trained(folder.path, done, last), "finished")
+    if done >= last or (reason := session.early_stop.reason):
+        text = preparation.already_trained(folder.path, done, last, reason)
+        console.log(text, "finished")
         return 0
     if stop.after is not None and done >= stop.after:
         text = f"already trained to step {done}; --stop-after {stop.after} is before it"
@@ -443,7 +444,7 @@ def train_rank(
             try:
                 session.train(ProfiledSteps(session, steps, profile_steps))
             except ProfileTaken:
-                session.artifacts.finish()
+                session.artifacts.finish(session.early_stop)
                 session.parallel.close()
                 return 0
             session.parallel.close()
@@ -451,15 +452,15 @@ def train_rank(
             return 1
         saved = session.train(steps)
     progress.phase(FINISH)
-    session.artifacts.finish()
+    session.artifacts.finish(session.early_stop)
     if mesh.rank == 0:
         provenance.record_end(folder, saved)
     session.parallel.close()
-    if saved < last:
+    if saved < session.last:
         text = f"stopped at step {saved}, saved; the same command resumes from there"
         console.log(text, "stopped")
         return 0 if saved == stop.after else session.exit_code()
-    console.log(session.artifacts.summary(), "finished")
+    console.log(session.artifacts.summary(session.early_stop), "finished")
     return 0
 
 

@@ -123,8 +123,8 @@ class DiskError(UserError):
 
 
 class DiskNeed(NamedTuple):
-    """Bytes of: one checkpoint; the largest total of a run (kept ones and one being written); the
-    checkpoints present now; the free space."""
+    """Bytes of: one checkpoint; the largest total of a run (kept ones, the best one and one being
+    written); the checkpoints present now; the free space."""
 
     checkpoint: int
     most: int
@@ -158,7 +158,7 @@ def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
     if isinstance(checkpoints, Path):
         files = (file for file in checkpoints.glob("step-*/*") if file.is_file())
         present = sum(file.stat().st_size for file in files)
-    most = size * (config.train.checkpoints_kept + 1)
+    most = size * (config.train.checkpoints_kept + 2)  # the best one, and one being written
     return DiskNeed(size, most, present, free_bytes(checkpoints))
 
 
@@ -188,8 +188,8 @@ def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
         return None
     kept = config.train.checkpoints_kept
     return (
-        f"{kept} kept checkpoint(s) and one being written take {format_bytes(need.most)}, and "
-        f"{format_bytes(need.free + need.present)} are available: a later one will find the "
+        f"{kept} kept checkpoint(s), the best one and one being written take "
+        f"{format_bytes(need.most)}, and {format_bytes(need.free + need.present)} are available: a later one will find the "
         "disk full; train.checkpoints_kept is the number of kept ones"
     )
 
@@ -542,12 +542,15 @@ def finished(request: RunRequest) -> str | None:
     return already_trained(path, steps[0], config.train.steps)
 
 
-def already_trained(path: Path, done: int, last: int) -> str:
-    """The message about a run in `path` that has taken `done` steps of `last`."""
+def already_trained(path: Path, done: int, last: int, early_stop: str | None = None) -> str:
+    """The message about a run in `path` that has taken `done` steps of `last`, or ended earlier for
+    the reason `early_stop`."""
+    longer = f"train.steps={2 * last}" if done >= last else "train.patience=0"
     return (
         f"report   {path / REPORT}\n"
-        f"To train longer: --set train.steps={2 * last}. To start a new run: --out NEW_DIR.\n"
+        f"To train longer: --set {longer}. To start a new run: --out NEW_DIR.\n"
         f"already trained to step {done} of {last}"
+        + (f"; {early_stop}" if early_stop and done < last else "")
     )
 
 

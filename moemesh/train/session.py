@@ -22,6 +22,7 @@ from moemesh.monitor.supervisor import StopRequest
 from moemesh.schedule.action import Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
+from moemesh.train.early_stop import EarlyStop
 from moemesh.train.migration import ExpertMigration
 from moemesh.train.numerics import nan_check
 from moemesh.train.numerics.hub_proof import prove
@@ -66,7 +67,7 @@ class Steps(Protocol):
 
 class Session:
     """One rank of a run. `done`: steps of earlier calls; `saved`: the step of the last
-    checkpoint."""
+    checkpoint; `last`: the last step, lower than configured after an early stop."""
 
     def __init__(
         self,
@@ -94,7 +95,9 @@ class Session:
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.log)
         self.migration = ExpertMigration(parallel, optimizer, train.rebalance_every, console.log)
         self.nan_policy = NaNPolicy(train, console.log)
+        self.early_stop = EarlyStop(train.patience)
         self.done = self.saved = position = 0
+        self.last = train.steps
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
             position = int(checkpoint.state["position"])
@@ -135,6 +138,7 @@ class Session:
         if checkpoint is not None:
             self.migration.load_state(checkpoint.state)
             self.nan_policy.load_state(checkpoint.state)
+            self.early_stop.load_state(checkpoint.state)
             saving.load(checkpoint, self.parallel, self.optimizer)
         return checkpoint
 
@@ -143,16 +147,22 @@ class Session:
 
         All ranks call.
         """
-        last, step = self.config.train.steps, self.done
+        step = self.done
 
         def validate_and_record(boundary: StepBoundary) -> None:
-            validates = boundary.is_due(self.config.train.validate_every)
-            self.record(boundary.step, self.validate() if validates else None)
+            loss = None
+            if boundary.is_due(self.config.train.validate_every):
+                loss = self.validate()
+                self.early_stop.add(boundary.number, loss)
+            self.record(boundary.step, loss)
+            if self.early_stop.reason is not None:
+                self.last, boundary.is_last = boundary.number, True
 
         def decide(boundary: StepBoundary) -> None:
             boundary.stopping = steps.is_stopping() or boundary.number == self.stop.after
             # A checkpoint without an update would take the place of an older, better one.
             is_due = boundary.is_due(self.config.train.checkpoint_every)
+            is_due = is_due or self.early_stop.improved_at(boundary.number)
             wanted = is_due and (boundary.is_last or not self.nan_policy.skipped)
             boundary.saves = boundary.stopping or wanted
 
@@ -177,11 +187,13 @@ class Session:
             save,
         )
         try:
-            while step < last:
+            while step < self.last:
                 progress.at_step(step + 1, self.mesh["pp"].index)
                 finished = steps.advance(step + 1)
                 progress.stepped()
-                boundary = StepBoundary(step=finished, began=step, is_last=finished.number == last)
+                boundary = StepBoundary(
+                    step=finished, began=step, is_last=finished.number == self.last
+                )
                 reasons = (reason for observe in observers if (reason := observe(boundary)))
                 if reason := next(reasons, None):
                     step = self.saved = self.go_back(finished.number, reason)
@@ -259,7 +271,7 @@ class Session:
             self.nan_policy.returned(reason, None, range(0))
         assert checkpoint is not None
         skipped = range(self.num_read(checkpoint.step), self.num_read(step))
-        self._cursor = checkpoint.step, skipped.stop
+        self._cursor, self.last = (checkpoint.step, skipped.stop), self.config.train.steps
         self.nan_policy.returned(reason, checkpoint.step, skipped)
         self.artifacts.go_back(checkpoint.step)
         if self.mesh.rank == 0:
@@ -281,7 +293,7 @@ class Session:
         for start in range(0, len(ids), size):
             part = ids[start : start + size]
             batches += own_batches(self.samples, self.mesh, part, 1, seed=train.seed)
-        return evaluate(self.parallel, batches)
+        return self.largest(evaluate(self.parallel, batches))  # the same to the bit
 
     def save(self, step: int, *, is_last: bool) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
@@ -295,6 +307,7 @@ class Session:
             "position": self.num_read(step),
             **self.migration.state(),
             **self.nan_policy.state(),
+            **self.early_stop.state(step),
         }
         is_new = True
         # A stop request before the save is the reason of this checkpoint.
@@ -308,7 +321,7 @@ class Session:
                 return self.checkpoints.save(step, state, is_last=is_last, hurries=hurries)
             except CheckpointError as error:
                 # The same on all ranks. A run that stops does not wait for space.
-                if step < self.config.train.steps or not is_disk_full(str(error)):
+                if step < self.last or not is_disk_full(str(error)):
                     raise
                 lost = f"steps {(newest_step(self.folder.path) or 0) + 1} to {step} are lost"
                 if self.largest(self.stop.requested):
@@ -336,13 +349,13 @@ class Session:
     def exit_code(self) -> int:
         """The exit code of a stopped run, whichever rank had the request; all ranks call."""
         local = self.stop.exit_code if self.stop.requested else 0
-        return self.largest(local) or self.stop.exit_code
+        return int(self.largest(local)) or self.stop.exit_code
 
-    def largest(self, number: int) -> int:
+    def largest(self, number: float) -> float:
         """The largest `number` of any rank; all ranks call."""
-        numbers = torch.tensor([number])
+        numbers = torch.tensor([number], dtype=torch.float64)
         all_reduce_(numbers, self.mesh.control, op="max", caller="stop", phase="control")
-        return int(numbers.item())
+        return numbers.item()
 
 
 class SynchronousSteps:

@@ -91,7 +91,11 @@ ANSWERS: dict[str, dict[str, str]] = {
         "val_set_size": "data.held_out",
         "load_in_4bit": "not quantized not train.load_bins",
         "lora_target": "lora.targets",
-        "early_stopping_patience": "no early stopping",
+        "early_stopping_patience": "train.patience",
+        "early_stopping": "train.patience",
+        "early_stopping_threshold": "train.patience any lower loss",
+        "load_best_model_at_end": "--best train.patience",
+        "metric_for_best_model": "lowest validation loss --best",
         "wandb_project": 'train.sinks = ["wandb"]',
     },
     "PEFT and Unsloth": {

@@ -221,8 +221,8 @@ def test_a_full_disk_is_refused_and_a_small_one_warned_about(
     for free, refused, warned in (
         (size - 1, True, True),
         (size, False, True),
-        (4 * size - 1001, False, True),
-        (4 * size - 1000, False, False),
+        (5 * size - 1001, False, True),
+        (5 * size - 1000, False, False),
     ):
         monkeypatch.setattr(preparation, "free_bytes", lambda _, free=free: free)
         assert (preparation.disk_warning(config, tmp_path) is not None) == warned

@@ -271,7 +271,7 @@ def test_an_evaluation_takes_the_length_of_the_run(
     monkeypatch.setattr("moemesh.cli.weights._check", lambda *_: None)
     monkeypatch.setattr(
         "moemesh.train.inference.evaluation.evaluate",
-        lambda *given, as_json: seen.append(given[2]) or 0,
+        lambda *given, **_: seen.append(given[2]) or 0,
     )
     config = load_run([], ["data.path=a.txt", "data.seq_len=48"]).config
     (folder / "run").mkdir()

@@ -39,7 +39,7 @@ def write_scores(request: EsftRequest, overrides: Sequence[str], *, as_json: boo
     windows = open_windows(config)
 
     def work(mesh: Mesh) -> str:
-        parallel = load(config, mesh, request.source)
+        parallel = load(config, mesh, request.source, best=request.best)
         table = score_table(parallel, config, windows, request)
         parallel.close()
         if mesh.rank == 0:

@@ -43,6 +43,9 @@ class EsftRequest:
     ] = None
     samples: Annotated[int, "Most windows to read.", {"metavar": "N", "min": 1}] = 32
     svg: Annotated[Path | None, "Draw the scores.", "FILE"] = None
+    best: Annotated[
+        bool, "Of a run, read the checkpoint with the lowest validation loss, not the newest."
+    ] = False
 
     def checked(self, config: RunConfig) -> Self:
         """The request with its defaults. Raises ConfigError for invalid options."""

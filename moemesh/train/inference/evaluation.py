@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.checkpoint import store
+from moemesh.checkpoint.retention import best_step
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import launch
-from moemesh.comm.collectives import barrier
+from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.huggingface.folder import CONFIG
@@ -50,8 +51,9 @@ def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
     return 0
 
 
-def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
-    """The model of a run's newest checkpoint, or of a folder of transformers, on these ranks."""
+def load(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> RankModel:
+    """The model of a run's newest checkpoint or its `best` one, or of a folder of transformers, on
+    these ranks."""
     parallel = construct(config, mesh)
     # Masters, so that weights are rounded once; the optimizer has no state.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
@@ -64,7 +66,8 @@ def load(config: RunConfig, mesh: Mesh, source: Path) -> RankModel:
             saving.load_weights(adapters, parallel, optimizer)
         return parallel
     folder = checkpoints_of(source)
-    checkpoint, skipped = store.open_together(folder, mesh.control)
+    step = gather_json(best_step(folder), mesh.control)[0] if best else None
+    checkpoint, skipped = store.open_together(folder, mesh.control, step)
     if checkpoint is None:
         why = "".join(f"\n  step {step}: {reason}" for step, reason in skipped)
         raise CheckpointError(f"{folder}: holds no readable checkpoint{why}")
@@ -106,7 +109,13 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(
-    source: Path, data: str, seq_len: int, overrides: Sequence[str] = (), *, as_json: bool = False
+    source: Path,
+    data: str,
+    seq_len: int,
+    overrides: Sequence[str] = (),
+    *,
+    best: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Evaluate `source` on the ranks of the plan and print; returns the exit code."""
     config = config_on(source, data, seq_len, overrides)
@@ -118,7 +127,7 @@ def evaluate(
         print(f"note: {note}", file=sys.stderr, flush=True)
 
     def work(mesh: Mesh) -> str:
-        evaluation = run(config, mesh, source)
+        evaluation = run(config, mesh, source, best=best)
         return strict_json(evaluation._asdict()) if as_json else evaluation.text()
 
     return on_ranks(config, work)
@@ -134,11 +143,11 @@ def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -
     return config_of(source, given)
 
 
-def run(config: RunConfig, mesh: Mesh, source: Path) -> Evaluation:
+def run(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> Evaluation:
     """The loss over consecutive windows in order; all ranks call, and all get it. Raises UserError
     for one that is not finite."""
     windows = open_windows(config)
-    parallel = load(config, mesh, source)
+    parallel = load(config, mesh, source, best=best)
     total = count = 0.0
     size = config.data.global_batch
     for start in in_batches(windows.num_samples, size, is_silent=mesh.rank > 0):

@@ -263,6 +263,7 @@ def generate(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    best: bool = False,
     as_json: bool = False,
 ) -> int:
     """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
@@ -348,7 +349,7 @@ def generate(
                 to_stderr(f"{prompts}: {error}")
 
     def work(mesh: Mesh) -> str:
-        parallel = load(config, mesh, source)
+        parallel = load(config, mesh, source, best=best)
 
         def answer(ids: list[int], log: Callable[[str], object]) -> tuple[str, list[int]]:
             growing = new_answer(log=log)

@@ -39,6 +39,7 @@ from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
 from moemesh.trace.run import MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.early_stop import EarlyStop
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
@@ -273,7 +274,7 @@ class Artifacts:
             yield
         self._activations = {kind: size for kind, size in saved.peak_by_kind.items() if size}
 
-    def finish(self) -> None:
+    def finish(self, early_stop: EarlyStop) -> None:
         """Gather the ranks' ledgers, timelines and memory, and write the report. All ranks call.
 
         Write errors are logged only: the run has finished, and is saved.
@@ -296,6 +297,7 @@ class Artifacts:
         summary = {
             "steps": self._row.step if self._row else 0,
             "validation_loss": self._validation,
+            "early_stop": early_stop.reason,
             "unigram_loss": self._unigram,
             "parameters": sum(
                 placement.num_elements for placement in self.parallel.placements.values()
@@ -320,11 +322,18 @@ class Artifacts:
             )
             self._log(text, "disk")
 
-    def summary(self) -> str:
+    def summary(self, early_stop: EarlyStop) -> str:
         """The final losses, the path of the report, and notes."""
         unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
+        reason, (step, loss) = early_stop.reason, early_stop.best
         return "\n".join(
             [
+                *([f"early stop          {reason}"] if reason else []),
+                *(
+                    [f"lowest validation   {loss:.4f} {unit}, step {step}"]
+                    if early_stop.since
+                    else []
+                ),
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",

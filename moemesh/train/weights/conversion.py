@@ -36,6 +36,7 @@ from moemesh.checkpoint.huggingface.weight_folder import (
     WeightFolder,
 )
 from moemesh.checkpoint.manifest import MANIFEST
+from moemesh.checkpoint.retention import best_step
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface import export
@@ -149,13 +150,15 @@ def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | 
     return AdapterFolder(Path(config.lora.path), config.model, family, trains=trains)
 
 
-def write_adapter(source: Path, out: Path, *, dtype: str | None = None) -> LoraConfig:
+def write_adapter(
+    source: Path, out: Path, *, dtype: str | None = None, best: bool = False
+) -> LoraConfig:
     """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT; returns the
     settings of the adapters.
 
     Raises ConfigError for a run without adapters.
     """
-    run, config, checkpoint = _opened(source)
+    run, config, checkpoint = _opened(source, best)
     if not config.lora.rank:
         message = f"{run} has no adapters: its lora.rank is 0"
         raise refused("--adapter", str(source), message, "leave --adapter out")
@@ -186,6 +189,7 @@ def convert(
     like: Path | None = None,
     expert_layout: ExpertLayout | None = None,
     delta: Delta | None = None,
+    best: bool = False,
     on_file: Callable[[int, int], None] = lambda done, total: None,
 ) -> Target:
     """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
@@ -208,7 +212,7 @@ def convert(
         config = load_run([], [f"model.path={source.resolve()}"], {}).config
         origin, weights = source, open_weights(config, to_stderr).read
     else:
-        run, config, checkpoint = _opened(source)
+        run, config, checkpoint = _opened(source, best)
         origin = like or (Path(config.model_path) if config.model_path else None)
         weights = run_weights(config, checkpoint)
         if origin is not None and not (origin / CONFIG).exists():
@@ -320,10 +324,10 @@ def _dtype_of(folder: Path) -> str:
     return str(given.get("dtype") or given.get("torch_dtype") or "float32")
 
 
-def write_trained(source: Path, out: Path, *, dtype: str | None = None) -> None:
+def write_trained(source: Path, out: Path, *, dtype: str | None = None, best: bool = False) -> None:
     """Write the tensors that a run (or one of its checkpoints) trained as a delta on its source
     folder. Raises ConfigError for a run without one."""
-    run, config, checkpoint = _opened(source)
+    run, config, checkpoint = _opened(source, best)
     if config.model_path is None or not has_weights(Path(config.model_path)):
         message = f"{run} started from no existing folder of weights: a delta needs it as its base"
         raise refused("--delta", str(source), message, "leave --delta out: all is written")
@@ -379,14 +383,16 @@ def write_run(weights: Read, config: RunConfig, out: Path) -> RunFolder:
     return folder
 
 
-def _opened(source: Path) -> tuple[Path, RunConfig, Checkpoint]:
-    """The run of `source`, and its newest checkpoint, or `source` itself if it is one."""
+def _opened(source: Path, best: bool) -> tuple[Path, RunConfig, Checkpoint]:
+    """The run of `source`, and its newest checkpoint, or the `best` one, or `source` itself if it
+    is one."""
     run = source
     if (source / MANIFEST).exists():
         run = source.resolve().parent.parent
         checkpoint = open_checkpoint(source.parent, int(source.name.rpartition("-")[2]))
     elif (source / "config.toml").exists() and checkpoints_of(source).is_dir():
-        checkpoint = newest(checkpoints_of(source))
+        folder = checkpoints_of(source)
+        checkpoint = open_checkpoint(folder, best_step(folder)) if best else newest(folder)
     else:
         message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
         raise refused("IN", str(source), message)

@@ -18,6 +18,7 @@ from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import FolderContents
 from moemesh.checkpoint.huggingface.logical import checked_tensors
 from moemesh.checkpoint.manifest import DTYPES, ITEM_BYTES, MANIFEST
+from moemesh.checkpoint.retention import best_step
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem, found_by
 from moemesh.config.hub import local_folder
@@ -95,6 +96,16 @@ def check_weights(source: Path) -> None:
             f"{checkpoints_of(source)}: holds no checkpoint: the run has not saved yet, or what it "
             "saved is gone"
         )
+
+
+def check_best(source: Path, best: bool) -> None:
+    """Raises a UserError if `best` is wanted of a `source` other than a run that has one."""
+    if not best:
+        return
+    if (source / MANIFEST).exists() or not (source / "config.toml").exists():
+        message = f"{source} is not a run: one checkpoint, or a folder, has nothing to choose from"
+        raise refused("--best", str(source), message, "leave it out")
+    best_step(checkpoints_of(source))
 
 
 def check_folder(source: Path) -> None:

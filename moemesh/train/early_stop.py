@@ -1,0 +1,57 @@
+"""Early stopping: the lowest validation loss of a run, and the validations since."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from moemesh.checkpoint.retention import VALIDATION_LOSS
+
+
+class EarlyStop:
+    """Validation losses of a run: the newest and the lowest one, each with its step, and the number
+    of validations since the lowest. Checkpoints have the state, so that a resumed run ends at the
+    same step."""
+
+    def __init__(self, patience: int) -> None:
+        """`patience`: validations without a new lowest loss that end the run; 0: no end."""
+        self.patience = patience
+        self.load_state({})
+
+    def add(self, step: int, loss: float) -> None:
+        """Add the loss of the validation after `step`; one that is not finite is never lowest."""
+        self._newest = step, loss
+        self.since += 1
+        if loss < self.best[1]:
+            self.best, self.since = self._newest, 0
+
+    def improved_at(self, step: int) -> bool:
+        """Whether a run with a patience has its lowest loss after `step`: it is saved then."""
+        return self.patience > 0 and self.best[0] == step
+
+    @property
+    def reason(self) -> str | None:
+        """The reason to end the run, or None."""
+        if not 0 < self.patience <= self.since:
+            return None
+        step, loss = self.best
+        lowest = f"since step {step} ({loss:.4f})" if step else "yet"
+        return (
+            f"no lower validation loss {lowest} in {self.since} validations "
+            f"(train.patience = {self.patience})"
+        )
+
+    def state(self, step: int) -> dict[str, Any]:
+        """State for the checkpoint of `step`."""
+        state: dict[str, Any] = {"best": list(self.best) if self.best[0] else None}
+        state["validations_since"] = self.since
+        at, loss = self._newest
+        return state | ({VALIDATION_LOSS: loss} if at == step and math.isfinite(loss) else {})
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of :meth:`state`; an older checkpoint has none."""
+        step, loss = state.get("best") or (0, math.inf)
+        self.best: tuple[int, float] = int(step), float(loss)
+        self.since = int(state.get("validations_since", 0))
+        self._newest = 0, math.nan
