@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
@@ -39,8 +40,45 @@ from moemesh.trace.timeline import MICROSECONDS, Timeline
 _MAX_COMPARED_ROWS = 512
 #: Kinds of events that every run has; all others are decisions or problems.
 _ORDINARY = ("start", "note", "saved", "finished")
-_MAX_TEXT = 400
+_MAX_TEXT, _MAX_TRACE = 400, 16_000
 _MAX_VALUE = 300
+
+
+#: Keys of `failure.json` that are not for readers, or have a place of their own on the page.
+_NOT_SHOWN = ("schema", "epoch", "frames", "advice")
+
+
+def failure(report: Mapping[str, object]) -> Chapter:
+    """Records of a failure (`failure.json`): its facts in words, and its traceback."""
+
+    frames = report.get("frames")
+    lines = map(str, cast("list[object]", frames)) if isinstance(frames, list) else ()
+    text = "\n".join(line.rstrip("\n") for line in lines)
+    facts = [
+        (clip(key.replace("_", " "), 60), clip(_words(value), _MAX_TEXT))
+        for key, value in report.items()
+        if key not in _NOT_SHOWN and value not in ("", None, [])
+    ][:MAX_TABLE_ROWS]
+    header = ("Fact", "Value")
+    table = Table(caption="Facts of failure.json", header=header, rows=facts, num_names=2)
+    return Chapter(
+        "failure",
+        "Failure",
+        tables=[table] if facts else [],
+        code=("Traceback", text[-_MAX_TRACE:]) if text else ("", ""),
+    )
+
+
+def _words(value: object, depth: int = 0) -> str:
+    """A JSON value as text without brackets."""
+    if depth < 3 and isinstance(value, dict):
+        pairs = cast("dict[str, object]", value).items()
+        return ", ".join(
+            f"{key.replace('_', ' ')} {_words(item, depth + 1)}" for key, item in pairs
+        )
+    if depth < 3 and isinstance(value, list):
+        return "; ".join(_words(item, depth + 1) for item in cast("list[object]", value))
+    return str(value)
 
 
 def configuration(run: Run) -> Chapter:
@@ -138,8 +176,7 @@ def training(run: Run) -> Chapter:
         if (run.folder / "metrics.jsonl").is_file():
             text = "No step is finished yet."
         return Chapter(missing=text)
-    rows, unigram = run.metrics, run.summary.get("unigram_loss")
-    known = unigram if isinstance(unigram, float) else None
+    rows = run.metrics
     marks, unit = run.marks, run.loss_unit
     curve, speed = partial(curves.one_curve, rows, marks=marks), "tokens per second"
     validated = [i for i, row in enumerate(rows) if row.validation_loss is not None]
@@ -161,7 +198,7 @@ def training(run: Run) -> Chapter:
         ],
     )
     drawn = figures(
-        ("Loss", *curves.loss_curve(rows, unigram_loss=known, unit=unit, marks=marks)),
+        ("Loss", *curves.loss_curve(rows, unigram_loss=run.unigram_loss, unit=unit, marks=marks)),
         ("Auxiliary loss", *curves.auxiliary_curve(rows, unit=unit, marks=marks)),
         ("Gradient norm", *curve("grad_norm", "Gradient norm")),
         ("Learning rate", *curve("lr", "Learning rate")),

@@ -235,6 +235,12 @@ class Run(Shown):
         """The unit of losses, as on the console."""
         return loss_unit(self.section("data").get("tokenizer", "bytes"))
 
+    @property
+    def unigram_loss(self) -> float | None:
+        """Loss of the model that has only the frequency of each token; None if unknown."""
+        loss = self.summary.get("unigram_loss")
+        return float(loss) if isinstance(loss, int | float) else None
+
     def section(self, name: str) -> dict[str, Any]:
         """A section of the configuration; empty if it is missing."""
         part = self.config.get(name)

@@ -12,7 +12,8 @@ import pytest
 
 from moemesh.report import page
 from moemesh.report.document import Table
-from moemesh.trace.run import FILES, RunError
+from moemesh.report.explain import explain
+from moemesh.trace.run import FILES, Run, RunError
 from tests.report.fake_run import write_fake_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -220,9 +221,45 @@ def test_a_run_without_a_step_says_so(tmp_path, failed):
     if failed:
         (folder / "failure.json").write_text('{"kind": "OSError"}')
     text = read(page.write(folder))
-    assert "No step yet" in text and "No step is finished yet." in text
+    assert "No step is finished yet." in text and "before its first step" in text
     assert ("failed before its first step" in text) == failed
     Document(text)
+
+
+FAILURE = {
+    "schema": 1,
+    "kind": "RuntimeError",
+    "message": "tensor a (3) must match tensor b (4)",
+    "frames": ["Traceback (most recent call last):\n", '  File "x.py", line 3, in f\n    g()\n'],
+    "rank": 1,
+    "epoch": 1,
+    "exit_code": 1,
+    "collective": {"operation": "all_to_all", "group": "ep", "ranks": [0, 1], "missing": [1]},
+    "advice": "change the sizes first",
+}
+
+
+def test_the_page_of_a_failed_run_begins_with_the_advice_and_is_readable(tmp_path):
+    folder = write_fake_run(tmp_path / "run", num_steps=5)
+    (folder / "failure.json").write_text(json.dumps(FAILURE))
+    text = read(page.write(folder))
+    document = Document(text)
+    said = " ".join(document.texts)
+    explanation = explain(Run.load(folder))
+    # The advice is above everything but the title.
+    assert said.index(explanation.sentences[0]) < said.index("Change the sizes first.")
+    assert said.index("Change the sizes first.") < said.index("Started 2026")
+    assert f"moemesh explain {folder}" in said and explanation.command in said
+    assert "line 3, in f\n    g()" in said and "\\n" not in said
+    assert "exit code" in said and "operation all_to_all, group ep, ranks 0; 1, missing 1" in said
+    headers = re.findall(r'<th scope="row" class="name">(.*?)</th>', text)
+    assert "kind" in headers and not {"schema", "epoch", "frames"} & {*headers}
+
+
+def test_what_explain_says_is_on_every_page(tiny):
+    said = " ".join(Document(read(page.write(tiny))).texts)
+    explanation = explain(Run.load(tiny))
+    assert " ".join(explanation.sentences) in said and explanation.command in said
 
 
 @pytest.mark.parametrize(
