@@ -19,6 +19,7 @@ from moemesh.report.timeline_picture import KINDS
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
+from moemesh.trace.step_seconds import DATA, OPTIMIZER, is_communication
 from moemesh.trace.timeline import Timeline
 
 #: Smallest efficient matrix product. With fewer rows or columns it is bound by reading its weights
@@ -155,7 +156,6 @@ def _from_timeline(
             simulated["waiting"] / sum(simulated.values()),
             "timeline_simulated.json",
         )
-    file = "timeline.json"
     shares.setdefault("data", parts["data"] / span)
     shares["bubble"] = bubble / span
     shares["imbalance"] = lost / span
@@ -166,13 +166,23 @@ def _from_timeline(
     inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
     # On one rank the same span is only the local sums of gradients.
     shares["communication"] = 0.0 if run.plan.get("world_size") == 1 else exposed + max(inside, 0.0)
+    if run.seconds is not None:
+        mean = run.seconds.mean()
+        total = sum(mean.values()) or 1.0
+        shares["data"] = mean.get(DATA, 0.0) / total
+        shares["optimizer"] = mean.get(OPTIMIZER, 0.0) / total
+        waited = sum(seconds for part, seconds in mean.items() if is_communication(part)) / total
+        # Waits for other stages and for slower ranks are parts of all waits.
+        shares["bubble"] = min(shares["bubble"], waited)
+        shares["imbalance"] = min(shares["imbalance"], waited - shares["bubble"])
+        shares["communication"] = waited - shares["bubble"] - shares["imbalance"]
     measured = ("data", "bubble", "imbalance", "optimizer", "communication")
     recomputed = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
     if recomputed:
         shares["memory"] = recomputed / span
     shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - recomputed / span, 0.0)
     for name in ("forward and backward", "waiting", "reduce", "optimizer"):
-        facts[f"{name} share"] = parts[name] / span, file
+        facts[f"{name} share"] = parts[name] / span, "timeline.json"
 
 
 def _share(evidence: Evidence, name: str) -> str:

@@ -3,7 +3,6 @@ events."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,8 +32,9 @@ from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Event, Run, median_of
+from moemesh.trace.step_seconds import PASSES, StepSeconds
 from moemesh.trace.strict_json import finite
-from moemesh.trace.timeline import MICROSECONDS, Timeline
+from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 
 #: Most rows of the table of memory.
 _MAX_COMPARED_ROWS = 512
@@ -217,7 +217,17 @@ def timeline(run: Run) -> Chapter:
     factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
     ranks = last.statistics()
     longest = last.span or 1.0
+    waits = last.of_kind(COMMUNICATION).statistics()
+    # Ranks idle between their records, and wait for others inside of them.
+    capacity = len(ranks) * longest
+    waited = sum(one.busy for one in waits) / capacity
     note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
+    if waited:
+        computing = 1 - waited - last.bubble_rate
+        note = (
+            f"{last.source.capitalize()}; in the last step ranks compute {computing:.1%} of the "
+            f"time, communicate {waited:.1%} and idle {last.bubble_rate:.1%}."
+        )
     if run.simulated is not None and run.simulated.records:
         bubble = bars.pipeline_bubble(last, run.simulated.ranks)
         note += (
@@ -236,74 +246,112 @@ def timeline(run: Run) -> Chapter:
             title="Pipeline, simulated above measured",
             identity="timeline-simulated",
         )
-    parts = Table(
-        caption="Parts of the last step, mean rank, in milliseconds"
-        + (
-            ": the pipeline simulated with the median time of each operation, and measured"
-            if run.simulated is not None
-            else ""
-        ),
-        header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
-        rows=bars.time_rows(run.simulated, last),
-    )
-    # An operation includes its exchanges with other ranks.
-    busy = "In operations, of the longest span"
-    columns = ("Span", "In operations", "Idle", "Waiting for inputs", busy)
+    tables: list[Table] = []
+    if run.seconds is not None:
+        tables.append(_seconds(run.seconds))
+    if run.seconds is None or run.simulated is not None:
+        caption = "Parts of the last step, mean rank, in milliseconds"
+        if run.simulated is not None:
+            caption += (
+                ": the pipeline simulated with the median time of each operation, and measured"
+            )
+        header = ("Part", "Simulated", "Measured", "Difference", "Share, measured")
+        rows = bars.time_rows(run.simulated, last)
+        tables.append(Table(caption=caption, header=header, rows=rows))
+    columns = ("Span", "Computing", "Communication", "Idle", "Waiting for inputs")
     of_ranks = Table(
         caption=f"Time of each rank in the last step, in {unit}",
-        header=("Rank", *columns),
+        header=("Rank", *columns, "Computing, of the longest span"),
         rows=[
             (
                 str(one.rank),
-                *(f"{value * factor:,.3f}" for value in (one.span, one.busy, one.idle, one.wait)),
-                f"{one.busy / longest:.1%}",
+                f"{one.span * factor:,.3f}",
+                f"{(one.busy - wait.busy) * factor:,.3f}",
+                f"{wait.busy * factor:,.3f}" if waited else "",
+                *(f"{value * factor:,.3f}" for value in (one.idle, one.wait)),
+                f"{(one.busy - wait.busy) / longest:.1%}",
             )
-            for one in ranks[:MAX_TABLE_ROWS]
+            for one, wait in zip(ranks[:MAX_TABLE_ROWS], waits, strict=False)
         ],
+        folded=run.seconds is not None,
     )
     return Chapter(
         figures=figures(
             ("Last step of each rank", pictures.timeline_rows(last)),
             ("Pipeline of the last step, simulated above measured", pipeline),
         ),
-        tables=[parts, *medians, of_ranks, _by_name(last, factor, unit)],
+        tables=[*tables, *medians, of_ranks, _by_name(last, factor, unit)],
+        lists=_sentences([] if run.seconds is None else _about_seconds(run.seconds)),
         note=note + left_out(len(ranks), "ranks"),
     )
 
 
-#: Part of a step in which a rank waits for the messages of others, within its operations.
-_WAITED = "waiting for other ranks, in operations"
+def _seconds(seconds: StepSeconds) -> Table:
+    return Table(
+        caption="Seconds of a step by part, mean rank, in milliseconds: predicted from rates "
+        f"measured before the first step, and the mean of {plural(seconds.steps, 'step')}",
+        header=("Part", "Predicted", "Measured", "Difference", "Share, measured"),
+        rows=bars.seconds_rows(seconds),
+    )
+
+
+def _sentences(sentences: list[str]) -> list[tuple[str, list[str]]]:
+    """A list below the tables of a chapter; nothing without sentences."""
+    return [("About the predictions", sentences)] if sentences else []
+
+
+def _about_seconds(seconds: StepSeconds) -> list[str]:
+    """Sentences on the source of the predicted seconds, and on large differences."""
+    if not seconds.predicted:
+        return []
+    flops = [
+        f"{part} {short(seconds.rates[part])}FLOP/s" for part in PASSES if part in seconds.rates
+    ]
+    source = (
+        "Predicted are the FLOPs, bytes and operations of each part over the rates that all ranks "
+        f"reached at the same time before the first step ({', '.join(flops)}, of rank 0)."
+    )
+    return [source, *bars.about_seconds(seconds)]
+
+
+#: Begin of the name of a field of metrics -> its seconds in words.
+_OF_RANK_0 = {
+    "": "step",
+    "data_": "waiting for data",
+    "communication_": "waiting for other ranks, in operations",
+}
 
 
 def _medians(run: Run) -> list[Table]:
     """Medians of rank 0 over all steps but the first, which builds caches."""
-    if not (rows := run.current):
+    medians = {name: median_of(run.current, f"{name}seconds") for name in _OF_RANK_0}
+    if (step := medians[""]) is None:
         return []
-    step = statistics.median(row.seconds for row in rows)
-    medians = {"step": step}
-    for name, label in (
-        ("data_seconds", "waiting for data"),
-        ("communication_seconds", _WAITED),
-    ):
-        if values := [value for row in rows if (value := getattr(row, name)) is not None]:
-            medians[label] = statistics.median(values)
-    tables = [
-        Table(
-            caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, rank 0",
-            header=("Part", "Time", "Share of the step"),
-            rows=[
-                (name, f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else "")
-                for name, seconds in medians.items()
-            ],
+    tables: list[Table] = []
+    if run.seconds is None:
+        tables.append(
+            Table(
+                caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, "
+                "rank 0",
+                header=("Part", "Time", "Share of the step"),
+                rows=[
+                    (
+                        _OF_RANK_0[name],
+                        f"{seconds * 1e3:,.3f}",
+                        f"{seconds / step:.1%}" if step else "",
+                    )
+                    for name, seconds in medians.items()
+                    if seconds is not None
+                ],
+            )
         )
-    ]
     if run.planned is not None:
         tables.append(
             Table(
                 caption="Communication that no computation hides, in milliseconds a step: as "
                 f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
                 header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
-                rows=bars.exposed_rows(run.planned, medians.get(_WAITED), step),
+                rows=bars.exposed_rows(run.planned, medians["communication_"], step),
             )
         )
     return tables
@@ -374,6 +422,9 @@ def traffic(run: Run) -> Chapter:
     return Chapter(
         figures=figures(("Bytes sent in one step by all ranks, by axis and phase", drawn)),
         tables=[by_axis, by_operation],
+        lists=_sentences(
+            bars.about_traffic(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)
+        ),
         note=f"From the ledgers of {plural(len(run.ledgers), 'rank')}{covered}. Predictions are "
         "for uniform routing; validation and control are not predicted."
         + left_out(len(rows), "rows"),
@@ -413,6 +464,7 @@ def memory(run: Run) -> Chapter:
     return Chapter(
         figures=figures(("Memory by what it holds", bars.memory_bars(run.memory))),
         tables=tables,
+        lists=_sentences(bars.about_memory(predicted, fullest)),
         note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)} on the "
         "fullest rank. On a CPU it is that of the whole process, torch itself included; on a GPU "
         "that of torch's allocator." + left_out(len(ranks), "ranks"),

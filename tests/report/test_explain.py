@@ -137,7 +137,7 @@ def test_what_bounds_a_run(tmp_path, name):
         assert command[:2] == ["moemesh", "profile"]
 
 
-def test_waits_of_ranks_that_share_cores_are_no_communication(tmp_path):
+def test_ranks_that_share_cores_are_named_in_place_of_communication(tmp_path):
     text = explain(Run.load(folder_of(tmp_path / "run", timeline(reduce=3.0), cores=2))).text
     assert "4 ranks share 2 cores and wait for one another in 75% of a step" in text
     assert "communication 75%" not in text and "bounded by communication" not in text
