@@ -20,7 +20,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -333,6 +333,7 @@ class _Writer:
         self.counts: list[int] = []
         self.names: dict[str, bytes] = {}
         self.background: set[int] = set()
+        self.listener: Callable[[str, float, float], None] | None = None
 
     def write(self) -> None:
         self.changes = self.repeated = self.changes + 1
@@ -520,6 +521,9 @@ def left() -> None:
         # After the step ranks agree on whether to stop; that is not time of the step.
         if own.waited_before is not None and own.phase in _STEP_PHASES:
             own.waited_in_steps += waited
+            if own.listener is not None:
+                axis = own.ticket.axis.decode()
+                own.listener(axis, own.since, own.since + waited)
         own.write()
 
 
@@ -527,6 +531,13 @@ def waited_in_steps() -> float | None:
     """Seconds that the main thread has waited inside operations of steps so far, from
     :func:`at_step` to :func:`stepped`; None if this process writes no record."""
     return None if _own is None else _own.waited_in_steps
+
+
+def on_wait(listener: Callable[[str, float, float], None]) -> None:
+    """Call `listener` after each wait of :func:`waited_in_steps` with its axis, and with its start
+    and its end on the monotonic clock."""
+    if _own is not None:
+        _own.listener = listener
 
 
 def finished(code: int) -> None:

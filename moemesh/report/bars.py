@@ -18,6 +18,7 @@ from moemesh.trace.memory_profile import (
     format_bytes,
 )
 from moemesh.trace.run import PlannedStep, Run
+from moemesh.trace.step_seconds import StepSeconds, is_communication
 from moemesh.trace.timeline import Timeline
 
 #: Names of the records of a step that are not operations of the pipeline.
@@ -215,6 +216,82 @@ def time_rows(simulated: Timeline | None, measured: Timeline) -> list[tuple[str,
     ]
 
 
+def seconds_rows(seconds: StepSeconds) -> list[tuple[str, ...]]:
+    """Rows (part, predicted, measured, difference, share of the measured step) in milliseconds of
+    the mean rank, and their sum."""
+    measured, predicted = seconds.mean(), seconds.mean_predicted()
+    total = sum(measured.values())
+    rows = [
+        _compared([part], predicted.get(part), amount, _milliseconds, total=total)
+        for part, amount in measured.items()
+    ]
+    return [*rows, ("whole step", "", _milliseconds(total), "", "100.0%" if total else "")]
+
+
+#: Share of the whole, and ratios of measured to predicted time and to bytes, from which on a
+#: difference is explained.
+_LARGE_SHARE, _LARGE_TIME, _LARGE_BYTES = 0.05, 1.5, 1.1
+_LEFT_OUT = (
+    "the prediction counts matrix products alone, without norms, softmax, rotations and sorting of "
+    "rows; other programs on the machine add to it"
+)
+_WAITS_TOO = (
+    "the prediction counts bytes and operations on links that wait for no rank; a rank that has "
+    "less to compute waits here for the others"
+)
+_ROUTING = "the prediction is for uniform routing, and the chapter on expert load shows the run's"
+
+
+def large_differences(
+    predicted: Mapping[str, float],
+    measured: Mapping[str, float],
+    ratio: float,
+    reason_of: Callable[[str, float], str],
+) -> list[str]:
+    """A sentence on each part whose prediction is wrong by the factor `ratio` or more, with the
+    reason for (part, measured over predicted)."""
+    total, sentences = sum(measured.values()), list[str]()
+    for part, amount in measured.items():
+        before = predicted.get(part, 0.0)
+        times = amount / before if before else 1.0
+        if not 1 / ratio < times < ratio and max(amount, before) >= _LARGE_SHARE * total:
+            name = f"{part[:1].upper()}{part[1:]}"
+            sentences.append(f"{name}: {times:.2g} times the prediction; {reason_of(part, times)}.")
+    return sentences
+
+
+def about_seconds(seconds: StepSeconds) -> list[str]:
+    """Sentences on parts that take far more or far less time than predicted."""
+
+    def reason(part: str, times: float) -> str:
+        if times < 1:
+            return "the rates before the first step were lower than those during the steps"
+        return _WAITS_TOO if is_communication(part) else _LEFT_OUT
+
+    return large_differences(seconds.mean_predicted(), seconds.mean(), _LARGE_TIME, reason)
+
+
+def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) -> list[str]:
+    """Sentences on classes of memory of one rank that differ from their prediction."""
+    profiles = [*(profile for profile in predicted if profile.rank == measured.rank), measured]
+    before, held = (
+        {name.replace("_", " "): size for name, size in profile.parts().items()}
+        for profile in (profiles[0], measured)
+    )
+    return large_differences(before, held, _LARGE_BYTES, lambda *_: _ROUTING)
+
+
+def about_traffic(
+    predicted: Mapping[int, Ledger], measured: Mapping[int, Ledger], *, steps: int
+) -> list[str]:
+    """Sentences on axes whose bytes differ from their prediction."""
+    before, sent = (
+        {f"over {axis}, {phase}": size for (axis, phase), size in sizes.items()}
+        for sizes in (by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps))
+    )
+    return large_differences(before, sent, _LARGE_BYTES, lambda *_: _ROUTING)
+
+
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.3f}"
 
@@ -353,13 +430,14 @@ def memory_bars(profiles: MemoryProfiles) -> str:
     bars = [
         StackedBar(
             f"rank {one.rank}",
-            [(names[part], size, format_bytes(size)) for part, size in one.parts().items()],
+            [(names[part], size, format_bytes(size)) for part, size in one.parts().items() if size],
             f"peak {format_bytes(one.peak)}",
             one.peak,
         )
         for one in shown
     ]
-    colours = {names[part]: MEMORY_COLOURS[part] for part in PARTS}
+    held = [part for part in PARTS if any(one.parts()[part] for one in shown)]
+    colours = {names[part]: MEMORY_COLOURS[part] for part in held}
     return stacked_bars(
         "memory", "Memory per rank", description, bars, colours=colours, mark="peak"
     )

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from math import prod
 
 from moemesh.report.bars import by_axis_and_phase, sent_in_training, step_parts
+from moemesh.report.document import plural
+from moemesh.report.facts import RunFacts
 from moemesh.report.timeline_picture import KINDS
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
+from moemesh.trace.step_seconds import DATA, OPTIMIZER, is_communication
 from moemesh.trace.timeline import Timeline
 
 #: Smallest efficient matrix product. With fewer rows or columns it is bound by reading its weights
@@ -38,13 +41,18 @@ Judgement = tuple[str, str, Sequence[Overrides]]
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """`shares`: share of a step's time by cause, for causes with a record. `seconds`: median step
-    time under the current plan without its first step. `facts`: name -> (number, source file)."""
+    """`shares`: share of a step's time by cause, for causes with a record. `facts`: name ->
+    (number, source file)."""
 
     run: Run
-    seconds: float | None
+    of_run: RunFacts
     shares: Mapping[str, float]
     facts: Mapping[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
+
+    @property
+    def seconds(self) -> float | None:
+        """Median time of a step under the current plan without its first step."""
+        return self.of_run.medians.get("seconds")
 
     def fact(self, name: str) -> float | None:
         fact = self.facts.get(name)
@@ -61,8 +69,7 @@ class Evidence:
 
 def evidence_of(run: Run) -> Evidence:
     """Evidence for the causes of :data:`BOUNDS`, from the files of a run."""
-    rows = run.current
-    seconds = statistics.median(row.seconds for row in rows) if rows else None
+    rows, of_run = run.current, RunFacts.of(run)
     shares: dict[str, float] = {}
     facts: dict[str, tuple[float, str]] = {}
     for name, key in (("data", "data_seconds"), ("communication", "communication_seconds")):
@@ -75,13 +82,16 @@ def evidence_of(run: Run) -> Evidence:
             shares[name] = statistics.median(values)
             facts[f"{name} share"] = shares[name], "metrics.jsonl"
     for key in ("mfu", "tflops_per_rank"):
-        values = [value for row in rows if (value := getattr(row, key)) is not None]
-        if values:
-            facts[key] = statistics.median(values), "metrics.jsonl"
+        if (median := of_run.medians.get(key)) is not None:
+            facts[key] = median, "metrics.jsonl"
     if run.timeline is not None and run.timeline.records:
         _from_timeline(run, run.timeline.last_step(), shares, facts)
     elif "communication" in shares or ("data" in shares and run.plan.get("world_size") == 1):
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
+    if of_run.shared_cores is not None and "communication" in shares:
+        # A rank that waits has lent its core to the ranks that it waits for.
+        waits = shares.pop("communication") + shares.pop("imbalance", 0.0)
+        shares["shared cores"] = waits
     loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
     newest = sorted({load.step for load in loads})[-_LAST_LOADS:]
     if items := [load for load in loads if load.step in newest]:
@@ -107,7 +117,7 @@ def evidence_of(run: Run) -> Evidence:
         if fullest.rank in predicted:
             facts["held bytes predicted"] = float(predicted[fullest.rank]), "memory.json"
             facts["held bytes measured"] = float(fullest.total), "memory.json"
-    return Evidence(run=run, seconds=seconds, shares=shares, facts=facts)
+    return Evidence(run=run, of_run=of_run, shares=shares, facts=facts)
 
 
 def _from_timeline(
@@ -146,7 +156,6 @@ def _from_timeline(
             simulated["waiting"] / sum(simulated.values()),
             "timeline_simulated.json",
         )
-    file = "timeline.json"
     shares.setdefault("data", parts["data"] / span)
     shares["bubble"] = bubble / span
     shares["imbalance"] = lost / span
@@ -157,13 +166,23 @@ def _from_timeline(
     inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
     # On one rank the same span is only the local sums of gradients.
     shares["communication"] = 0.0 if run.plan.get("world_size") == 1 else exposed + max(inside, 0.0)
+    if run.seconds is not None:
+        mean = run.seconds.mean()
+        total = sum(mean.values()) or 1.0
+        shares["data"] = mean.get(DATA, 0.0) / total
+        shares["optimizer"] = mean.get(OPTIMIZER, 0.0) / total
+        waited = sum(seconds for part, seconds in mean.items() if is_communication(part)) / total
+        # Waits for other stages and for slower ranks are parts of all waits.
+        shares["bubble"] = min(shares["bubble"], waited)
+        shares["imbalance"] = min(shares["imbalance"], waited - shares["bubble"])
+        shares["communication"] = waited - shares["bubble"] - shares["imbalance"]
     measured = ("data", "bubble", "imbalance", "optimizer", "communication")
     recomputed = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
     if recomputed:
         shares["memory"] = recomputed / span
     shares["compute"] = max(1.0 - sum(shares[name] for name in measured) - recomputed / span, 0.0)
     for name in ("forward and backward", "waiting", "reduce", "optimizer"):
-        facts[f"{name} share"] = parts[name] / span, file
+        facts[f"{name} share"] = parts[name] / span, "timeline.json"
 
 
 def _share(evidence: Evidence, name: str) -> str:
@@ -231,6 +250,17 @@ def _imbalance(evidence: Evidence) -> Judgement:
     return f"{text}.", advice, changes
 
 
+def _shared_cores(evidence: Evidence) -> Judgement:
+    ranks, cores = evidence.of_run.shared_cores or (0, 0)
+    text = (
+        f"{ranks} ranks share {plural(cores, 'core')} and wait for one another in "
+        f"{_share(evidence, 'shared cores')}: a rank that waits has given its core to another, so "
+        "the waits include the computation of other ranks."
+    )
+    advice = f"With at most {plural(cores, 'rank')} on this machine the speed can be measured."
+    return text, advice, []
+
+
 def _optimizer(evidence: Evidence) -> Judgement:
     is_whole = evidence.plan.get("data", "replicate") == "replicate" and evidence.degree("dp") > 1
     text = f"The optimizer takes {_share(evidence, 'optimizer')}."
@@ -288,6 +318,7 @@ BOUNDS: dict[str, Callable[[Evidence], Judgement]] = {
     "communication": _communication,
     "bubble": _bubble,
     "imbalance": _imbalance,
+    "shared cores": _shared_cores,
     "optimizer": _optimizer,
     "memory": _memory,
     "compute": _compute,

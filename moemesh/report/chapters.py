@@ -3,11 +3,11 @@ events."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from moemesh.config.changes import flat
 from moemesh.config.errors import ConfigError
@@ -32,15 +32,53 @@ from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Event, Run, median_of
+from moemesh.trace.step_seconds import PASSES, StepSeconds
 from moemesh.trace.strict_json import finite
-from moemesh.trace.timeline import MICROSECONDS, Timeline
+from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 
 #: Most rows of the table of memory.
 _MAX_COMPARED_ROWS = 512
 #: Kinds of events that every run has; all others are decisions or problems.
 _ORDINARY = ("start", "note", "saved", "finished")
-_MAX_TEXT = 400
+_MAX_TEXT, _MAX_TRACE = 400, 16_000
 _MAX_VALUE = 300
+
+
+#: Keys of `failure.json` that are not for readers, or have a place of their own on the page.
+_NOT_SHOWN = ("schema", "epoch", "frames", "advice")
+
+
+def failure(report: Mapping[str, object]) -> Chapter:
+    """Records of a failure (`failure.json`): its facts in words, and its traceback."""
+
+    frames = report.get("frames")
+    lines = map(str, cast("list[object]", frames)) if isinstance(frames, list) else ()
+    text = "\n".join(line.rstrip("\n") for line in lines)
+    facts = [
+        (clip(key.replace("_", " "), 60), clip(_words(value), _MAX_TEXT))
+        for key, value in report.items()
+        if key not in _NOT_SHOWN and value not in ("", None, [])
+    ][:MAX_TABLE_ROWS]
+    header = ("Fact", "Value")
+    table = Table(caption="Facts of failure.json", header=header, rows=facts, num_names=2)
+    return Chapter(
+        "failure",
+        "Failure",
+        tables=[table] if facts else [],
+        code=("Traceback", text[-_MAX_TRACE:]) if text else ("", ""),
+    )
+
+
+def _words(value: object, depth: int = 0) -> str:
+    """A JSON value as text without brackets."""
+    if depth < 3 and isinstance(value, dict):
+        pairs = cast("dict[str, object]", value).items()
+        return ", ".join(
+            f"{key.replace('_', ' ')} {_words(item, depth + 1)}" for key, item in pairs
+        )
+    if depth < 3 and isinstance(value, list):
+        return "; ".join(_words(item, depth + 1) for item in cast("list[object]", value))
+    return str(value)
 
 
 def configuration(run: Run) -> Chapter:
@@ -138,8 +176,7 @@ def training(run: Run) -> Chapter:
         if (run.folder / "metrics.jsonl").is_file():
             text = "No step is finished yet."
         return Chapter(missing=text)
-    rows, unigram = run.metrics, run.summary.get("unigram_loss")
-    known = unigram if isinstance(unigram, float) else None
+    rows = run.metrics
     marks, unit = run.marks, run.loss_unit
     curve, speed = partial(curves.one_curve, rows, marks=marks), "tokens per second"
     validated = [i for i, row in enumerate(rows) if row.validation_loss is not None]
@@ -161,7 +198,7 @@ def training(run: Run) -> Chapter:
         ],
     )
     drawn = figures(
-        ("Loss", *curves.loss_curve(rows, unigram_loss=known, unit=unit, marks=marks)),
+        ("Loss", *curves.loss_curve(rows, unigram_loss=run.unigram_loss, unit=unit, marks=marks)),
         ("Auxiliary loss", *curves.auxiliary_curve(rows, unit=unit, marks=marks)),
         ("Gradient norm", *curve("grad_norm", "Gradient norm")),
         ("Learning rate", *curve("lr", "Learning rate")),
@@ -180,7 +217,17 @@ def timeline(run: Run) -> Chapter:
     factor = MICROSECONDS[last.unit] / MICROSECONDS[unit]
     ranks = last.statistics()
     longest = last.span or 1.0
+    waits = last.of_kind(COMMUNICATION).statistics()
+    # Ranks idle between their records, and wait for others inside of them.
+    capacity = len(ranks) * longest
+    waited = sum(one.busy for one in waits) / capacity
     note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
+    if waited:
+        computing = 1 - waited - last.bubble_rate
+        note = (
+            f"{last.source.capitalize()}; in the last step ranks compute {computing:.1%} of the "
+            f"time, communicate {waited:.1%} and idle {last.bubble_rate:.1%}."
+        )
     if run.simulated is not None and run.simulated.records:
         bubble = bars.pipeline_bubble(last, run.simulated.ranks)
         note += (
@@ -199,74 +246,112 @@ def timeline(run: Run) -> Chapter:
             title="Pipeline, simulated above measured",
             identity="timeline-simulated",
         )
-    parts = Table(
-        caption="Parts of the last step, mean rank, in milliseconds"
-        + (
-            ": the pipeline simulated with the median time of each operation, and measured"
-            if run.simulated is not None
-            else ""
-        ),
-        header=("Part", "Simulated", "Measured", "Difference", "Share, measured"),
-        rows=bars.time_rows(run.simulated, last),
-    )
-    # An operation includes its exchanges with other ranks.
-    busy = "In operations, of the longest span"
-    columns = ("Span", "In operations", "Idle", "Waiting for inputs", busy)
+    tables: list[Table] = []
+    if run.seconds is not None:
+        tables.append(_seconds(run.seconds))
+    if run.seconds is None or run.simulated is not None:
+        caption = "Parts of the last step, mean rank, in milliseconds"
+        if run.simulated is not None:
+            caption += (
+                ": the pipeline simulated with the median time of each operation, and measured"
+            )
+        header = ("Part", "Simulated", "Measured", "Difference", "Share, measured")
+        rows = bars.time_rows(run.simulated, last)
+        tables.append(Table(caption=caption, header=header, rows=rows))
+    columns = ("Span", "Computing", "Communication", "Idle", "Waiting for inputs")
     of_ranks = Table(
         caption=f"Time of each rank in the last step, in {unit}",
-        header=("Rank", *columns),
+        header=("Rank", *columns, "Computing, of the longest span"),
         rows=[
             (
                 str(one.rank),
-                *(f"{value * factor:,.3f}" for value in (one.span, one.busy, one.idle, one.wait)),
-                f"{one.busy / longest:.1%}",
+                f"{one.span * factor:,.3f}",
+                f"{(one.busy - wait.busy) * factor:,.3f}",
+                f"{wait.busy * factor:,.3f}" if waited else "",
+                *(f"{value * factor:,.3f}" for value in (one.idle, one.wait)),
+                f"{(one.busy - wait.busy) / longest:.1%}",
             )
-            for one in ranks[:MAX_TABLE_ROWS]
+            for one, wait in zip(ranks[:MAX_TABLE_ROWS], waits, strict=False)
         ],
+        folded=run.seconds is not None,
     )
     return Chapter(
         figures=figures(
             ("Last step of each rank", pictures.timeline_rows(last)),
             ("Pipeline of the last step, simulated above measured", pipeline),
         ),
-        tables=[parts, *medians, of_ranks, _by_name(last, factor, unit)],
+        tables=[*tables, *medians, of_ranks, _by_name(last, factor, unit)],
+        lists=_sentences([] if run.seconds is None else _about_seconds(run.seconds)),
         note=note + left_out(len(ranks), "ranks"),
     )
 
 
-#: Part of a step in which a rank waits for the messages of others, within its operations.
-_WAITED = "waiting for other ranks, in operations"
+def _seconds(seconds: StepSeconds) -> Table:
+    return Table(
+        caption="Seconds of a step by part, mean rank, in milliseconds: predicted from rates "
+        f"measured before the first step, and the mean of {plural(seconds.steps, 'step')}",
+        header=("Part", "Predicted", "Measured", "Difference", "Share, measured"),
+        rows=bars.seconds_rows(seconds),
+    )
+
+
+def _sentences(sentences: list[str]) -> list[tuple[str, list[str]]]:
+    """A list below the tables of a chapter; nothing without sentences."""
+    return [("About the predictions", sentences)] if sentences else []
+
+
+def _about_seconds(seconds: StepSeconds) -> list[str]:
+    """Sentences on the source of the predicted seconds, and on large differences."""
+    if not seconds.predicted:
+        return []
+    flops = [
+        f"{part} {short(seconds.rates[part])}FLOP/s" for part in PASSES if part in seconds.rates
+    ]
+    source = (
+        "Predicted are the FLOPs, bytes and operations of each part over the rates that all ranks "
+        f"reached at the same time before the first step ({', '.join(flops)}, of rank 0)."
+    )
+    return [source, *bars.about_seconds(seconds)]
+
+
+#: Begin of the name of a field of metrics -> its seconds in words.
+_OF_RANK_0 = {
+    "": "step",
+    "data_": "waiting for data",
+    "communication_": "waiting for other ranks, in operations",
+}
 
 
 def _medians(run: Run) -> list[Table]:
     """Medians of rank 0 over all steps but the first, which builds caches."""
-    if not (rows := run.current):
+    medians = {name: median_of(run.current, f"{name}seconds") for name in _OF_RANK_0}
+    if (step := medians[""]) is None:
         return []
-    step = statistics.median(row.seconds for row in rows)
-    medians = {"step": step}
-    for name, label in (
-        ("data_seconds", "waiting for data"),
-        ("communication_seconds", _WAITED),
-    ):
-        if values := [value for row in rows if (value := getattr(row, name)) is not None]:
-            medians[label] = statistics.median(values)
-    tables = [
-        Table(
-            caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, rank 0",
-            header=("Part", "Time", "Share of the step"),
-            rows=[
-                (name, f"{seconds * 1e3:,.3f}", f"{seconds / step:.1%}" if step else "")
-                for name, seconds in medians.items()
-            ],
+    tables: list[Table] = []
+    if run.seconds is None:
+        tables.append(
+            Table(
+                caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, "
+                "rank 0",
+                header=("Part", "Time", "Share of the step"),
+                rows=[
+                    (
+                        _OF_RANK_0[name],
+                        f"{seconds * 1e3:,.3f}",
+                        f"{seconds / step:.1%}" if step else "",
+                    )
+                    for name, seconds in medians.items()
+                    if seconds is not None
+                ],
+            )
         )
-    ]
     if run.planned is not None:
         tables.append(
             Table(
                 caption="Communication that no computation hides, in milliseconds a step: as "
                 f"planned on {clip(run.planned.cluster, 60)}, and the median of rank 0",
                 header=("Part", "Planned", "Share, planned", "Measured", "Share, measured"),
-                rows=bars.exposed_rows(run.planned, medians.get(_WAITED), step),
+                rows=bars.exposed_rows(run.planned, medians["communication_"], step),
             )
         )
     return tables
@@ -337,6 +422,9 @@ def traffic(run: Run) -> Chapter:
     return Chapter(
         figures=figures(("Bytes sent in one step by all ranks, by axis and phase", drawn)),
         tables=[by_axis, by_operation],
+        lists=_sentences(
+            bars.about_traffic(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)
+        ),
         note=f"From the ledgers of {plural(len(run.ledgers), 'rank')}{covered}. Predictions are "
         "for uniform routing; validation and control are not predicted."
         + left_out(len(rows), "rows"),
@@ -376,6 +464,7 @@ def memory(run: Run) -> Chapter:
     return Chapter(
         figures=figures(("Memory by what it holds", bars.memory_bars(run.memory))),
         tables=tables,
+        lists=_sentences(bars.about_memory(predicted, fullest)),
         note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)} on the "
         "fullest rank. On a CPU it is that of the whole process, torch itself included; on a GPU "
         "that of torch's allocator." + left_out(len(ranks), "ranks"),

@@ -77,12 +77,14 @@ class Chapter:
 
 
 class NoticeBox(NamedTuple):
-    """Box in front of all chapters: lines, each with a key, or "" without one."""
+    """Box in front of all chapters: lines, each with a key, or "" without one, then commands with
+    their names."""
 
     identity: str
     title: str
     lines: Sequence[tuple[str, str]]
     is_failure: bool = False
+    commands: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from moemesh.config.train import usual_rate
 from moemesh.monitor.failures import CAUSES, cause_of, culprit_of, is_disk_full
 from moemesh.report.bounds import BOUNDS, Evidence, evidence_of
 from moemesh.report.document import plural
-from moemesh.report.page import NO_STEP, command_of
+from moemesh.report.facts import NO_STEP, RunFacts
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
@@ -96,11 +96,8 @@ def losses_of(run: Run) -> Losses:
         line += f", validation {loss:.4f}"
         if step != rows[-1].step:
             line += f" (step {step:,})"
-    unigram = run.summary.get("unigram_loss")
-    if isinstance(unigram, int | float):
+    if (unigram := run.unigram_loss) is not None:
         line += f", unigram model {unigram:.4f}"
-    else:
-        unigram = None
     return Losses(f"{line} {run.loss_unit}", *_verdict(run, rows, validated, unigram))
 
 
@@ -311,6 +308,7 @@ class Explanation:
     command: str = ""
     shares: Mapping[str, float] = field(default_factory=dict[str, float])
     facts: Mapping[str, tuple[float, str]] = field(default_factory=dict[str, tuple[float, str]])
+    of_run: RunFacts
     failure: Mapping[str, Any] | None = None
     planned: PlannedStep | None = None
 
@@ -354,8 +352,9 @@ class Explanation:
 
 def explain(run: Run) -> Explanation:
     """Explains `run` from its records, compared with the planned step if the cluster is known."""
-    state = state_of(run)
     evidence = evidence_of(run)
+    of_run = evidence.of_run
+    state = of_run.state
     if run.failure is not None:
         return _failed(run, evidence, run.failure)
     # Causes with a share of the step, the largest first. Without the share of compute, a small
@@ -366,11 +365,9 @@ def explain(run: Run) -> Explanation:
         bounds = []
     bounds = [name for name in bounds if name == bounds[0] or shares[name] >= _MINOR]
     cause = bounds[0] if bounds else "unknown"
-    if run.metrics:
-        row = run.metrics[-1]
-        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
-        verb = _STATES[state].format(step=f"step {row.step:,}{wanted}")
-        progress = f"The run {verb} with a training loss of {row.loss:.4f} {run.loss_unit}."
+    if of_run.last is not None:
+        verb = _STATES[state].format(step=f"step {of_run.progress}")
+        progress = f"The run {verb} with a training loss of {of_run.last.loss:.4f} {run.loss_unit}."
     elif run.last_step:
         progress = f"The run {_STATES[state].format(step=f'step {run.last_step:,}')}"
         progress = f"{progress.rstrip(',')}; the rows of its steps are gone (metrics.jsonl)."
@@ -388,9 +385,9 @@ def explain(run: Run) -> Explanation:
             sentences.append(f"The last event: {one_line(event, _MAX_MESSAGE)}.")
         advice = next(one.advice for one in CAUSES if one.name == cause)
         sentences += [_checkpoint(run.folder), advice]
-        command = _resume(run)
+        command = _resume(run, of_run)
     elif state == "stopped":
-        command = _resume(run)
+        command = _resume(run, of_run)
     if losses.verdict:
         sentences.append(losses.verdict)
         changes = (losses.change,) if losses.change else ()
@@ -429,6 +426,7 @@ def explain(run: Run) -> Explanation:
         command=command,
         shares=evidence.shares,
         facts=evidence.facts,
+        of_run=evidence.of_run,
         planned=run.planned,
     )
 
@@ -442,11 +440,11 @@ def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], 
     if shares:
         shares.sort(key=lambda one: -one[1])
         lines.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
-    if run.current and evidence.seconds is not None:
-        speed = statistics.median(row.tokens_per_second for row in run.current)
+    if evidence.seconds is not None:
+        medians = evidence.of_run.medians
         median = f"{evidence.seconds:.3g} s a step (median{run.of_steps})"
-        parts = [f"{speed:,.0f} tokens/s", median]
-        mfu, rate = evidence.fact("mfu"), evidence.fact("tflops_per_rank")
+        parts = [f"{medians['tokens_per_second']:,.0f} tokens/s", median]
+        mfu, rate = medians.get("mfu"), medians.get("tflops_per_rank")
         if rate is not None:
             parts.append(f"{flop_rate(rate)} a rank")
         if mfu is not None:
@@ -534,7 +532,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
         sentences.append(f"{advice[:1].upper()}{advice[1:]}.")
     else:
         sentences += [cause.advice, _checkpoint(run.folder)]
-    command = _resume(run, arguments)
+    command = _resume(run, evidence.of_run, arguments)
     finite, newest = failure.get("finite_step"), newest_checkpoint(run.folder)
     if cause.name == "diverged" and isinstance(finite, int) and newest >= finite:
         # The weights of the newest checkpoint gave no finite step.
@@ -555,6 +553,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
         lines=_lines(run, evidence, losses_of(run).line),
         command=command,
         facts=evidence.facts,
+        of_run=evidence.of_run,
         failure=failure,
     )
 
@@ -570,10 +569,10 @@ def _checkpoint(folder: Path) -> str:
     return f"The next start resumes from the checkpoint of step {step:,}."
 
 
-def _resume(run: Run, arguments: Sequence[str] = ()) -> str:
+def _resume(run: Run, of_run: RunFacts, arguments: Sequence[str] = ()) -> str:
     """The command of the newest start, or an equivalent one, with `arguments` in place of its
     options for the same keys."""
-    words = shlex.split(command_of(run))
+    words = shlex.split(of_run.command)
     if not words and (run.folder / "config.toml").is_file():
         words = ["moemesh", "train", str(run.folder)]
     options: dict[tuple[str, str], str] = {}

@@ -105,7 +105,7 @@ def _panel(
             svg.text(left, top + height + 16, below[0], fill=svg.MUTED),
             svg.text(left + width, top + height + 16, below[1], anchor="end", fill=svg.MUTED),
             *(
-                svg.text(left - 4, y, name, anchor="end", fill=svg.MUTED, size=10)
+                svg.text(left - 4, y, name, anchor="end", fill=svg.MUTED, size=11)
                 for y, name in rows
             ),
         ]
@@ -133,6 +133,7 @@ def _mean_loads(loads: Sequence[LayerLoads]) -> list[float]:
 
 def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     """One panel for each layer: steps to the right, experts downwards, load over mean as colour.
+    Each is a figure of its own after that of the legend, so that a page wraps them to its width.
 
     Neighbouring steps, and neighbouring experts beyond 64, are averaged into one cell. Of more than
     12 layers the most unbalanced ones are drawn. "" without loads.
@@ -152,10 +153,17 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     num_rows = max(min(number, _MAX_ROWS) for number in num_experts.values())
     most = min(max(_MAX_CELLS // (len(shown) * num_rows), 16), _MAX_COLUMNS)
     key, used = _legend(EXPERT_CLASSES)
-    body, top = [key], used + 22
-    panel = (svg.WIDTH - 100) / 2 if len(shown) > 1 else svg.WIDTH - 50.0
-    cell = min(max(140 / num_rows, 2.5), 16)
-    for index, layer in enumerate(shown):
+    panel = svg.WIDTH / 2 if len(shown) > 1 else svg.WIDTH
+    cell, top = min(max(140 / num_rows, 2.5), 16), 20.0
+    left_out = "" if len(shown) == len(layers) else f", the most unbalanced of {len(layers)}"
+    description = (
+        f"Load of each expert (rows, downwards) over steps (to the right) for {len(shown)} "
+        f"layers{left_out}, as a ratio to the layer's mean."
+    )
+    pictures = [
+        svg.figure("expert-loads", "Expert load, layer by layer", description, used + 6, [key])
+    ]
+    for layer in shown:
         items = layers[layer]
         columns, squeezed = min(most, len(items)), Matrix()
         for c in range(columns):
@@ -167,27 +175,22 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
             (top + svg.FONT_SIZE - 2, "expert 0"),
             (top + len(matrix) * cell, num_experts[layer] - 1),
         )
-        body.append(
-            _panel(
-                matrix,
-                EXPERT_CLASSES,
-                left=50 + (index % 2) * (panel + 50),
-                top=top,
-                width=panel,
-                cell=cell,
-                title=f"layer {layer}",
-                below=(f"step {svg.short(items[0].step)}", svg.short(items[-1].step)),
-                rows=[(y, str(name)) for y, name in names],
-            )
+        drawn = _panel(
+            matrix,
+            EXPERT_CLASSES,
+            left=50,
+            top=top,
+            width=panel - 50,
+            cell=cell,
+            title=f"layer {layer}",
+            below=(f"step {svg.short(items[0].step)}", svg.short(items[-1].step)),
+            rows=[(y, str(name)) for y, name in names],
         )
-        if index % 2 or layer == shown[-1]:
-            top += num_rows * cell + 52
-    left_out = "" if len(shown) == len(layers) else f", the most unbalanced of {len(layers)}"
-    description = (
-        f"Load of each expert (rows, downwards) over steps (to the right) for {len(shown)} "
-        f"layers{left_out}, as a ratio to the layer's mean."
-    )
-    return svg.figure("expert-loads", "Expert load, layer by layer", description, top - 10, body)
+        height = top + len(matrix) * cell + 24
+        title = f"Expert load of layer {layer}"
+        identity = f"expert-loads-{layer}"
+        pictures.append(svg.figure(identity, title, description, height, [drawn], panel))
+    return f'<div class="panels">{"".join(pictures)}</div>'
 
 
 def _layers_figure(

@@ -16,7 +16,7 @@ from moemesh.config.load import following
 from moemesh.config.plan import DEGREES
 from moemesh.report import curves, svg
 from moemesh.report.bars import by_axis_and_phase, sent_in_training
-from moemesh.report.chapters import CHAPTERS, toml_text
+from moemesh.report.chapters import CHAPTERS, failure, toml_text
 from moemesh.report.document import (
     MAX_TABLE_ROWS,
     Chapter,
@@ -26,24 +26,16 @@ from moemesh.report.document import (
     figures,
     left_out,
 )
+from moemesh.report.explain import explain
 from moemesh.report.files import replace_file
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
-from moemesh.trace.run import Run, State, median_of, state_of
+from moemesh.trace.run import Run, median_of, state_of
 
 NAME, COMPARISON = "report.html", "comparison.html"
 
 #: Longest texts, in characters; they bound the size of the page.
 _MAX_TEXT = 64_000
 _MAX_VALUE, _MAX_SHOWN = 300, 200
-#: Note on a run without a finished step, by state.
-NO_STEP: dict[State, str] = {
-    "finished": "The run finished without a step.",
-    "running": "The run is still running and has not finished a step yet.",
-    "stopped": "The run was stopped before its first step was finished.",
-    "interrupted": "The run ended before its first step was finished, without a record: it was "
-    "killed, or the machine went down; logs/ holds the output of its ranks.",
-    "failed": "The run failed before its first step was finished.",
-}
 
 
 def write(run: Run | Path | str, out: Path | None = None) -> Path:
@@ -58,7 +50,8 @@ def write(run: Run | Path | str, out: Path | None = None) -> Path:
 
 def document(run: Run) -> PageDocument:
     """Document of all records in the folder of `run`."""
-    state = state_of(run)
+    explanation = explain(run)
+    of_run, explained = explanation.of_run, " ".join(explanation.sentences)
     # Time, hosts and command of the run's starts, if recorded.
     starts = [str(start.get("started", "")) for start in run.starts]
     starts = starts or [event.time for event in run.events if event.kind == "start"]
@@ -76,8 +69,8 @@ def document(run: Run) -> PageDocument:
             for host in cast("list[object]", hosts)
         )
         lines.append(f"On {_cut(hosts_named, _MAX_VALUE)}.")
-    if command := command_of(run):
-        lines.append(f"Command: {_cut(command, 4 * _MAX_VALUE)}")
+    if of_run.command:
+        lines.append(f"Command: {_cut(of_run.command, 4 * _MAX_VALUE)}")
     # Missing degrees are 1; the number of ranks is their product.
     plan = run.plan or run.section("plan")
     values = [plan.get(name, 1) for name in DEGREES] if plan else []
@@ -86,39 +79,37 @@ def document(run: Run) -> PageDocument:
     if len(ranks) == 4:
         degrees.insert(0, ("ranks", str(prod(ranks))))
     # The most important numbers.
-    facts: list[tuple[str, str]] = [("State", state)]
-    if state == "finished" and (reason := run.summary.get("early_stop")):
+    facts: list[tuple[str, str]] = [("State", of_run.state)]
+    if of_run.state == "finished" and (reason := run.summary.get("early_stop")):
         facts.append(("Early stop", _cut(str(reason), _MAX_VALUE)))
-    rows, unit = run.metrics, run.loss_unit
-    if rows:
-        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
-        facts.append(("Steps", f"{rows[-1].step:,}{wanted}"))
-        facts.append((f"Last training loss, {unit}", f"{rows[-1].loss:.4f}"))
-        validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
-        if validated:
-            facts.append((f"Last validation loss, {unit}", f"{validated[-1][1]:.4f}"))
-            step, lowest = min(validated, key=lambda one: one[1])
-            if step != rows[-1].step:
-                facts.append((f"Lowest validation loss, step {step:,}", f"{lowest:.4f}"))
+    medians = of_run.medians
+    if of_run.last is not None:
+        facts.append(("Steps", of_run.progress))
+        facts.append((f"Last training loss, {run.loss_unit}", f"{of_run.last.loss:.4f}"))
+        if of_run.validation is not None:
+            facts.append((f"Last validation loss, {run.loss_unit}", f"{of_run.validation[1]:.4f}"))
+        if of_run.lowest is not None and of_run.lowest[0] != of_run.last.step:
+            step, lowest = of_run.lowest
+            facts.append((f"Lowest validation loss, step {step:,}", f"{lowest:.4f}"))
         median = f"median{run.of_steps}"
-        if (speed := median_of(run.current, "tokens_per_second")) is not None:
+        if (speed := medians.get("tokens_per_second")) is not None:
             facts.append((f"Tokens per second, {median}", svg.short(speed)))
-        if (mfu := median_of(run.current, "mfu")) is not None:
+        if (mfu := medians.get("mfu")) is not None:
             facts.append((f"MFU, {median}", f"{mfu:.1%}"))
-        if (rate := median_of(run.current, "tflops_per_rank")) is not None:
+        if (rate := medians.get("tflops_per_rank")) is not None:
             facts.append((f"Model FLOP/s of a rank, {median}", svg.short(rate * 1e12)))
-        facts.append(("Tokens", svg.short(sum(row.tokens for row in rows))))
-        facts.append(("Time in steps", _clock(sum(row.seconds for row in rows))))
-    if run.memory is not None and run.memory.ranks:
-        facts.append((f"Memory: {run.memory.peak_words}", format_bytes(run.memory.peak)))
+        facts.append(("Tokens", svg.short(sum(row.tokens for row in run.metrics))))
+        facts.append(("Time in steps", _clock(sum(row.seconds for row in run.metrics))))
+    if run.memory is not None and of_run.peak_bytes is not None:
+        facts.append((f"Memory: {run.memory.peak_words}", format_bytes(of_run.peak_bytes)))
     if run.loads:
         newest = max(load.step for load in run.loads)
         worst = max(load.expert_max_over_mean for load in run.loads if load.step == newest)
         facts.append(("Fullest expert / mean, last step", f"{worst:.2f}"))
-    details = list((run.failure or {}).items())[:MAX_TABLE_ROWS]  # texts are cut, too
-    failure = [(_cut(str(key), 60), _cut(str(value), _MAX_VALUE)) for key, value in details]
-    failure = failure or [("", "")] * (run.failure is not None)
-    unread = "Not everything could be read"
+    commands = [("Next", explanation.command)] if explanation.command else []
+    commands.append(
+        ("This text on a terminal", shlex.join(["moemesh", "explain", str(run.folder)]))
+    )
     text = _cut(run.config_text, _MAX_TEXT)
     configuration = Chapter(
         "file",
@@ -126,27 +117,32 @@ def document(run: Run) -> PageDocument:
         missing="" if text else "No config.toml.",
         code=("The configuration as resolved", text) if text else ("", ""),
     )
+    has_failed = run.failure is not None
     return PageDocument(
         kind="moemesh run",
         title=run.folder.resolve().name,
         lines=lines,
         cards=[("Parallel degrees", degrees), ("Results", facts)],
         boxes=[
-            NoticeBox("failure", "This run failed", failure, True),
-            NoticeBox("warnings", unread, [("", warning) for warning in run.warnings]),
-            NoticeBox("no-step", "No step yet", [] if run.last_step else [("", NO_STEP[state])]),
+            NoticeBox(
+                "explanation",
+                "This run failed" if has_failed else "In short",
+                [("", _cut(explained, 8 * _MAX_VALUE))],
+                has_failed,
+                [(name, _cut(command, 8 * _MAX_VALUE)) for name, command in commands],
+            ),
+            NoticeBox(
+                "warnings",
+                "Not everything could be read",
+                [("", _cut(warning, _MAX_VALUE)) for warning in run.warnings],
+            ),
         ],
         chapters=[
+            *([failure(run.failure)] if run.failure is not None else []),
             *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
             configuration,
         ],
     )
-
-
-def command_of(run: Run) -> str:
-    """The command of the newest start; "" if it is not recorded."""
-    argv = run.starts[-1].get("argv") if run.starts else None
-    return shlex.join(map(str, cast("list[object]", argv))) if isinstance(argv, list) else ""
 
 
 def _cut(value: str, length: int) -> str:

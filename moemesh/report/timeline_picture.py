@@ -13,7 +13,7 @@ from typing import Any
 
 from moemesh.report import svg
 from moemesh.trace.pipeline import Steps, activations, backlog, flows, places
-from moemesh.trace.timeline import MICROSECONDS, Timeline, WorkRecord
+from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline, WorkRecord
 
 #: Colours of well-known kinds, distinct in hue and in lightness.
 KINDS: dict[str, str] = {"F": "#1d4f91", "B": "#f0a030", "I": "#b84f16", "W": "#a3d495"}
@@ -23,6 +23,7 @@ _WAITING = "#e3b1b1"
 #: Colour of joined neighbours of different kinds that are too narrow to be drawn singly.
 _MIXED = "#8b95a3"
 _MEMORY = "#6d5a9c"
+_COMMUNICATION = "#c2347f"
 #: Colours in the dark scheme, see :data:`moemesh.report.svg.DARK`: of kinds with white text, and of
 #: their tints, which stay distinct from them.
 DARK: dict[str, str] = {
@@ -155,9 +156,13 @@ def timeline_rows(
     worked: defaultdict[str, float] = defaultdict(float)
     for box in boxes:
         worked[key_of(box.record)] += box.record.duration
-    others = sorted(worked.keys() - KINDS.keys(), key=lambda key: (-worked[key], key))
+    others = sorted(worked.keys() - {*KINDS, COMMUNICATION}, key=lambda key: (-worked[key], key))
     palette = (*svg.COLOURS[1:], *(svg.tint(colour) for colour in svg.COLOURS))
-    colours = KINDS | {key: palette[i % len(palette)] for i, key in enumerate(others)}
+    colours = (
+        KINDS
+        | {COMMUNICATION: _COMMUNICATION}
+        | {key: palette[i % len(palette)] for i, key in enumerate(others)}
+    )
     rows, y = list[str](), 0.0
     for panel, factor in zip(panels, factors, strict=True):
         if len(panels) > 1:

@@ -26,6 +26,7 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.provenance import ProvenancePart, parts_of
+from moemesh.trace.step_seconds import StepSeconds
 from moemesh.trace.strict_json import finite, read_fields
 from moemesh.trace.timeline import Timeline
 
@@ -35,7 +36,7 @@ T = TypeVar("T")
 FILES: tuple[str, ...] = (
     *("config.toml", "plan.json", "metrics.jsonl", "ledger.json", "ledger_predicted.json"),
     *("timeline.json", "timeline_simulated.json", "memory.json", "loads.jsonl", "events.jsonl"),
-    *("failure.json", "summary.json"),
+    *("failure.json", "summary.json", "seconds.json"),
 )
 #: Exceptions of malformed data during the conversion to a trace type.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
@@ -203,6 +204,7 @@ class Run(Shown):
     timeline: Timeline | None = None
     simulated: Timeline | None = None
     memory: MemoryProfiles | None = None
+    seconds: StepSeconds | None = None
     loads: tuple[LayerLoads, ...] = ()
     events: tuple[Event, ...] = ()
     #: Records of the starts of the run, oldest first (`provenance.json`).
@@ -234,6 +236,12 @@ class Run(Shown):
     def loss_unit(self) -> str:
         """The unit of losses, as on the console."""
         return loss_unit(self.section("data").get("tokenizer", "bytes"))
+
+    @property
+    def unigram_loss(self) -> float | None:
+        """Loss of the model that has only the frequency of each token; None if unknown."""
+        loss = self.summary.get("unigram_loss")
+        return float(loss) if isinstance(loss, int | float) else None
 
     def section(self, name: str) -> dict[str, Any]:
         """A section of the configuration; empty if it is missing."""
@@ -330,6 +338,7 @@ class Run(Shown):
             timeline=reader.json("timeline.json", Timeline.from_json),
             simulated=reader.json("timeline_simulated.json", Timeline.from_json),
             memory=reader.json("memory.json", MemoryProfiles.from_json),
+            seconds=reader.json("seconds.json", StepSeconds.from_json),
             loads=loads.all(),
             starts=reader.json("provenance.json", lambda data: tuple(map(_object, data["starts"])))
             or (),

@@ -31,6 +31,10 @@ MICROSECONDS: dict[Unit, float] = {
     "microseconds": 1.0,
     "ticks": 1.0,
 }
+#: Kinds of passes of the pipeline: forward, backward, input gradient, weight gradient.
+PASS_KINDS = ("F", "B", "I", "W")
+#: Kind of the waits for other ranks, inside of passes and of sums of gradients.
+COMMUNICATION = "communication"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,10 @@ class Timeline(Shown):
             statistics.append(RankStatistics(rank, start, end, end - start, busy, idle, wait))
         return tuple(statistics)
 
+    def of_kind(self, kind: str) -> Timeline:
+        """The records of this kind; their ranks' statistics are those of these records."""
+        return replace(self, records=tuple(r for r in self.records if r.kind == kind))
+
     def by_rank(self) -> dict[int, list[WorkRecord]]:
         """Ordered records of every rank, an empty list for a rank without any."""
         by_rank: dict[int, list[WorkRecord]] = {rank: [] for rank in self.ranks}
@@ -254,8 +262,8 @@ class TimelineRecorder:
 
     def add(self, *, name: str, start: float, end: float, **details: Any) -> None:
         """Record work that was timed elsewhere, for example by CUDA events."""
-        place: dict[str, Any] = {"rank": self.rank, "step": self.step}
-        self._records.append(WorkRecord(**place, name=name, start=start, end=end, **details))
+        place: dict[str, Any] = {"rank": self.rank, "step": self.step, **details}
+        self._records.append(WorkRecord(name=name, start=start, end=end, **place))
 
     def seconds(self, name: str, step: int) -> float:
         """Time spent in the records of this name in step `step`."""

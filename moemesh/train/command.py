@@ -145,6 +145,7 @@ def train_supervised(
                 failure.write_verdict(
                     place, ended, epoch=folder.epoch, action=action, advice=advice
                 )
+                failure.write_page(place)
             failure.log(f"moemesh: {lost}\n{advice}")
             return 1
         step = failure.newest_step(path, seconds=_STORE_SECONDS)
@@ -162,6 +163,7 @@ def train_supervised(
             action = f"ended the run: {refused}"
             failure.write_verdict(path, ended, epoch=folder.epoch, action=action, advice=advice)
             failure.log(f"{failure.details(path)}; not restarted: {refused}\n{advice}")
+            failure.write_page(path)
             return ended.code
         text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
         hint = failure.hint_on(verdict)
@@ -174,6 +176,7 @@ def train_supervised(
             folder.raise_epoch()
         except RunFolderError as error:
             failure.log(f"moemesh: not restarted: {error}\n{failure.go_on(path, command)}")
+            failure.write_page(path)
             return ended.code
 
 
@@ -385,6 +388,8 @@ def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> 
             failure.write_failure(place, error, rank, advice=advice, epoch=epoch)
         lines.append(failure.details(place))
     print("\n".join([*lines, advice]), file=sys.stderr, flush=True)
+    if place is not None and place.is_dir():
+        failure.write_page(place)
     return 1
 
 

@@ -36,6 +36,7 @@ from moemesh.train.records.failure import (
     log,
     report_id,
     report_straggler,
+    write_page,
     write_verdict,
 )
 from moemesh.train.records.run_folder import LOGS, Events, RunFolder
@@ -93,6 +94,8 @@ class Watcher:
         self._spec, self._path, self._folder = spec, Path(spec.path), Path(spec.folder)
         self._processes, self._earlier = ProcessHandles(), report_id(self._path)
         self._peers = Peers(spec.node.first, listener, self._folder)
+        #: Folder of the run if this node wrote the report of its failure.
+        self._page_of: Path | None = None
 
     def run(self) -> None:
         """Watch until all ranks have left, or were ended after a failure."""
@@ -123,6 +126,8 @@ class Watcher:
                 time.sleep(_CULPRIT_FIRST_SECONDS)
                 for status in statuses:
                     self._processes.send(status.rank, signal.SIGKILL)
+                if self._page_of is not None:
+                    write_page(self._page_of)
             # Skipped after an error of this watcher: a free lock shows the ranks that it is gone.
             shutil.rmtree(self._folder, ignore_errors=True)
         finally:
@@ -176,6 +181,7 @@ class Watcher:
                 earlier=self._earlier,
             )
             if is_first:
+                self._page_of = path
                 record = verdict.status.record
                 Events(RunFolder(path, has_run=True)).add(
                     "failed", verdict.message, record.step if record else None

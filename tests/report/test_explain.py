@@ -58,11 +58,15 @@ def timeline(
     return Timeline(ranks=(0, 1, 2, 3), records=tuple(records), source=source)
 
 
-def folder_of(path, line=None, simulated=None, config=CONFIG, **row):
-    """A finished run of 20 steps with this timeline."""
+def folder_of(path, line=None, simulated=None, config=CONFIG, cores=None, **row):
+    """A finished run of 20 steps with this timeline, of 4 ranks on a machine of `cores` cores."""
     write_fake_run(path, num_steps=20)
     (path / "config.toml").write_text(config.replace("steps = 400", "steps = 20"))
     (path / "summary.json").write_text('{"steps": 20}')
+    if cores:
+        start = {"hardware": {"usable_cores": cores}, "devices": ["cpu"] * 4}
+        start["hosts"] = [{"host": "laptop", "ranks": [0, 1, 2, 3]}]
+        (path / "provenance.json").write_text(json.dumps({"starts": [start]}))
     if row:
         chance = random.Random(1)
         rows = [replace(metrics_row(step, 20, chance), **row) for step in range(1, 21)]
@@ -91,6 +95,7 @@ CASES = {
         *({}, "plan.microbatches=16"),
     ),
     "imbalance": (timeline(forward=(1.0, 8.0, 1.0, 8.0)), None, {}, "train.rebalance_every=50"),
+    "shared cores": (timeline(reduce=3.0), None, {"cores": 2}, ""),
     "optimizer": (timeline(optimizer=3.0), None, {}, ""),
     "memory": (timeline(), None, {"config": RECOMPUTE}, "plan.recompute=selective"),
     "compute": (timeline(), None, {}, ""),
@@ -130,6 +135,15 @@ def test_what_bounds_a_run(tmp_path, name):
         assert len(allowed) == (name == "imbalance")  # train.rebalance_every
     else:
         assert command[:2] == ["moemesh", "profile"]
+
+
+def test_ranks_that_share_cores_are_named_in_place_of_communication(tmp_path):
+    text = explain(Run.load(folder_of(tmp_path / "run", timeline(reduce=3.0), cores=2))).text
+    assert "4 ranks share 2 cores and wait for one another in 75% of a step" in text
+    assert "communication 75%" not in text and "bounded by communication" not in text
+    # With a core for each rank, the same waits are those of communication.
+    text = explain(Run.load(folder_of(tmp_path / "wide", timeline(reduce=3.0), cores=4))).text
+    assert "bounded by communication" in text and "share" not in text.partition("next:")[0]
 
 
 def test_a_change_of_a_run_at_work_or_of_a_wrong_course_starts_beside_it(tmp_path):

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -30,6 +31,11 @@ def parse(figure: str) -> ElementTree.Element:
     return ElementTree.fromstring(figure)
 
 
+def svgs(figure: str) -> list[str]:
+    """The pictures that a page arranges, of which the first has the legend."""
+    return re.findall(r"<svg.*?</svg>", figure, flags=re.DOTALL)
+
+
 def all_figures(name: str = "") -> dict[str, str]:
     """One of each figure; `name` enters wherever a text can come from a file."""
     rows = [fake_run.metrics_row(step, 50, random.Random(step)) for step in range(1, 51)]
@@ -54,7 +60,7 @@ def all_figures(name: str = "") -> dict[str, str]:
         "auxiliary": curves.auxiliary_curve(rows, unit="nats a byte")[0],
         "narrow loss": curves.loss_curve(rows, unigram_loss=3.0)[1],
         "imbalance": imbalance_curve(some_loads)[0],
-        "layer maps": layer_heat_maps(some_loads),
+        **{f"layer map {n}": part for n, part in enumerate(svgs(layer_heat_maps(some_loads)))},
         "mean map": mean_heat_map(some_loads),
         "traffic": bars.traffic_bars(ledgers),
         "memory": memory_bars(fake_run.memory(4)),

@@ -12,7 +12,10 @@ import pytest
 
 from moemesh.report import page
 from moemesh.report.document import Table
-from moemesh.trace.run import FILES, RunError
+from moemesh.report.explain import explain
+from moemesh.trace import step_seconds as parts
+from moemesh.trace.run import FILES, Run, RunError
+from moemesh.trace.step_seconds import StepSeconds, communication
 from tests.report.fake_run import write_fake_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -66,8 +69,9 @@ def test_one_offline_file(tiny):
     document = Document(text)
     assert not document.of("script") and not document.of("link") and not document.of("img")
     assert set(re.findall(r"https?://[^\"' )]+", text)) == {"http://www.w3.org/2000/svg"}
-    # 5 curves of the training and 1 of the loads, each for wide pages and for phones; 5 pictures.
-    assert len([one for one in document.of("svg") if one.get("role") == "img"]) == 17
+    # 5 curves of the training and 1 of the loads, each for wide pages and for phones; 4 pictures,
+    # and the legend and the 4 layers of the map of loads.
+    assert len([one for one in document.of("svg") if one.get("role") == "img"]) == 21
     assert text == read(page.write(tiny))
 
 
@@ -106,7 +110,7 @@ def test_any_file_may_be_missing(tmp_path, missing):
     Document(text)
     # A page without these files is shorter and has no note about them.
     quiet = ("summary.json", "failure.json", "plan.json", "timeline_simulated.json")
-    if missing not in (*quiet, "ledger_predicted.json"):
+    if missing not in (*quiet, "ledger_predicted.json", "seconds.json"):
         assert f"No {missing}." in text
 
 
@@ -220,9 +224,45 @@ def test_a_run_without_a_step_says_so(tmp_path, failed):
     if failed:
         (folder / "failure.json").write_text('{"kind": "OSError"}')
     text = read(page.write(folder))
-    assert "No step yet" in text and "No step is finished yet." in text
+    assert "No step is finished yet." in text and "before its first step" in text
     assert ("failed before its first step" in text) == failed
     Document(text)
+
+
+FAILURE = {
+    "schema": 1,
+    "kind": "RuntimeError",
+    "message": "tensor a (3) must match tensor b (4)",
+    "frames": ["Traceback (most recent call last):\n", '  File "x.py", line 3, in f\n    g()\n'],
+    "rank": 1,
+    "epoch": 1,
+    "exit_code": 1,
+    "collective": {"operation": "all_to_all", "group": "ep", "ranks": [0, 1], "missing": [1]},
+    "advice": "change the sizes first",
+}
+
+
+def test_the_page_of_a_failed_run_begins_with_the_advice_and_is_readable(tmp_path):
+    folder = write_fake_run(tmp_path / "run", num_steps=5)
+    (folder / "failure.json").write_text(json.dumps(FAILURE))
+    text = read(page.write(folder))
+    document = Document(text)
+    said = " ".join(document.texts)
+    explanation = explain(Run.load(folder))
+    # The advice is above everything but the title.
+    assert said.index(explanation.sentences[0]) < said.index("Change the sizes first.")
+    assert said.index("Change the sizes first.") < said.index("Started 2026")
+    assert f"moemesh explain {folder}" in said and explanation.command in said
+    assert "line 3, in f\n    g()" in said and "\\n" not in said
+    assert "exit code" in said and "operation all_to_all, group ep, ranks 0; 1, missing 1" in said
+    headers = re.findall(r'<th scope="row" class="name">(.*?)</th>', text)
+    assert "kind" in headers and not {"schema", "epoch", "frames"} & {*headers}
+
+
+def test_what_explain_says_is_on_every_page(tiny):
+    said = " ".join(Document(read(page.write(tiny))).texts)
+    explanation = explain(Run.load(tiny))
+    assert " ".join(explanation.sentences) in said and explanation.command in said
 
 
 @pytest.mark.parametrize(
@@ -260,3 +300,74 @@ def test_where_the_run_came_from(tmp_path):
     for torn in ({"starts": [7]}, {"starts": [{"argv": 3, "hosts": "x"}]}, {}):
         (folder / "provenance.json").write_text(json.dumps(torn))
         Document(read(page.write(folder)))
+
+
+def with_seconds(folder: Path) -> Path:
+    """A run with seconds by part (10 a step), and with waits in its timeline."""
+    write_fake_run(folder, num_steps=20)
+    ep = communication("ep")
+    measured = {parts.ATTENTION: 4.0, parts.EXPERTS: 2.0, ep: 3.0, parts.REST: 1.0}
+    predicted = {parts.ATTENTION: 1.0, parts.EXPERTS: 2.5, ep: 1.0}
+    seconds = StepSeconds(steps=19, ranks={0: measured}, predicted={0: predicted})
+    (folder / "seconds.json").write_text(json.dumps(seconds.to_json()))
+    line = json.loads((folder / "timeline.json").read_text())
+    last = max(record["step"] for record in line["records"] if record.get("step"))
+    passes = [r for r in line["records"] if r.get("step") == last and r.get("kind") == "F"]
+    for record in passes:
+        middle = (record["start"] + record["end"]) / 2
+        line["records"].append({**record, "end": middle, "name": ep, "kind": "communication"})
+    (folder / "timeline.json").write_text(json.dumps(line))
+    return folder
+
+
+def test_seconds_of_a_step_are_predicted_beside_measured(tmp_path):
+    text = read(page.write(with_seconds(tmp_path / "run")))
+    table = text.partition("of a step by part, mean rank")[2].partition("</table>")[0]
+    table = table.partition("<table>")[2]
+    rows = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in table.split("<tr>")[1:]]
+    assert rows == [
+        ["Part", "Predicted", "Measured", "Difference", "Share, measured"],
+        ["attention", "1,000.000", "4,000.000", "-75.00 %", "40.0%"],
+        ["experts", "2,500.000", "2,000.000", "+25.00 %", "20.0%"],
+        ["norms and the rest", "", "1,000.000", "", "10.0%"],
+        ["communication over ep", "1,000.000", "3,000.000", "-66.67 %", "30.0%"],
+        ["whole step", "", "10,000.000", "", "100.0%"],
+    ]
+    assert "Attention: 4 times the prediction; the prediction counts matrix products" in text
+    assert "Communication over ep: 3 times the prediction" in text and "Experts: " not in text
+    # No second table of the same figures.
+    assert "Median over all steps" not in text and "Parts of the last step" not in text
+
+
+def test_communication_has_a_colour_and_is_subtracted_from_computation(tmp_path):
+    folder = with_seconds(tmp_path / "run")
+    text = read(page.write(folder))
+    assert ">communication</text>" in text and "#c2347f" in text
+    shares = [
+        float(share)
+        for share in re.search(
+            r"ranks compute ([\d.]+)% of the time, communicate ([\d.]+)% and idle ([\d.]+)%", text
+        ).groups()
+    ]
+    assert sum(shares) == pytest.approx(100, abs=0.2) and shares[1] > 1
+    explanation = explain(Run.load(folder))
+    together = ("communication", "bubble", "imbalance")
+    assert sum(explanation.shares.get(name, 0) for name in together) == pytest.approx(0.3)
+    assert sum(explanation.shares.values()) == pytest.approx(1)
+
+
+def test_bytes_that_differ_from_their_prediction_have_a_sentence(tmp_path):
+    folder = write_fake_run(tmp_path / "run", num_steps=20)
+    assert "About the predictions" not in read(page.write(folder))
+    memory = json.loads((folder / "memory.json").read_text())
+    memory["predicted"] = [
+        {**row, "activations": row["activations"] // 2} for row in memory["ranks"]
+    ]
+    (folder / "memory.json").write_text(json.dumps(memory))
+    ledgers = json.loads((folder / "ledger_predicted.json").read_text())
+    for row in (row for rank in ledgers["ranks"] for row in rank["entries"]):
+        row["wire_bytes"] *= 1 + (row["axis"] == "ep")
+    (folder / "ledger_predicted.json").write_text(json.dumps(ledgers))
+    text = read(page.write(folder))
+    assert "Activations: 2 times the prediction; the prediction is for uniform routing" in text
+    assert "Over ep, forward: 0.5 times the prediction" in text and "Over tp" not in text

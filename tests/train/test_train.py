@@ -203,6 +203,8 @@ def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
     assert "lower train.lr (1e+30)" in failure["advice"] and failure["advice"] in done.stderr
     assert "goes on" not in done.stderr
     assert len(metrics(tmp_path / "run")) < 20
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "This run failed" in page and "ower train.lr (1e+30)" in page
 
 
 @pytest.mark.representative("bfloat16")

@@ -38,6 +38,7 @@ from moemesh.monitor.rendezvous import (
     torchrun_file,
 )
 from moemesh.monitor.supervisor import RankWatcher, SupervisorResult
+from moemesh.report import page as report_page
 from moemesh.train import watcher
 from moemesh.train.command import CAME_TWICE, Budget, limits_of, train_supervised
 from moemesh.train.numerics.replica_checksums import CopiesDiffer
@@ -213,6 +214,8 @@ def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
         assert named == [path / f"failures/{first}/rank-1.err", path / "logs/rank-1.err"]
         texts = [file.read_text() for file in named]
         assert texts == [f"Traceback of epoch {epoch}\n" for epoch in (first, first + 1)]
+        page = (path / "report.html").read_text()
+        assert "This run failed" in page and "KeyError: &#39;x&#39;" in page
         folder.raise_epoch()
     folder.release()
     kept = sorted(str(file.relative_to(path)) for file in path.glob("failures/*/*"))
@@ -260,6 +263,25 @@ def test_a_place_of_checkpoints_that_does_not_answer_holds_nobody_up(
     assert text.endswith("from the newest checkpoint, if there is one: moemesh train")
     answers.set()
     assert failure.newest_step(tmp_path) == 7
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+def test_a_page_that_cannot_be_written_neither_hides_a_failure_nor_holds_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    answers = threading.Event()
+
+    def write(_: Path) -> None:
+        if fault == "hangs":
+            answers.wait(30)
+        raise ValueError("no page")
+
+    monkeypatch.setattr(report_page, "write", write)
+    monkeypatch.setattr(failure, "_PAGE_SECONDS", 0.05)
+    failure.write_failure(tmp_path, RuntimeError("lost"), 0)
+    failure.write_page(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["failure.json"]
+    answers.set()
 
 
 RANK = {"RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "8"}

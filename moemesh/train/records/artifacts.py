@@ -43,8 +43,10 @@ from moemesh.train.early_stop import EarlyStop
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
+from moemesh.train.records.machine_rates import measure_rates
 from moemesh.train.records.rows import Sinks, cut_after
 from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder, record_of_data
+from moemesh.train.records.step_clock import StepClock
 from moemesh.train.step import FinishedStep
 
 
@@ -88,7 +90,7 @@ def measure_saved(model: Transformer) -> SavedForBackward:
 
 
 #: Files of the end of a start that are valid under its plan only.
-_OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory")
+_OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory", "seconds")
 _NOT_LEARNED = (
     "note: the run ends above the unigram model, which has only the frequency of each token: it "
     "has not learned its text so far; `moemesh explain` on its folder has advice"
@@ -129,6 +131,10 @@ class Artifacts:
         self._activations: dict[str, int] = {}
         #: Peak bytes of older weight versions, and of copies for undoing a step.
         self.weight_versions = self.snapshots = 0
+        is_clocked = self.mesh.device.type == "cpu" and config.plan.optimizer_validation != "after"
+        #: Measures the parts of steps; None where steps overlap, or their device runs later.
+        self._clock = StepClock(parallel.model) if is_clocked else None
+        self._rates = measure_rates(config, self.mesh)
         #: Identity of the run, for its checkpoints; empty on ranks that do not write.
         self.identity: dict[str, object] = {}
 
@@ -231,6 +237,8 @@ class Artifacts:
             epoch=epoch,
             **measured,
         )
+        if self._clock is not None:
+            self._clock.finish_step(recorder, step.number, step.seconds)
         self._last, self._row = recorder, row
         self._steps += 1
         if validation_loss is not None:
@@ -311,6 +319,8 @@ class Artifacts:
                 self.mesh,
                 replace(self._last.timeline(), digest=pipeline.digest),
                 memory,
+                self._clock.result() if self._clock is not None else (0, {}),
+                self._rates,
                 self._steps,
                 (self.drawn or pipeline.schedule) if pipeline.schedule.num_ranks > 1 else None,
                 summary,

@@ -12,6 +12,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.run import RunConfig
 from moemesh.planner.estimate import planned_step
+from moemesh.planner.step_parts import predicted_seconds
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.report import page
@@ -21,6 +22,7 @@ from moemesh.schedule.stage_times import measured_costs
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import MemoryProfile, MemoryProfiles
 from moemesh.trace.run import Run, ledgers_to_json
+from moemesh.trace.step_seconds import StepSeconds
 from moemesh.trace.timeline import Timeline
 from moemesh.train.records.run_folder import RunFolder
 
@@ -31,6 +33,8 @@ def write_end(
     mesh: Mesh,
     timeline: Timeline,
     memory: MemoryProfile,
+    seconds: tuple[int, Mapping[str, float]],
+    rates: Mapping[str, float],
     num_steps: int,
     drawn: Schedule | None,
     summary: Mapping[str, Any],
@@ -38,8 +42,9 @@ def write_end(
     """Gather the ledgers, timelines and memory of all ranks, and write the files of the end into
     `folder`, and its page. All ranks call; rank 0 writes, and raises OSError on failure.
 
-    `num_steps`: steps of this start; `drawn`: the schedule that is simulated beside the measured
-    timeline.
+    `seconds`: number of measured steps and mean seconds of their parts; `rates`: measured rates of
+    the machine, on which the predicted seconds are based; `num_steps`: steps of this start;
+    `drawn`: the schedule that is simulated beside the measured timeline.
     """
     model, plan, data, train = config.model, config.plan, config.data, config.train
     common: dict[str, Any] = {
@@ -62,9 +67,16 @@ def write_end(
             on_accelerator=on_accelerator,
             whole_matrices=train.updates_matrices,
         )
-        predicted = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}
-    local = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), predicted)
-    ledgers, memories, timelines, predictions = (
+        bubble = 0.0 if drawn is None else simulate(drawn).bubble_rate
+        of_seconds = predicted_seconds(config, rates, of_ledger, of_memory, bubble)
+        predicted = {
+            "memory": of_memory.to_json(),
+            "ledger": of_ledger.rows(),
+            "seconds": of_seconds,
+        }
+    steps, parts = seconds
+    local = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), dict(parts), predicted)
+    ledgers, memories, timelines, measured_parts, predictions = (
         gather_json(records, mesh.control) for records in local
     )
     if mesh.rank:
@@ -82,6 +94,14 @@ def write_end(
     if known:
         expected = {rank: Ledger.from_rows(records["ledger"]) for rank, records in known.items()}
         folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
+    if steps:
+        of_steps = StepSeconds(
+            steps=steps,
+            ranks=dict(enumerate(measured_parts)),
+            predicted={rank: prediction["seconds"] for rank, prediction in known.items()},
+            rates=dict(rates),
+        )
+        folder.write_json("seconds.json", of_steps.to_json())
     whole = Timeline.merge([Timeline.from_json(records) for records in timelines])
     folder.write_json("timeline.json", whole.to_json())
     if drawn is not None:

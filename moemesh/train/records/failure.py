@@ -32,6 +32,8 @@ SCHEMA = 1
 _FRAMES = 8
 #: Seconds in which the checkpoint store must return the newest step, for a message.
 _READ_SECONDS = 2.0
+#: Longest time in seconds that the page of a failed run may delay the exit.
+_PAGE_SECONDS = 5.0
 
 
 def write_failure(
@@ -81,6 +83,22 @@ def write_verdict(
     if _epoch_of(folder / FILE) != epoch or report_id(folder) == earlier:
         keep_failure(folder)
     return _link(folder, content)
+
+
+def write_page(folder: Path) -> None:
+    """Write `report.html` of a run that failed. An error, or a disk that does not answer within
+    `_PAGE_SECONDS`, leaves the folder without a new page and the failure as it is."""
+
+    def write() -> None:
+        with suppress(Exception):
+            # Late: a run that does not fail needs no page in this process.
+            from moemesh.report import page
+
+            page.write(folder)
+
+    thread = threading.Thread(target=write, name="report", daemon=True)
+    thread.start()
+    thread.join(_PAGE_SECONDS)
 
 
 def log(text: str) -> None:

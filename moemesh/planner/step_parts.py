@@ -1,0 +1,91 @@
+"""Seconds of the parts of a step on one rank, from rates that were measured on its machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moemesh.config.run import RunConfig
+from moemesh.planner.parameters import (
+    attention_products,
+    core_flops,
+    mlp_matmul,
+    training_flops,
+)
+from moemesh.planner.shapes.counted import shape_of
+from moemesh.trace import step_seconds as parts
+from moemesh.trace.ledger import Ledger
+from moemesh.trace.memory_profile import MemoryProfile
+
+#: Name of the rate of reading and writing memory, in bytes/s.
+MEMORY = "memory"
+#: Phases of communication outside of steps.
+_OUTSIDE = ("evaluate", "control")
+
+
+def latency(axis: str) -> str:
+    """Name of the rate of `axis` in seconds per operation."""
+    return f"seconds of an operation over {axis}"
+
+
+def bandwidth(axis: str) -> str:
+    """Name of the rate of `axis` in bytes/s that a rank sends."""
+    return f"bytes/s over {axis}"
+
+
+def predicted_seconds(
+    config: RunConfig,
+    rates: Mapping[str, float],
+    ledger: Ledger,
+    memory: MemoryProfile,
+    bubble: float,
+) -> dict[str, float]:
+    """Seconds of each part of a step of `config` on one rank.
+
+    FLOPs of forward, backward and recomputation over the rate of products of their part; the bytes
+    and operations of the predicted `ledger` over the rates of their axis; the bytes of weights,
+    gradients and states of the predicted `memory` over the rate of memory. `bubble`: share of the
+    time of a pipeline in which a rank waits for others. Parts without a rate are left out.
+    """
+    seconds = {
+        part: flops / rates[part] for part, flops in _flops(config).items() if rates.get(part)
+    }
+    if 0 < bubble < 1:
+        waiting = sum(seconds.values()) * bubble / (1 - bubble)
+        seconds[parts.communication("pp")] = waiting
+    for entry in ledger.entries():
+        part, rate = parts.communication(entry.axis), rates.get(bandwidth(entry.axis))
+        if rate and entry.phase not in _OUTSIDE:
+            amount = entry.count * rates[latency(entry.axis)] + entry.wire_bytes / rate
+            seconds[part] = seconds.get(part, 0.0) + amount
+    if rate := rates.get(MEMORY):
+        # The norm reads gradients, clipping and the update read and write them; the update reads
+        # and writes weights and states.
+        weights = memory.dense_weights + memory.expert_weights
+        touched = 2 * weights + 3 * memory.gradients + 2 * memory.optimizer
+        seconds[parts.OPTIMIZER] = touched / rate
+    return seconds
+
+
+def _flops(config: RunConfig) -> dict[str, float]:
+    """FLOPs of a step on the mean rank by part, recomputation included; none for a model of which
+    only adapters or some weights train."""
+    shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len
+    tokens = config.data.global_batch * seq_len / plan.world_size
+    if not config.tuning.is_full:
+        return {}
+    if shape.counted:
+        return {parts.TOGETHER: tokens * training_flops(shape, seq_len)}
+    forwards = 4 if plan.recompute == "full" else 3
+    is_selective = plan.recompute == "selective"
+    flops = dict.fromkeys(parts.PASSES, 0.0)
+    for kind, number in shape.kind_counts.items():
+        core = core_flops(shape, seq_len, kind.window, "causal")
+        attention = forwards * (2.0 * sum(attention_products(shape)) + core)
+        attention += core * (is_selective and plan.recompute_attention)
+        mlp = 2.0 * forwards * mlp_matmul(shape, kind.moe)
+        if kind.moe and is_selective and plan.recompute_experts:
+            mlp += mlp / forwards * 2 / 3  # gate and up of three products
+        flops[parts.ATTENTION] += number * tokens * attention
+        flops[parts.EXPERTS if kind.moe else parts.DENSE_MLPS] += number * tokens * mlp
+    flops[parts.HEAD] = tokens * 3 * 2.0 * shape.hidden_size * shape.vocab_size
+    return {part: amount for part, amount in flops.items() if amount}

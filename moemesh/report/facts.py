@@ -1,0 +1,74 @@
+"""Figures of a run that its page, its explanation and a comparison share."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import cast
+
+from moemesh.trace.run import MetricsRow, Run, State, median_of, state_of
+
+#: Fields of a row of metrics whose medians are kept.
+_MEDIANS = (
+    *("seconds", "tokens_per_second", "mfu", "tflops_per_rank"),
+    *("data_seconds", "communication_seconds"),
+)
+#: Note on a run without a finished step, by state.
+NO_STEP: dict[State, str] = {
+    "finished": "The run finished without a step.",
+    "running": "The run is still running and has not finished a step yet.",
+    "stopped": "The run was stopped before its first step was finished.",
+    "interrupted": "The run ended before its first step was finished, without a record: it was "
+    "killed, or the machine went down; logs/ holds the output of its ranks.",
+    "failed": "The run failed before its first step was finished.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """`last`: row of the newest step; `progress`: "30 of 160" steps. `validation` and `lowest`:
+    (step, loss) of the newest validation and of the best. `medians`: field of a row -> median over the steps of the current plan without the first.
+    `peak_bytes`: memory of the fullest rank. `command`: of the newest start. `shared_cores`:
+    (ranks, cores) of a host whose CPU ranks outnumber its cores. Unknown figures are None, "" or
+    absent."""
+
+    state: State
+    last: MetricsRow | None
+    progress: str
+    validation: tuple[int, float] | None
+    lowest: tuple[int, float] | None
+    medians: Mapping[str, float]
+    peak_bytes: int | None
+    command: str
+    shared_cores: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, run: Run) -> RunFacts:
+        rows, argv = run.metrics, run.starts[-1].get("argv") if run.starts else None
+        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
+        validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
+        medians = {name: median_of(run.current, name) for name in _MEDIANS}
+        words = cast("list[object]", argv) if isinstance(argv, list) else []
+        return cls(
+            state=state_of(run),
+            last=rows[-1] if rows else None,
+            progress=f"{rows[-1].step:,}{wanted}" if rows else "",
+            validation=validated[-1] if validated else None,
+            lowest=min(validated, key=lambda pair: pair[1], default=None),
+            medians={name: value for name, value in medians.items() if value is not None},
+            peak_bytes=run.memory.peak if run.memory is not None and run.memory.ranks else None,
+            command=shlex.join(map(str, words)),
+            shared_cores=_shared_cores(run),
+        )
+
+
+def _shared_cores(run: Run) -> tuple[int, int] | None:
+    """(ranks, cores) of the host of rank 0 if it has more CPU ranks than cores; else None."""
+    with suppress(KeyError, TypeError, IndexError):
+        start = run.starts[-1]
+        cores, ranks = int(start["hardware"]["usable_cores"]), start["hosts"][0]["ranks"]
+        num_ranks = sum(start["devices"][rank] == "cpu" for rank in ranks)
+        return (num_ranks, cores) if num_ranks > cores else None
+    return None

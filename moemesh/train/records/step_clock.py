@@ -1,0 +1,137 @@
+"""Seconds of the parts of a step on a CPU: which module runs, and when the rank waits for others.
+
+Forward hooks mark the begin and the end of a module. Hooks on its output and its input, which are
+called when their gradients are complete, mark its backward. Waits for other ranks come from
+:mod:`moemesh.monitor.progress`. A GPU runs later than its host, so nothing is measured there.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from moemesh.model.moe import MoE
+from moemesh.model.transformer import Layer, Output, Transformer
+from moemesh.monitor import progress
+from moemesh.trace import step_seconds as parts
+from moemesh.trace.timeline import COMMUNICATION, PASS_KINDS, TimelineRecorder
+
+#: Most records of waits in the timeline of a rank; the shortest ones are left out.
+_MAX_WAITS = 400
+#: Records of a step outside of its passes, by the part that they belong to.
+_SPANS = {"data": parts.DATA, "reduce": parts.OPTIMIZER, "optimizer": parts.OPTIMIZER}
+
+
+class StepClock:
+    """Measures the steps of one rank from its construction on."""
+
+    def __init__(self, model: Transformer) -> None:
+        #: (time, part that begins), in order, of the step that is running.
+        self._marks: list[tuple[float, str]] = []
+        self._part = parts.REST
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._steps = self._first = 0
+        #: Parts that every step should have. A layer that runs in segments calls no module.
+        self._expected: set[str] = set()
+        for layer in model.modules():
+            if isinstance(layer, Layer):
+                is_moe = isinstance(layer.feed_forward, MoE)
+                self._watch(layer.attention, parts.ATTENTION)
+                self._watch(layer.feed_forward, parts.EXPERTS if is_moe else parts.DENSE_MLPS)
+        if model.norm is not None:
+            # The head follows the last norm; it has no module of its own.
+            model.norm.register_forward_pre_hook(partial(self._begin, parts.HEAD))
+            model.register_forward_hook(self._end_of_losses)
+        progress.on_wait(self._waited)
+
+    def _watch(self, module: nn.Module, part: str) -> None:
+        self._expected.add(part)
+        module.register_forward_pre_hook(partial(self._begin, part))
+        module.register_forward_hook(partial(self._end, part))
+
+    def _begin(self, part: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._mark(part)
+        self._at_gradient(inputs, parts.REST)
+
+    def _end(self, part: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._mark(parts.REST)
+        self._at_gradient(output, part)
+
+    def _end_of_losses(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        self._mark(parts.REST)
+        if isinstance(output, Output):
+            self._at_gradient(output.losses_T, parts.HEAD)
+
+    def _at_gradient(self, tree: Any, part: str) -> None:
+        """Mark `part` when the gradient of the first tensor of `tree` that has one is complete."""
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(lambda _: self._mark(part))
+                return
+
+    def _mark(self, part: str) -> None:
+        self._part = part
+        self._marks.append((time.monotonic(), part))
+
+    def _waited(self, axis: str, start: float, end: float) -> None:
+        self._marks += [(start, parts.communication(axis)), (end, self._part)]
+
+    def finish_step(self, recorder: TimelineRecorder, step: int, seconds: float) -> None:
+        """Add step `step` of `seconds`, whose records are in `recorder`, and add its waits to these
+        records."""
+        marks, self._marks, self._part = self._marks, [], parts.REST
+        records = [r for r in recorder.timeline().records if r.step in (step, None)]
+        passes = sorted({(r.start, r.end) for r in records if r.kind in PASS_KINDS})
+        if not passes or type(recorder) is not TimelineRecorder:  # steps of a stream overlap
+            return
+        segments = [(part, start, end) for (start, part), (end, _) in pairwise(marks)]
+        waits = [segment for segment in segments if parts.is_communication(segment[0])]
+        sums: defaultdict[str, float] = defaultdict(float)
+        for part, start, end in segments:
+            is_wait = parts.is_communication(part)
+            sums[part] += end - start if is_wait else _overlap(start, end, passes)
+        for record in records:
+            if (part := _SPANS.get(record.name)) is not None:
+                span = [(record.start, record.end)]
+                inside = sum(_overlap(start, end, span) for _, start, end in waits)
+                sums[part] += record.duration - inside
+        is_apart = bool(self._expected) and all(sums[part] for part in self._expected)
+        if not is_apart or any(record.kind == "W" for record in records):
+            # Weight gradients that wait for their turn belong to no module.
+            waited = sum(_overlap(start, end, passes) for _, start, end in waits)
+            together = sum(end - start for start, end in passes) - waited
+            sums = defaultdict(float, {k: v for k, v in sums.items() if k not in parts.PASSES})
+            sums[parts.TOGETHER] = together
+        sums[parts.REST] = 0.0
+        sums[parts.REST] = max(seconds - sum(sums.values()), 0.0)
+        for part, start, end in sorted(waits, key=lambda wait: wait[1] - wait[2])[:_MAX_WAITS]:
+            recorder.add(name=part, start=start, end=end, kind=COMMUNICATION, step=step)
+        if self._steps == 1 and not self._first:
+            # The first step of a process builds caches.
+            self._sums.clear()
+            self._steps, self._first = 0, step
+        self._steps += 1
+        for part, amount in sums.items():
+            self._sums[part] += amount
+
+    def result(self) -> tuple[int, dict[str, float]]:
+        """Number of measured steps, and the mean seconds of each part."""
+        steps = max(self._steps, 1)
+        return self._steps, {part: amount / steps for part, amount in self._sums.items() if amount}
+
+
+def _overlap(start: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the intersection of an interval with sorted disjoint intervals."""
+    shared, place = 0.0, max(bisect_left(spans, (start, start)) - 1, 0)
+    while place < len(spans) and spans[place][0] < end:
+        shared += max(min(end, spans[place][1]) - max(start, spans[place][0]), 0.0)
+        place += 1
+    return shared
