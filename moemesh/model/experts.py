@@ -61,8 +61,9 @@ class Experts(AdaptedModule):
         """Weighted outputs [R, H]; calls of one layer with the same `deferred` compute their weight
         gradients together, at its end."""
         # Rows with padding are few: their sender has bounded them.
-        max_rows = None if rows.map.has_rest else self.max_rows
-        if max_rows is not None and rows.map.num_rows > max_rows:
+        rows_map = rows.map
+        max_rows = None if rows_map.has_rest else self.max_rows
+        if max_rows is not None and rows_map.num_rows > max_rows:
             self.num_bounded += 1
         return rows.compute(
             self.weights, deferred=deferred, max_rows=max_rows, recomputes=self.recomputes
@@ -81,6 +82,7 @@ class Experts(AdaptedModule):
     @property
     def weights(self) -> ExpertWeights:
         """Inputs of the experts' products."""
+        adapters = (*self.adapters("gate_up"), *self.adapters("down")) if self.lora.rank else ()
         return ExpertWeights(
             self.gate_up,
             self.down,
@@ -88,7 +90,7 @@ class Experts(AdaptedModule):
             self.down_bias,
             self.form,
             self.column,
-            (*self.adapters("gate_up"), *self.adapters("down")),
+            adapters,
             self.scaling,
             () if self.rest is None else tuple(self.rest.parameters()),
         )
