@@ -26,7 +26,7 @@ from torch import Tensor
 from moemesh.ops.expert_mlp import ExpertOptions, expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import OwnSlots, RowMap, SortedByExpert, unpermute
+from moemesh.ops.permute import OwnSlots, RowMap, SortedByExpert, permute, unpermute
 
 
 class ExpertRows(Protocol):
@@ -51,6 +51,16 @@ class DispatchedRows(NamedTuple):
 
     def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         return expert_mlp(*self, experts, **options)
+
+    def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Tokens, weights and ids of local experts, for :mod:`moemesh.ops.expert_kernels`, whose
+        results take the place of :meth:`compute`'s; None: some rows have no expert. A row is a
+        token with one slot."""
+        if self.map.has_rest:
+            return None
+        ids_L = torch.arange(len(self.counts_L), device=self.counts_L.device)
+        experts_R = ids_L.repeat_interleave(self.counts_L, output_size=self.map.num_rows)
+        return permute(self.source_NH, self.map), self.weights_R[:, None], experts_R[:, None]
 
 
 class Dispatcher(Protocol):
@@ -85,6 +95,8 @@ class LocalPlan(NamedTuple):
     slot_R: Tensor
     counts_L: Tensor
     none_TK: Tensor | None = None
+    #: The routing, if every pair has an expert, as the host knows.
+    experts_TK: Tensor | None = None
 
     @property
     def slots(self) -> OwnSlots:
@@ -104,6 +116,12 @@ class LocalRows(NamedTuple):
     @property
     def map(self) -> RowMap:
         return self.plan.tokens
+
+    def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As :meth:`DispatchedRows.as_routing`."""
+        if self.plan.experts_TK is None:
+            return None
+        return self.x_TH, self.weights_TK, self.plan.experts_TK
 
     def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         """Sums [T, H]."""
@@ -131,9 +149,10 @@ class LocalDispatcher(Dispatcher):
 
     def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
         if experts_TK.device.type == "cpu":
-            return self.plan(experts_TK)
+            return self.plan(experts_TK)._replace(experts_TK=experts_TK)
         sorted_ = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
-        return LocalPlan(*sorted_.rows(experts_TK.numel()), sorted_.counts_E)
+        rows, slot_R = sorted_.rows(experts_TK.numel())
+        return LocalPlan(rows, slot_R, sorted_.counts_E, experts_TK=experts_TK)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
