@@ -20,7 +20,7 @@ from moemesh.comm.mesh import Axis
 from moemesh.config.model import ModelConfig
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
-from moemesh.model.moe import MoE, PlainExchange, Runner
+from moemesh.model.moe import MoE, Runner, plain_exchange
 from moemesh.model.router import Routing
 from moemesh.model.seams import PLAIN_FLOW
 from moemesh.ops.permute import gather_rows, identity, permute
@@ -80,7 +80,7 @@ def layer_step(
     `max_rows` bounds the rows that the experts compute on at once, as in training.
     """
     is_plain = isinstance(dispatcher, LocalDispatcher) and num_chunks == 1
-    runner: Runner = PlainExchange if is_plain else overlapped(num_chunks)
+    runner: Runner = plain_exchange if is_plain else overlapped(num_chunks)
 
     def step(work: Work) -> None:
         layer.dispatcher, layer.runner = dispatcher, runner

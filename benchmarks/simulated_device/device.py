@@ -25,7 +25,7 @@ from benchmarks.simulated_device.exchanges import Exchanges
 from benchmarks.simulated_device.streams import Event, Stream
 from benchmarks.simulated_device.tensor import DeviceTensor, Factories, make_device_grads
 from moemesh.comm.mesh import Axis
-from moemesh.ops import fusion, permute
+from moemesh.ops import fusion, grouped_gemm, permute
 
 _run_thread = threading.Thread.run
 
@@ -97,9 +97,10 @@ class SimulatedDevice(Counts):
         assert not current, "one simulated device at a time"
         current.append(self)
         self._stack.callback(current.clear)
-        # Tensors kept for the next step are those of one device, simulated or real.
-        permute.multiples_on_device.cache_clear()
-        self._stack.callback(permute.multiples_on_device.cache_clear)
+        # Tensors and answers kept for the next step are those of one device, simulated or real.
+        for kept in (permute.multiples_on_device, grouped_gemm.leaves_empty_experts):
+            kept.cache_clear()
+            self._stack.callback(kept.cache_clear)
         for target, name, value in self._answers():
             self._stack.enter_context(mock.patch.object(target, name, value))
         # Module.to must make parameters anew: those of the CPU cannot become wrappers.

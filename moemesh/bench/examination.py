@@ -311,6 +311,9 @@ def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     versions = f"{facts['torch']}, CUDA {facts['cuda'] or 'none'}, NCCL {facts['nccl'] or 'none'}"
     yield Diagnosis("torch", "pass", f"{versions}; asked in {took}")
     yield from _devices(facts)
+    if facts["devices"]:
+        kernels = [f"{name} {state}" for name, state in facts["experts"].items()]
+        yield Diagnosis("experts", "pass", "; ".join(["grouped_mm of torch", *kernels]))
     if len(answers) < 2:
         fix = "a firewall or a wrong GLOO_SOCKET_IFNAME keeps processes of this machine apart"
         yield Diagnosis("links", "fail", f"two local ranks do not meet ({error})", fix)
@@ -405,6 +408,7 @@ def main() -> None:
     from moemesh.comm.collectives import all_reduce_
     from moemesh.comm.mesh import Mesh
     from moemesh.config.layout import Layout
+    from moemesh.ops.expert_kernels import KERNELS
 
     is_first = os.environ.get("RANK") == "0"
     if is_first:
@@ -427,6 +431,11 @@ def main() -> None:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
             "gloo": dist.is_gloo_available(),
             "devices": devices,
+            "experts": {
+                name: kernel.missing(torch.device("cuda", 0)) or kernel.version
+                for name, kernel in KERNELS.items()
+                if devices
+            },
         }
         print(json.dumps(facts), flush=True)
     launch.start("cpu", 15.0)

@@ -26,6 +26,7 @@ FREE = frozenset(
         "train.checkpoints_kept",
         "train.cluster",
         "train.compile",
+        "train.experts",
         "train.load_bins",
         "train.log_every",
         "train.validate_every",

@@ -126,6 +126,9 @@ class TrainConfig(Section):
     #: Pointwise operations of a device (SwiGLU, rotary positions, cross-entropy) run as kernels of
     #: torch.compile, where Triton is installed; without, or on a CPU, operation by operation.
     compile: bool = True
+    #: Products of the experts on a GPU: torch's grouped products, or a kernel of another package
+    #: where it can; auto: the fastest that is installed, measured when a run starts.
+    experts: Literal["auto", "grouped_mm", "liger", "sonicmoe"] = "auto"
     #: The machine, as `moemesh plan --cluster` takes it: its peak turns rates into MFU.
     cluster: str | None = None
     #: A collective that waits longer than this has lost a rank. Ten years, the upper end, keep the

@@ -26,7 +26,7 @@ from torch import Tensor
 from moemesh.ops.expert_mlp import ExpertOptions, expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, SortedByExpert, unpermute
+from moemesh.ops.permute import OwnSlots, RowMap, SortedByExpert, permute, unpermute
 
 
 class ExpertRows(Protocol):
@@ -51,6 +51,16 @@ class DispatchedRows(NamedTuple):
 
     def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         return expert_mlp(*self, experts, **options)
+
+    def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Tokens, weights and ids of local experts, for :mod:`moemesh.ops.expert_kernels`, whose
+        results take the place of :meth:`compute`'s; None: some rows have no expert. A row is a
+        token with one slot."""
+        if self.map.has_rest:
+            return None
+        ids_L = torch.arange(len(self.counts_L), device=self.counts_L.device)
+        experts_R = ids_L.repeat_interleave(self.counts_L, output_size=self.map.num_rows)
+        return permute(self.source_NH, self.map), self.weights_R[:, None], experts_R[:, None]
 
 
 class Dispatcher(Protocol):
@@ -85,6 +95,40 @@ class LocalPlan(NamedTuple):
     slot_R: Tensor
     counts_L: Tensor
     none_TK: Tensor | None = None
+    #: The routing, if every pair has an expert, as the host knows.
+    experts_TK: Tensor | None = None
+
+    @property
+    def slots(self) -> OwnSlots:
+        """The pair of each row."""
+        return OwnSlots(self.tokens, self.slot_R, self.none_TK)
+
+
+class LocalRows(NamedTuple):
+    """The :class:`ExpertRows` of a layer whose experts are all local: :meth:`compute` picks the
+    rows' weights and sums the rows of each token, too, so that the layer after its router is one
+    node of autograd."""
+
+    x_TH: Tensor
+    weights_TK: Tensor
+    plan: LocalPlan
+
+    @property
+    def map(self) -> RowMap:
+        return self.plan.tokens
+
+    def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """As :meth:`DispatchedRows.as_routing`."""
+        if self.plan.experts_TK is None:
+            return None
+        return self.x_TH, self.weights_TK, self.plan.experts_TK
+
+    def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
+        """Sums [T, H]."""
+        tokens, counts_L, slots = self.plan.tokens, self.plan.counts_L, self.plan.slots
+        return expert_mlp(
+            self.x_TH, tokens, self.weights_TK, counts_L, experts, slots=slots, **options
+        )
 
 
 class LocalDispatcher(Dispatcher):
@@ -105,14 +149,15 @@ class LocalDispatcher(Dispatcher):
 
     def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
         if experts_TK.device.type == "cpu":
-            return self.plan(experts_TK)
+            return self.plan(experts_TK)._replace(experts_TK=experts_TK)
         sorted_ = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
-        return LocalPlan(*sorted_.rows(experts_TK.numel()), sorted_.counts_E)
+        rows, slot_R = sorted_.rows(experts_TK.numel())
+        return LocalPlan(rows, slot_R, sorted_.counts_E, experts_TK=experts_TK)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
     ) -> Pending[DispatchedRows]:
-        weights_R = pick_own_weights(weights_TK, plan.tokens, plan.slot_R, plan.none_TK)
+        weights_R = pick_own_weights(weights_TK, plan.slots)
         return Pending.ready(DispatchedRows(x_TH, plan.tokens, weights_R, plan.counts_L))
 
     def combine(self, y_RH: Tensor, plan: LocalPlan) -> Pending[Tensor]:
@@ -121,31 +166,19 @@ class LocalDispatcher(Dispatcher):
 
 class _PickWeights(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weights_TK: Tensor, tokens: RowMap, slot_R: Tensor, none_TK: Tensor | None
-    ) -> Tensor:
-        ctx.rows, ctx.shape = (tokens, slot_R, none_TK), weights_TK.shape
-        return weights_TK.reshape(-1).gather(0, slot_R)
+    def forward(ctx: Any, weights_TK: Tensor, slots: OwnSlots) -> Tensor:
+        ctx.slots, ctx.shape = slots, weights_TK.shape
+        return slots.pick(weights_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None, None, None]:
-        (tokens, slot_R, none_TK), (num_tokens, num_slots) = ctx.rows, ctx.shape
-        if len(slot_R) == num_tokens * num_slots and not tokens.has_rest:
-            # Bags in the order of tokens and slots: the inverse of the order of rows.
-            return grad_R.index_select(0, tokens.copies_R).view(ctx.shape), None, None, None
-        grad_TK = grad_R.new_zeros(num_tokens * num_slots).scatter_(0, slot_R, grad_R)
-        grad_TK = grad_TK.view(ctx.shape)
-        if none_TK is not None:
-            grad_TK = grad_TK.masked_fill_(none_TK, 0.0)
-        return grad_TK, None, None, None
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
+        return ctx.slots.unpick(grad_R, ctx.shape), None
 
 
-def pick_own_weights(
-    weights_TK: Tensor, tokens: RowMap, slot_R: Tensor, none_TK: Tensor | None
-) -> Tensor:
+def pick_own_weights(weights_TK: Tensor, slots: OwnSlots) -> Tensor:
     """:func:`pick_weights` if every pair of a token and a slot has at most one row: its gradient is
-    written, not added. `none_TK`: pairs with padding rows."""
-    return _PickWeights.apply(weights_TK, tokens, slot_R, none_TK)
+    written, not added."""
+    return _PickWeights.apply(weights_TK, slots)
 
 
 def pick_weights(weights_TK: Tensor, slot_R: Tensor) -> Tensor:

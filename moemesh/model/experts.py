@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.lora import NO_ADAPTERS, LoraConfig
-from moemesh.model.dispatcher import ExpertRows
+from moemesh.model.dispatcher import DispatchedRows, ExpertRows, LocalRows
 from moemesh.model.layers import AdaptedModule
+from moemesh.ops.expert_kernels import ExpertKernel, computes
 from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.swiglu import PLAIN, SwigluForm
@@ -56,16 +57,24 @@ class Experts(AdaptedModule):
         #: Number of calls with more rows than that, computed in blocks; reset by its reader.
         self.num_bounded = 0
         self.recomputes = False
+        #: The kernel of another package that computes where it can; None: :mod:`moemesh.ops` does.
+        self.kernel: ExpertKernel | None = None
 
     def forward(self, rows: ExpertRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls of one layer with the same `deferred` compute their weight
         gradients together, at its end."""
         # Rows with padding are few: their sender has bounded them.
-        max_rows = None if rows.map.has_rest else self.max_rows
-        if max_rows is not None and rows.map.num_rows > max_rows:
+        rows_map = rows.map
+        max_rows = None if rows_map.has_rest else self.max_rows
+        weights = self.weights
+        if max_rows is not None and rows_map.num_rows > max_rows:
             self.num_bounded += 1
+        elif self.kernel is not None and not self.recomputes and computes(weights):
+            routing = rows.as_routing() if isinstance(rows, LocalRows | DispatchedRows) else None
+            if routing is not None and rows_map.num_rows:
+                return self.kernel(*routing, weights.gate_up, weights.down)
         return rows.compute(
-            self.weights, deferred=deferred, max_rows=max_rows, recomputes=self.recomputes
+            weights, deferred=deferred, max_rows=max_rows, recomputes=self.recomputes
         )
 
     @torch.no_grad()
@@ -81,6 +90,7 @@ class Experts(AdaptedModule):
     @property
     def weights(self) -> ExpertWeights:
         """Inputs of the experts' products."""
+        adapters = (*self.adapters("gate_up"), *self.adapters("down")) if self.lora.rank else ()
         return ExpertWeights(
             self.gate_up,
             self.down,
@@ -88,7 +98,7 @@ class Experts(AdaptedModule):
             self.down_bias,
             self.form,
             self.column,
-            (*self.adapters("gate_up"), *self.adapters("down")),
+            adapters,
             self.scaling,
             () if self.rest is None else tuple(self.rest.parameters()),
         )

@@ -26,7 +26,7 @@ def first_fault(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
         nothing_TE = nothing_TE.masked_fill(~valid_T[:, None], 0.0)
     # NaN counts as the largest, the first one first.
     worst, place = nothing_TE.view(-1).max(0)
-    return torch.where(worst.isnan(), place, NO_FAULT)
+    return place.masked_fill(worst == 0, NO_FAULT)
 
 
 def of_tokens(fault_L: Tensor, token_ids_T: Tensor, num_experts: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums
 from moemesh.model.batch import Context
-from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
+from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher, LocalRows
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
@@ -61,7 +61,7 @@ class ExpertExchange(Protocol):
 
 
 class PlainExchange:
-    """One step after the other: the default."""
+    """One step after the other."""
 
     def __init__(self, dispatcher: Dispatcher, flow: Flow) -> None:
         self.dispatcher, self.flow = dispatcher, flow
@@ -78,6 +78,32 @@ class PlainExchange:
 
     def combine(self, results: Tensor) -> Tensor:
         return self.dispatcher.combine(results, self.plan).wait()
+
+
+class LocalExchange:
+    """Dispatch, compute and combine in one operation: no row leaves the device."""
+
+    def __init__(self, dispatcher: LocalDispatcher, flow: Flow) -> None:
+        self.dispatcher, self.flow = dispatcher, flow
+
+    def dispatch(
+        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
+    ) -> LocalRows:
+        plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
+        return LocalRows(x_TH, weights_TK, self.flow.once(plan, experts_TK))
+
+    def compute(self, experts: Experts, rows: LocalRows) -> Tensor:
+        return experts(rows)
+
+    def combine(self, results: Tensor) -> Tensor:
+        return results
+
+
+def plain_exchange(dispatcher: Dispatcher, flow: Flow) -> ExpertExchange:
+    """The exchange of a whole microbatch in one piece: the default."""
+    if isinstance(dispatcher, LocalDispatcher):
+        return LocalExchange(dispatcher, flow)
+    return PlainExchange(dispatcher, flow)
 
 
 def computes_directly(moe: MoE, routing: Routing, context: Context) -> bool:
@@ -122,7 +148,7 @@ class MoE(nn.Module):
             nn.Parameter(torch.empty(1, config.hidden_size)) if config.shared_gate else None
         )
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
-        self.runner: Runner = PlainExchange
+        self.runner: Runner = plain_exchange
         #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
         self.place_E: Tensor | None = None
         self.tokens = Tokens()
@@ -138,11 +164,12 @@ class MoE(nn.Module):
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context, self.tokens)
         aux = None
-        if self.config.has_joint_aux_loss:
-            aux = auxiliary_sums(routing, self.config, context, self.router.layer)
-        elif self.config.has_aux_loss:
-            aux = auxiliary_loss(routing, self.config, context, self.tokens, self.router.layer)
-        aux = None if aux is None else context.flow.cut(aux)
+        if self.config.has_aux_loss:
+            if self.config.has_joint_aux_loss:
+                aux = auxiliary_sums(routing, self.config, context, self.router.layer)
+            else:
+                aux = auxiliary_loss(routing, self.config, context, self.tokens, self.router.layer)
+            aux = None if aux is None else context.flow.cut(aux)
         y_TH = self.apply_experts(x_TH, routing, context)
         counts_E = count_ids(routing.experts_TK.flatten(), self.config.num_experts)
         return MoEOutput(y_TH, aux, counts_E, routing.num_dropped, routing.fault)

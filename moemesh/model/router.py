@@ -260,7 +260,8 @@ class Router(nn.Module):
             logits_TE = logits_TE * factor_TE.to(logits_TE.dtype)
         given_TK = None if context.experts is None else context.experts.get(self.layer)
         chosen_TK = given_TK
-        if given_TK is None and context.training:
+        is_joint = config.router_selection != "token_choice"
+        if is_joint and given_TK is None and context.training:
             chosen_TK = context.flow.once(
                 self._choose_together, logits_TE, context, tokens or Tokens()
             )
@@ -275,11 +276,15 @@ class Router(nn.Module):
 
     def logits(self, x_TH: Tensor) -> Tensor:
         """[T, E], fp32 (fp64 in a float64 model)."""
+        weight_EH = self.weight
         if self.config.router_dtype == "model":
-            logits_TE = F.linear(x_TH, self.weight.to(x_TH.dtype)).to(self.weight.dtype)
+            logits_TE = F.linear(x_TH, weight_EH.to(x_TH.dtype)).to(weight_EH.dtype)
         else:
             # The product itself in fp32: a bf16 router changes the experts of 0.5 to 2 % of tokens.
-            logits_TE = linear(x_TH.to(self.weight.dtype), self.weight)
+            # On a device its small weight gradient is never deferred, which saves a Function; on a
+            # CPU that would change the bits of old runs.
+            product = linear if x_TH.device.type == "cpu" else F.linear
+            logits_TE = product(x_TH.to(weight_EH.dtype), weight_EH)
         return logits_TE if self.bias is None else logits_TE + self.bias
 
     @torch.no_grad()
@@ -303,7 +308,7 @@ class Router(nn.Module):
                 whole = WholeSequences(context, tokens)
                 balanced_BSE = sinkhorn(whole.gather(logits_TE), whole.valid_BS)
                 return stable_top_k(whole.own(balanced_BSE), config.experts_per_token)
-            case _:
+            case "token_choice":
                 return None
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ Legend: E experts, B rows and D experts of one block, I input and O output chann
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ def _blocks_of_whole_experts(
     is_device = counts_E.device.type != "cpu"
     if is_device and most_experts is None:
         if not border:
-            return [Block(slice(0, len(counts_E)), slice(start, stop), row_ends(counts_E))]
+            return [Block(slice(0, counts_E.shape[0]), slice(start, stop), row_ends(counts_E))]
         middle, end = start + int(counts_E[:border].sum()), len(counts_E)
         return [
             Block(slice(0, border), slice(start, middle), row_ends(counts_E[:border])),
@@ -94,19 +94,16 @@ def _blocks_of_whole_experts(
     return blocks
 
 
-class Whole:
-    """A tensor written block by block; the result of a lone block is taken without a copy."""
+def in_blocks(blocks: list[Block], *wholes: Tensor | None) -> list[tuple[Any, ...]]:
+    """Each block with its rows of every whole; the rows of a lone block are the whole itself."""
+    if len(blocks) == 1:
+        return [(blocks[0], *wholes)]
+    return [(block, *(x if x is None else x[block.rows] for x in wholes)) for block in blocks]
 
-    def __init__(self, blocks: list[Block], like: Tensor, *shape: int) -> None:
-        self._tensor = like.new_empty(shape) if len(blocks) > 1 else None
 
-    def __getitem__(self, part: slice) -> Tensor | None:
-        """The place where a block shall write; None: in memory of its own."""
-        return None if self._tensor is None else self._tensor[part]
-
-    def of(self, last: Tensor) -> Tensor:
-        """The whole, given the result of the last block."""
-        return last if self._tensor is None else self._tensor
+def whole_of_several(blocks: list[Block], like: Tensor, *shape: int) -> Tensor | None:
+    """Memory that blocks write their results to; None: the result of a lone block is the whole."""
+    return like.new_empty(shape) if len(blocks) > 1 else None
 
 
 class WeightGradient:
@@ -127,16 +124,20 @@ class WeightGradient:
         is_bias: bool = False,
     ) -> None:
         self._weight, self._blocks, self._needed = weight, blocks, needed
-        #: Matrix view of each expert's weight: a bias has one input channel.
-        self.stack = weight.flatten(1)[..., None] if is_bias else weight.flatten(1, -2)
-        self._is_deferred = is_deferred
-        self._whole: Whole | None = None
-        self._last = weight
+        self._is_deferred, self._is_bias = is_deferred, is_bias
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
-        self._total: Tensor | None = None
+        #: Gradient of the last block, of several blocks, and the fp32 sum of blocks that share
+        #: experts.
+        self._last, self._whole, self._total = weight, None, None
         if are_shared and needed:
             wide = torch.promote_types(weight.dtype, torch.float32)
             self._total = torch.zeros_like(self.stack, dtype=wide)
+
+    @property
+    def stack(self) -> Tensor:
+        """Matrix view of each expert's weight: a bias has one input channel."""
+        weight = self._weight
+        return weight.flatten(1)[..., None] if self._is_bias else weight.flatten(1, -2)
 
     def add(
         self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
@@ -145,13 +146,14 @@ class WeightGradient:
         if self._needed:
             self._pending.append((block, grad_BO, x_BI, source_B))
             if not self._is_deferred:
-                self.compute()
+                self._compute_pending()
 
-    def result(self) -> Tensor | None:
-        """The gradient; None when it is not needed, or when the queue will compute it."""
+    def result(self, *, is_queued: bool) -> Tensor | None:
+        """The gradient; None when it is not needed, or when the queue, which `is_queued`, will
+        compute it."""
         if not self._needed or not self._weight.numel():
             return None
-        if not self._weight.is_leaf:
+        if not (is_queued and self._weight.is_leaf):
             return self.compute()
         kept = [tensor for _, grad_BO, x_BI, _ in self._pending for tensor in (grad_BO, x_BI)]
         return weight_gradient(self._weight, self.compute, kept)
@@ -160,8 +162,15 @@ class WeightGradient:
         """The gradient of all blocks that were added; None when it is not needed."""
         if not self._needed:
             return None
-        if self._whole is None and self._total is None:
-            self._whole = Whole(self._blocks, self._weight, *self.stack.shape)
+        if self._pending:
+            self._compute_pending()
+        if self._total is not None:
+            return self._total.to(self._weight.dtype).view_as(self._weight)
+        return (self._last if self._whole is None else self._whole).view_as(self._weight)
+
+    def _compute_pending(self) -> None:
+        if self._whole is None and self._total is None and len(self._blocks) > 1:
+            self._whole = self._weight.new_empty(self.stack.shape)
         for block, grad_BO, x_BI, source_B in self._pending:
             x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
             out = None if self._whole is None else self._whole[block.experts]
@@ -169,10 +178,6 @@ class WeightGradient:
             if self._total is not None:
                 self._total[block.experts] += self._last
         self._pending.clear()
-        if self._total is not None:
-            return self._total.to(self._weight.dtype).view_as(self._weight)
-        assert self._whole is not None
-        return self._whole.of(self._last).view_as(self._weight)
 
     @staticmethod
     def compute_sum(calls: list[WeightGradient]) -> Tensor | None:

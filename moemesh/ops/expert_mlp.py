@@ -24,6 +24,7 @@ sends, and when, must not depend on how many rows a rank has.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -33,15 +34,15 @@ from torch import Tensor
 from moemesh.ops.expert_blocks import (
     Block,
     WeightGradient,
-    Whole,
     block_rows,
     expert_blocks,
+    in_blocks,
     of_rows,
+    whole_of_several,
 )
 from moemesh.ops.expert_weights import (
     ExpertKind,
     ExpertWeights,
-    Gemm,
     add_products,
     add_products_loop,
     narrow,
@@ -50,7 +51,7 @@ from moemesh.ops.expert_weights import (
 )
 from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.nf4 import PackedMatrices, matrices
-from moemesh.ops.permute import RowMap, sum_rows
+from moemesh.ops.permute import OwnSlots, RowMap, gather_rows, sum_rows
 from moemesh.ops.swiglu import swiglu, swiglu_backward
 from moemesh.ops.weight_gradient import deferring
 
@@ -136,12 +137,13 @@ class _ExpertMLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         source_NH: Tensor,
-        weights_R: Tensor,
+        weights: Tensor,
         anchor: Tensor | None,
         call: _Call,
         *tensors: Tensor,
     ) -> Tensor:
-        experts, rows = call.kind.weights(tensors), call.rows
+        experts, rows, slots = call.kind.weights(tensors), call.rows, call.slots
+        weights_R = weights if slots is None else slots.pick(weights)
         width = experts.gate_up.shape[2]
         blocks = expert_blocks(
             call.counts_E,
@@ -153,39 +155,48 @@ class _ExpertMLP(torch.autograd.Function):
         )
         is_bounded = call.max_rows is not None and rows.num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
-        num_numbers = 2 * width
-        h = Whole(blocks, source_NH, rows.num_rows if is_kept else 0, num_numbers)
-        y = Whole(blocks, source_NH, rows.num_rows, experts.down.shape[1])
-        for block in blocks:
-            part, own = block.rows, experts.of_block(block, source_NH.dtype)
-            h_BG = _gate_and_up(source_NH, rows, own, block, h[part] if is_kept else None)
-            product_BF = swiglu(h_BG, weights_R[part], experts.form)
-            y_BH = grouped_gemm(product_BF, own.down.transpose(1, 2), block.ends_D, y[part])
+        h_RG = whole_of_several(blocks, source_NH, rows.num_rows, 2 * width) if is_kept else None
+        y_RH = whole_of_several(blocks, source_NH, rows.num_rows, experts.down.shape[1])
+        parts = in_blocks(blocks, rows.source_R, weights_R, h_RG, y_RH)
+        for block, source_B, weights_B, h_BG, y_BH in parts:
+            own = experts.of_block(block, source_NH.dtype)
+            h_BG = _gate_and_up(source_NH, source_B, own, block, h_BG)
+            product_BF = swiglu(h_BG, weights_B, experts.form)
+            y_BH = grouped_gemm(product_BF, own.down.transpose(1, 2), block.ends_D, y_BH)
             if own.of_down:
-                add_products(own.of_down, product_BF, y_BH, experts.scale, _gemm(block))
+                add_products(
+                    own.of_down,
+                    product_BF,
+                    y_BH,
+                    experts.scale,
+                    partial(grouped_gemm, ends_E=block.ends_D),
+                )
             if own.down_bias is not None:
-                bias = of_rows(own.down_bias, block) * weights_R[part, None].to(y_BH.dtype)
+                bias = of_rows(own.down_bias, block) * weights_B[:, None].to(y_BH.dtype)
                 y_BH[:, own.part] += bias
-        kept = [h.of(h_BG)] if is_kept else []
+        kept = [h_BG if h_RG is None else h_RG] if is_kept else []
         ctx.save_for_backward(source_NH, weights_R, *tensors, *kept)
         # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
         ctx.call, ctx.blocks, ctx.leaves, ctx.is_bounded = call, blocks, tensors, is_bounded
-        return y.of(y_BH)
+        ctx.shape = weights.shape
+        y_RH = y_BH if y_RH is None else y_RH
+        return y_RH if slots is None else sum_rows(y_RH, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
         source_NH, weights_R, *saved = ctx.saved_tensors
         tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
-        experts, rows = call.kind.weights(tensors), call.rows
+        experts, rows, slots = call.kind.weights(tensors), call.rows, call.slots
         needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        grad_RH = grad_RH.contiguous()
-        grad_x, grad_x_BH = Whole(blocks, grad_RH, *grad_RH.shape), grad_RH
+        grad_RH = grad.contiguous() if slots is None else gather_rows(grad, rows)
+        grad_x_RH = whole_of_several(blocks, grad_RH, *grad_RH.shape) if needs_source else None
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing is queued: the
         # queue would hold all numbers that were not kept.
-        calls = None if is_bounded or deferring() else call.calls
+        is_queued = deferring()
+        calls = None if is_bounded or is_queued else call.calls
         # The gradient of a weight that is not a leaf must flow on to its own inputs.
-        is_deferred = calls is not None or (deferring() and ctx.leaves[0].is_leaf)
+        is_deferred = calls is not None or (is_queued and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
         trained = [block for block in blocks if experts.trains(block)]
         gradients = [
@@ -201,27 +212,28 @@ class _ExpertMLP(torch.autograd.Function):
             if place < len(ctx.leaves) - call.kind.num_rest
         ]
         grad_weights: list[Tensor] = []
-        for block in blocks:
-            part, ends_D, gemm = block.rows, block.ends_D, _gemm(block)
+        h_RG = kept[0] if kept else None
+        parts = in_blocks(blocks, rows.source_R, weights_R, grad_RH, h_RG, grad_x_RH)
+        for block, source_B, weights_B, grad_BH, h_BG, grad_x_BH in parts:
+            ends_D, gemm = block.ends_D, partial(grouped_gemm, ends_E=block.ends_D)
             own = experts.of_block(block, source_NH.dtype)
-            h_BG = kept[0][part] if kept else _gate_and_up(source_NH, rows, own, block)
-            grad_product_BF = grouped_gemm(grad_RH[part], own.down, ends_D)
+            if h_BG is None:
+                h_BG = _gate_and_up(source_NH, source_B, own, block)
+            grad_product_BF = grouped_gemm(grad_BH, own.down, ends_D)
             of_down = own.of_down
-            narrow_down = [
-                narrow_gradient(one, grad_RH[part], experts.scale, gemm) for one in of_down
-            ]
+            narrow_down = [narrow_gradient(one, grad_BH, experts.scale, gemm) for one in of_down]
             for adapter, g_BR in zip(of_down, narrow_down, strict=True):
                 grad_product_BF += gemm(g_BR, adapter.a)
             product_BF, grad_h_BG, grad_weights_B = swiglu_backward(
-                grad_product_BF, h_BG, weights_R[part], experts.form
+                grad_product_BF, h_BG, weights_B, experts.form
             )
             trains = experts.trains(block)
             if trains:
-                gradients[0].add(block, grad_h_BG, source_NH, rows.source_R[part])
-                gradients[1].add(block, grad_RH[part], product_BF)
+                gradients[0].add(block, grad_h_BG, source_NH, source_B)
+                gradients[1].add(block, grad_BH, product_BF)
             if own.down_bias is not None:
-                scale_B1 = weights_R[part, None].to(grad_h_BG.dtype)
-                grad_BC = grad_RH[part, own.part].contiguous()
+                scale_B1 = weights_B[:, None].to(grad_h_BG.dtype)
+                grad_BC = grad_BH[:, own.part].contiguous()
                 if trains:
                     gradients[2].add(block, grad_h_BG, torch.ones_like(scale_B1))
                     gradients[3].add(block, grad_BC, scale_B1)
@@ -230,30 +242,32 @@ class _ExpertMLP(torch.autograd.Function):
             grad_weights.append(grad_weights_B)
             if needs_source:
                 gate_up_DGH = own.gate_up.flatten(1, 2)
-                grad_x_BH = grouped_gemm(grad_h_BG, gate_up_DGH, ends_D, grad_x[part])
+                grad_x_BH = grouped_gemm(grad_h_BG, gate_up_DGH, ends_D, grad_x_BH)
             factors = iter(gradients[call.kind.num_weights(ctx.leaves) :])
             of_gate_up = own.of_gate_up
             if of_gate_up:
-                x_BH = source_NH.index_select(0, rows.source_R[part])
+                x_BH = source_NH.index_select(0, source_B)
             for adapter in of_gate_up:
                 g_BR = narrow_gradient(adapter, grad_h_BG, experts.scale, gemm)
                 u_BR = narrow(adapter, x_BH, experts.scale, gemm)
-                next(factors).add(block, g_BR, source_NH, rows.source_R[part])
+                next(factors).add(block, g_BR, source_NH, source_B)
                 next(factors).add(block, part_of(adapter, grad_h_BG), u_BR)
                 if needs_source:
                     grad_x_BH += gemm(g_BR, adapter.a)
             for adapter, g_BR in zip(of_down, narrow_down, strict=True):
                 u_BR = narrow(adapter, product_BF, experts.scale, gemm)
                 next(factors).add(block, g_BR, product_BF)
-                next(factors).add(block, grad_RH[part], u_BR)
+                next(factors).add(block, grad_BH, u_BR)
         found: list[Tensor | None] = [None] * len(ctx.leaves)
         if calls is None:
-            found[: len(gradients)] = [gradient.result() for gradient in gradients]
+            found[: len(gradients)] = [x.result(is_queued=is_queued) for x in gradients]
         else:
             calls.append(gradients)
+        grad_weights_R = grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights)
+        grad_x_RH = grad_x_BH if grad_x_RH is None else grad_x_RH
         return (
-            sum_rows(grad_x.of(grad_x_BH), rows) if needs_source else None,
-            grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights),
+            sum_rows(grad_x_RH, rows) if needs_source else None,
+            grad_weights_R if slots is None else slots.unpick(grad_weights_R, ctx.shape),
             None if call.calls is None else grad_RH.new_zeros(()),
             None,
             *found,
@@ -270,26 +284,24 @@ class _Call(NamedTuple):
     calls: list[list[WeightGradient]] | None
     max_rows: int | None
     recomputes: bool
-
-
-def _gemm(block: Block) -> Gemm:
-    """The grouped product of the rows of a block."""
-    return lambda x_BI, weight_DIO: grouped_gemm(x_BI, weight_DIO, block.ends_D)
+    slots: OwnSlots | None
 
 
 def _gate_and_up(
     source_NH: Tensor,
-    rows: RowMap,
+    source_B: Tensor,
     own: ExpertWeights,
     block: Block,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The h of one block, whose weights are `own`."""
-    x_BH = source_NH.index_select(0, rows.source_R[block.rows])
+    """The h of one block, whose rows copy `source_B` and whose weights are `own`."""
+    x_BH = source_NH.index_select(0, source_B)
     gate_up_DGH = own.gate_up.flatten(1, 2)
     h_BG = grouped_gemm(x_BH, gate_up_DGH.transpose(1, 2), block.ends_D, out)
     if own.of_gate_up:
-        add_products(own.of_gate_up, x_BH, h_BG, own.scale, _gemm(block))
+        add_products(
+            own.of_gate_up, x_BH, h_BG, own.scale, partial(grouped_gemm, ends_E=block.ends_D)
+        )
     if own.gate_up_bias is not None:
         h_BG += of_rows(own.gate_up_bias.flatten(1), block)
     return h_BG
@@ -323,22 +335,24 @@ def expert_mlp_of_few(
 def expert_mlp(
     source_NH: Tensor,
     rows: RowMap,
-    weights_R: Tensor,
+    weights: Tensor,
     counts_E: Tensor,
     experts: ExpertWeights,
     deferred: DeferredProducts | None = None,
     max_rows: int | None = None,
     recomputes: bool = False,
+    slots: OwnSlots | None = None,
 ) -> Tensor:
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
-    ``weights_R`` (fp32 or fp64) are the router's weights of the rows, ``counts_E`` (int64) the
-    rows of each expert; the sum of counts is R. Weight gradients of leaves can be deferred
-    (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once. `deferred`
-    leaves them to the end of several calls (:func:`defer`). More rows than `max_rows` are computed
-    in blocks of at most `max_rows`, whose h is recomputed in the backward instead of kept; so is
-    any h with `recomputes`.
+    `weights` (fp32 or fp64) are the router's weights of the rows [R], ``counts_E`` (int64) the rows
+    of each expert; the sum of counts is R. With `slots` weights are those of tokens and slots [T,
+    K], and the result is the sum of the rows of each token [T, H]. Weight gradients of leaves can
+    be deferred (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once.
+    `deferred` leaves them to the end of several calls (:func:`defer`). More rows than `max_rows`
+    are computed in blocks of at most `max_rows`, whose h is recomputed in the backward instead of
+    kept; so is any h with `recomputes`.
     """
     anchor, calls = deferred or (None, None)
-    call = _Call(experts.kind, rows, counts_E, calls, max_rows, recomputes)
-    return _ExpertMLP.apply(source_NH, weights_R, anchor, call, *experts.tensors)
+    call = _Call(experts.kind, rows, counts_E, calls, max_rows, recomputes, slots)
+    return _ExpertMLP.apply(source_NH, weights, anchor, call, *experts.tensors)

@@ -109,7 +109,7 @@ class ExpertWeights(NamedTuple):
         """All weights, in order: the two stacks, both biases if the experts have them, both
         factors of every adapter, then the rest."""
         factors = [factor for adapter in self.adapters for factor in adapter[:2]]
-        own = (tensor for tensor in self[:4] if isinstance(tensor, Tensor))
+        own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
         return (*own, *factors, *self.rest)
 
     @property
@@ -129,6 +129,8 @@ class ExpertWeights(NamedTuple):
         """The weights of the experts of one block, which does not cross the border of the rest:
         packed ones in `dtype`."""
         start, stop = block.experts.start, block.experts.stop
+        if stop - start == self.gate_up.shape[0] and not self.rest:
+            return self
         own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
         if self.rest and start >= self.border:
             start, stop, own = start - self.border, stop - self.border, list(self.rest)
@@ -157,12 +159,12 @@ class ExpertWeights(NamedTuple):
     @property
     def of_gate_up(self) -> list[Adapter]:
         """The adapters of gate and up."""
-        return [adapter for adapter in self.adapters if adapter.dim is not None]
+        return [x for x in self.adapters if x.dim is not None] if self.adapters else []
 
     @property
     def of_down(self) -> list[Adapter]:
         """The adapters of the projection down."""
-        return [adapter for adapter in self.adapters if adapter.dim is None]
+        return [x for x in self.adapters if x.dim is None] if self.adapters else []
 
     @property
     def part(self) -> slice:

@@ -6,6 +6,7 @@ running total of rows: expert e owns rows ``ends[e-1] : ends[e]``; empty experts
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 #: of rows, and an expert has another number in each step. Products of at least this many rows are
 #: therefore rounded up to a multiple of it (docs/results/layer.md).
 ROWS = 32
+_FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_gemm_loop(
@@ -99,19 +101,21 @@ def grouped_row_sums(grad_RO: Tensor, x_R1: Tensor, ends_E: Tensor) -> Tensor:
 
 def _has_fast_path(*tensors: Tensor) -> bool:
     # F.grouped_mm: no float64, and every row stride a multiple of 16 bytes.
-    return all(
-        tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(step == 1 or step * tensor.element_size() % 16 == 0 for step in tensor.stride())
-        and tensor.data_ptr() % 16 == 0
-        for tensor in tensors
-    )
+    for tensor in tensors:
+        size = tensor.itemsize
+        if tensor.dtype not in _FAST_DTYPES or tensor.data_ptr() % 16:
+            return False
+        for step in tensor.stride():
+            if step != 1 and step * size % 16:
+                return False
+    return True
 
 
 def grouped_gemm(
     x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Rows of expert e times ``weight_EIO[e]``: [R, O], written to `out` if given."""
-    if not len(x_RI):  # kernels differ in what they make of no rows at all
+    if not x_RI.shape[0]:  # kernels differ in what they make of no rows at all
         return x_RI.new_empty(0, weight_EIO.shape[2]) if out is None else out
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
         y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
@@ -132,7 +136,7 @@ def grouped_weight_gradient(
 ) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows; written
     to `out` if given."""
-    if not len(x_RI):
+    if not x_RI.shape[0]:
         shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
         return x_RI.new_zeros(shape) if out is None else out.zero_()
     if x_RI.shape[1] == 1:
@@ -144,17 +148,18 @@ def grouped_weight_gradient(
         return _grouped_weight_gradient_16_bit(grad_RO, x_RI, ends_E, grad_EOI)
     if (out is None or out.device.type != "cpu") and _has_fast_path(grad_RO, x_RI):
         gradient = F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
-        if _leaves_empty_experts(grad_RO):
+        if grad_RO.is_cuda and leaves_empty_experts(grad_RO.device):
             counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
             gradient.masked_fill_((counts_E == 0)[:, None, None], 0)
         return gradient if out is None else out.copy_(gradient)
     return grouped_weight_gradient_loop(grad_RO, x_RI, ends_E, out)
 
 
-def _leaves_empty_experts(x: Tensor) -> bool:
+@functools.cache
+def leaves_empty_experts(device: torch.device) -> bool:
     """Whether gradients of experts without rows may not be zeros: compute capability 10 and newer
     (pytorch issue 172439)."""
-    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (10, 0)
+    return torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def row_ends(counts_E: Tensor) -> Tensor:

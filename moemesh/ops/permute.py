@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +36,11 @@ class RowMap:
 
     @property
     def num_sources(self) -> int:
-        return len(self.starts_N) // (1 + self.has_rest)
+        return self.starts_N.shape[0] // (1 + self.has_rest)
 
     @property
     def num_rows(self) -> int:
-        return len(self.source_R)
+        return self.source_R.shape[0]
 
 
 def permutation(order_R: Tensor) -> RowMap:
@@ -159,7 +159,7 @@ class SortedByExpert:
 
 def _inverse(order_R: Tensor) -> Tensor:
     """The inverse of a permutation."""
-    places_R = _multiples(1, len(order_R), order_R.device)
+    places_R = _multiples(1, order_R.shape[0], order_R.device)
     return torch.empty_like(order_R).scatter_(0, order_R, places_R)
 
 
@@ -192,6 +192,28 @@ def group_by_expert(
     sorted_ = SortedByExpert(experts_TK, num_experts, owner_T, num_owners)
     rows, flat_R = sorted_.rows(int(sorted_.counts_E.sum()))
     return rows, flat_R, sorted_.counts_E
+
+
+class OwnSlots(NamedTuple):
+    """Rows -> (token, slot) pairs, of which each has at most one row: ``slot_R`` is
+    ``token * K + slot``. ``none_TK``: the pairs that have padding rows; None: every row is
+    computed."""
+
+    tokens: RowMap
+    slot_R: Tensor
+    none_TK: Tensor | None = None
+
+    def pick(self, weights_TK: Tensor) -> Tensor:
+        """The weight of each row [R]; no gradient bookkeeping."""
+        return weights_TK.reshape(-1).gather(0, self.slot_R)
+
+    def unpick(self, grad_R: Tensor, shape: torch.Size) -> Tensor:
+        """The gradient of the weights [T, K] from that of the rows' weights: written, not added."""
+        if self.slot_R.shape[0] == shape.numel() and not self.tokens.has_rest:
+            # Bags in the order of tokens and slots: the inverse of the order of rows.
+            return grad_R.index_select(0, self.tokens.copies_R).view(shape)
+        grad_TK = grad_R.new_zeros(shape.numel()).scatter_(0, self.slot_R, grad_R).view(shape)
+        return grad_TK if self.none_TK is None else grad_TK.masked_fill_(self.none_TK, 0.0)
 
 
 def at_least_one_row(rows: Tensor, value: int = 0) -> Tensor:

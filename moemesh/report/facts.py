@@ -29,10 +29,10 @@ NO_STEP: dict[State, str] = {
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """`last`: row of the newest step; `progress`: "30 of 160" steps. `validation` and `lowest`:
-    (step, loss) of the newest validation and of the best. `medians`: field of a row -> median over the steps of the current plan without the first.
-    `peak_bytes`: memory of the fullest rank. `command`: of the newest start. `shared_cores`:
-    (ranks, cores) of a host whose CPU ranks outnumber its cores. Unknown figures are None, "" or
-    absent."""
+    (step, loss) of the newest and of the lowest validation loss. `medians`: field of a row ->
+    median over the steps of the current plan without the first. `peak_bytes`: memory of the fullest
+    rank. `command`: of the newest start. `shared_cores`: (ranks, cores) of a host whose CPU ranks
+    outnumber its cores. Unknown figures are None, "" or absent."""
 
     state: State
     last: MetricsRow | None

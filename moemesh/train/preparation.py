@@ -186,11 +186,11 @@ def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
     need = disk_need(config, checkpoints)
     if need.most <= need.present + need.free:
         return None
-    kept = config.train.checkpoints_kept
+    kept, available = config.train.checkpoints_kept, format_bytes(need.free + need.present)
     return (
         f"{kept} kept checkpoint(s), the best one and one being written take "
-        f"{format_bytes(need.most)}, and {format_bytes(need.free + need.present)} are available: a later one will find the "
-        "disk full; train.checkpoints_kept is the number of kept ones"
+        f"{format_bytes(need.most)}, and {available} are available: a later one will find the disk "
+        "full; train.checkpoints_kept is the number of kept ones"
     )
 
 

@@ -19,6 +19,7 @@ from moemesh.monitor import progress
 from moemesh.monitor.failures import is_disk_full
 from moemesh.monitor.progress import CHECK, DATA, SAVE, STEP, VALIDATE
 from moemesh.monitor.supervisor import StopRequest
+from moemesh.parallel.expert.kernels import set_kernel
 from moemesh.schedule.action import Schedule
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.console import Console
@@ -91,6 +92,13 @@ class Session:
         if not is_proven and (note := prove(config, mesh)):
             console.log(note)
         self.parallel = parallel = construct(config, mesh, schedule)
+        parallel.notes += set_kernel(
+            parallel.model,
+            train.experts,
+            mesh,
+            tokens_per_rank=plan.tokens_per_rank(config.data.seq_len, config.data.global_batch),
+            defers=schedule.split_backwards,
+        )
         self.optimizer = optimizer = Optimizer.of(parallel, train)
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.log)
         self.migration = ExpertMigration(parallel, optimizer, train.rebalance_every, console.log)

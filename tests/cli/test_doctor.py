@@ -18,7 +18,8 @@ from moemesh.bench import examination
 from moemesh.bench.examination import Diagnosis
 from tests.test_cli import run_guarded
 
-FACTS: dict[str, Any] = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.0", "devices": []}
+FACTS: dict[str, Any] = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.0", "devices": [],
+                         "experts": {"liger": "0.8.5"}}  # fmt: skip
 LINK = {"bytes": 4 << 20, "seconds": 0.01}
 GPU = {"name": "H100", "capability": "9.0", "free": 79 << 30, "total": 80 << 30}
 
@@ -151,6 +152,7 @@ def test_environment(environ: Mapping[str, str], verdict: str | None, words: str
         ([FACTS, LINK], ["/dev/nvidia0"], {"devices": "fail"}, "torch sees no GPU"),
         ([FACTS | {"cuda": None}, LINK], ["/dev/nvidia0"], {"devices": "fail"}, "/dev/nvidia0"),
         ([FACTS | {"devices": [GPU, GPU]}, LINK], ["x"], {"devices": "pass"}, "2 x H100"),
+        ([FACTS | {"devices": [GPU]}, LINK], ["x"], {"experts": "pass"}, "torch; liger 0.8.5"),
         ([FACTS | {"devices": [GPU, GPU | {"free": 1}]}, LINK], ["x"], {"devices": "warn"}, "[1]"),
         ([FACTS | {"devices": [GPU, GPU | {"name": "A"}]}, LINK], [], {"devices": "warn"}, "A, H"),
         ([FACTS], [], {"links": "fail"}, "do not meet"),

@@ -1,5 +1,6 @@
 """The layer's last knobs: where the scale multiplies, how shared experts join."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,12 @@ from moemesh.model.batch import Batch
 from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher, LocalPlan
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
-from moemesh.model.moe import MoE
+from moemesh.model.moe import MoE, PlainExchange, plain_exchange
+from moemesh.model.seams import PLAIN_FLOW
 from moemesh.model.transformer import Transformer
 from moemesh.ops import expert_blocks
 from moemesh.ops.pending import Pending
+from moemesh.ops.weight_gradient import WeightGradientQueue
 from moemesh.parallel.expert.build import overlapped
 from tests.model.test_router import config_of, context_of
 
@@ -104,6 +107,37 @@ def test_weight_gradients_are_computed_while_those_of_tokens_travel(
     assert backward[at - 1] == "backward back 1 starts"
     assert backward[at + 1] == f"gradients of {num_chunks}"
     assert "back 1 ends" in backward[at:]
+
+
+@pytest.mark.parametrize("without", ["none", "some", "all"])
+@pytest.mark.parametrize("through_queue", [False, True])
+def test_local_experts_give_the_bits_of_the_single_steps(without: str, through_queue: bool) -> None:
+    """Output and gradients; with choices that have no expert, and with deferred gradients."""
+    torch.manual_seed(3)
+    config, results = config_of(), []
+    moe = MoE(config)
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter)
+    x_TH, upstream_TH = torch.randn(2, 9, config.hidden_size)
+    routing = moe.router(x_TH)
+    experts_TK = routing.experts_TK
+    if without != "none":
+        experts_TK = torch.full_like(experts_TK, -1) if without == "all" else experts_TK - 1
+    for runner in (plain_exchange, PlainExchange):
+        x, weights_TK = x_TH.clone().requires_grad_(), routing.weights_TK.detach().requires_grad_()
+        exchange = runner(moe.dispatcher, PLAIN_FLOW)
+        rows = exchange.dispatch(x, weights_TK, experts_TK, is_complete=without == "none")
+        y_TH = exchange.combine(exchange.compute(moe.experts, rows))
+        queue = WeightGradientQueue()
+        with queue if through_queue else nullcontext():
+            y_TH.backward(upstream_TH)
+        queue.run()
+        tensors = [y_TH, x.grad, weights_TK.grad, *(p.grad for p in moe.experts.parameters())]
+        results.append(tensors)
+        moe.zero_grad()
+    for ours, expected in zip(*results, strict=True):
+        assert ours is not None and torch.equal(ours, expected)
+    assert (y_TH.count_nonzero() == 0) == (without == "all")
 
 
 def test_multipliers_are_those_of_scaled_weights() -> None:

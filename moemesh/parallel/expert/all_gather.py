@@ -36,6 +36,7 @@ from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_own_weight
 from moemesh.ops.host_copy import HostCopy, constant
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
+    OwnSlots,
     RowMap,
     SortedByExpert,
     count_ids,
@@ -200,7 +201,8 @@ class AllGatherDispatcher(Dispatcher):
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             x_AH, weights_AK = pair
             kept = plan.kept
-            weights_R = pick_own_weights(weights_AK, kept.tokens_A, kept.slot_R, kept.none_AK)
+            slots = OwnSlots(kept.tokens_A, kept.slot_R, kept.none_AK)
+            weights_R = pick_own_weights(weights_AK, slots)
             return DispatchedRows(x_AH, kept.tokens_A, weights_R, plan.counts_L)
 
         return gathered.join(weights).then(arrived)
