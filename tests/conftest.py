@@ -79,6 +79,15 @@ def invoke(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     return functools.partial(run, capsys, monkeypatch)
 
 
+@pytest.fixture
+def architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Architectures of transformers are read once in a session, by a process with torch loaded."""
+    from tests import commands  # which starts the fork server
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(sandbox.shared("cache")))
+    monkeypatch.setattr(sys, "executable", commands.python())
+
+
 # Machines are small and shared: the seconds of an example depend on their load.
 hypothesis.settings.register_profile("moemesh", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("moemesh")

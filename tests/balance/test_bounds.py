@@ -48,6 +48,7 @@ def test_a_heavy_expert_needs_slots_of_its_node() -> None:
     assert bound(weight, 6, 6) == pytest.approx(30)
 
 
+@pytest.mark.representative("72-8")
 @pytest.mark.parametrize(("replicas", "gpus"), [(96, 48), (96, 32), (80, 20), (72, 8)])
 def test_tight_enough_to_be_of_use(replicas: int, gpus: int) -> None:
     """The mean gap of placements over all shapes: 2 % with two slots per GPU, less with more."""

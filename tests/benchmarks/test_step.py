@@ -43,7 +43,11 @@ def losses_of_both(mesh: Mesh, settings: StepSettings, folder: Path) -> list[lis
     [
         ({"plan": "dp=2,ep=2", "dtype": "float32", "sequences": 4, "seq_len": 16}, 1e-4),
         ({"plan": "dp=2", "dtype": "bfloat16", "sequences": 4, "seq_len": 16}, 0.05),
-        ({"implementation": "transformers", "dtype": "float32", "seq_len": 16}, 1e-4),
+        pytest.param(
+            {"implementation": "transformers", "dtype": "float32", "seq_len": 16},
+            1e-4,
+            marks=pytest.mark.slow,
+        ),
         ({"work": "evaluate", "dtype": "float32", "seq_len": 192}, 1e-5),
         ({"work": "generate", "dtype": "float32", "seq_len": 192}, 1e-5),
     ],

@@ -60,6 +60,7 @@ def run(
     return done
 
 
+@pytest.mark.slow
 def test_ranks_import_nothing_from_the_current_directory_but_from_pythonpath(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -150,6 +150,7 @@ def waiting(tmp_path: Path, port: int, rank: int = 1) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.representative("15-143")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ranks_that_wait_for_others_name_them_and_can_be_stopped(
     tmp_path: Path, number: int, code: int

@@ -24,6 +24,7 @@ from tests.train.runs import metrics, processes_of, rows_of
 from tests.waiting import PATIENCE, until
 
 
+@pytest.mark.slow
 def test_the_short_form() -> None:
     """Every fault ends with the right verdict on the right rank, and with the oracle's bits."""
     assert faults.__doc__ and len(FAULTS) > 20  # with the rows of that module

@@ -47,6 +47,7 @@ PIPELINES: dict[str, dict[str, Any]] = {
 FEW = ("qwen3_moe", "gpt_oss", "qwen3_next", "afmoe")
 
 
+@pytest.mark.representative("qwen3_moe-zero3", "gpt_oss-ep2", "qwen3_next-ep2", "afmoe-zero3")
 @pytest.mark.parametrize("layout", ["ep2", "zero3"])
 @pytest.mark.parametrize("name", FEW)
 def test_a_layout_trains_as_transformers(name: str, layout: str) -> None:

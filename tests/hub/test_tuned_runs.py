@@ -76,6 +76,7 @@ def test_adapters_resume_on_one_rank_and_come_out_merged_and_for_peft(tmp_path: 
     said("generate", out, "--prompt", "12 is", "--max-tokens", 4)
 
 
+@pytest.mark.slow
 def test_the_experts_of_a_table_train_alone(tmp_path: Path) -> None:
     folder, text, out = (
         tiny_folder("qwen3_next", tmp_path / "in"),
@@ -104,6 +105,7 @@ def test_the_experts_of_a_table_train_alone(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_our_code_and_that_of_transformers_tune_alike(tmp_path: Path) -> None:
     folder, text = tiny_folder("qwen3_moe", tmp_path / "in"), text_file(tmp_path)
     table = tmp_path / "table.json"

@@ -120,6 +120,7 @@ def adapted(name: str, lora: LoraConfig, folder: Path, **keys: Any) -> float:
     return difference(expected, split(name, lora=lora, tuning=tuning, factors=factors, **keys))
 
 
+@pytest.mark.representative("qwen3_moe-pp2", "gpt_oss-zero3", "qwen3_next-pp2", "nemotron_h-ep2")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FEW)
@@ -145,6 +146,7 @@ def some_experts(name: str) -> Tuning:
     return Tuning(train_only=("*norm*",), experts=table)
 
 
+@pytest.mark.representative("qwen3_moe-zero3", "gpt_oss-ep2", "qwen3_next-zero3", "nemotron_h-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FEW)
 def test_chosen_experts_train_as_in_a_plain_loop(name: str, layout: str) -> None:

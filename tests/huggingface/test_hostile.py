@@ -40,6 +40,7 @@ def with_config(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str
     return changed
 
 
+@pytest.mark.usefixtures("architectures")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -155,7 +155,8 @@ _computed: dict[tuple[Path, str], Tensor] = {}
 def our_logits(folder: Path) -> Tensor | None:
     """Our logits; None where the folder is refused."""
     try:
-        config = load_run([], [f"model.path={folder}"], {}).config.model
+        given = [f"model.path={folder}", "model.implementation=moemesh"]
+        config = load_run([], given, {}).config.model
         name = (folder, config.model_dump_json())
         if name not in _computed:
             model = ours.load(folder, torch.float64, config)

@@ -162,6 +162,7 @@ def changed(before: Path, after: Path) -> set[str]:
     return {name for name, tensor in old.items() if not torch.equal(tensor, new[name])}
 
 
+@pytest.mark.slow
 def test_experts_of_a_task(tmp_path: Path) -> None:
     """ESFT: scores, training, export; the chosen experts alone have moved."""
     user = User(tmp_path)

@@ -272,7 +272,13 @@ def compiled(rank: int, backend: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [("eager", 1), ("aot_eager", 2), ("inductor", 1), ("inductor", 2)]
+    ("backend", "ranks"),
+    [
+        ("eager", 1),
+        ("aot_eager", 2),
+        pytest.param("inductor", 1, marks=pytest.mark.slow),
+        pytest.param("inductor", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_models_compute_the_same(backend: str, ranks: int) -> None:
     runs = [compiled(0, backend)] if ranks == 1 else run_on_ranks(ranks, compiled, backend)

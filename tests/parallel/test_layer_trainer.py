@@ -135,6 +135,7 @@ def saved_and_resumed(rank: int, name: str, folder: str) -> Any:
     return [blocks_of(state, model) for state in (*states, best)]
 
 
+@pytest.mark.representative("qwen3_moe")
 @pytest.mark.parametrize("name", ["layers", "qwen3_moe", "gpt_oss"])
 def test_checkpoints_of_the_trainer_hold_all_experts(name: str, tmp_path: Path) -> None:
     results = run_on_ranks(RANKS, saved_and_resumed, name, str(tmp_path), timeout=300)

@@ -140,7 +140,7 @@ def verdicts(mesh: Mesh, names: list[str], dtype: torch.dtype) -> tuple[dict[str
     return errors, len(mesh.ledger)
 
 
-@pytest.mark.representative("two nodes-float64", "ep2etp2-bfloat16")
+@pytest.mark.representative("two nodes-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize(
     "layout",

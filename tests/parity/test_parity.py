@@ -83,7 +83,7 @@ ATTENTION = rows(
     over_projection | dp=4 ep=2 data=zero2
     windows | tp=2 dp=2 data=zero3 recompute=selective
     deepseek | pp=2 microbatches=3 dp=2 tp=2 ep=4 data=zero1 | padded
-    *deepseek | tp=2 cp=2 ep=4 data=zero3 context=ring
+    deepseek | tp=2 cp=2 ep=4 data=zero3 context=ring
     # More ranks than tokens, and mixtures of axes.
     *multiplied ... | tp=4 ep=2 etp=2 | 1x5
     latent | tp=2 dp=4 ep=8 dispatcher=all_gather | padded
@@ -233,7 +233,7 @@ CONTEXT = rows(
     deep | dp=2 cp=2 ep=4 dispatch_chunks=2 context=all_gather | 1x11 packed
     sigmoid | dp=3 cp=2 ep=2 microbatches=2 context=ring | 3x13
     # Latent attention, windows, sinks, norms over all heads.
-    *latent | cp=2 tp=2 ep=4 context=ring | 3x13 padded packed
+    latent | cp=2 tp=2 ep=4 context=ring | 3x13 padded packed
     latent | cp=2 tp=2 ep=4 context=all_gather/all_to_all | 3x13 padded packed
     *latent_plain | cp=4 context=all_gather/all_to_all recompute=full | 3x13
     latent_plain | cp=4 context=ring recompute=full | 3x13
@@ -248,7 +248,7 @@ CONTEXT = rows(
     latent | cp=4 ep=4 data=zero3 reshard=step context=ring | 3x13 packed
     deep | pp=2 cp=2 microbatches=3 data=zero1 context=all_gather | 3x13
     # Extra prediction layers look beyond the positions of a rank.
-    *ahead_two | cp=4 ep=2 context=ring | 3x13 padded packed
+    ahead_two | cp=4 ep=2 context=ring | 3x13 padded packed
     ahead_two | cp=4 ep=2 context=all_gather/all_to_all | 3x13 padded packed
     ahead_two | pp=2 cp=2 tp=2 microbatches=2 schedule=zb_h1 context=ring | 3x13 packed
     # Activations computed again.
@@ -281,7 +281,7 @@ SLICES = rows(
     deep_tied | pp=2 slices=3 {TERAPIPE} | 5x11 packed
     deep_dense | pp=2 slices=5 recompute=full {TERAPIPE} | 5x11
     # With the other axes.
-    *deep | pp=2 tp=2 ep=2 recompute=full dispatch_chunks=2 {TERAPIPE} | 5x11 padded
+    deep | pp=2 tp=2 ep=2 recompute=full dispatch_chunks=2 {TERAPIPE} | 5x11 padded
     deep_global | pp=2 dp=2 ep=2 slices=3 {TERAPIPE} | 5x11
     deep_sigmoid | pp=2 tp=2 dp=2 ep=4 dispatcher=all_gather {TERAPIPE} | 5x11 padded
     """

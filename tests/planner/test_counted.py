@@ -34,9 +34,10 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def without_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof of documents takes seconds, and no shape reads it."""
+def without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proofs of documents and stages take seconds, and no shape reads them."""
     monkeypatch.setattr(architecture, "_documents", lambda _: "rows")
+    monkeypatch.setattr(architecture, "_against_stages", lambda _: "")
 
 
 def counted(values: dict[str, Any]) -> tuple[Architecture, int]:
@@ -62,6 +63,7 @@ def test_a_family_with_formulas_is_counted_as_they_say(changed: dict[str, Any]) 
         assert mine_flops.forward == pytest.approx(their_flops.forward, rel=1e-6)
 
 
+@pytest.mark.representative("nemotron_h")
 @pytest.mark.parametrize("kind", ["qwen3_next", "nemotron_h", "granitemoehybrid"])
 def test_layers_without_formulas_are_counted(kind: str) -> None:
     """Parameters are exact, and FLOPs of short and long sequences those of the code."""

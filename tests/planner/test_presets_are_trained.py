@@ -101,7 +101,7 @@ def losses(config: RunConfig, out: Path) -> list[float]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.representative("gpt-oss-20b")
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", preset_names())
 def test_the_first_answer_of_every_preset_is_trained(preset: str, tmp_path: Path) -> None:
     answer = first_answer(preset)

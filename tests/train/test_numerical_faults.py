@@ -368,6 +368,7 @@ def test_one_rank() -> None:
     assert run({"microbatches": 2}, [0], [1, 2]) >= 18
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     assert run({"dp": 2, "tp": 2, "ep": 2}, [1], [1]) >= 6
 

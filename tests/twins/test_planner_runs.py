@@ -91,12 +91,12 @@ tiny | dp=2 ep=2 | 5 float32
 tiny | tp=2 ep=2 | 4 bfloat16
 tiny | tp=2 etp=2 attention_exit=all_reduce | 3 float32
 tiny | tp=4 ep=4 attention_exit=all_to_all | 3 float64
-*tiny | dp=2 tp=2 ep=2 etp=2 microbatches=2 | 7 float32
-*tiny | dp=4 ep=4 dispatcher=all_gather | 6 float32
-*tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2 | 6 bfloat16
-*tiny | dp=2 tp=2 ep=4 dispatcher=low_latency | 4 float32
+tiny | dp=2 tp=2 ep=2 etp=2 microbatches=2 | 7 float32
+tiny | dp=4 ep=4 dispatcher=all_gather | 6 float32
+tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2 | 6 bfloat16
+tiny | dp=2 tp=2 ep=4 dispatcher=low_latency | 4 float32
 *tiny | dp=2 ep=2 payload=fp8 dispatch_chunks=3 | 4 bfloat16
-*tiny | dp=4 ep=2 combine=exact | 4 float32
+tiny | dp=4 ep=2 combine=exact | 4 float32
 tiny | pp=2 dp=2 ep=2 microbatches=3 | 6 float32
 aux_loss_layers=together | pp=2 tp=2 microbatches=2 | 5 float32
 dense | dp=2 tp=2 | 3 float32
@@ -150,9 +150,9 @@ clip_qkv=1.0 | tp=4 | 4 float32
 #: weight gradients that a split backward still owes); the other ends of a step, recomputed
 #: forwards, experts on several ranks. Plans of `tests/parity` are not repeated for their own sake.
 TRAFFIC_ONLY = f"""
-*first_dense_layers=2 | recompute=full {HALVES} tp=2 ep=2 | 4 bfloat16
+first_dense_layers=2 | recompute=full {HALVES} tp=2 ep=2 | 4 bfloat16
 *tiny | {AFTER} dp=2 ep=2 | 6 float32
-*tiny | dp=4 ep=4 spare_slots=2 | 6 float32
+tiny | dp=4 ep=4 spare_slots=2 | 6 float32
 tiny | {STREAM} dp=2 ep=2 | 5 float32
 *tiny | {MESSAGES} tp=2 ep=2 | 4 float32
 ahead | {HALVES} tp=2 ep=2 | 4 bfloat16
@@ -187,7 +187,7 @@ num_mtp_layers=1 moe_layers=(0,2) | dp=4 ep=4 spare_slots=1 | 6 float32
 *latent | tp=2 ep=2 recompute=full | 4 float32
 # States that are sharded over data-parallel ranks, or on servers.
 *tiny | dp=4 ep=2 microbatches=2 data=zero1 | 8 bfloat16
-*tiny | dp=4 ep=2 microbatches=2 data=step | 8 bfloat16
+tiny | dp=4 ep=2 microbatches=2 data=step | 8 bfloat16
 *tiny | dp=4 ep=2 microbatches=2 data=two_servers | 8 bfloat16
 tiny | dp=4 ep=2 microbatches=2 {WIDE} | 8 bfloat16
 tiny | dp=4 ep=2 shard_group=2 microbatches=2 {GROUPED} | 8 bfloat16
@@ -201,9 +201,9 @@ tiny | {AFTER} dp=2 ep=2 {DEFERRING} | 6 float32
 tiny | {STREAM} dp=2 ep=2 data=zero1/parameter_server | 5 bfloat16
 dense | dp=2 tp=2 {NARROW} | 3 float32
 # Gradients that wait for their sums, in pipelines.
-*tiny | {HALVES} dp=2 schedule=zb_h1 data=zero2 | 8 float32
+tiny | {HALVES} dp=2 schedule=zb_h1 data=zero2 | 8 float32
 tiny | {HALVES} dp=2 {SCATTERED} | 8 float32
-*biases qk_norm=True | pp=2 dp=2 ep=2 microbatches=3 data=zero2 | 7 float32
+biases qk_norm=True | pp=2 dp=2 ep=2 microbatches=3 data=zero2 | 7 float32
 latent | pp=2 dp=2 microbatches=3 {SCATTERED} | 7 bfloat16
 tiny | pp=3 dp=2 ep=2 microbatches=5 {SCATTERED} | 11 float32
 tiny | pp=4 dp=2 microbatches=4 {SCATTERED} | 8 float32
