@@ -35,6 +35,7 @@ _OURS = [
 
 for _name in [*_OTHERS, *_OURS]:
     importlib.import_module(_name)
+sandbox.use_plain_loops()
 sandbox.watch("a process of a test")
 # Collections of the children then neither visit nor copy what is loaded here.
 gc.freeze()

@@ -21,11 +21,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+
+from moemesh.balance import compiled
 
 T = TypeVar("T")
 
@@ -68,8 +71,6 @@ def begin(config: pytest.Config) -> None:
     patch.setenv(_KEPT, str(kept))
     if _SHARED not in os.environ:  # else a worker's
         patch.setenv(_SHARED, str(base / "shared"))
-    # To compile the balancer takes half a minute; tests.balance.test_compiled does.
-    patch.setenv("NUMBA_DISABLE_JIT", "1")
     for name in ("NUMBA", "TORCHINDUCTOR", "TRITON"):
         patch.setenv(f"{name}_CACHE_DIR", str(kept / name.lower()))
     patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(kept / "hypothesis"))
@@ -128,6 +129,12 @@ def place() -> Iterator[None]:
 def _set_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
     (folder / "home").mkdir()
     patch.setenv("HOME", str(folder / "home"))
+
+
+def use_plain_loops() -> None:
+    """The balancer is not compiled in this process, which would take half a minute;
+    `tests.balance.test_compiled` compiles it."""
+    compiled._plain = ContextVar("plain loops", default=True)
 
 
 # The checkout, which no test may change.

@@ -12,12 +12,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
 
 from moemesh import __version__, cli
 from moemesh.cli.application import app
 from moemesh.cli.verbs import VERBS
 from moemesh.trace import machine
 from moemesh.train.preparation import Preparation, RunRequest
+from tests.mistakes.runner import get_command
 from tests.waiting import PATIENCE
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
@@ -53,6 +55,8 @@ def run(
 ) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command in this process."""
     monkeypatch.setattr(sys, "argv", ["moemesh", *arguments])
+    cli.import_verbs()
+    monkeypatch.setattr(typer.main, "get_command", get_command)
     with pytest.raises(SystemExit) as caught:
         cli.main()
     captured = capsys.readouterr()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def results_of_quotas() -> list[Any]:
 
 
 def fast_and_plain(rank: int, function: Callable[..., list[Any]], *args: Any) -> list[list[Any]]:
-    os.environ["NUMBA_DISABLE_JIT"] = "0"
+    loops._plain = ContextVar("plain loops", default=False)
     assert is_compiled()
     fast = function(*args)
     with loops.plain_loops():
@@ -94,6 +94,7 @@ def test_compiled_equals_plain(function: Callable[..., list[Any]], args: tuple[A
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """A state in which the search for a compiler has not run."""
     loops._compiler.cache_clear()
+    monkeypatch.setattr(loops, "_plain", ContextVar("plain loops", default=False))
     yield monkeypatch
     monkeypatch.undo()
     loops._compiler.cache_clear()

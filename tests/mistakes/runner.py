@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -14,12 +15,18 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
+
 if TYPE_CHECKING:
     from tests.mistakes.cases import Mistake
 
 FORBIDDEN = "torch"
 #: CPU seconds after which a command is ended.
 ENDED_AFTER = 5.0
+
+
+#: The tree of all commands, which typer builds for each call in more time than most messages take.
+get_command = functools.cache(typer.main.get_command)
 
 
 class Outcome(NamedTuple):
@@ -90,9 +97,12 @@ def outcome(mistake: Mistake) -> Outcome:
 
 
 def main() -> None:
+    from moemesh import cli
     from tests.mistakes import cases
 
     sys.meta_path.insert(0, _Guard())
+    cli.import_verbs()
+    typer.main.get_command = get_command
     for mistake in cases.MISTAKES:
         print(json.dumps(outcome(mistake)), flush=True)
 
