@@ -216,7 +216,7 @@ def test_a_time_budget_is_used_well() -> None:
     """An effort in seconds: at least as good as fast, and within the time limit."""
     loads = shapes(2, 64, seed=1)["lognormal-1.5"]
     fast = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort="fast")[0], 32)
-    spent = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=0.3)[0], 32)
+    spent = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=3)[0], 32)
     at_once = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=0)[0], 32)
     assert (spent <= fast * SAME).all() and spent.sum() < fast.sum()
     assert (at_once <= fast * SAME).all()
