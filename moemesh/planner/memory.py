@@ -575,7 +575,8 @@ def _peaks(
             allocated=allocated,
             # The required tensors of a step are a lower bound, with the logits of this software.
             needed=maximum(
-                allocated + allocation.workspace_bytes, exact.total - exact.logits + logits
+                allocated + allocation.workspace_bytes,
+                exact.total + (layout.loss != "chunked") * (logits - exact.logits),
             ),
             states=exact.states,
             activations=activations,
