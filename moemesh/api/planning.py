@@ -99,19 +99,21 @@ def plan(
     trainable: bool = False,
     tokens: str | float | None = None,
     headroom: str | float | None = None,
+    price: float | None = None,
     why: Sequence[str] = (),
     settings: Sequence[str] = (),
 ) -> Answers:
     """Returns the `top` best layouts, fastest first; see ``moemesh plan --help`` for the options.
 
     `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens` of
-    the training (14.8e12, "14.8T") add ``days`` and ``gpu_hours`` to each answer's ``speed``;
+    the training (14.8e12, "14.8T") add ``days`` and ``gpu_hours`` to each answer's ``speed``, the
+    `price` of a GPU-hour adds ``money_per_step`` and, with tokens, ``money``;
     `why` lists layouts to compare ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
     problem, NothingFits (a ValueError) if no layout fits in memory.
     """
     request = PlanRequest(
         model, cluster, seq_len, global_batch, nodes=nodes, top=top, precision=precision,
-        anywhere=anywhere, trainable=trainable, tokens=tokens, headroom=headroom,
+        anywhere=anywhere, trainable=trainable, tokens=tokens, headroom=headroom, price=price,
         why=[why] if isinstance(why, str) else list(why), settings=list(settings),
     )  # fmt: skip
     with naming("settings"):
@@ -141,18 +143,20 @@ def estimate(
     global_batch: int | None = None,
     rank: str | int = "worst",
     headroom: str | float | None = None,
+    price: float | None = None,
 ) -> Answer:
     """Returns the price of one layout: parameters, flops, memory, traffic and seconds.
 
     `plan`: a Plan, a dict of keys of [plan], or a text as for ``--plan``. `rank`: the pipeline rank
     of the traffic, a number or "first", "inner", "last", "worst" in memory. `headroom`: memory of a
-    device to leave free, "10%" or "6GiB". Raises ConfigError with every problem.
+    device to leave free, "10%" or "6GiB". `price`: of a GPU-hour. Raises ConfigError with every
+    problem.
     """
     if isinstance(plan, Plan):
         plan = plan.model_dump(exclude_unset=True)
     source = plan if isinstance(plan, Mapping) else str(plan)
     priced = estimate_named(
-        model, cluster, source, seq_len, global_batch, rank=rank, headroom=headroom
+        model, cluster, source, seq_len, global_batch, rank=rank, headroom=headroom, price=price
     )
     return _answer(
         priced.plan or priced.layout,

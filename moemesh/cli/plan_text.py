@@ -24,7 +24,7 @@ from moemesh.planner.search.command import (
 )
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival
 from moemesh.planner.search.search import Candidate, counted
-from moemesh.planner.speed import decoding_intensity, layer_intensities
+from moemesh.planner.speed import Speed, decoding_intensity, layer_intensities
 from moemesh.planner.timing.price import pricing
 from moemesh.report.bars import StackedBar, stacked_bars
 from moemesh.report.document import Chapter, PageDocument, Table, figures, plural
@@ -157,10 +157,21 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         f"  80 % interval {least:.4g} to {most:.4g} s",
         f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.tokens_per_second_per_gpu:,.1f} a "
         f"device, MFU {speed.mfu:.1%} of {speed.peak_flops / 1e12:,.4g} TFLOP/s",
+        *(f"  {words}" for words in costs_of(speed)),
         "",
         *found.notes,
     ]
     return "\n".join(lines)
+
+
+def costs_of(speed: Speed, tokens: float | None = None) -> list[str]:
+    """Sentence on money, if an hour of a device has a price."""
+    step, billion = speed.money(speed.tokens), speed.money(1e9)
+    if speed.price is None or step is None or billion is None:
+        return []
+    words = f"at {speed.price:g} a GPU-hour a step costs {step:,.4g}, 10^9 tokens {billion:,.4g}"
+    whole = None if tokens is None else speed.money(tokens)
+    return [words if whole is None else f"{words}, the training {whole:,.0f}"]
 
 
 def _axis_rows(traffic: Ledger) -> list[tuple[str, ...]]:
@@ -190,7 +201,7 @@ def plan_text(
     heads = ("#", "seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
     numbered = [(str(number), *row) for number, row in enumerate(speeds(planned), start=1)]
     if planned.tokens:  # the costs replace the speed of one device, to keep the line short
-        heads = (*heads[:6], "MFU", "days", "GPU-hours")
+        heads = (*heads[:6], "MFU", "days", "GPU-hours", *_money_head(planned))
         numbered = [(*row[:6], *row[7:]) for row in numbered]
     top, *rows = table(heads, numbered).split("\n")
     lines = [*wrapped(", ".join(heading(planned))), top]
@@ -283,7 +294,11 @@ def speeds(planned: PlannedAnswer) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for candidate in planned.candidates:
         speed = planned.speed(candidate)
-        costs = (f"{speed.days(tokens):,.1f}", f"{speed.gpu_hours(tokens):,.0f}") if tokens else ()
+        costs: list[str] = []
+        if tokens:
+            costs = [f"{speed.days(tokens):,.1f}", f"{speed.gpu_hours(tokens):,.0f}"]
+            money = speed.money(tokens)
+            costs += [] if money is None else [f"{money:,.0f}"]
         rows.append(
             (
                 *(f"{candidate.seconds:.3f}", between(planned.seconds_interval(candidate), 1)),
@@ -297,6 +312,10 @@ def speeds(planned: PlannedAnswer) -> list[tuple[str, ...]]:
             )
         )
     return rows
+
+
+def _money_head(planned: PlannedAnswer) -> list[str]:
+    return [] if planned.cluster.gpu_hour_price is None else ["money"]
 
 
 def keys_text(layout: PlannedLayout, usual: PlannedLayout | None = None) -> str:
@@ -421,6 +440,7 @@ def judged(planned: PlannedAnswer) -> list[str]:
             f"cheapest: --nodes {nodes}: {hours:,.0f} GPU-hours ({hours / first - 1:+.1%}), "
             f"{days:,.1f} days, {keys_text(cheapest.layout)}"
         )
+    sentences += [f"1: {words}" for words in costs_of(planned.speed(best), planned.tokens)]
     proof = planned.certificate
     gap = best.seconds / proof.lower_bound_seconds - 1
     sentences.append(
@@ -489,7 +509,7 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
     (title, batch), rows, unit = heading(planned), speeds(planned), memory_unit(planned)[0]
     heads = ["Seconds a step", "80 % interval, s", f"Memory, {unit}", f"80 % interval, {unit}"]
     heads += ["Tokens/s", "Tokens/s a device", "MFU"]
-    heads += ["Days", "GPU-hours"] if planned.tokens else []
+    heads += ["Days", "GPU-hours", *_money_head(planned)] if planned.tokens else []
     # Values of every layout by key of [plan]; "-" for keys without an effect.
     choices: list[dict[str, str]] = []
     for one in planned.candidates:

@@ -41,7 +41,7 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     elif model is None or plan is None:
         fix = "--model tiny --plan dp=2"
         raise typer.BadParameter(f"give --model and --plan, or --config; fix: {fix}")
-    look: Any = {"rank": request.rank, "headroom": request.headroom}
+    look: Any = {name: getattr(request, name) for name in ("rank", "headroom", "price")}
     with progress("estimating", quiet=as_json):
         if request.config is not None:
             from moemesh.data.sources import with_vocabulary
@@ -88,7 +88,13 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         moemesh plan --model deepseek-v3 --cluster dgx_h100 --nodes 64 --seq-len 4096 \\
             --global-batch 15360 --tokens 14.8T --why tp=8,ep=64,data=zero3
     """
-    from moemesh.planner.search.command import PLAN_FILE, plan_file, plan_named, to_json
+    from moemesh.planner.search.command import (
+        PLAN_FILE,
+        not_trained,
+        plan_file,
+        plan_named,
+        to_json,
+    )
     from moemesh.report.files import check_target, write_texts
 
     html, write, explain = request.html, request.write, request.explain
@@ -104,12 +110,12 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         from moemesh.cli.plan_text import plan_document
 
         write_texts([(html, plan_document(planned, arguments).to_html())])
-    answer = to_json(planned)
-    is_written = write is not None and not answer["plans"][0]["not_trained"]
+    refused = not_trained(planned.fastest_first[0].layout, planned.model)
+    is_written = write is not None and not refused
     if write is not None and is_written:
         write_texts([(write, plan_file(planned))])
     if as_json:
-        typer.echo(strict_json(answer, indent=2))
+        typer.echo(strict_json(to_json(planned), indent=2))
     else:
         from moemesh.cli.plan_text import plan_text
 
@@ -122,8 +128,8 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     if write is not None and not is_written:
         from moemesh.config.errors import UserError
 
-        refused = ", ".join(answer["plans"][0]["not_trained"])
-        raise UserError(f"{write} is not written: `moemesh train` does not carry out {refused}")
+        reasons = ", ".join(refused)
+        raise UserError(f"{write} is not written: `moemesh train` does not carry out {reasons}")
 
 
 #: Most named operators on which a plan differs; --json has all.

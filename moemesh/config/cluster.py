@@ -119,6 +119,8 @@ class Cluster(Section):
     accelerator: str = ""
     #: Share of a device's memory that a job may take; None: as calibrated for the device.
     usable_share: Annotated[float, Range(0.0, 1.0, open_low=True)] | None = None
+    #: Price of an hour of one device, in any currency: the planner then prints money beside hours.
+    gpu_hour_price: Positive | None = None
     #: Calibrated constants of the planner's time model by name, as `moemesh calibrate` writes them.
     constants: dict[str, float] = Field(default_factory=dict[str, float])
     #: Measured collectives, as `moemesh bench links` writes them: they replace the closed forms.

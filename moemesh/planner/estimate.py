@@ -489,12 +489,13 @@ def estimate_named(
     *,
     rank: str | int = "worst",
     headroom: str | float | None = None,
+    price: float | None = None,
 ) -> Estimate:
     """Price the layout of `plan`. Raises ConfigError with every problem."""
     problems: list[Problem] = []
     known, machine = load_both(model, cluster, problems)
     try:
-        machine = None if machine is None else with_headroom(machine, headroom)
+        machine = None if machine is None else with_headroom(machine, headroom, price)
         planned = read_plan(plan, seq_len=seq_len, global_batch=global_batch, model=known)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
@@ -518,6 +519,7 @@ def estimate_run(
     *,
     rank: str | int = "worst",
     headroom: str | float | None = None,
+    price: float | None = None,
 ) -> Estimate:
     """Price a run of `moemesh train`: the configuration's model, plan, batch, dtype and optimizer.
     Raises ConfigError with every problem."""
@@ -525,7 +527,7 @@ def estimate_run(
     known, machine = load_both(config.model, cluster, problems)
     if known is None or machine is None:
         raise ConfigError(problems)
-    machine = with_headroom(machine, headroom)
+    machine = with_headroom(machine, headroom, price)
     train, data = config.train, config.data
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)

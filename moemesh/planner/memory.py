@@ -570,13 +570,14 @@ def _peaks(
         if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
             whole = sum(known[key][0].on_rank(layout))
             allocated = allocated + allocation.whole_bytes * whole
+        required = exact.total
+        if allocation.logit_bytes < Allocation.logit_bytes:  # as a compiled loss
+            required = required - exact.logits + logits
         yield PeakMemory(
             rank=rank,
             allocated=allocated,
-            # The required tensors of a step are a lower bound, with the logits of this software.
-            needed=maximum(
-                allocated + allocation.workspace_bytes, exact.total - exact.logits + logits
-            ),
+            # The required tensors of a step are a lower bound.
+            needed=maximum(allocated + allocation.workspace_bytes, required),
             states=exact.states,
             activations=activations,
             logits=logits,

@@ -29,6 +29,7 @@ HEADROOM_HELP = (
     "Memory of each device to leave free, such as 10% or 6GiB. "
     "[default: 1.5% on GPUs, as calibrated]"
 )
+PRICE_HELP = "Price of a GPU-hour, such as 2.5: money beside hours. [default: the cluster's]"
 _NODES = "Nodes, instead of the cluster's own number."
 _LENGTH_WORDS = {"tokens": "any sign", "metavar": "S"}
 
@@ -53,6 +54,7 @@ class PlanRequest:
         Quantity | None, "Tokens of the training (14.8T, 300B): days, GPU-hours.", "N"
     ] = None
     headroom: Annotated[Quantity | None, HEADROOM_HELP, "SHARE|SIZE"] = None
+    price: Annotated[float | None, PRICE_HELP, "MONEY"] = None
     why: Annotated[
         list[str] | None, 'Layout to judge: "tp=8,ep=64,data=zero3". May be repeated.', "PLAN"
     ] = None
@@ -85,6 +87,7 @@ class EstimateRequest:
         "RANK",
     ] = "worst"
     headroom: Annotated[str | None, HEADROOM_HELP, "SHARE|SIZE"] = None
+    price: Annotated[float | None, PRICE_HELP, "MONEY"] = None
     cache: Annotated[
         str | None,
         'Also the KV cache of BATCH sequences of TOKENS tokens: "32x4096".',

@@ -60,6 +60,8 @@ class Speed:
     devices: int
     flops_per_token: float
     peak_flops: float
+    #: Price of a device-hour, if known.
+    price: float | None = None
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class Speed:
             devices=layout.world_size,
             flops_per_token=training_flops(shape, layout.seq_len),
             peak_flops=peak_flops(cluster, layout.precision),
+            price=cluster.gpu_hour_price,
         )
 
     @property
@@ -97,6 +100,10 @@ class Speed:
     def gpu_hours(self, tokens: float) -> float:
         return self.days(tokens) * 24 * self.devices
 
+    def money(self, tokens: float) -> float | None:
+        """Price of the device-hours of `tokens` tokens; None without a price of an hour."""
+        return None if self.price is None else self.price * self.gpu_hours(tokens)
+
     def to_json(self, tokens: float | None = None) -> dict[str, float]:
         """The key "speed" of ``plan --json`` and ``estimate --json``."""
         rates = ("tokens_per_second", "tokens_per_second_per_gpu", "tflops_per_rank", "mfu")
@@ -106,6 +113,14 @@ class Speed:
         if tokens is not None:
             days, hours = self.days(tokens), self.gpu_hours(tokens)
             values |= {"tokens": tokens, "days": days, "gpu_hours": hours}
+        costs = {"money_per_step": self.tokens, "money_per_billion_tokens": 1e9, "money": tokens}
+        if self.price is not None:
+            values["gpu_hour_price"] = self.price
+            values |= {
+                name: self.price * self.gpu_hours(number)
+                for name, number in costs.items()
+                if number is not None
+            }
         return values
 
 

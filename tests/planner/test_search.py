@@ -69,6 +69,15 @@ def test_the_bound_of_the_time_is_below_the_price_and_close(model: str, nodes: i
         assert bound >= 0.6 * price, layouts.layout(index).key
 
 
+def test_many_layouts_at_once_have_the_prices_of_one_by_one() -> None:
+    layouts = search_space("qwen3-30b-a3b", 2)
+    rows = np.random.default_rng(2).choice(layouts.examined, 70, replace=False)
+    many = [layouts.layout(index) for index in map(int, rows)]
+    prices = layouts.pricing.seconds_of_all(layouts.shape, many)
+    for layout, price in zip(many, prices, strict=True):
+        assert price == pytest.approx(layouts.pricing.seconds(layouts.shape, layout), rel=1e-12)
+
+
 @pytest.mark.representative("45.0")
 @pytest.mark.parametrize("memory_gib", [45.0, 80.0])
 def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float) -> None:

@@ -76,6 +76,28 @@ def test_an_unknown_name_has_a_near_one() -> None:
         from_arch_table("dens", TABLE)
 
 
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("Qwen/Qwen3-235B-A22B", "qwen3-235b-a22b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("deepseek-ai/DeepSeek-V3-0324", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mixtral-8x22b"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "llama3-70b"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+    ],
+)
+def test_names_of_the_hub_are_presets(name: str, preset: str) -> None:
+    assert load_model(name).shape == load_model(preset).shape
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "Qwen/Qwen3-14B"])
+def test_a_name_of_another_size_is_no_preset(name: str) -> None:
+    with pytest.raises(ConfigError):
+        load_model(name)
+
+
 @pytest.mark.parametrize("name", preset_names(SHAPES))
 def test_packaged_shapes_load_and_state_their_source(name: str) -> None:
     folder = Path(__file__).parents[2] / "moemesh/config/presets" / SHAPES

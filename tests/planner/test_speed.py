@@ -16,6 +16,7 @@ from moemesh.planner.parameters import count_flops, training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import Speed, device_peak_flops, peak_flops
+from moemesh.planner.timing.price import with_headroom
 from moemesh.sharding.load_run import load_run
 
 
@@ -43,6 +44,32 @@ def test_days_and_gpu_hours_of_a_number_of_tokens() -> None:
     speed = Speed(seconds=1, tokens=1_000_000, devices=16, flops_per_token=1e9, peak_flops=1e15)
     assert speed.days(86_400e6) == pytest.approx(1.0)
     assert speed.gpu_hours(86_400e6) == pytest.approx(24 * 16)
+
+
+def test_money_is_the_price_of_the_device_hours() -> None:
+    speed = Speed(
+        seconds=2, tokens=4_000, devices=16, flops_per_token=1, peak_flops=1e9, price=2.25
+    )
+    figures = speed.to_json(86_400 * 2_000)
+    assert figures["money_per_step"] == pytest.approx(2.25 * 16 * 2 / 3600)
+    assert figures["money_per_billion_tokens"] == pytest.approx(250_000 * figures["money_per_step"])
+    assert figures["money"] == pytest.approx(2.25 * 24 * 16) == 2.25 * figures["gpu_hours"]
+    assert "money" not in {**Speed(**{**vars(speed), "price": None}).to_json(1e9)}
+
+
+@pytest.mark.parametrize("price", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_price_is_above_zero(price: float) -> None:
+    with pytest.raises(ConfigError, match="a GPU-hour costs more than 0"):
+        with_headroom(load_cluster("dgx_h100"), None, price)
+
+
+def test_both_verbs_print_money_beside_time() -> None:
+    cli.import_verbs()
+    words = ["--model", "tiny", "--cluster", "dgx_h100", "--seq-len", "64", "--global-batch", "8"]
+    for verb, more in (("plan", ["--tokens", "1T"]), ("estimate", ["--plan", "dp=8"])):
+        result = CliRunner().invoke(app, [verb, *words, *more, "--price", "3.5"])
+        text = " ".join(result.output.split())
+        assert result.exit_code == 0 and "at 3.5 a GPU-hour a step costs" in text
 
 
 def test_the_published_utilization_of_deepseek_v3_is_in_reach_of_its_published_seconds() -> None:

@@ -248,7 +248,9 @@ def plan_named(
     wanted = None
     try:
         wanted = None if request.tokens is None else read_tokens(str(request.tokens))
-        machine = None if machine is None else with_headroom(machine, request.headroom)
+        machine = (
+            None if machine is None else with_headroom(machine, request.headroom, request.price)
+        )
     except ConfigError as error:
         problems += error.problems
     if machine is not None and nodes is not None:

@@ -37,6 +37,8 @@ from moemesh.trace.memory_profile import format_bytes
 _ROUNDING = 1e-9
 #: Number of layouts that are sorted first: more than a search prices.
 _FIRST = 2000
+#: Number of layouts from which on their prices are computed in columns.
+_FEWEST_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,16 @@ class SearchSpace:
     def fastest(self, order: Iterable[int], count: int) -> list[int]:
         """The `count` fastest of the layouts in `order` (ascending bounds), as :meth:`fitting`."""
         priced: list[tuple[float, float, int]] = []
-        for index in order:
+        order = iter(order)
+        # The first `count` are priced in any case.
+        known = list(islice(order, count))
+        missing = [index for index in known if index not in self._prices]
+        for part in (missing[start : start + _FIRST] for start in range(0, len(missing), _FIRST)):
+            if len(part) >= _FEWEST_AT_ONCE:
+                layouts = [self.layout(index) for index in part]
+                prices = self.pricing.seconds_of_all(self.shape, layouts)
+                self._prices |= zip(part, prices, strict=True)
+        for index in chain(known, order):
             if len(priced) >= count and self.bounds[index] > priced[count - 1][0] * (1 + _ROUNDING):
                 break
             insort(priced, (self.seconds(index), float(self.needed[index]), index))

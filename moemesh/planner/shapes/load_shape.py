@@ -165,21 +165,33 @@ class Model(NamedTuple):
     sizes: ModelConfig | None = None
 
 
-#: Names on the hub of the models that presets have the sizes of.
+#: Suffixes of a model's other releases on the hub: further training changes no size.
+_VARIANTS = r"(-(base|instruct|chat|thinking|zero|hf|\d{4}|v\d\.\d|terminus))*"
+#: Preset -> pattern of the names on the hub of the models that have its sizes.
 _RELEASES = {
-    "deepseek-ai/DeepSeek-V2": "deepseek-v2",
-    "deepseek-ai/DeepSeek-V2-Lite": "deepseek-v2-lite",
-    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
-    "openai/gpt-oss-20b": "gpt-oss-20b",
-    "openai/gpt-oss-120b": "gpt-oss-120b",
-    "moonshotai/Kimi-K2-Base": "kimi-k2",
-    "meta-llama/Meta-Llama-3-8B": "llama3-8b",
-    "mistralai/Mixtral-8x7B-v0.1": "mixtral-8x7b",
-    "mistralai/Mixtral-8x22B-v0.3": "mixtral-8x22b",
-    "Qwen/Qwen2-57B-A14B": "qwen2-57b-a14b",
-    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
-    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "deepseek-v2": r"deepseek-ai/deepseek-v2(\.5)?(-\d{4})?",
+    "deepseek-v2-lite": "deepseek-ai/deepseek-(v2|coder-v2)-lite",
+    "deepseek-v3": r"deepseek-ai/deepseek-(v3(\.1)?|r1)",
+    "gpt-oss-20b": "openai/gpt-oss-(safeguard-)?20b",
+    "gpt-oss-120b": "openai/gpt-oss-(safeguard-)?120b",
+    "kimi-k2": "moonshotai/kimi-k2",
+    "llama3-8b": r"meta-llama/(meta-)?llama-3(\.1)?-8b",
+    "llama3-70b": r"meta-llama/(meta-)?llama-3(\.[13])?-70b",
+    "llama3-405b": r"meta-llama/(meta-)?llama-3\.1-405b",
+    "mixtral-8x7b": "mistralai/mixtral-8x7b",
+    "mixtral-8x22b": "mistralai/mixtral-8x22b",
+    "qwen2-57b-a14b": "qwen/qwen2-57b-a14b",
+    "qwen3-30b-a3b": "qwen/qwen3-(coder-)?30b-a3b",
+    "qwen3-235b-a22b": "qwen/qwen3-235b-a22b",
 }
+
+
+def _preset_of(name: str) -> str:
+    """The preset with the sizes of a model of this name on the hub; other names as they are."""
+    for preset, pattern in _RELEASES.items():
+        if re.fullmatch(pattern + _VARIANTS, name, re.IGNORECASE):
+            return preset
+    return name
 
 
 def load_model(source: str | Path | ModelConfig | Model) -> Model:
@@ -193,7 +205,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
     if isinstance(source, ModelConfig):
         presets = (name for name in preset_names() if load_model(name).config == source)
         return Model(shape_of(source, next(presets, "model")), source)
-    source = _RELEASES.get(str(source), str(source))
+    source = _preset_of(str(source))
     path = local_folder(source, "model", "model", [CONFIG])
     if source in (*preset_names(), *preset_names(SHAPES)):
         table = read_preset_table(source, "" if source in preset_names() else SHAPES)

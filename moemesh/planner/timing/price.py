@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import exp
+from math import exp, inf
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from moemesh.planner.timing.columns import (
     layout_row,
     model_row,
     precision_of,
+    stacked,
 )
 from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.planner.timing.links import LinkTable
@@ -40,9 +42,17 @@ _MEMORY_UNITS = {"%": 0.01, "mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|mib|gib|mb|gb)?", re.IGNORECASE)
 
 
-def with_headroom(cluster: Cluster, headroom: str | float | None) -> Cluster:
+def with_headroom(
+    cluster: Cluster, headroom: str | float | None, price: float | None = None
+) -> Cluster:
     """The cluster with `headroom` of every device's memory left free: a share ("10%", 0.1) or a
-    size ("6GiB"). None keeps the calibrated share. Raises ConfigError."""
+    size ("6GiB"), and with the `price` of a device's hour. None keeps the cluster's own numbers.
+    Raises ConfigError."""
+    if price is not None:
+        if not 0 < price < inf:
+            message, fix = f"a GPU-hour costs more than 0, not {price:g}", "such as --price 2.5"
+            raise ConfigError([Problem.of("out-of-range", "price", price, message, fix)])
+        cluster = cluster.model_copy(update={"gpu_hour_price": price})
     if headroom is None:
         return cluster
     share = _share(str(headroom), cluster.memory_bytes)
@@ -101,19 +111,33 @@ class Pricing:
 
     def seconds(self, shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
         """Seconds of a step by part, with `total`."""
-        model, row = model_row(shape), layout_row(shape, layout, software_of(layout))
-        parts = step_time(
-            model,
-            row,
-            hardware_row(self.device, precision_of(layout)),
-            self.constants,
-            table=self.table,
-            stages=[Stages.of(shape, layout)],
-        ).row(0)
-        if not self.own.runs:
-            return parts
-        factor = exp(float(self.own.correction(model, row)))
-        return {name: seconds * factor for name, seconds in parts.items()}
+        row = layout_row(shape, layout, software_of(layout))
+        return self._seconds(shape, [layout], row, precision_of(layout))[0]
+
+    def seconds_of_all(
+        self, shape: ModelShape, layouts: Sequence[PlannedLayout]
+    ) -> list[dict[str, float]]:
+        """:meth:`seconds` of many layouts of one precision, with the formulas in columns."""
+        rows = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
+        return self._seconds(shape, layouts, stacked(rows), precision_of(layouts[0]))
+
+    def _seconds(
+        self,
+        shape: ModelShape,
+        layouts: Sequence[PlannedLayout],
+        rows: LayoutColumns,
+        precision: int,
+    ) -> list[dict[str, float]]:
+        model, hardware = model_row(shape), hardware_row(self.device, precision)
+        stages = [Stages.of(shape, layout) for layout in layouts]
+        times = step_time(model, rows, hardware, self.constants, table=self.table, stages=stages)
+        factors = np.ones(len(layouts))
+        if self.own.runs:
+            factors = np.exp(np.ravel(self.own.correction(model, rows)))
+        return [
+            {name: seconds * float(factor) for name, seconds in times.row(number).items()}
+            for number, factor in enumerate(factors)
+        ]
 
     def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
         """Line on the correction of a layout by the cluster's own runs; "" without runs."""

@@ -281,9 +281,8 @@ class StepTime:
 
     def row(self, index: int) -> dict[str, float]:
         """The numbers of one row, for JSON."""
-        return {
-            item.name: float(np.ravel(getattr(self, item.name))[index]) for item in fields(self)
-        }
+        columns = ((item.name, np.ravel(getattr(self, item.name))) for item in fields(self))
+        return {name: float(column[index % len(column)]) for name, column in columns}
 
 
 def step_time(
