@@ -396,7 +396,8 @@ def risk_of_memory(planned: PlannedAnswer) -> str:
             return f"{risk}; {number} is the first whose interval fits, {slower:.1%} slower"
     if planned.has_safe:
         return f"{risk}; a larger --top shows the first whose interval fits"
-    return f"{risk}, and no layout's fits: more --nodes leave more room"
+    options = " or ".join(["more --nodes", *planned.safer])
+    return f"{risk}, and no layout's fits: {options} leave more room"
 
 
 def _exact_plan(planned: PlannedAnswer) -> Plan | None:

@@ -30,6 +30,9 @@ ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Numbers of a block of NF4 (:mod:`moemesh.ops.nf4`), and its bytes: half a byte each, and a scale.
 NF4_BLOCK, NF4_BLOCK_BYTES = 64, 36
+#: Numbers of packed weights that are dequantized, or quantized, at the same time, if one expert, or
+#: one row, has not more.
+NF4_NUMBERS_AT_ONCE = 1 << 26
 
 
 def packed_bytes(columns: int) -> int:

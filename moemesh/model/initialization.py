@@ -95,8 +95,8 @@ def initialize(
         kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
-        value = value.to(device)
-        stored = quantize(value) if is_packed(name) else value.to(kept)
+        # Packed in the memory of the host: a device may have no room for the numbers.
+        stored = quantize(value).to(device) if is_packed(name) else value.to(device, kept)
         setattr(owner, leaf, nn.Parameter(stored, requires_grad=stored.is_floating_point()))
     for name, buffer in list(model.named_buffers()):
         module, _, leaf = name.rpartition(".")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moemesh.config.lora import NF4_NUMBERS_AT_ONCE
 from moemesh.ops.expert_blocks import Block
 from moemesh.ops.linear import Adapter
 from moemesh.ops.nf4 import dense
@@ -28,10 +29,6 @@ from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 #: (rows [B, I], weights [E, I, O]) -> [B, O].
 Gemm = Callable[[Tensor, Tensor], Tensor]
-
-#: Numbers of the packed weights of experts that are dequantized at the same time, if one expert has
-#: not more.
-NUMBERS_AT_ONCE = 1 << 26
 
 
 def part_of(adapter: Adapter, y_BO: Tensor) -> Tensor:
@@ -123,7 +120,7 @@ class ExpertWeights(NamedTuple):
         dequantized one after the other."""
         if self.gate_up.dtype != torch.uint8:
             return None
-        return max(NUMBERS_AT_ONCE // (3 * self.gate_up.shape[2] * self.down.shape[1]), 1)
+        return max(NF4_NUMBERS_AT_ONCE // (3 * self.gate_up.shape[2] * self.down.shape[1]), 1)
 
     def of_block(self, block: Block, dtype: torch.dtype) -> ExpertWeights:
         """The weights of the experts of one block, which does not cross the border of the rest:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.nf4 import dense
@@ -67,7 +68,7 @@ Weight = Tensor | Adapted
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TI, weight)
+        ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
         # Hooks on saved tensors give back another object: only the leaf itself has a gradient.
         ctx.leaf = weight
         return x_TI @ _matrix(weight, x_TI.dtype).t()
@@ -234,6 +235,33 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
     if not torch.is_grad_enabled():  # nothing is kept for a backward
         return x_TI @ _matrix(weight, x_TI.dtype).t()
     return _Linear.apply(x_TI, weight)
+
+
+class _PackedLinear(torch.autograd.Function):
+    """The product with a packed weight [O, I], or transposed [I, O], which it keeps packed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.is_transposed = is_transposed
+        matrix = dense(weight, x.dtype)
+        return x @ (matrix if is_transposed else matrix.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        matrix = dense(weight, grad.dtype)
+        return grad @ (matrix.t() if ctx.is_transposed else matrix), None, None
+
+
+def plain_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_transposed: bool = False
+) -> Tensor:
+    """``F.linear`` of a weight [O, I] of any form; `is_transposed`: stored as [I, O]."""
+    if weight.dtype != torch.uint8:
+        return F.linear(x, weight.t() if is_transposed else weight, bias)
+    y = _PackedLinear.apply(x, weight, is_transposed)
+    return y if bias is None else y + bias
 
 
 def swiglu(h_TG: Tensor, form: SwigluForm = PLAIN) -> Tensor:

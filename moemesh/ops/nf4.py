@@ -46,6 +46,11 @@ def quantize(weight: Tensor) -> Tensor:
 
 def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [..., I] that :func:`quantize` packed: products in fp32, rounded to `dtype`."""
+    with torch._C.DisableTorchFunction():  # a mode may widen fp32 (moemesh.model.hub.precision)
+        return _dequantized(packed, dtype)
+
+
+def _dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
     row = packed.shape[-1]
     blocks = F.pad(packed, (0, -row % NF4_BLOCK_BYTES)).unflatten(-1, (-1, NF4_BLOCK_BYTES))
     scale = blocks[..., :_SCALE].contiguous().view(torch.float32)

@@ -265,6 +265,7 @@ def fill(
         dtype=dtype,
         device=mesh.device,
         slices=lambda name, shape: slices(name, shape) if name in held else None,
+        is_packed=lambda name: name in held and where[name].is_packed,
     )
     for name, parameter in model.named_parameters():
         if name.endswith("_lora_A"):

@@ -176,9 +176,9 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
     return plan.model_copy(update={"dispatcher": "all_to_all"}) if is_auto else plan
 
 
-def trained_shares(config: RunConfig) -> dict[str, float | bool]:
-    """Layout fields on what trains in a run: whether only adapters do, and trained parameters per
-    parameter of the model, for dense weights and for experts."""
+def trained_shares(config: RunConfig) -> dict[str, float | bool | str]:
+    """Layout fields on what trains in a run: whether only adapters do, the form of the rest, and
+    trained parameters per parameter of the model, for dense weights and for experts."""
     tuning = config.tuning
     if tuning.is_full:
         return {}
@@ -194,6 +194,7 @@ def trained_shares(config: RunConfig) -> dict[str, float | bool]:
             only_adapters = only_adapters and not share
     return {
         "adapters": only_adapters and bool(config.lora.rank),
+        "base": config.lora.base,
         "trained_dense": trained[False] / max(own[False], 1),
         "trained_experts": trained[True] / max(own[True], 1),
     }

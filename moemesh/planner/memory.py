@@ -34,9 +34,10 @@ import numpy as np
 
 from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.lora import NF4_BLOCK, NF4_BLOCK_BYTES, NF4_NUMBERS_AT_ONCE
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.arithmetic import Number, maximum, minimum, where
-from moemesh.planner.parameters import WeightCounts, end_weights, layer_weights
+from moemesh.planner.parameters import WeightCounts, end_weights, layer_parts, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
@@ -233,6 +234,21 @@ def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightC
     return weights
 
 
+#: Parts of a layer (:func:`moemesh.planner.parameters.layer_parts`) that a base in NF4 packs.
+_PACKED = ("attention", "dense_mlp", "shared_experts", "experts")
+
+
+def packed_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
+    """Parameters of a pipeline rank that are held in NF4, before tp, ep and etp."""
+    weights, whole = WeightCounts(), layout.attention_exit == "all_to_all"
+    if layout.base == "nf4":
+        for kind, number in Stages.of(shape, layout, microbatches=1).contents[rank].kinds.items():
+            parts = layer_parts(shape, kind.moe, whole)
+            for part in (parts[name] for name in _PACKED if name in parts):
+                weights = weights.plus(part, number)
+    return weights
+
+
 def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     """Peak bytes that pipeline rank `rank` keeps, if a microbatch keeps `kept` on each of its
     stages."""
@@ -320,14 +336,17 @@ def _rank_states(
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
+    per_number = layout.element_bytes - NF4_BLOCK_BYTES / NF4_BLOCK
+    saved = [per_number * number for number in packed_weights(shape, layout, rank).on_rank(layout)]
     # ZeRO 1 cuts optimizer states, ZeRO 2 also gradients, ZeRO 3 also weights.
     shards = layout.dense_shards, layout.expert_shards
     cut_w, cut_g, cut_o = (shards if layout.zero >= level else (1, 1) for level in (3, 2, 1))
     if layout.parameter_server:
         cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
     return weights, {
-        "dense_weights": versions * (dense + layout.adapters * trained[0]) / cut_w[0],
-        "expert_weights": versions * (expert + layout.adapters * trained[1]) / cut_w[1],
+        "dense_weights": (versions * (dense + layout.adapters * trained[0]) - saved[0]) / cut_w[0],
+        "expert_weights": (versions * (expert + layout.adapters * trained[1]) - saved[1])
+        / cut_w[1],
         "gradients": layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
         "optimizer": layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
     }
@@ -363,7 +382,7 @@ def rank_memory(
         work = maximum(work, whole - once)
     if rank not in chunks.held:
         chunks.held[rank] = held(layout, rank, kept)
-    # Buffers of communication: gathered inputs, unsharded units of ZeRO-3.
+    # Buffers of communication: gathered inputs, unsharded units of ZeRO-3; a dequantized block.
     buffers: Number = 0.0
     if layout.sequence_parallel:
         buffers = where(layout.tp > 1, 2 * w * layout.tokens * shape.hidden_size, 0.0)
@@ -378,6 +397,11 @@ def rank_memory(
         if layout.reshard == "step":
             gathered = sum(weights.on_rank(layout))
         buffers = buffers + w * (gathered + largest)
+    if layout.base == "nf4":
+        block: Number = 0.0
+        for kind in content.kinds:
+            block = maximum(block, maximum(*layer_weights(shape, kind.moe).on_rank(layout)))
+        buffers = buffers + w * minimum(block, NF4_NUMBERS_AT_ONCE)
     return RankMemory(
         rank=rank,
         **state_bytes,

@@ -43,7 +43,7 @@ RECOMPUTED: dict[str, frozenset[str]] = {
 }
 
 #: Fields on what trains; in a run these are keys of other sections than [plan].
-TRAINED = ("trained_dense", "trained_experts", "adapters")
+TRAINED = ("trained_dense", "trained_experts", "adapters", "base")
 
 #: Value of `plan.data` for each stage of ZeRO.
 DATA: tuple[DataStrategy, ...] = ("replicate", "zero1", "zero2", "zero3")
@@ -155,6 +155,8 @@ class PlannedLayout(Shown):
     trained_dense: float = 1.0
     trained_experts: float = 1.0
     adapters: bool = False
+    #: Form of the weights of attention, MLPs and experts that do not train.
+    base: Literal["same", "nf4"] = "same"
     ranks_per_node: int = 0
     #: Load of the most loaded expert rank over the mean: multiplies routed rows on the worst rank.
     imbalance: float = 1.0

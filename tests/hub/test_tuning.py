@@ -25,6 +25,7 @@ from moemesh.config.run import RunConfig, adapter_rules, projections
 from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import Tuning
 from moemesh.model.hub.experts import HeldExperts
+from moemesh.ops.nf4 import dequantize, quantize
 from moemesh.train.numerics.hub_proof import ProofError, prove
 from tests.hub.families import family_names
 from tests.hub.training import (
@@ -134,6 +135,43 @@ def test_adapters_train_as_in_peft(name: str, layout: str, tmp_path: Path) -> No
 def test_adapters_of_every_family_train_as_in_peft(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS["ep2"] if architecture_of(name).num_experts % 2 == 0 else {"dp": 2}
     assert adapted(name, LORA, tmp_path, **layout) < 1e-9
+
+
+def packed(name: str, **keys: Any) -> float:
+    """The largest difference between the steps of adapters on a base in NF4 in the layout `keys`,
+    and those on one device on the dequantized numbers."""
+    lora = LORA.model_copy(update={"base": "nf4"})
+    architecture = architecture_of(name)
+    stored = {one.name for one in architecture.parameters if one.parts}
+    factors = factors_of(model_of(architecture).with_lora(LORA))
+    for key, factor in list(factors.items()):
+        module, _, leaf = key.rpartition(".")
+        if module.endswith(".experts"):
+            factors |= {f"{module}.{place}.{leaf}": row for place, row in enumerate(factor)}
+
+    def rounded(key: str, weight: Tensor) -> Tensor:
+        return dequantize(quantize(weight), torch.float64) if key in stored else weight
+
+    given: dict[str, Any] = {"tuning": Tuning(train_only=LORA.trains), "factors": factors}
+    expected = split(name, lora=LORA, changed=rounded, **given)
+    got = split(name, lora=lora, **given, **keys)
+    adapters = {key: one for key, one in expected.weights.items() if is_adapter(key)}
+    assert adapters
+    return difference(expected._replace(weights=adapters), got)
+
+
+@pytest.mark.parametrize("layout", ["one", *LAYOUTS])
+@pytest.mark.parametrize("name", FEW)
+def test_a_base_in_nf4_trains_as_its_dequantized_copy(name: str, layout: str) -> None:
+    assert packed(name, **LAYOUTS.get(layout, {})) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", family_names())
+def test_a_base_in_nf4_of_every_family(name: str) -> None:
+    layout = LAYOUTS["ep2"] if architecture_of(name).num_experts % 2 == 0 else {"dp": 2}
+    assert packed(name, **layout) < 1e-9
 
 
 def some_experts(name: str) -> Tuning:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,10 +25,11 @@ from moemesh.model.hub.build import allocate, blueprint
 from moemesh.model.hub.precision import exactly
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.numerics.hub_proof import _Weights
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.owned import owned_shards
 from moemesh.train.step import gradients_of_step, update
-from moemesh.train.weights.saving import _weights
+from moemesh.train.weights.saving import _weights, load_base
 from tests.hub.families import random_model, tiny_config
 from tests.ranks import mesh_on_ranks
 
@@ -156,6 +157,8 @@ def on_rank(
             whole = whole.narrow(dim, start, size)
         shard.tensor.copy_(whole)
     optimizer.round_masters()
+    if model.lora.is_packed:
+        load_base(_Weights(weights), parallel)
     losses, norms = list[float](), list[float]()
     for step in range(1, STEPS + 1):
         result = gradients_of_step(
@@ -199,14 +202,16 @@ def split(
     tuning: Tuning = FULL,
     lora: LoraConfig = NO_ADAPTERS,
     factors: Mapping[str, Tensor] | None = None,
+    changed: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     **keys: Any,
 ) -> Trained:
-    """The steps in the layout `keys`, by this library; `factors`: adapters at first, by name."""
+    """The steps in the layout `keys`, by this library; `factors`: adapters at first, by name;
+    `changed`: (name, weight) -> another weight to start from."""
     model = model_of(architecture_of(name)).with_lora(lora)
     architecture = model.architecture
     assert architecture is not None
     random = random_model(name)
-    weights = {key: value.double() for key, value in random.state_dict().items()}
+    weights = {key: changed(key, value.double()) for key, value in random.state_dict().items()}
     weights |= factors or {}
     for record in architecture.parameters:  # experts by themselves, as checkpoints have them
         if record.is_expert:

@@ -76,7 +76,7 @@ def test_the_numbers_are_those_of_the_dequantized_weights(
     model: str, combine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts in blocks of one, forward and backward, and experts that have no rows."""
-    monkeypatch.setattr(expert_weights, "NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr(expert_weights, "NF4_NUMBERS_AT_ONCE", 1)
     plan, drawn = {"combine": combine}, initialization.normal_slice
     shape = Shape(global_batch=1, seq_len=3)
     got = train(PACKED[model], plan, ALONE, shape)

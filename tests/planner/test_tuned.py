@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from math import prod
 
 import pytest
 
+from moemesh.cli.plan_text import risk_of_memory
 from moemesh.config.cluster import load_cluster
 from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
@@ -17,23 +19,24 @@ from moemesh.planner.layout_sources import from_plan, plan_of, trained_shares
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PlanRequest
-from moemesh.planner.search.command import PlannedAnswer, plan_named, train_command
+from moemesh.planner.search.command import NothingFits, PlannedAnswer, plan_named, train_command
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import step_volumes
 from moemesh.sharding.load_run import load_run
-from moemesh.sharding.parameters import num_trained
+from moemesh.sharding.parameters import num_trained, tensors
 from moemesh.train.preparation import TooLargeError, refuse_too_large
 
 CHOICES = (
     RunConfig(lora=LoraConfig(rank=8)),
+    RunConfig(lora=LoraConfig(rank=8, base="nf4")),
     RunConfig(train=TrainConfig(train_only=("*attention*",))),
     RunConfig(train=TrainConfig(freeze=("layers.*.feed_forward.experts.*",))),
 )
 
 
-@pytest.mark.parametrize("config", CHOICES, ids=["lora", "attention", "without experts"])
+@pytest.mark.parametrize("config", CHOICES, ids=["lora", "nf4", "attention", "without experts"])
 @pytest.mark.parametrize("plan", [Plan(), Plan(dp=4, ep=4), Plan(dp=4, ep=2, data="zero1")])
 def test_states_of_shares_are_those_of_the_tensors(config: RunConfig, plan: Plan) -> None:
     layout = from_plan(plan, config.model, seq_len=64, global_batch=8)
@@ -56,6 +59,34 @@ def test_shares_count_what_trains() -> None:
         trained = num_trained(config.tuning, config.model, Plan())
         assert rank_memory(shape, layout, 0).gradients == pytest.approx(trained, rel=1e-3)
         assert shares["adapters"] == (config.lora.rank > 0)
+
+
+def test_a_base_in_4_bits_is_among_the_answers() -> None:
+    """Where nothing fits, where the whole interval of no answer fits, and as a plan of its own."""
+    words = ("qwen3-30b-a3b", "one_h100", 4096, 16)
+    with pytest.raises(NothingFits) as caught:
+        plan_named(PlanRequest(*words))
+    lines = str(caught.value).splitlines()
+    adapters, packed = (
+        next(float(line.split(": ")[1].split()[0]) for line in lines if f"{end} (" in line)
+        for end in ("--set lora.rank=16", "--set lora.rank=16 --set lora.base=nf4")
+    )
+    assert packed < adapters
+    tight = plan_named(PlanRequest(*words, settings=["lora.rank=16"]))
+    assert not tight.has_safe and tight.safer == (
+        "--set lora.base=nf4 (the frozen base in 4 bits)",
+    )
+    assert "or --set lora.base=nf4" in risk_of_memory(tight)
+    roomy = plan_named(PlanRequest(*words, settings=["lora.rank=16", "lora.base=nf4"]))
+    assert roomy.has_safe and roomy.candidates[0].seconds == pytest.approx(packed, rel=0.01)
+    command = shlex.split(train_command(roomy.candidates[0].layout, roomy.model))
+    assert "lora.base=nf4" in command
+    # 29.9 of 30.5 billion parameters take 36 bytes for 64 of them.
+    first, other = (
+        rank_memory(one.model.shape, one.candidates[0].layout, 0) for one in (roomy, tight)
+    )
+    saved = other.dense_weights + other.expert_weights - first.dense_weights - first.expert_weights
+    assert saved == pytest.approx(29.9e9 * (2 - 36 / 64), rel=0.003)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +156,16 @@ def test_states_and_traffic_are_those_of_what_trains() -> None:
     less = before.states - memory.states
     assert estimated.peak.needed == pytest.approx(every.peak.needed - less)
     assert any(f"{trained:,} parameters train" in note for note in estimated.notes)
+
+
+def test_the_estimate_of_a_packed_base_is_that_of_its_tensors() -> None:
+    packed = RunConfig(lora=LoraConfig(rank=4, base="nf4"), train=ADAPTED.train)
+    before, after = (estimate_run(one, "laptop_cpu").memory.worst for one in (ADAPTED, packed))
+    numbers = sum(prod(one.shape) for one in tensors(packed.model, Plan()) if one.is_packed)
+    saved = before.dense_weights + before.expert_weights
+    saved -= after.dense_weights + after.expert_weights
+    assert saved == numbers * 4 - numbers * 36 // 64
+    assert numbers * 36 / 64 <= 0.16 * numbers * 4
 
 
 def test_traffic_is_that_of_adapters() -> None:

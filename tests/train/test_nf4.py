@@ -53,6 +53,14 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def predicted_memory(run: Path) -> dict[str, list[dict[str, int]]]:
+    """The memory of a run, whose states are those that were predicted."""
+    memory = json.loads((run / "memory.json").read_text())
+    for key in ("dense_weights", "expert_weights", "gradients", "optimizer"):
+        assert [one[key] for one in memory["ranks"]] == [one[key] for one in memory["predicted"]]
+    return memory
+
+
 def evaluated(source: Path, *more: str) -> float:
     data = source.parent / "a.txt"
     words = ["evaluate", str(source), "--data", str(data), "--seq-len", "16", "--json"]
@@ -75,9 +83,7 @@ def test_from_the_folder_to_the_export(tmp_path: Path, given: list[str]) -> None
     assert names and all("_lora_" in name for name in names)
     assert manifest["state"]["base"].startswith("blake2b")
     # Weights are at most 0.16 of fp32's.
-    memory = json.loads((run / "memory.json").read_text())
-    for key in ("dense_weights", "expert_weights", "gradients", "optimizer"):
-        assert [one[key] for one in memory["ranks"]] == [one[key] for one in memory["predicted"]]
+    memory = predicted_memory(run)
     config = load_run([], given).config
     stacks = [one for one in tensors(config.model, Plan()) if one.is_expert]
     whole = sum(4 * torch.Size(one.shape).numel() for one in stacks if "_lora_" not in one.name)
@@ -99,6 +105,31 @@ def test_from_the_folder_to_the_export(tmp_path: Path, given: list[str]) -> None
     keys = [bytes_, "lora.rank=3", f"lora.path={tmp_path / 'peft'}"]
     assert evaluated(tmp_path / "base", *keys, "lora.base=nf4") == pytest.approx(loss, rel=1e-5)
     assert evaluated(tmp_path / "base", *keys) != pytest.approx(loss, rel=1e-5)
+
+
+def test_a_model_of_transformers_from_the_folder_to_the_export(
+    tmp_path: Path, given: list[str]
+) -> None:
+    run, other, base = (tmp_path / name for name in ("run", "other", "base"))
+    given = [*given, "train.steps=2", "model.implementation=transformers"]
+    said("train", *sets(*given, "lora.base=nf4", "train.steps=1"), "--out", run)
+    said(
+        "train", run / "config.toml", *sets("train.steps=2", "plan.dp=2", "plan.ep=2"), "--out", run
+    )
+    copy = rounded(base, tmp_path / "copy")
+    said("train", *sets(*given, f"model.path={copy}"), "--out", other)
+    assert losses(run) == pytest.approx(losses(other), rel=1e-6)
+    assert predicted_memory(run)
+    names = json.loads((run / "checkpoints/step-2/manifest.json").read_text())["tensors"]
+    assert all("_lora_" in name for name in names if name.startswith("model."))
+    for source in (run, other):
+        said("convert", source, source.with_suffix(".merged"))
+    merged = load_file(tmp_path / "run.merged/model.safetensors")
+    for name, weight in load_file(tmp_path / "other.merged/model.safetensors").items():
+        torch.testing.assert_close(merged[name], weight, rtol=1e-5, atol=1e-5)
+    keys = ["data.tokenizer=bytes", "model.implementation=transformers"]
+    loss = evaluated(run)
+    assert evaluated(tmp_path / "run.merged", *keys) == pytest.approx(loss, rel=1e-5)
 
 
 def refusal(*words: object) -> str:

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moemesh.config.huggingface.keys import wrong
+from moemesh.config.lora import packed_bytes
 from moemesh.model.hub.experts import IMPLEMENTATION, adopt
 from moemesh.model.hub.precision import exactly
 
@@ -140,10 +141,11 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     slices: Slices = whole,
+    is_packed: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Memory for every parameter that is held here, zeros until weights are loaded, and buffers
     with their values. Parameters that transformers keeps in float32 stay in it; those that are not
-    held stay on the meta device."""
+    held stay on the meta device. `is_packed`: whether a parameter is held in NF4."""
     parameters: dict[nn.Parameter, nn.Parameter] = {}
     owners = {"": model}
     for prefix, module in list(model.named_modules()):
@@ -158,7 +160,10 @@ def allocate(
                     continue
                 sizes = [len(part) for part in parts]
                 kept = parameter.dtype if dtype == torch.bfloat16 else dtype
-                parameters[parameter] = nn.Parameter(torch.zeros(sizes, dtype=kept, device=device))
+                if is_packed(name):
+                    sizes[-1], kept = packed_bytes(sizes[-1]), torch.uint8
+                zeros = torch.zeros(sizes, dtype=kept, device=device)
+                parameters[parameter] = nn.Parameter(zeros, requires_grad=kept.is_floating_point)
             module._parameters[leaf] = parameters[parameter]
         if any(buffer is not None for buffer in module._buffers.values()):
             with exactly(dtype):

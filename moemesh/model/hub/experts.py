@@ -30,7 +30,7 @@ from moemesh.model.moe import Observer, PlainExchange, Runner
 from moemesh.model.seams import Flow, Tokens
 from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights, rows_of
-from moemesh.ops.linear import Adapter
+from moemesh.ops.linear import Adapter, plain_linear
 from moemesh.ops.permute import count_ids, permute
 
 #: The name of our experts function among those of transformers.
@@ -161,6 +161,12 @@ def add_adapter(linear: nn.Module, owner: nn.Module, target: str, scale: float) 
     linear.forward = forward
 
 
+def unpack(linear: nn.Module) -> None:
+    """Let a linear layer dequantize its weight for the length of a product."""
+    layer = cast("Any", linear)
+    linear.forward = lambda x: plain_linear(x, layer.weight, layer.bias)
+
+
 class HeldExperts:
     """The experts of one layer that a rank holds, in the form that an exchange computes with.
     ``rest``: the module of further experts, which do not train and follow in the order of rows."""
@@ -218,7 +224,8 @@ class HeldExperts:
 
     def __call__(self, rows: DispatchedRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]."""
-        if self.rest is None and not self._adapted and not self.is_swiglu:
+        is_plain = self.rest is None and not self._adapted
+        if is_plain and not self.is_swiglu and self.module.down_proj.dtype != torch.uint8:
             return self._computed_by_module(rows)
         if not self.is_swiglu:
             return self._computed_in_turn(rows)
@@ -228,7 +235,7 @@ class HeldExperts:
 
     def _computed_in_turn(self, rows: DispatchedRows) -> Tensor:
         """One expert after the other, with the module's own activation between the products: of
-        experts with adapters or a rest, which the module's own code would ignore."""
+        experts with adapters or a rest, which the module's own code would ignore, or in NF4."""
         module, counts = self.module, rows.counts_L.tolist()
         x_RH = permute(rows.source_NH, rows.map)
         num_padded = len(x_RH) - sum(counts)
@@ -245,13 +252,12 @@ class HeldExperts:
         """Rows times the weight `name` of their experts, with its bias and adapters [R, O]."""
         modules = [self.module] if self.rest is None else [self.module, self.rest]
         weights = [one for module in modules for one in getattr(module, name).unbind()]
-        if self.module.is_transposed:
-            weights = [weight.t() for weight in weights]
+        product = partial(plain_linear, is_transposed=self.module.is_transposed)
         biases: list[Any] = [None] * len(weights)
         if self.module.has_bias:
             biases = [one for module in modules for one in getattr(module, f"{name}_bias").unbind()]
         parts = x_RI.split(list(counts))
-        y_RO = torch.cat([F.linear(*one) for one in zip(parts, weights, biases, strict=True)])
+        y_RO = torch.cat([product(*one) for one in zip(parts, weights, biases, strict=True)])
         deltas: dict[int, Tensor] = {}
         for adapter in self._adapters(name):
             factors = zip(parts, adapter.a.unbind(), rows_of(adapter).unbind(), strict=True)

@@ -35,7 +35,7 @@ from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums, joint_los
 from moemesh.model.batch import Batch, Context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.hub.build import blueprint, set_mode
-from moemesh.model.hub.experts import HubMoE, add_adapter, is_experts
+from moemesh.model.hub.experts import HubMoE, add_adapter, is_experts, unpack
 from moemesh.model.hub.precision import exactly
 from moemesh.model.router import Routing
 from moemesh.model.seams import (
@@ -149,6 +149,8 @@ class HubModel(Transformer):
                 factor = torch.empty(record.shape, dtype=dtype, device="meta")
                 self.net.get_submodule(module).register_parameter(leaf, nn.Parameter(factor))
             elif not record.is_expert:
+                if lora.is_packed and record.parts:
+                    unpack(self.net.get_submodule(module))
                 owner = self.net.get_submodule(record.module)
                 for part in record.adapted(lora):
                     add_adapter(self.net.get_submodule(module), owner, part.target, lora.scaling)

@@ -116,6 +116,8 @@ class PlannedAnswer:
     top: int = 5
     #: Whether the whole memory interval of any layout fits the device.
     has_safe: bool = True
+    #: Options with which the interval of some layout fits where that of none does.
+    safer: tuple[str, ...] = ()
     #: Published measurements of the model on such devices.
     published: tuple[KnownRun, ...] = ()
     #: Line on the correction of the first candidate by the cluster's own runs.
@@ -174,12 +176,16 @@ def plan(
         if cluster.usable_share is not None:
             fixes.append("less --headroom")
         fix = f"fix: {', '.join(fixes[:-1])} or {fixes[-1]}"
-        if fitting := [*remedies(model.shape, cluster, space, _adapters(model, space), progress)]:
+        if fitting := [*remedies(model.shape, cluster, space, _tunings(model, space), progress)]:
             fix = "\n  ".join(["fix: one of", *fitting, *fixes[2:]])
         raise NothingFits(
             f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
             f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(search)}\n{fix}"
         )
+    has_safe, safer = bool((search.needed <= min(safe, search.capacity)).any()), list[str]()
+    for options, shares in () if has_safe else _tunings(model, space).items():
+        tuned = SearchSpace(model.shape, cluster, replace(space, trained=dict(shares)), progress)
+        safer += [options] if tuned.fitting(min(safe, tuned.capacity), 1) else []
     best, candidates = next(iter(chosen)), tuple(chosen.values())
     fastest = search.fitting(search.capacity, 1)[0]
     return PlannedAnswer(
@@ -191,21 +197,35 @@ def plan(
         certificate=search.certificate(search.seconds(fastest)),
         pricing=search.pricing,
         own_runs=search.pricing.own_runs(model.shape, candidates[0].layout),
-        has_safe=bool((search.needed <= min(safe, search.capacity)).any()),
+        has_safe=has_safe,
+        safer=tuple(safer),
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
         rivals=tuple(why_not(search, model, candidates[0], asked) for asked in rivals),
     )
 
 
-def _adapters(model: Model, space: Space) -> dict[str, Any] | None:
-    """The shares of a layout that trains adapters instead of all weights; None if the model has no
-    configuration that could, or trains a part already."""
-    if space.trained or (config := model.config or model.sizes) is None:
-        return None
+def _tunings(model: Model, space: Space) -> dict[str, Mapping[str, Any]]:
+    """The options of a run that needs less memory for its states, and the shares of a layout that
+    trains so: adapters instead of all weights, and adapters beside a base in 4 bits."""
+    shares: Mapping[str, Any] = space.trained
+    bits = "(the frozen base in 4 bits)"
+    if shares:
+        is_packed = not shares["adapters"] or shares["base"] == "nf4"
+        return {} if is_packed else {f"--set lora.base=nf4 {bits}": {**shares, "base": "nf4"}}
+    if (config := model.config or model.sizes) is None:
+        return {}
     words = [*_words(_model_settings(model._replace(config=config))), "lora.rank=16"]
     with suppress(ConfigError):
-        return trained_shares(load_run([], words, environ={}).config)
-    return None
+        shares = trained_shares(load_run([], words, environ={}).config)
+    given = "--set lora.rank=16"
+    return (
+        {}
+        if not shares
+        else {
+            f"{given} (adapters instead of all weights)": shares,
+            f"{given} --set lora.base=nf4 {bits}": {**shares, "base": "nf4"},
+        }
+    )
 
 
 def cheapest(

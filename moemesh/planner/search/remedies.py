@@ -24,13 +24,13 @@ def remedies(
     shape: ModelShape,
     cluster: Cluster,
     space: Space,
-    adapters: Mapping[str, Any] | None,
+    tunings: Mapping[str, Mapping[str, Any]],
     progress: Callable[[str], None],
 ) -> Iterator[str]:
     """The options of `moemesh plan` that make the model fit: the smallest number of nodes that is
-    the given one times a power of two, adapters in place of all weights (`adapters`: their shares
-    of a layout; None: they cannot be tried), and the packaged cluster of at least as many
-    devices with the least memory a device."""
+    the given one times a power of two, fewer weights that train, or the rest in fewer bits
+    (`tunings`: the options that do it, and their shares of a layout), and the packaged cluster of
+    at least as many devices with the least memory a device."""
     nodes = cluster.nodes * 2
     while nodes <= cluster.nodes * _MOST_TIMES and nodes * cluster.gpus_per_node <= LARGEST_DEGREE:
         larger = cluster.model_copy(update={"nodes": nodes})
@@ -38,10 +38,9 @@ def remedies(
             yield f"--nodes {nodes}: {seconds}"
             break
         nodes *= 2
-    if adapters:
-        tuned = replace(space, trained=dict(adapters))
-        if seconds := _seconds(shape, cluster, tuned, progress):
-            yield f"--set lora.rank=16 (adapters instead of all weights): {seconds}"
+    for options, shares in tunings.items():
+        if seconds := _seconds(shape, cluster, replace(space, trained=dict(shares)), progress):
+            yield f"{options}: {seconds}"
     packaged = [load_cluster(name) for name in preset_names("clusters")]
     packaged = [one for one in packaged if one.memory_bytes > cluster.memory_bytes]
     for other in sorted(packaged, key=lambda one: one.memory_bytes):

@@ -164,7 +164,8 @@ def _alone(config: RunConfig, plan: Plan, mesh: Mesh) -> _Alone:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 100, (sequences, _LENGTH + 1), generator=generator).to(mesh.device)
     record = read(small.config.to_dict(), documents=architecture.documents)
-    lora = config.lora.model_copy(update={"rank": min(config.lora.rank, _RANK)})
+    changed = {"rank": min(config.lora.rank, _RANK), "base": "same"}
+    lora = config.lora.model_copy(update=changed)
     model = hub_model(record).model_copy(update={"aux_loss_coefficient": 0.0}).with_lora(lora)
     assert model.architecture is not None
     factors: dict[str, Tensor] = {}

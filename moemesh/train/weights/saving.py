@@ -23,7 +23,7 @@ from moemesh.checkpoint.files import quarantine
 from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, shard_of
 from moemesh.comm.collectives import gather_json
-from moemesh.config.lora import packed_bytes
+from moemesh.config.lora import NF4_NUMBERS_AT_ONCE, packed_bytes
 from moemesh.config.train import TrainConfig
 from moemesh.monitor.failures import is_disk_full
 from moemesh.ops.nf4 import quantize
@@ -110,10 +110,6 @@ def load_weights(weights: WeightSource, parallel: RankModel, optimizer: Optimize
     optimizer.round_masters()
 
 
-#: Numbers of a packed weight that are read at the same time, if a row has not more.
-_NUMBERS_AT_ONCE = 1 << 26
-
-
 @torch.no_grad()
 def load_base(weights: WeightSource, parallel: RankModel) -> None:
     """Read the weights that do not train, which checkpoints of a run on a packed base leave out;
@@ -127,7 +123,7 @@ def load_base(weights: WeightSource, parallel: RankModel) -> None:
     for name, stored in packed.items():
         where, own = parallel.placements[name], reducer.frozen_owned[name].numbers
         *rows, columns = map(len, where.slices(parallel.mesh))
-        step, size = max(_NUMBERS_AT_ONCE // columns, 1) * columns, math.prod(rows) * columns
+        step, size = max(NF4_NUMBERS_AT_ONCE // columns, 1) * columns, math.prod(rows) * columns
         for start in range(0, size, step):
             numbers = range(start, min(start + step, size))
             wide = torch.empty(len(numbers), dtype=torch.float32, device=stored.device)
