@@ -91,7 +91,9 @@ class Session:
         if not is_proven and (note := prove(config, mesh)):
             console.log(note)
         self.parallel = parallel = construct(config, mesh, schedule)
-        self.optimizer = optimizer = Optimizer.of(parallel, train)
+        self.optimizer = optimizer = Optimizer.of(
+            parallel, train, offload=plan.offload == "optimizer"
+        )
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.log)
         self.migration = ExpertMigration(parallel, optimizer, train.rebalance_every, console.log)
         self.nan_policy = NaNPolicy(train, console.log)

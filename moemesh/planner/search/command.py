@@ -14,6 +14,7 @@ from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
+from moemesh.config.run import RunConfig
 from moemesh.config.section import LARGEST_SIZE, Section
 from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
@@ -83,7 +84,7 @@ def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator
 #: Tokens of a very short sequence that all context degrees divide.
 _SHORT = 64
 #: Keys that may be set with a plan: those on what trains.
-_TUNED = ("lora.", "train.freeze", "train.train_only", "train.esft")
+_TUNED = ("lora.", "train.freeze", "train.train_only", "train.esft", "plan.offload")
 #: First words of a file that `plan --write` may overwrite.
 PLAN_FILE = "# Written by `moemesh plan`"
 #: Keys of [plan] that every answer contains, even with default values.
@@ -197,6 +198,12 @@ def plan(
     )
 
 
+def _given(run: RunConfig) -> dict[str, Any]:
+    """Fields of every layout that a request sets: what trains, and where the optimizer is."""
+    offload = {"offload": run.plan.offload} if run.plan.offload != "none" else {}
+    return {**trained_shares(run), **offload}
+
+
 def _adapters(model: Model, space: Space) -> dict[str, Any] | None:
     """The shares of a layout that trains adapters instead of all weights; None if the model has no
     configuration that could, or trains a part already."""
@@ -276,9 +283,11 @@ def plan_named(
                 raise ConfigError([Problem.of("conflict", key, None, message, fix)])
         words = [*_words(_model_settings(known._replace(config=config))), *request.settings]
         run = load_run([], words, environ={}).config
-        known = known._replace(settings=tuple(request.settings), run=run)
+        # Commands take [plan] from the layout.
+        settings = (setting for setting in request.settings if not setting.startswith("plan."))
+        known = known._replace(settings=tuple(settings), run=run)
     space = Space(
-        trained={} if known.run is None else trained_shares(known.run),
+        trained={} if known.run is None else _given(known.run),
         num_devices=machine.num_devices,
         node_size=machine.gpus_per_node,
         seq_len=seq_len,

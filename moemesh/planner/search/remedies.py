@@ -29,8 +29,8 @@ def remedies(
 ) -> Iterator[str]:
     """The options of `moemesh plan` that make the model fit: the smallest number of nodes that is
     the given one times a power of two, adapters in place of all weights (`adapters`: their shares
-    of a layout; None: they cannot be tried), and the packaged cluster of at least as many
-    devices with the least memory a device."""
+    of a layout; None: they cannot be tried), all weights with the optimizer on the hosts, and the
+    packaged cluster of at least as many devices with the least memory a device."""
     nodes = cluster.nodes * 2
     while nodes <= cluster.nodes * _MOST_TIMES and nodes * cluster.gpus_per_node <= LARGEST_DEGREE:
         larger = cluster.model_copy(update={"nodes": nodes})
@@ -42,6 +42,10 @@ def remedies(
         tuned = replace(space, trained=dict(adapters))
         if seconds := _seconds(shape, cluster, tuned, progress):
             yield f"--set lora.rank=16 (adapters instead of all weights): {seconds}"
+    if not space.trained:
+        offloaded = replace(space, trained={"offload": "optimizer"})
+        if seconds := _seconds(shape, cluster, offloaded, progress):
+            yield f"--set plan.offload=optimizer (its states in host memory): {seconds}"
     packaged = [load_cluster(name) for name in preset_names("clusters")]
     packaged = [one for one in packaged if one.memory_bytes > cluster.memory_bytes]
     for other in sorted(packaged, key=lambda one: one.memory_bytes):
