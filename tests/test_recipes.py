@@ -46,6 +46,7 @@ class Recipe(NamedTuple):
 
 TABLE = {
     "pretrain-tiny": Recipe("laptop_cpu", {**SMALL, "model.num_layers": 2}),
+    "pretrain-muon": Recipe("laptop_cpu", {**SMALL, "model.num_layers": 2}),
     "finetune-qwen3-30b-a3b": Recipe("dgx_h100", SPREAD),
     "esft-qwen3-30b-a3b": Recipe("dgx_h100", SMALL),
     "lora-qwen3-30b-a3b": Recipe("dgx_h100", SMALL),
@@ -55,6 +56,7 @@ TABLE = {
 }
 DEVICES = {
     "pretrain-tiny": 4,
+    "pretrain-muon": 4,
     "finetune-qwen3-30b-a3b": 8,
     "esft-qwen3-30b-a3b": 2,
     "lora-qwen3-30b-a3b": 1,

@@ -129,7 +129,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     ranks = memory.first, memory.last, memory.worst
     held = [
         (part.replace("_", " "), *(format_bytes(getattr(rank, part)) for rank in ranks))
-        for part in _PARTS
+        for part in (*_PARTS, *(["host"] if memory.worst.host else []))
     ]
     sent = [
         (

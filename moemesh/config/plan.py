@@ -54,6 +54,7 @@ def _schedule_file(name: str) -> str:
 ScheduleFile = Annotated[str, AfterValidator(_schedule_file)]
 DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server"]
 Reshard = Literal["always", "step"]
+Offload = Literal["none", "optimizer"]
 Recompute = Literal["none", "selective", "full"]
 SparePolicy = Literal["quota", "shadow"]
 #: Values of `data` that shard states.
@@ -120,6 +121,9 @@ class Plan(Section):
     shard_group: Annotated[Size | None, UsedWith("data", SHARDED_DATA)] = None
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: Size = 1
+    #: Memory of the masters and states of the optimizer: that of the device, or of its host, where
+    #: the update is computed then.
+    offload: Offload = "none"
     recompute: Recompute = "none"
     #: Parts that "selective" recomputes: attention between its projections; gate and up of the
     #: routed experts.
@@ -150,6 +154,11 @@ class Plan(Section):
             ranks_per_node=self.ranks_per_node or 0,
             shard_group=self.shard_group or 0,
         )
+
+    @property
+    def without_offload(self) -> Plan:
+        """The plan as it runs on a CPU, whose memory holds the states of the optimizer anyway."""
+        return self.model_copy(update={"offload": "none"})
 
     @property
     def world_size(self) -> int:

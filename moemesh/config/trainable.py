@@ -26,6 +26,7 @@ def refusals(config: RunConfig) -> list[Problem]:
         *_code_of_transformers(config),
         *_sharded_states(config),
         *_matrices(config),
+        *_states_on_host(config),
         *_experts_that_move(config),
         *_slices(config),
         *_adapters(config),
@@ -133,6 +134,30 @@ def _sharded_states(config: RunConfig) -> Iterator[Problem]:
     elif plan.schedule in ASYNCHRONOUS_SCHEDULES:
         why = "keeps versions of whole weights, and of what they have given by then"
         yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
+
+
+def _states_on_host(config: RunConfig) -> Iterator[Problem]:
+    """Conflicts of an optimizer whose states are in host memory."""
+    plan, train = config.plan, config.train
+    if plan.offload == "none":
+        return
+    setting = f"offload = {plan.offload}"
+    wanted = "plan.offload", setting, "none"
+    if plan.schedule in ASYNCHRONOUS_SCHEDULES:
+        why = "updates the weights of a stage while its ranks compute"
+        yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+    if plan.optimizer_validation == "after":
+        why = "keeps a second copy of the states for an update that is undone"
+        yield _clash(plan, "optimizer_validation", why, "optimizer_validation = before", *wanted)
+    for key, value, default in (
+        ("optimizer", OPTIMIZERS[train.optimizer].matrix_states and train.optimizer, "adamw"),
+        ("rebalance_every", train.rebalance_every, 0),
+        ("on_mismatch", train.on_mismatch == "majority" and train.on_mismatch, "stop"),
+    ):
+        if value:
+            message = f"{key} = {value} needs the states of the optimizer on the device: {setting}"
+            fix = f"{key} = {default}, or offload = none"
+            yield train.problem("conflict", key, message, fix, "plan.offload")
 
 
 def _matrices(config: RunConfig) -> Iterator[Problem]:

@@ -47,7 +47,7 @@ from moemesh.sharding.stages import cut_layers
 #: Keys with the same name and values in a Plan and in a layout.
 _SAME = (
     *DEGREES, "schedule", "stages_per_rank", "attention_exit", "context", "dispatcher", "payload",
-    "combine", "dispatch_chunks", "spare_slots", "servers", "reshard",
+    "combine", "dispatch_chunks", "spare_slots", "servers", "reshard", "offload",
 )  # fmt: skip
 
 

@@ -186,6 +186,8 @@ class RankMemory:
     logits: float
     buffers: float
     workspace: float = 0.0
+    #: Bytes of host memory for an offloaded optimizer, in no other part.
+    host: float = 0.0
 
     @cached_property
     def states(self) -> float:
@@ -207,13 +209,17 @@ class RankMemory:
             expert_weights=profile.expert_weights,
             gradients=profile.gradients,
             optimizer=profile.optimizer,
+            host=profile.host,
             activations=profile.activations - logits,
             logits=logits,
             buffers=profile.gathered_weights + profile.buffers + profile.snapshots,
         )
 
     def to_json(self) -> dict[str, float]:
-        return {**asdict(self), "total": self.total}
+        numbers = asdict(self)
+        if not self.host:
+            del numbers["host"]
+        return {**numbers, "total": self.total}
 
 
 def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
@@ -348,8 +354,18 @@ def _rank_states(
         "expert_weights": (versions * (expert + layout.adapters * trained[1]) - saved[1])
         / cut_w[1],
         "gradients": layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
-        "optimizer": layout.optimizer_bytes * (trained[0] / cut_o[0] + trained[1] / cut_o[1]),
+        **_optimizer_bytes(layout, trained[0] / cut_o[0] + trained[1] / cut_o[1]),
     }
+
+
+def _optimizer_bytes(layout: PlannedLayout, numbers: Number) -> dict[str, Number]:
+    """Bytes of the optimizer of trained `numbers` on the device and on its host, which also gets
+    the gradients, and has masters of weights that are as wide as these."""
+    if layout.offload == "none":
+        return {"optimizer": layout.optimizer_bytes * numbers}
+    wide = layout.gradient_bytes
+    masters = 0 if layout.element_bytes < wide else wide
+    return {"optimizer": 0.0, "host": (layout.optimizer_bytes + masters + wide) * numbers}
 
 
 def rank_memory(

@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
-from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, ScheduleName
+from moemesh.config.plan import (
+    DEGREES,
+    AttentionExit,
+    Context,
+    DataStrategy,
+    Offload,
+    ScheduleName,
+)
 from moemesh.config.rules import (
     V_SCHEDULES,
     CutSizes,
@@ -121,6 +128,8 @@ class PlannedLayout(Shown):
 
     #: 0 replicates; 1 shards optimizer states, 2 also gradients, 3 also weights.
     zero: int = 0
+    #: The optimizer's states are in the memory of the device, or of its host, which steps them.
+    offload: Offload = "none"
     #: Ranks push gradients to servers, which hold the optimizer, and pull weights from them.
     parameter_server: bool = False
     #: Number of servers among the ranks that hold the same weights.

@@ -52,7 +52,8 @@ class MemoryProfile:
     `gathered_weights` are full units of sharded weights during their use; `weight_versions` are
     older weights of asynchronous schedules; `optimizer` includes main (fp32) copies of the weights;
     `buffers` are communication and other work space; `snapshots` are copies for a rollback of an
-    update. `activation_kinds` (:data:`ACTIVATION_KINDS`) are the parts of the activations.
+    update; `host` is the memory of the host for an offloaded optimizer, which is in no other part.
+    `activation_kinds` (:data:`ACTIVATION_KINDS`) are the parts of the activations.
     `peak_of` is the source of the measured peak: "allocator", "process", or "" in older files.
     Raises ValueError for a negative number.
     """
@@ -67,12 +68,18 @@ class MemoryProfile:
     activations: int = 0
     buffers: int = 0
     snapshots: int = 0
+    host: int = 0
     peak: int = 0
     activation_kinds: Mapping[str, int] = field(default_factory=dict[str, int])
     peak_of: str = ""
 
     def __post_init__(self) -> None:
-        for name, number in {**self.parts(), "peak": self.peak, **self.activation_kinds}.items():
+        for name, number in {
+            **self.parts(),
+            "host": self.host,
+            "peak": self.peak,
+            **self.activation_kinds,
+        }.items():
             if number < 0:
                 raise ValueError(f"{name} is {number} < 0")
 
@@ -93,6 +100,7 @@ class MemoryProfile:
     def to_json(self) -> dict[str, Any]:
         numbers = {name: int(getattr(self, name)) for name in ("rank", *PARTS, "peak")}
         row = {**numbers, "activation_kinds": dict(self.activation_kinds)}
+        row |= {"host": self.host} if self.host else {}
         return {**row, "peak_of": self.peak_of} if self.peak_of else row
 
     @classmethod
@@ -106,7 +114,7 @@ class MemoryProfile:
 PARTS: tuple[str, ...] = tuple(
     one.name
     for one in fields(MemoryProfile)
-    if one.type == "int" and one.name not in ("rank", "peak")
+    if one.type == "int" and one.name not in ("rank", "host", "peak")
 )
 
 

@@ -214,6 +214,8 @@ def train(
     cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
     if not torch.cuda.is_available():  # even if the machine has a driver
         preparation.refuse_too_large(request.readable.config)
+    else:
+        preparation.refuse_too_large(request.readable.config, on_cpu=False)
     # Report errors in the data before any process starts; those in weights were reported.
     for note in prepared.notes:
         _say_once(note)

@@ -23,6 +23,7 @@ from moemesh.config.optimizer_table import OPTIMIZERS, has_matrices
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.parallelize import RankModel
 from moemesh.train.muon import MatrixUpdates
+from moemesh.train.offload import HostGradients
 from moemesh.train.owned import owned_shards
 
 
@@ -35,9 +36,11 @@ class Optimizer:
     """The optimizer of :data:`OPTIMIZERS` that [train] names, on the masters that a rank owns."""
 
     @classmethod
-    def of(cls, parallel: RankModel, config: TrainConfig) -> Optimizer:
-        """The optimizer of what this rank owns of a model; an update also publishes the weights."""
+    def of(cls, parallel: RankModel, config: TrainConfig, *, offload: bool = False) -> Optimizer:
+        """The optimizer of what this rank owns of a model; an update also publishes the weights.
+        `offload`: masters and states are in host memory, where they always are on a CPU."""
         reducer = parallel.reducer
+        offload = offload and parallel.mesh.device.type != "cpu"
         return cls(
             reducer.weights,
             config,
@@ -45,6 +48,7 @@ class Optimizer:
             publish=reducer.publish,
             parts=partial(owned_shards, parallel),
             mesh=parallel.mesh,
+            host=HostGradients(reducer) if offload else None,
         )
 
     def __init__(
@@ -56,20 +60,22 @@ class Optimizer:
         publish: Callable[[], None] | None = None,
         parts: Callable[[Mapping[str, Tensor]], Iterable[Shard]] | None = None,
         mesh: Mesh | None = None,
+        host: HostGradients | None = None,
     ) -> None:
         """`scales`: names of those that do not decay (None: those of one dim); `publish` sends
         updated parameters to other ranks: all ranks then call what changes them together. `parts`
         and `mesh`, for an optimizer that updates whole matrices: this rank's parts of local tensors
-        (:func:`~moemesh.train.owned.owned_shards`), and its place."""
+        (:func:`~moemesh.train.owned.owned_shards`), and its place. `host`: gradients in host
+        memory, which then also holds masters and states."""
         self._row, self._config = OPTIMIZERS[config.optimizer], config
         self.num_updates = 0
-        self._parameters, self._publish = dict(parameters), publish
-        self.masters: dict[str, nn.Parameter] = {
-            name: nn.Parameter(parameter.detach().float())
-            if has_master(parameter.dtype)
-            else parameter
-            for name, parameter in parameters.items()
-        }
+        self._parameters, self._publish, self._host = dict(parameters), publish, host
+        self.masters: dict[str, nn.Parameter] = {}
+        for name, parameter in parameters.items():
+            master = parameter
+            if has_master(parameter.dtype):
+                master = nn.Parameter(parameter.detach().float())
+            self.masters[name] = master if host is None else nn.Parameter(master.detach().cpu())
         # No decay for norms and biases: they are scales and offsets, not directions.
         if scales is None:
             scales = {name for name, master in self.masters.items() if master.ndim == 1}
@@ -94,6 +100,11 @@ class Optimizer:
             **self._row.constants,
         )
 
+    def gradients(self, reduced: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The complete gradients in the memory where :meth:`step` reads them: `reduced`, which are
+        on the device of the weights, or their copies on the host, after a wait."""
+        return reduced if self._host is None else self._host.wait()
+
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         """One update from complete gradients (fp32 or fp64, the shapes of the parameters)."""
         for group in self._torch.param_groups:
@@ -110,7 +121,9 @@ class Optimizer:
     def round_masters(self) -> None:
         """Copy the masters into the parameters that are not their own master, and publish."""
         rounded = [name for name, own in self._parameters.items() if self.masters[name] is not own]
-        if rounded:
+        if self._host is not None:
+            self._host.send(self.masters, self._parameters)
+        elif rounded:
             torch._foreach_copy_(
                 [self._parameters[name] for name in rounded],
                 [self.masters[name] for name in rounded],
@@ -173,10 +186,14 @@ class Optimizer:
         self.num_updates = num_updates if state else 0
         self.round_masters()
 
-    def num_state_bytes(self) -> int:
-        """Bytes of masters that are not parameters, and of moments."""
+    def num_state_bytes(self, *, on_host: bool = False) -> int:
+        """Bytes of masters that are not parameters, and of moments, on the device of the weights;
+        `on_host`: in host memory beside a device, with the gradients there."""
+        if on_host != (self._host is not None):
+            return 0
         masters = [
             master for name, master in self.masters.items() if master is not self._parameters[name]
         ]
         moments = [tensor for kind in self.state().values() for tensor in kind.values()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in [*masters, *moments])
+        gradients = 0 if self._host is None else self._host.num_bytes
+        return gradients + sum(tensor.nbytes for tensor in [*masters, *moments])

@@ -201,35 +201,42 @@ class TooLargeError(UserError):
     """The model's weights, gradients and optimizer exceed the memory of the machine."""
 
 
-def refuse_too_large(config: RunConfig, memory_bytes: int | None = None) -> None:
+def refuse_too_large(
+    config: RunConfig, memory_bytes: int | None = None, *, on_cpu: bool = True
+) -> None:
     """Raise TooLargeError if weights, gradients and optimizer of all ranks of a run on this
-    machine's CPU exceed its memory; `memory_bytes` None: that of this machine."""
+    machine's CPU exceed its memory, or not `on_cpu` what its ranks offload to the host;
+    `memory_bytes` None: the memory of this machine."""
     available = _memory_bytes() if memory_bytes is None else memory_bytes
     plan = config.plan
+    if not on_cpu and plan.offload == "none":
+        return
+    what = "weights, gradients and optimizer" if on_cpu else "gradients and optimizer on the host"
     needed = 0
-    for rank in range(plan.world_size):
-        profile = predicted_memory(config, rank)
-        needed += profile.peak - profile.activations
+    for rank in range(plan.world_size if on_cpu else plan.ranks_per_node or plan.world_size):
+        profile = predicted_memory(config, rank, on_cpu=on_cpu)
+        needed += profile.peak - profile.activations if on_cpu else profile.host
         if needed <= available:
             continue
         counted = f"{plan.world_size} rank(s)"
         if rank + 1 < plan.world_size:
             counted = f"the first {rank + 1} of {counted} alone"
+        other = "" if on_cpu else "plan.offload = none, "
         raise TooLargeError(
-            f"{format_bytes(needed)} for weights, gradients and optimizer of {counted}, this "
-            f"machine has {format_bytes(available)}: take a smaller model (model.preset, "
+            f"{format_bytes(needed)} for {what} of {counted}, this machine has "
+            f"{format_bytes(available)}: take {other}a smaller model (model.preset, "
             "model.num_layers), or more machines; `moemesh estimate` and `moemesh plan` find them"
         )
 
 
-def predicted_memory(config: RunConfig, rank: int) -> MemoryProfile:
-    """Memory of a rank of a run in a step, with uniform routing."""
+def predicted_memory(config: RunConfig, rank: int, *, on_cpu: bool = True) -> MemoryProfile:
+    """Memory of a rank of a run in a step, with uniform routing; on a CPU nothing is offloaded."""
     # Late: every rank reads this file, and none before its first step needs the planner.
     from moemesh.planner.traffic.own_memory import predict_memory
 
     return predict_memory(
         config.model,
-        config.plan,
+        config.plan.without_offload if on_cpu else config.plan,
         seq_len=config.data.seq_len,
         global_batch=config.data.global_batch,
         dtype=config.train.dtype,
@@ -316,6 +323,7 @@ def preflight_warnings(
         (plan.ep == 1, plan, ("spare_slots",), "plan.ep > 1"),
         (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep > 1"),
         (plan.ep == 1, train, ("rebalance_every",), "plan.ep > 1"),
+        (ranks_on_cpu > 0, plan, ("offload",), "a GPU, since a CPU has the states in its memory"),
     ]
     options = {key for row in OPTIMIZERS.values() for key in row.options}
     for key in sorted(options - {*optimizer.options}):

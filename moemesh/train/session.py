@@ -99,7 +99,9 @@ class Session:
             tokens_per_rank=plan.tokens_per_rank(config.data.seq_len, config.data.global_batch),
             defers=schedule.split_backwards,
         )
-        self.optimizer = optimizer = Optimizer.of(parallel, train)
+        self.optimizer = optimizer = Optimizer.of(
+            parallel, train, offload=plan.offload == "optimizer"
+        )
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.log)
         self.migration = ExpertMigration(parallel, optimizer, train.rebalance_every, console.log)
         self.nan_policy = NaNPolicy(train, console.log)

@@ -364,8 +364,9 @@ def update(
     """
     if result.skipped:
         return
-    clip_gradients(parallel.reducer.gradients, result.grad_norm, clip)
-    optimizer.step(parallel.reducer.gradients, lr)
+    gradients = optimizer.gradients(parallel.reducer.gradients)
+    clip_gradients(gradients, result.grad_norm, clip)
+    optimizer.step(gradients, lr)
     move_selection_biases(parallel, result.counts_LE)
 
 

@@ -17,9 +17,10 @@ def test_each_remedy_fits_in_the_seconds_that_it_names() -> None:
     with pytest.raises(NothingFits) as caught:
         plan_named(request)
     lines = re.findall(r"^  --(\S+) (\S+).*: (\S+) s a step$", str(caught.value), re.MULTILINE)
-    assert [option for option, _, _ in lines] == ["nodes", "set", "cluster"]
+    assert [option for option, _, _ in lines] == ["nodes", "set", "set", "cluster"]
     changes: list[dict[str, Any]] = [
-        {"nodes": int(lines[0][1])}, {"settings": (lines[1][1],)}, {"cluster": lines[2][1]}
+        {"nodes": int(lines[0][1])}, {"settings": (lines[1][1],)}, {"settings": (lines[2][1],)},
+        {"cluster": lines[3][1]},
     ]  # fmt: skip
     for (_, _, seconds), change in zip(lines, changes, strict=True):
         answer = plan_named(replace(request, **change))

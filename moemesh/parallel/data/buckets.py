@@ -70,6 +70,7 @@ class ReplicatedBucket:
     def allocate(self) -> None:
         """Allocate gradients and weights."""
         self._work: Wait | None = None
+        self._sum: Any = None
         self.allocate_gradients()
 
     def allocate_gradients(self) -> None:
@@ -103,6 +104,11 @@ class ReplicatedBucket:
             member.name: OwnRange(numbers=range(member.numbers), is_first=first)
             for member in self.rule.members
         }
+
+    def own_places(self) -> dict[str, slice]:
+        """The place of every member's own gradients in :meth:`own_sums`."""
+        ends = zip(self.names, self.offsets, self.rule.members, strict=True)
+        return {name: slice(start, start + member.numbers) for name, start, member in ends}
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Views of the gradients that this rank owns: complete after :meth:`wait`."""
@@ -170,7 +176,16 @@ class ReplicatedBucket:
             all_reduce_in_tree_(self.total, self.axis, **_SUMS)
             return
         work = all_reduce_(self.total, self.axis, **_SUMS, async_op=True)
-        self._work = None if work is None else work.wait
+        self._sum, self._work = work, None if work is None else work.wait
+
+    def is_complete(self) -> bool:
+        """Whether the launched sums are the last ones of this step, and have ended."""
+        is_last = self.copies.size == 1 and not self.rule.mirrored
+        return is_last and (self._work is None or self._has_ended())
+
+    def _has_ended(self) -> bool:
+        """Whether :meth:`wait` would not wait."""
+        return self._sum is not None and self._sum.is_completed()
 
     def wait(self) -> None:
         """Waits for the pending reduction."""
@@ -234,9 +249,12 @@ class ShardedBucket(ReplicatedBucket):
             for name, numbers, _ in self.ranges(self.own)
         }
 
+    def own_places(self) -> dict[str, slice]:
+        return {name: place for name, _, place in self.ranges(self.own)}
+
     def own_gradients(self) -> dict[str, Tensor]:
         sums = self.own_sums()
-        return {name: sums[place] for name, _, place in self.ranges(self.own)}
+        return {name: sums[place] for name, place in self.own_places().items()}
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         flat = self.own_flat_weights()

@@ -154,6 +154,10 @@ class GradientReducer:
         self.most_buffer_bytes = self._buffer_bytes = 0
         #: Optional hook (parameter, grad), called before accumulation.
         self.watch: Callable[[nn.Parameter, Tensor], None] | None = None
+        #: Optional hook, called once a step with each bucket when its sums are complete.
+        self.on_complete: Callable[[ReplicatedBucket], None] | None = None
+        self._launched: deque[ReplicatedBucket] = deque()
+        self._completed: set[ReplicatedBucket] = set()
         #: Weights that are gathered for a step (zero3).
         self.units: GatheredWeights | None = None
 
@@ -193,6 +197,8 @@ class GradientReducer:
         """Discard the last step's gradients."""
         self._armed.clear()
         self._queue.clear()
+        self._launched.clear()
+        self._completed.clear()
         for bucket in self.buckets:
             bucket.begin()
         if not self.is_per_backward:
@@ -232,6 +238,7 @@ class GradientReducer:
             self._wait(bucket)
         for bucket in self.buckets:
             bucket.finish()
+            self._complete(bucket)
         if self.units is not None:
             self.units.free_all()
 
@@ -297,6 +304,17 @@ class GradientReducer:
                 self._in_flight.append(bucket)
             if len(self._in_flight) > MOST_UNDER_WAY:
                 self._wait(self._in_flight.popleft())
+            if self.on_complete is not None and not self.is_per_backward:
+                self._launched.append(bucket)
+        while self._launched and self._launched[0].is_complete():
+            bucket = self._launched.popleft()
+            self._wait(bucket)
+            self._complete(bucket)
+
+    def _complete(self, bucket: ReplicatedBucket) -> None:
+        if self.on_complete is not None and bucket not in self._completed:
+            self._completed.add(bucket)
+            self.on_complete(bucket)
 
     def _wait(self, bucket: ReplicatedBucket) -> None:
         bucket.wait()

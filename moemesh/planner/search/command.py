@@ -14,6 +14,7 @@ from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
+from moemesh.config.run import RunConfig
 from moemesh.config.section import LARGEST_SIZE, Section
 from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
@@ -83,7 +84,7 @@ def known_runs(model: Model, cluster: Cluster, precision: Precision) -> Iterator
 #: Tokens of a very short sequence that all context degrees divide.
 _SHORT = 64
 #: Keys that may be set with a plan: those on what trains.
-_TUNED = ("lora.", "train.freeze", "train.train_only", "train.esft")
+_TUNED = ("lora.", "train.freeze", "train.train_only", "train.esft", "plan.offload")
 #: First words of a file that `plan --write` may overwrite.
 PLAN_FILE = "# Written by `moemesh plan`"
 #: Keys of [plan] that every answer contains, even with default values.
@@ -204,28 +205,34 @@ def plan(
     )
 
 
+def _given(run: RunConfig) -> dict[str, Any]:
+    """Fields of every layout that a request sets: what trains, and where the optimizer is."""
+    offload = {"offload": run.plan.offload} if run.plan.offload != "none" else {}
+    return {**trained_shares(run), **offload}
+
+
 def _tunings(model: Model, space: Space) -> dict[str, Mapping[str, Any]]:
-    """The options of a run that needs less memory for its states, and the shares of a layout that
-    trains so: adapters instead of all weights, and adapters beside a base in 4 bits."""
-    shares: Mapping[str, Any] = space.trained
+    """The options of a run that needs less memory for its states, and the fields of its layouts:
+    adapters instead of all weights, adapters beside a base in 4 bits, the optimizer on the host."""
+    given: Mapping[str, Any] = space.trained
     bits = "(the frozen base in 4 bits)"
-    if shares:
-        is_packed = not shares["adapters"] or shares["base"] == "nf4"
-        return {} if is_packed else {f"--set lora.base=nf4 {bits}": {**shares, "base": "nf4"}}
+    if given:
+        can_pack = given.get("adapters") and given["base"] != "nf4"
+        return {f"--set lora.base=nf4 {bits}": {**given, "base": "nf4"}} if can_pack else {}
+    host = "--set plan.offload=optimizer (its states in host memory)"
+    offloaded: dict[str, Mapping[str, Any]] = {host: {"offload": "optimizer"}}
     if (config := model.config or model.sizes) is None:
-        return {}
+        return offloaded
     words = [*_words(_model_settings(model._replace(config=config))), "lora.rank=16"]
     with suppress(ConfigError):
         shares = trained_shares(load_run([], words, environ={}).config)
-    given = "--set lora.rank=16"
-    return (
-        {}
-        if not shares
-        else {
-            f"{given} (adapters instead of all weights)": shares,
-            f"{given} --set lora.base=nf4 {bits}": {**shares, "base": "nf4"},
+        rank = "--set lora.rank=16"
+        return {
+            f"{rank} (adapters instead of all weights)": shares,
+            f"{rank} --set lora.base=nf4 {bits}": {**shares, "base": "nf4"},
+            **offloaded,
         }
-    )
+    return offloaded
 
 
 def cheapest(
@@ -298,9 +305,11 @@ def plan_named(
                 raise ConfigError([Problem.of("conflict", key, None, message, fix)])
         words = [*_words(_model_settings(known._replace(config=config))), *request.settings]
         run = load_run([], words, environ={}).config
-        known = known._replace(settings=tuple(request.settings), run=run)
+        # Commands take [plan] from the layout.
+        settings = (setting for setting in request.settings if not setting.startswith("plan."))
+        known = known._replace(settings=tuple(settings), run=run)
     space = Space(
-        trained={} if known.run is None else trained_shares(known.run),
+        trained={} if known.run is None else _given(known.run),
         num_devices=machine.num_devices,
         node_size=machine.gpus_per_node,
         seq_len=seq_len,

@@ -28,9 +28,9 @@ def remedies(
     progress: Callable[[str], None],
 ) -> Iterator[str]:
     """The options of `moemesh plan` that make the model fit: the smallest number of nodes that is
-    the given one times a power of two, fewer weights that train, or the rest in fewer bits
-    (`tunings`: the options that do it, and their shares of a layout), and the packaged cluster of
-    at least as many devices with the least memory a device."""
+    the given one times a power of two, fewer weights that train, the rest in fewer bits or the
+    optimizer on the hosts (`tunings`: the options that do it, and the fields of their layouts), and
+    the packaged cluster of at least as many devices with the least memory a device."""
     nodes = cluster.nodes * 2
     while nodes <= cluster.nodes * _MOST_TIMES and nodes * cluster.gpus_per_node <= LARGEST_DEGREE:
         larger = cluster.model_copy(update={"nodes": nodes})

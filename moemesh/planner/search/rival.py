@@ -67,7 +67,7 @@ def instead(shape: ModelShape, cluster: Cluster, layout: PlannedLayout) -> Candi
     space = Space(
         num_devices=layout.world_size,
         node_size=cluster.gpus_per_node,
-        trained={name: getattr(layout, name) for name in (*TRAINED, "loss")},
+        trained={name: getattr(layout, name) for name in (*TRAINED, "loss", "offload")},
         **{name: getattr(layout, name) for name in ("seq_len", "global_batch", "precision")},
     )
     try:

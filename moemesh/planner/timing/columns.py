@@ -186,6 +186,8 @@ class LayoutColumns(Software):
     zero_group: Number
     parameter_server: Number
     servers: Number
+    #: 1 if the host steps the optimizer.
+    offload: Number = column(lambda row: row.layout.offload == "optimizer")
     microbatch: Number
     microbatches: Number
     #: Slices of a sequence that pass the pipeline one after the other.

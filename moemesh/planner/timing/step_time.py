@@ -65,6 +65,9 @@ from moemesh.trace import wire
 
 #: Bytes per weight that the optimizer reads and writes: gradient, master, two moments, weight.
 OPTIMIZER_BYTES = 30
+#: Bytes/s of host memory that the update of one device reaches, and of the device's link to its
+#: host (PCIe 4, 16 lanes), in one direction. Assumed: no published run was fitted.
+HOST_BANDWIDTH, HOST_LINK = 40e9, 25e9
 #: Bytes of an accumulated gradient and of a weight on the wire of data parallelism.
 _GRADIENT_BYTES = 4
 _WEIGHT_BYTES = 2
@@ -361,7 +364,12 @@ def _timed(
     first = layout.ranks[0]
     backward = times.backward(first.dense, first.routed) * layout.slices
     data = data_seconds(work, links, *weights, backward) + mirror_seconds(work, links, *weights)
-    optimizer = where(layout.adapters == 1, 0, _owned(work, *weights) * OPTIMIZER_BYTES / work.hbm)
+    owned = _owned(work, *weights)
+    optimizer = where(layout.adapters == 1, 0, owned * OPTIMIZER_BYTES / work.hbm)
+    on_host = owned * (OPTIMIZER_BYTES / HOST_BANDWIDTH + _WEIGHT_BYTES / HOST_LINK)
+    # Gradients are copied during the backward.
+    copied = maximum(owned * _GRADIENT_BYTES / HOST_LINK - backward, 0)
+    optimizer = where(layout.offload == 1, on_host + copied, optimizer)
     busy, waiting = work.passes * busiest, waiting + startup
     # Differences between sums in another order are rounding, not waiting.
     waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)

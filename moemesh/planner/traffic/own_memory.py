@@ -52,11 +52,12 @@ from moemesh.trace.memory_profile import (
 # | masters | 4 if a weight has 2 bytes, else the weight is its own master |
 # | optimizer states | tensors as wide as a gradient: two of AdamW, one or none of SGD |
 # | weight versions | stream: older versions that its update rule keeps, with biases |
+# | host | plan.offload: masters of all weights, optimizer states, gradients; else none |
 # | snapshots | if the norm is validated after the update: masters, moments, biases |
 #
-# Versions are counted for a stream long enough to need them. A rank takes a snapshot when it
-# updates before the whole norm is known: not in the first steps of a run, nor if every step is
-# clipped.
+# With plan.offload the device has no masters and no optimizer states. Versions are counted for a
+# stream long enough to need them. A rank takes a snapshot when it updates before the whole norm is
+# known: not in the first steps of a run, nor if every step is clipped.
 
 
 #: Bytes of one number of a router's selection bias, in any run.
@@ -102,6 +103,8 @@ def predict_states(
         # A stream keeps older versions of the weights.
         step = PipelineStep(plan.schedule, schedule.num_ranks, plan.microbatches)
         versions = weight_copies(step, pp_rank)
+    # The host holds a master of every weight, and its gradient.
+    is_offloaded = plan.offload == "optimizer"
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
     gathered = gathered_units(placement, rank, element)[1] if plan.data == "zero3" else 0
     return MemoryProfile(
@@ -111,7 +114,8 @@ def predict_states(
         dense_weights=weights[False],
         expert_weights=weights[True],
         gradients=gradients,
-        optimizer=masters + moments,
+        optimizer=0 if is_offloaded else masters + moments,
+        host=2 * updated + moments if is_offloaded else 0,
         weight_versions=(versions - 1) * (sum(weights.values()) + biases),
         snapshots=updated + moments + biases if is_undone else 0,
     )

@@ -297,6 +297,7 @@ class Artifacts:
             **state_bytes(self.parallel, self.optimizer),
             weight_versions=self.weight_versions,
             snapshots=self.snapshots,
+            host=self.optimizer.num_state_bytes(on_host=True),
             activations=sum(self._activations.values()),
             activation_kinds=self._activations,
             peak=_peak_bytes(self.mesh.device),

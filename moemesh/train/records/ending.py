@@ -47,6 +47,7 @@ def write_end(
     `drawn`: the schedule that is simulated beside the measured timeline.
     """
     model, plan, data, train = config.model, config.plan, config.data, config.train
+    plan = plan.without_offload if mesh.device.type == "cpu" else plan
     common: dict[str, Any] = {
         "seq_len": data.seq_len,
         "global_batch": data.global_batch,

@@ -1,0 +1,67 @@
+"""Runs with Muon: resumed under other plans, with experts of which some train, validated late."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train import runs
+
+MUON: dict[str, Any] = {
+    "train__optimizer": "muon",
+    "train__dtype": "float64",
+    "train__lr": 0.02,
+    "train__steps": 6,
+    "train__lr_schedule": "constant",
+}
+#: Two experts of each layer of the small model train, and its attention.
+SOME = {"train__train_only": ["*.experts.2.*", "*.experts.5.*", "*.attention.*"]}
+
+
+def matrices_of(run: Path, name: str) -> dict[int, tuple[int, int]]:
+    """Count and bytes of the exchanges of matrices of each rank in a ledger, in one step."""
+    ledger = json.loads((run / name).read_text())
+    sums: dict[int, tuple[int, int]] = {}
+    for rank in ledger["ranks"]:
+        rows = [row for row in rank["entries"] if row["caller"] == "matrices"]
+        numbers = [sum(row[key] for row in rows) for key in ("count", "wire_bytes")]
+        assert all(number % ledger["steps"] == 0 for number in numbers)
+        count, size = (number // ledger["steps"] for number in numbers)
+        sums[rank["rank"]] = count, size
+    return sums
+
+
+@pytest.mark.parametrize("keys", [{}, SOME], ids=["all", "some experts"])
+def test_a_run_resumes_under_other_plans(keys: dict[str, Any], tmp_path: Path) -> None:
+    expected = runs.losses(runs.train(tmp_path / "one", **MUON, **keys))
+    out = tmp_path / "run"
+    plans: list[dict[str, Any]] = [
+        {"plan__tp": 2},
+        {"plan__dp": 2, "plan__ep": 1, "plan__etp": 2, "plan__data": "zero2"},
+        {},
+    ]
+    for steps, plan in zip((2, 4, 6), plans, strict=True):
+        rows = runs.train(out, **MUON | keys | plan | {"train__steps": steps})
+        measured, predicted = (
+            matrices_of(out, name) for name in ("ledger.json", "ledger_predicted.json")
+        )
+        assert measured == predicted and any(size for _, size in measured.values()) == bool(plan)
+    assert runs.losses(rows) == pytest.approx(expected, abs=1e-10)
+
+
+def test_a_norm_that_is_validated_late_changes_nothing(tmp_path: Path) -> None:
+    keys = MUON | {
+        "model__num_layers": 4,
+        "plan__pp": 2,
+        "plan__schedule": "zb_h2",
+        "plan__microbatches": 3,
+        "train__clip": 1.7,  # clips some steps, which are taken back
+    }
+    before = runs.train(tmp_path / "before", **keys)
+    norms = [row["grad_norm"] for row in before]
+    assert min(norms) < 1.7 < max(norms), norms
+    after = runs.train(tmp_path / "after", **keys, plan__optimizer_validation="after")
+    assert runs.losses(after) == runs.losses(before)  # to the bit

@@ -1,0 +1,60 @@
+"""Runs with the optimizer's states in host memory: on a CPU, refusals, and memory of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moemesh.config.trainable import refusals
+from moemesh.sharding.load_run import load_run
+from moemesh.sharding.parameters import num_trained
+from moemesh.train import preparation
+from tests.train import runs
+
+
+def test_a_cpu_run_says_that_it_changes_nothing(tmp_path: Path) -> None:
+    plain = runs.train(tmp_path / "plain")
+    text = runs.said(*runs.arguments(tmp_path / "host", plan__offload="optimizer"))
+    assert "plan.offload = optimizer has no effect: it needs a GPU" in text
+    assert runs.losses(runs.metrics(tmp_path / "host")) == runs.losses(plain)
+    memory = [(tmp_path / name / "memory.json").read_text() for name in ("plain", "host")]
+    assert '"host"' not in memory[1] and memory[0].count("optimizer") == memory[1].count(
+        "optimizer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        (["train.optimizer=muon"], "optimizer = muon"),
+        (["plan.schedule=pipedream", "plan.pp=2", "plan.microbatches=2"], "schedule = pipedream"),
+        (
+            ["plan.optimizer_validation=after", "plan.pp=2", "plan.microbatches=2"],
+            "optimizer_validation = after",
+        ),
+        (["train.rebalance_every=5", "plan.ep=2", "plan.dp=2"], "rebalance_every = 5"),
+        (["train.on_mismatch=majority"], "on_mismatch = majority"),
+    ],
+)
+def test_what_needs_the_states_on_the_device_is_refused(keys: list[str], named: str) -> None:
+    config = load_run([], ["model.num_layers=4", "plan.offload=optimizer", *keys]).config
+    (problem,) = refusals(config)
+    assert named in problem.message and "offload = optimizer" in problem.message
+    assert problem.fix.endswith("offload = none")
+    without = load_run([], ["model.num_layers=4", *keys]).config
+    assert not refusals(without)
+
+
+def test_too_little_memory_of_the_host_is_refused_before_the_run(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"plan__offload": "optimizer", "plan__dp": 2}
+    config = runs.config_of(tmp_path, **keys)
+    needed = sum(preparation.predicted_memory(config, rank, on_cpu=False).host for rank in (0, 1))
+    # Master, two moments and gradient of every weight, on both ranks.
+    assert needed == 2 * 16 * num_trained(config.tuning, config.model, config.plan)
+    preparation.refuse_too_large(config, needed, on_cpu=False)
+    with pytest.raises(preparation.TooLargeError, match=r"on the host of 2 rank.*offload = none"):
+        preparation.refuse_too_large(config, needed - 1, on_cpu=False)
+    plain = runs.config_of(tmp_path, plan__dp=2)
+    preparation.refuse_too_large(plain, 1, on_cpu=False)
