@@ -75,8 +75,8 @@ bench: $(VENV)/tools
 	for plan in "" dp=2 dp=2,ep=2; do "$(BIN)/python" -m benchmarks.step --plan "$$plan"; done
 	for work in evaluate generate; do "$(BIN)/python" -m benchmarks.step --work $$work; done
 
-# On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): all that was never run on one,
-# into one file to send back (docs/gpu.md, tests/gpu_session.py). Goes on behind a failure.
+# On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): tests and measurements of the
+# CUDA path, into one file to send back (docs/gpu.md, tests/gpu_session.py). Continues after a failure.
 GPU_PYTHON ?= $(PYTHON)
 GPU_REPORT ?= gpu-report.txt
 gpu:

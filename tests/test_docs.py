@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
@@ -237,6 +237,57 @@ def test_pictures_are_current(picture: str) -> None:
 def test_every_block_is_somewhere() -> None:
     names = [match[2] for document in DOCUMENTS for match in BLOCK.finditer(text_of(document))]
     assert sorted(names) == sorted([*BLOCKS, *SLOW_BLOCKS])
+
+
+# Claims in words.
+
+NUMBERS = {word: number for number, word in enumerate(("no", "one", "two", "three", "four"))}
+_NUMBER = rf"({'|'.join(NUMBERS)}|\d+)"
+
+
+def gpus_that_ran() -> int:
+    """GPUs of the measurements that are kept."""
+    return NUMBERS[re.findall(r"(\w+) NVIDIA", text_of("docs/results/gpu.md"))[0]]
+
+
+def longest_example() -> int:
+    examples = (ROOT / "examples").glob("*.py")
+    return max(len(path.read_text(encoding="utf-8").splitlines()) for path in examples)
+
+
+#: Claim of a page with its number, and whether that number is true.
+CLAIMS: tuple[tuple[str, Callable[[int], bool]], ...] = (
+    (rf"\b{_NUMBER} GPUs? ha(?:s|ve) (?:ever )?run", lambda n: n == gpus_that_ran()),
+    (rf"\bhas run on {_NUMBER} GPUs?\b", lambda n: n == gpus_that_ran()),
+    (rf"\bexamples?\b[^.|]{{0,60}} at most {_NUMBER} lines", lambda n: n >= longest_example()),
+)
+
+
+def claims(text: str) -> dict[str, bool]:
+    """Claims of a page, and whether each is true."""
+    flat = " ".join(text.split())
+
+    def number_of(word: str) -> int:
+        return int(word) if word.isdecimal() else NUMBERS[word.lower()]
+
+    return {
+        match[0]: is_true(number_of(match[1]))
+        for pattern, is_true in CLAIMS
+        for match in re.finditer(pattern, flat, flags=re.IGNORECASE)
+    }
+
+
+def test_claims_about_gpus_and_examples_are_true() -> None:
+    of_pages = {name: claims(text_of(name)) for name in DOCUMENTS if name != "docs/log.md"}
+    assert all("has run on one GPU" in of_pages[name] for name in ("README.md", "docs/index.md"))
+    false = {name: [*of] for name, of in of_pages.items() if not all(of.values())}
+    assert not false
+
+
+def test_a_false_claim_is_found() -> None:
+    text = "No GPU has run it yet. The layer has run on two\nGPUs. Examples show at most 3 lines."
+    assert list(claims(text).values()) == [False, False, False]
+    assert all(claims(f"examples show each in at most {longest_example()} lines").values())
 
 
 # Links.

@@ -27,7 +27,7 @@ from moemesh.planner.search.search import Candidate, counted
 from moemesh.planner.speed import Speed, decoding_intensity, layer_intensities
 from moemesh.planner.timing.price import pricing
 from moemesh.report.bars import StackedBar, stacked_bars
-from moemesh.report.document import Chapter, PageDocument, Table, figures, plural
+from moemesh.report.document import Chapter, PageDocument, Table, figures, glossary, plural
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import PREDICTED_HELD, PREDICTED_PEAK, format_bytes
 
@@ -520,13 +520,19 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
             if keys[key] == 1:
                 choices[-1][name] = "-"
     same = {key for key in COLUMNS if len({one[key] for one in choices}) == 1}
-    alike = ", ".join(f"{key} {choices[0][key]}" for key in COLUMNS if key in same)
+    effective = {key: value for key, value in choices[0].items() if value != "-"}
+    alike = ", ".join(f"{key} {value}" for key, value in effective.items() if key in same)
     differing = [key for key in COLUMNS if key not in same]
     layouts = Table(
         caption="Layouts that fit",
         header=("#", "Role", "Like it", *differing),
         rows=[
-            (f"{number}", ", ".join(one.roles), f"{one.alike}", *(values[key] for key in differing))
+            (
+                f"{number}",
+                ", ".join(one.roles),
+                f"{one.alike or ''}",
+                *(values[key] for key in differing),
+            )
             for number, one, values in zip(count(1), planned.candidates, choices, strict=False)
         ],
         num_names=2,
@@ -554,7 +560,7 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
         rows=_axis_rows(priced.traffic),
         num_names=2,
     )
-    cards = [("Layout", [*choices[0].items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
+    cards = [("Layout", [*effective.items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
     code = "\n".join(command_lines(planned, best, arguments))
     pairs = (line.rpartition(": ") for line in planned.advice.why_not)
     near = [(change, [rest.strip()]) for change, _, rest in pairs]
@@ -568,6 +574,7 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
         Chapter("why-not", "Why not another layout", lists=[*named, *near]),
         Chapter("notes", "How far to trust it", lists=[("", notes)]),
     ]
+    chapters.append(glossary(chapters))
     return PageDocument(
         kind="moemesh plan", title=title, lines=[batch], chapters=chapters, source="plan"
     )

@@ -64,6 +64,10 @@ class TrainOptions:
     ] = None
 
 
+#: Keys that `moemesh plan` does not choose.
+_TO_CHOOSE = ("train.steps", "train.lr", "data.path", "data.tokenizer")
+
+
 @app.command(short_help="Train a model on the ranks of a plan.")
 def train(options: TrainOptions) -> None:
     """Train a model: starts the ranks itself, or joins those that torchrun started.
@@ -286,8 +290,18 @@ def launch(request: LaunchRequest) -> None:
         directory=str(Path.cwd()),
     )
     text = job.text(launcher)
+    # Keys that a plan leaves to the user, at their defaults.
+    is_set = {key: not resolved.origins[key].startswith("default") for key in _TO_CHOOSE}
+    is_set["train.steps"] |= run.train.epochs is not None
+    is_set["data.path"] |= bool(run.data.sources)
+    is_set["data.tokenizer"] |= run.model_path is not None
+    values = {"train.steps": f" (now {run.train.steps})", "train.lr": f" (now {run.train.lr:g})"}
+    unset = [f"{key}{values.get(key, '')}" for key in _TO_CHOOSE if not is_set[key]]
+    choices = f"still to choose: {', '.join(unset)}" if unset else ""
     if request.dry_run:
         typer.echo(text, nl=False)
+        if choices:
+            typer.echo(choices, err=True)
         return
     if launcher == "local":
         from moemesh.train.preparation import RunRequest, prepare
@@ -314,10 +328,12 @@ def launch(request: LaunchRequest) -> None:
     typer.echo(
         f"{nodes}: wrote {shlex.quote(str(target))}; see its first lines for how to start it"
     )
-    if run.data.path is None and not run.data.sources:
+    if choices:
+        typer.echo(choices)
+    if not is_set["data.path"]:
         typer.echo(
             "note: data.path is not set: the job would train on Python's own library sources, by "
-            f"bytes; set data.path and data.tokenizer{f' in {config}' if config else ''}"
+            "bytes"
         )
 
 

@@ -30,6 +30,7 @@ from moemesh.report.document import (
 from moemesh.report.svg import clip, short
 from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
+from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Event, Run, median_of
 from moemesh.trace.step_seconds import PASSES, StepSeconds
@@ -257,6 +258,8 @@ def timeline(run: Run) -> Chapter:
             )
         header = ("Part", "Simulated", "Measured", "Difference", "Share, measured")
         rows = bars.time_rows(run.simulated, last)
+        if run.seconds is not None:  # which has the other parts
+            rows = [row for row in rows if row[1]]
         tables.append(Table(caption=caption, header=header, rows=rows))
     columns = ("Span", "Computing", "Communication", "Idle", "Waiting for inputs")
     of_ranks = Table(
@@ -304,9 +307,8 @@ def _about_seconds(seconds: StepSeconds) -> list[str]:
     """Sentences on the source of the predicted seconds, and on large differences."""
     if not seconds.predicted:
         return []
-    flops = [
-        f"{part} {short(seconds.rates[part])}FLOP/s" for part in PASSES if part in seconds.rates
-    ]
+    rates = [(part, seconds.rates[part]) for part in PASSES if part in seconds.rates]
+    flops = [f"{part} {flop_rate(rate / 1e12)}" for part, rate in rates]
     source = (
         "Predicted are the FLOPs, bytes and operations of each part over the rates that all ranks "
         f"reached at the same time before the first step ({', '.join(flops)}, of rank 0)."

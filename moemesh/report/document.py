@@ -76,6 +76,34 @@ class Chapter:
     lists: Sequence[tuple[str, Sequence[str]]] = ()
 
 
+#: Words of pages with their meaning; a page explains those that it uses (:func:`glossary`).
+GLOSSARY: dict[str, str] = {
+    "rank": "one process with one device (on a CPU, with its share of the cores)",
+    "tp": "tensor parallelism: ranks that share every matrix of a layer",
+    "cp": "context parallelism: ranks that share a sequence inside attention",
+    "dp": "data parallelism: groups of ranks that train on different sequences",
+    "pp": "pipeline parallelism: ranks that hold different layers",
+    "ep": "expert parallelism: ranks that hold different experts",
+    "etp": "expert-tensor parallelism: ranks that share every matrix of an expert",
+    "edp": "ranks that hold the same experts; their gradients are summed",
+    "dp_cp": "ranks that hold the same dense weights (dp and cp together); gradients are summed",
+    "stage": "all ranks that hold the same layers (dp, cp and tp together)",
+    "world": "all ranks",
+    "control": "agreements of all ranks, such as on a stop request",
+    "evaluate": "forward passes of validation",
+    "reduce": "the sums of gradients, losses and loads at the end of a step",
+    "microbatch": "the part of a batch that one forward pass reads",
+    "stream": "the residual stream: the tensor that each layer reads and adds to",
+    "dispatch": "rows of tokens in the order of their experts, with the data of their exchange",
+    "router": "the scores and choices of experts of each token",
+    "exposed": "not hidden by computation: ranks wait for it",
+    "bubble": "time in which a rank of a pipeline has no work",
+    "entropy": "how evenly tokens are spread over experts: 1 is uniform, 0 is one expert",
+    "MFU": "share of the peak FLOP/s of the device that the model's own FLOPs reach",
+    "unigram": "the model that has only the frequency of each token: learning is a lower loss",
+}
+
+
 class NoticeBox(NamedTuple):
     """Box in front of all chapters: lines, each with a key, or "" without one, then commands with
     their names."""
@@ -122,6 +150,21 @@ class PageDocument:
 def _visible(value: object) -> object:
     """A value for the page; texts other than markup have their control characters replaced."""
     return visible(value) if type(value) is str else value
+
+
+def glossary(chapters: Sequence[Chapter], *more: str) -> Chapter:
+    """The words of :data:`GLOSSARY` in `chapters`, and in `more` texts, with their meaning."""
+    texts = list(more)
+    for chapter in chapters:
+        texts += [chapter.note, *(f"{figure.caption} {figure.svg}" for figure in chapter.figures)]
+        texts += [text for _, pairs in chapter.cards for pair in pairs for text in pair]
+        texts += [sentence for _, sentences in chapter.lists for sentence in sentences]
+        for table in chapter.tables:
+            texts += [table.caption, *table.header, *(cell for row in table.rows for cell in row)]
+    used = set(re.findall(r"\w+", " ".join(texts)))
+    words = [f"{word}: {meaning}" for word, meaning in GLOSSARY.items() if word in used]
+    missing = "" if words else "The page has no word that needs an explanation."
+    return Chapter("words", "Words of this page", missing=missing, lists=[("", words)])
 
 
 def figures(*drawn: tuple[str, str] | tuple[str, str, str]) -> list[Figure]:

@@ -24,6 +24,7 @@ from moemesh.report.document import (
     PageDocument,
     Table,
     figures,
+    glossary,
     left_out,
 )
 from moemesh.report.explain import explain
@@ -118,6 +119,11 @@ def document(run: Run) -> PageDocument:
         code=("The configuration as resolved", text) if text else ("", ""),
     )
     has_failed = run.failure is not None
+    chapters = [
+        *([failure(run.failure)] if run.failure is not None else []),
+        *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
+    ]
+    words = glossary(chapters, *(name for name, degree in degrees if degree != "1"))
     return PageDocument(
         kind="moemesh run",
         title=run.folder.resolve().name,
@@ -137,11 +143,7 @@ def document(run: Run) -> PageDocument:
                 [("", _cut(warning, _MAX_VALUE)) for warning in run.warnings],
             ),
         ],
-        chapters=[
-            *([failure(run.failure)] if run.failure is not None else []),
-            *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
-            configuration,
-        ],
+        chapters=[*chapters, words, configuration],
     )
 
 
@@ -180,11 +182,30 @@ def comparison(*runs: Run) -> PageDocument:
             f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
         ]
     names = [svg.clip(name, 40) for name in names]
+    chapters = [
+        replace(make(runs, names), identity=title.lower(), title=title)
+        for title, make in (
+            ("Configuration", _configuration),
+            ("Results", _results),
+            ("Training", _training),
+            ("Seconds", _seconds),
+            ("Traffic", _traffic),
+            ("Memory", _memory),
+        )
+    ]
     return PageDocument(
         kind="Two moemesh runs",
         title=" and ".join(names),
         lines=[str(folder) for folder in folders],
         boxes=[
+            NoticeBox(
+                "explanation",
+                "In short",
+                [
+                    (name, _cut(" ".join(explain(run).sentences), 8 * _MAX_VALUE))
+                    for name, run in zip(names, runs, strict=True)
+                ],
+            ),
             NoticeBox(
                 "warnings",
                 "Not everything could be read",
@@ -193,18 +214,9 @@ def comparison(*runs: Run) -> PageDocument:
                     for name, run in zip(names, runs, strict=True)
                     for line in run.warnings
                 ],
-            )
+            ),
         ],
-        chapters=[
-            replace(make(runs, names), identity=title.lower(), title=title)
-            for title, make in (
-                ("Configuration", _configuration),
-                ("Results", _results),
-                ("Training", _training),
-                ("Traffic", _traffic),
-                ("Memory", _memory),
-            )
-        ],
+        chapters=[*chapters, glossary(chapters)],
     )
 
 
@@ -341,6 +353,22 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
         chart("Throughput", "tokens_per_second", "tokens per second"),
     )
     return Chapter(figures=drawn)
+
+
+def _seconds(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
+    measured = [run.seconds.mean() if run.seconds is not None else {} for run in runs]
+    if not any(measured):
+        return Chapter(missing="Neither run has a seconds.json.")
+    rows = [
+        (
+            part,
+            *(f"{parts[part] * 1e3:,.3f}" if part in parts else "" for parts in measured),
+            _change(*(parts.get(part) for parts in measured)),
+        )
+        for part in dict.fromkeys(part for parts in measured for part in parts)
+    ]
+    caption = "Seconds of a step by part, mean rank and mean step, in milliseconds"
+    return Chapter(tables=[Table(caption=caption, header=("Part", *names, "Change"), rows=rows)])
 
 
 def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:

@@ -5,15 +5,17 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from moemesh.report import page
-from moemesh.report.document import Table
+from moemesh.report.document import GLOSSARY, Table
 from moemesh.report.explain import explain
 from moemesh.trace import step_seconds as parts
+from moemesh.trace.ledger import Ledger
 from moemesh.trace.run import FILES, Run, RunError
 from moemesh.trace.step_seconds import StepSeconds, communication
 from tests.report.fake_run import write_fake_run
@@ -371,3 +373,19 @@ def test_bytes_that_differ_from_their_prediction_have_a_sentence(tmp_path):
     text = read(page.write(folder))
     assert "Activations: 2 times the prediction; the prediction is for uniform routing" in text
     assert "Over ep, forward: 0.5 times the prediction" in text and "Over tp" not in text
+
+
+def test_a_page_explains_its_words_and_no_others(tiny):
+    text = read(page.write(tiny))
+    words = text.partition(">Words of this page</h2>")[2].partition("</section>")[0]
+    explained = re.findall(r"<li>(\w+): ", words)
+    assert {"ep", "tp", "pp", "entropy", "unigram", "rank"} <= {*explained}
+    assert not {"edp", "exposed", "MFU"} & {*explained}
+    assert GLOSSARY.keys() >= {"dp_cp", "stage", "world", "control", "stream", "entropy", "exposed"}
+    # The axes and classes of pages of another plan are explained there.
+    record = {"axis": "edp", "op": "all_reduce", "phase": "backward", "caller": "x"}
+    sizes = dict.fromkeys(("payload_bytes", "wire_bytes", "received_bytes"), 10)
+    ledger = Ledger()
+    ledger.record(**record, **sizes)
+    run = replace(Run.load(tiny), ledgers={0: ledger})
+    assert "edp: ranks that hold the same experts" in page.document(run).to_html()

@@ -76,6 +76,17 @@ def test_a_job_without_data_says_so() -> None:
     assert "note: data.path is not set" in call("launch --set plan.dp=2 --slurm")
 
 
+def test_a_job_names_what_its_plan_left_to_choose() -> None:
+    text = call("launch --set plan.dp=2 --set train.lr=0.01 --set train.steps=30 --slurm")
+    assert "still to choose: data.path, data.tokenizer" in text
+    Path("job.sbatch").unlink()
+    Path("text.txt").write_text("a text")
+    assert "still to choose: train.steps (now 200), train.lr (now 0.003)" in call(LAUNCH)
+    Path("job.sbatch").unlink()
+    chosen = f"{LAUNCH} --set train.lr=0.01 --set train.steps=30 --set data.tokenizer=bytes"
+    assert "still to choose" not in call(chosen)
+
+
 def test_nothing_is_written_where_one_of_several_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("mine")
     with pytest.raises(UserError):

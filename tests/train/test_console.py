@@ -78,6 +78,20 @@ def test_a_run_that_ends_above_the_unigram_model_says_so(validation: float, is_t
     text = Artifacts.summary(cast("Artifacts", ended))
     assert f"validation loss     {validation:.4f} nats a byte" in text
     assert ("has not learned" in text) == is_told
+    assert 'generate run --prompt "def " --temperature 0.8' in text
+
+
+def test_a_run_of_few_steps_is_a_start() -> None:
+    config = load_run([], ["train.steps=20"], environ={}).config
+    ended = SimpleNamespace(
+        config=config,
+        folder=SimpleNamespace(path="run"),
+        _validation=3.4,
+        _unigram=3.2,
+        _recent=(),
+    )
+    text = Artifacts.summary(cast("Artifacts", ended))
+    assert "20 steps are a start" in text and "has not learned" not in text
 
 
 def test_time_that_is_left() -> None:

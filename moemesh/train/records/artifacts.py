@@ -91,6 +91,12 @@ def measure_saved(model: Transformer) -> SavedForBackward:
 
 #: Files of the end of a start that are valid under its plan only.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory", "seconds")
+#: Number of steps below which a run is only a start.
+_FEW_STEPS = 40
+_A_START = (
+    "note: {steps} steps are a start: with more of them (train.steps) the loss falls below that of "
+    "the unigram model, which has only the frequency of each token"
+)
 _NOT_LEARNED = (
     "note: the run ends above the unigram model, which has only the frequency of each token: it "
     "has not learned its text so far; `moemesh explain` on its folder has advice"
@@ -337,6 +343,8 @@ class Artifacts:
         """The final losses, the path of the report, and notes."""
         unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
         reason, (step, loss) = early_stop.reason, early_stop.best
+        steps = self.config.train.steps
+        above = _A_START.format(steps=steps) if steps < _FEW_STEPS else _NOT_LEARNED
         return "\n".join(
             [
                 *([f"early stop          {reason}"] if reason else []),
@@ -349,7 +357,7 @@ class Artifacts:
                 f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",
                 *_next_commands(self.config, self.folder.path),
-                *([] if self._validation < self._unigram else [_NOT_LEARNED]),
+                *([] if self._validation < self._unigram else [above]),
                 *([f"note: {collapse}"] if collapse else []),
             ]
         )
@@ -360,7 +368,9 @@ def _next_commands(config: RunConfig, run: Path) -> list[str]:
     is_default = config.data.path is None and not config.data.sources
     prompt = '"def "' if is_default else "TEXT"
     folder = shlex.quote(str(run))
-    explain, generate = f"moemesh explain {folder}", f"moemesh generate {folder} --prompt {prompt}"
+    explain = f"moemesh explain {folder}"
+    # A small model repeats itself where it takes the likeliest token.
+    generate = f"moemesh generate {folder} --prompt {prompt} --temperature 0.8"
     width = max(len(explain), len(generate)) + 2
     return [
         f"{'next':<20}{explain:<{width}}what bounds its speed, and what would change it",

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moemesh.comm.collectives import barrier
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import all_reduce_
 from moemesh.config.layout import AXES
@@ -49,6 +50,7 @@ def measure_rates(config: RunConfig, mesh: Mesh) -> dict[str, float]:
 
     rates: dict[str, float] = {}
     with torch.no_grad(), mesh.ledger.paused():
+        barrier(mesh.control)
         # One sequence through the projections and the core of some heads.
         rows = min(max(data.seq_len // plan.cp, 1), _MAX_ROWS)
         size = max(model.query_head_dim, 1)
@@ -101,7 +103,8 @@ def _axis_rates(axis: Axis) -> tuple[float, float]:
 def _seconds(run: Callable[[], object], *, is_timed: bool = True) -> float:
     """Mean seconds of `run`. `is_timed`: repeated until `_SECONDS` have passed; an operation of
     several ranks has the same number of repetitions on each."""
-    run()
+    for _ in range(2):
+        run()
     begin, number, passed = time.perf_counter(), 0, 0.0
     while number < _LEAST or (is_timed and passed < _SECONDS):
         run()
