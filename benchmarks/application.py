@@ -232,7 +232,12 @@ def bench_device(
     over peak and bytes over bandwidth, and 4 us for each launch; the planner's time of the layer
     comes from its sizes alone. Exposed is what of an exchange no kernel runs beside.
     """
+    if settings.calls:
+        from benchmarks import calls
+        from benchmarks.text import calls_text
+
+        return _print(calls.run(settings), calls_text, as_json)
     from benchmarks import device
     from benchmarks.text import device_text
 
-    _print(device.run(settings, found), device_text, as_json)
+    return _print(device.run(settings, found), device_text, as_json)

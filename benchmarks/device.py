@@ -9,6 +9,7 @@ planner's time of the same layer, a prediction from the sizes alone.
 from __future__ import annotations
 
 import importlib
+import json
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -26,8 +27,10 @@ from benchmarks.settings import DeviceSettings
 from benchmarks.shapes import SHAPES, LayerShape
 from benchmarks.simulated_device import CUDA, Kernel, SimulatedDevice
 from benchmarks.simulated_device.timeline import kernel_seconds
+from moemesh.bench.settings import BenchError
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.model.moe import MoE
+from moemesh.ops.expert_kernels import KERNELS
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.timing.columns import hardware_row, layout_row, model_row
@@ -38,7 +41,8 @@ from moemesh.planner.timing.price import pricing, software_of
 def run(settings: DeviceSettings, found: Path | None = None) -> dict[str, Any] | None:
     """The tables; None where another rank has them. ConfigError for a cluster that cannot be read,
     or whose file has unknown constants."""
-    machine, size = load_cluster(settings.cluster), SHAPES[settings.shape]
+    machine, whole = load_cluster(settings.cluster), SHAPES[settings.shape]
+    size = whole.counted
     planned = planned_seconds(size, machine)
     exposed: list[dict[str, Any]] | None = []
     if settings.ranks > 1:
@@ -47,22 +51,19 @@ def run(settings: DeviceSettings, found: Path | None = None) -> dict[str, Any] |
         exposed = on_ranks("device", settings, measure, num_ranks=ranks, found=found)
         if exposed is None:
             return None
-    contenders = [
-        ("moemesh", True, _own_layer),
-        ("moemesh, nothing compiled", False, _own_layer),
-        ("transformers, grouped_mm", True, _transformers_layer),
-    ]
-    rows = [
-        {
-            "name": name,
-            **counted,
-            "measured_seconds": measured_seconds(size, make) if fuses else None,
-        }
-        for name, fuses, make in contenders
-        if (counted := count_layer(size, machine, make, fuses=fuses)) is not None
-    ]
+    rows: list[dict[str, Any]] = []
+    for name, contender in CONTENDERS.items():
+        measured = contender.measured(whole)
+        counted = contender.counted(size, machine)
+        if counted is None and measured["seconds"] is None:
+            continue
+        rows.append({"name": name, **(counted or {}), "measured": measured})
+        if settings.out:  # a run that is cut off has the rows so far
+            with Path(settings.out).open("a", encoding="utf-8") as file:
+                print(json.dumps({"shape": settings.shape, **rows[-1]}), file=file)
     return {
         "shape": settings.shape,
+        "counted": str(size),
         "cluster": machine.name,
         "torch": torch.__version__,
         "rows": rows,
@@ -136,15 +137,9 @@ def count_layer(
         }
 
 
-def measured_seconds(
-    shape: LayerShape, make: Callable[[LayerShape], Layer | None], *, rounds: int = 30
-) -> float | None:
-    """Forward and backward on this machine's GPU, by events, a median; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    made = make(shape)
-    assert made is not None, "it was counted"
-    module, forward = made
+def measured_seconds(shape: LayerShape, layer: Layer, *, rounds: int = 30) -> float:
+    """Forward and backward on this machine's GPU, by events, a median."""
+    module, forward = layer
     size = (shape.tokens, shape.hidden)
     upstream_TH = torch.randn(size, device="cuda", dtype=torch.bfloat16)
     taken: list[float] = []
@@ -165,12 +160,16 @@ def roofline_seconds(kernels: Iterable[Kernel], machine: Cluster) -> float:
     return sum(kernel_seconds(kernel, machine) for kernel in kernels)
 
 
-def _own_layer(shape: LayerShape) -> Layer:
+def _own_layer(shape: LayerShape, kernel: str | None = None) -> Layer:
     layer = MoE(shape.config)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=INIT_STD)
     layer.experts.to(torch.bfloat16)
     layer.to("cuda")
+    if kernel is not None:
+        if reason := KERNELS[kernel].missing(CUDA):
+            raise BenchError(reason)
+        layer.experts.kernel = KERNELS[kernel].load()
     context = single_sequence(shape.tokens)
     moved = {
         name: value.to(CUDA) for name, value in vars(context).items() if isinstance(value, Tensor)
@@ -205,6 +204,50 @@ def _transformers_layer(shape: LayerShape) -> Layer | None:
         return (found[0] if isinstance(found, tuple) else found).view(x_TH.shape)
 
     return block, forward
+
+
+class Contender(NamedTuple):
+    """A way to compute the layer. `fuses`: pointwise functions are compiled; `is_counted`: it runs
+    on a simulated device."""
+
+    make: Callable[[LayerShape], Layer | None]
+    fuses: bool = True
+    is_counted: bool = True
+    is_ours: bool = True
+
+    def counted(self, shape: LayerShape, machine: Cluster) -> dict[str, Any] | None:
+        """Counts on a simulated device; None where the layer is not installed."""
+        if not self.is_counted:
+            return None
+        return count_layer(shape, machine, self.make, fuses=self.fuses)
+
+    def measured(self, shape: LayerShape) -> dict[str, Any]:
+        """Seconds, operations a second and peak bytes on this machine's GPU, or why there are
+        none."""
+        if not torch.cuda.is_available() or not self.fuses:
+            return {"seconds": None, "reason": "no GPU"}
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            if (layer := self.make(shape)) is None:
+                return {"seconds": None, "reason": "not installed"}
+            seconds = measured_seconds(shape, layer)
+        except Exception as error:  # a kernel of another package: the next contender runs
+            return {"seconds": None, "reason": next(iter(str(error).splitlines()), repr(error))}
+        return {
+            "seconds": seconds,
+            "flops_per_second": shape.flops / seconds,
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+        }
+
+
+CONTENDERS = {
+    "moemesh": Contender(_own_layer),
+    "moemesh, nothing compiled": Contender(_own_layer, fuses=False),
+    "transformers, grouped_mm": Contender(_transformers_layer, is_ours=False),
+} | {
+    f"moemesh, {name}": Contender(partial(_own_layer, kernel=name), is_counted=False)
+    for name in KERNELS
+}
 
 
 if __name__ == "__main__":

@@ -60,9 +60,16 @@ class LayerSettings(Settings):
 class DeviceSettings(Settings):
     """One MoE layer on simulated devices; `cluster` has their data sheet and links."""
 
-    shape: Annotated[Literal["A", "B", "tiny"], "Shape, as of `benchmarks.layer`."] = "B"
+    shape: Annotated[
+        Literal["A", "B", "Q", "tiny"],
+        "Shape, as of `benchmarks.layer`; Q is counted scaled down, and measured whole on a GPU.",
+    ] = "B"
     cluster: Annotated[str, "Preset or file: rates of its devices and links."] = "dgx_h100"
     ranks: Annotated[int, "Devices that share the experts; 1: no exchanges.", {"min": 1}] = 4
+    calls: Annotated[
+        bool, "Count calls of Python functions and operations of ATen, of a layer and of a step."
+    ] = False
+    out: Annotated[str, "File that gets each row as a line of JSON when it is measured."] = ""
 
     def check(self) -> None:
         check_divides("ranks", self.ranks, "experts", SHAPES[self.shape].num_experts)

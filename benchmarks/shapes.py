@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Light to import: the command reads it to know its options.
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +24,22 @@ class LayerShape:
     def __str__(self) -> str:
         experts = f"{self.num_experts} of width {self.width}, top-{self.top_k}"
         return f"{self.kind}: {experts}; {self.tokens} tokens, hidden {self.hidden}"
+
+    @property
+    def flops(self) -> int:
+        """Operations of the experts' products, forward and backward: three matrices, three products
+        of each, two operations for a multiply-add."""
+        return 18 * self.rows * self.hidden * self.width
+
+    @property
+    def counted(self) -> LayerShape:
+        """The shape that a simulated device counts: that of a large one is scaled down, which
+        changes no count of kernels."""
+        if self.flops < 1e12:
+            return self
+        return replace(
+            self, tokens=self.tokens // 64, hidden=self.hidden // 16, width=self.width // 16
+        )
 
     @property
     def rows(self) -> int:
@@ -54,6 +70,9 @@ SHAPES = {
     ),
     "B": LayerShape(
         tokens=2048, hidden=1024, width=512, num_experts=64, top_k=8, kind="many narrow ones"
+    ),
+    "Q": LayerShape(
+        tokens=32768, hidden=2048, width=768, num_experts=128, top_k=8, kind="Qwen3-30B-A3B"
     ),
     "tiny": LayerShape(
         tokens=64, hidden=16, width=24, num_experts=4, top_k=2, kind="to try the command"

@@ -300,18 +300,37 @@ def device_text(found: dict[str, Any]) -> str:
             " + ".join(map(str, row["waits"])),
             _fine(row["roofline_seconds"]),
             f"{row['roofline_seconds'] / planned['device']:.2f}",
-            "-" if row["measured_seconds"] is None else _fine(row["measured_seconds"]),
         )
         for row in found["rows"]
+        if "kernels" in row
     ]
-    # Measured by events where this machine has a GPU.
-    header = ("", "kernels", "GB", "waits", "roofline ms", "/ planner", "measured ms")
+    header = ("", "kernels", "GB", "waits", "roofline ms", "/ planner")
     text = (
         f"shape {found['shape']}, bfloat16, one simulated device; data sheet: {found['cluster']}\n"
+        f"counted: {found['counted']}\n"
         f"{table(header, rows, left=1)}\n"
         f"planner: {_fine(planned['device'])} ms on the device, {_fine(planned['with_host'])} with "
         "the host of the stack that it is calibrated on"
     )
+    measured = [
+        (
+            row["name"],
+            _fine(row["measured"]["seconds"]),
+            f"{row['measured']['flops_per_second'] / 1e12:.0f}",
+            f"{row['measured']['peak_bytes'] / 1e9:.2f}",
+        )
+        for row in found["rows"]
+        if row["measured"]["seconds"] is not None
+    ]
+    if measured:  # by events, on the GPU of this machine
+        header = ("", "measured ms", "TFLOP/s of products", "peak GB")
+        text = f"{text}\n\nshape {found['shape']}, whole\n{table(header, measured, left=1)}"
+        reasons = [
+            f"{row['name']}: {row['measured']['reason']}"
+            for row in found["rows"]
+            if row["measured"]["seconds"] is None and row["name"] != "moemesh, nothing compiled"
+        ]
+        text = "\n".join([text, *reasons])
     if not found["exposed"]:
         return text
     rows = [
@@ -326,6 +345,25 @@ def device_text(found: dict[str, Any]) -> str:
     return (
         f"{text}\n\nexperts over {found['ranks']} simulated devices, behind the router, "
         f"milliseconds\n{table(header, rows, left=1)}"
+    )
+
+
+def calls_text(found: dict[str, Any]) -> str:
+    """The host's work in a layer and in a step, a row for each way to compute it."""
+
+    def rows(work: list[dict[str, Any]]) -> str:
+        keys = ("calls", "operations", "waits")
+        lines = [
+            (row["name"], *(" + ".join(map(str, row[key])) for key in keys))
+            for row in work
+            if row["calls"]
+        ]
+        header = ("", "Python calls", "ATen operations", "waits")
+        return table(header, lines, left=1)
+
+    return (
+        f"shape {found['shape']}, one layer, forward + backward\n{rows(found['layer'])}\n\n"
+        f"a whole step of {found['step_layers']} layers\n{rows(found['step'])}"
     )
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils import _foreach_utils
 
 from benchmarks.simulated_device.counts import (
     Counts,
@@ -27,6 +28,7 @@ from benchmarks.simulated_device.tensor import DeviceTensor, Factories, make_dev
 from moemesh.comm.mesh import Axis
 from moemesh.ops import fusion, grouped_gemm, permute
 
+_FOREACH_TYPES: list[Any] = _foreach_utils._foreach_supported_types  # pyright: ignore
 _run_thread = threading.Thread.run
 
 
@@ -157,6 +159,8 @@ class SimulatedDevice(Counts):
             (cuda, "stream", lambda stream: contextlib.nullcontext()),
             (cuda, "Event", Event),
             (torch, "rms_norm", partial(_FusedNorm.apply, self)),
+            # Several tensors in one operation, as on CUDA: torch looks for their exact type.
+            (_foreach_utils, "_foreach_supported_types", [*_FOREACH_TYPES, DeviceTensor]),
             (fusion, "compiled", self.compiled),
             # As NCCL moves them: what is sent is the same on gloo.
             (Axis, "backend", property(lambda axis: "nccl")),

@@ -118,7 +118,7 @@ class LocalRows(NamedTuple):
         return self.plan.tokens
 
     def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """As :meth:`DispatchedRows.as_routing`."""
+        """The arguments of a kernel: see :meth:`DispatchedRows.as_routing`."""
         if self.plan.experts_TK is None:
             return None
         return self.x_TH, self.weights_TK, self.plan.experts_TK

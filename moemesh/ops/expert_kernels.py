@@ -46,7 +46,7 @@ class KernelPackage(NamedTuple):
             return None
 
     def missing(self, device: torch.device) -> str | None:
-        """What the kernel needs and lacks, without an import; None: nothing."""
+        """The requirement that is not met, found without an import; None: all are met."""
         if device.type != "cuda":
             return f"it needs a CUDA device, the experts are on {device.type}"
         capability = torch.cuda.get_device_capability(device)
