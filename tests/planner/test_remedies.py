@@ -16,15 +16,21 @@ def test_each_remedy_fits_in_the_seconds_that_it_names() -> None:
     request = PlanRequest("mixtral-8x7b", "dgx_a100", 4096, 16, nodes=1, top=1)
     with pytest.raises(NothingFits) as caught:
         plan_named(request)
-    lines = re.findall(r"^  --(\S+) (\S+).*: (\S+) s a step$", str(caught.value), re.MULTILINE)
-    assert [option for option, _, _ in lines] == ["nodes", "set", "set", "cluster"]
-    changes: list[dict[str, Any]] = [
-        {"nodes": int(lines[0][1])}, {"settings": (lines[1][1],)}, {"settings": (lines[2][1],)},
-        {"cluster": lines[3][1]},
-    ]  # fmt: skip
-    for (_, _, seconds), change in zip(lines, changes, strict=True):
+    lines = re.findall(r"^  (--.*): (\S+) s a step$", str(caught.value), re.MULTILINE)
+    changes: list[dict[str, Any]] = []
+    for options, _ in lines:
+        pairs = re.findall(r"--(\S+) (\S+)", options)
+        values = {"settings": tuple(value for name, value in pairs if name == "set")}
+        changes.append(values if values["settings"] else {pairs[0][0]: pairs[0][1]})
+    assert [*map(str, changes[1:4])] == [
+        "{'settings': ('lora.rank=16',)}",
+        "{'settings': ('lora.rank=16', 'lora.base=nf4')}",
+        "{'settings': ('plan.offload=optimizer',)}",
+    ]
+    # Half as many nodes do not fit: the number is the smallest of its kind.
+    assert changes[0] == {"nodes": "2"} and changes[4].keys() == {"cluster"} and len(changes) == 5
+    changes[0]["nodes"] = 2
+    for (_, seconds), change in zip(lines, changes, strict=True):
         answer = plan_named(replace(request, **change))
         fastest = min(candidate.seconds for candidate in answer.candidates)
         assert fastest == pytest.approx(float(seconds), rel=5e-3)
-    # Half as many nodes do not fit: the number is the smallest of its kind.
-    assert int(lines[0][1]) == 2
