@@ -202,6 +202,7 @@ def test_chosen_experts_of_every_family_train_as_in_a_plain_loop(name: str) -> N
     assert difference(split(name, tuning=tuning, **layout), plain(name, tuning=tuning)) < 1e-9
 
 
+@pytest.mark.representative("patterns0")
 @pytest.mark.parametrize("patterns", [("*self_attn*", "*linear_attn*"), ("model.layers.1.*",)])
 def test_frozen_weights_stay(patterns: tuple[str, ...]) -> None:
     tuning = Tuning(freeze=patterns)
