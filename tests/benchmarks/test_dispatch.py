@@ -108,7 +108,13 @@ def run_on_rank(mesh: Mesh, settings: DispatchSettings) -> dict[str, Any]:
         replace(SMALL, dispatcher=NAMES, workload="W2,W4"),
         replace(SMALL, dispatcher=NAMES, workload="W5", mode="moe_fwd_bwd", chunks=3),
         replace(
-            SMALL, dispatcher=NAMES, mode="moe_fwd_bwd", chunks=2, payload="fp8", dtype="bfloat16"
+            SMALL,
+            dispatcher=NAMES,
+            workload="W4",
+            mode="moe_fwd_bwd",
+            chunks=2,
+            payload="fp8",
+            dtype="bfloat16",
         ),
     ],
     ids=["dispatch_only", "chunks", "chunks of fp8"],

@@ -106,7 +106,7 @@ def begin(script: Path, what: str, python: str = sys.executable) -> subprocess.P
 
 
 def test_ranks_run_and_only_rank_0_speaks(script):
-    process = begin(script, "end well")
+    process = begin(script, "end well", commands.python())
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
     assert out == "0 2 0 2 cpu 3.0 lo True\n"

@@ -202,6 +202,7 @@ def test_chosen_experts_of_every_family_train_as_in_a_plain_loop(name: str) -> N
     assert difference(split(name, tuning=tuning, **layout), plain(name, tuning=tuning)) < 1e-9
 
 
+@pytest.mark.representative("patterns0")
 @pytest.mark.parametrize("patterns", [("*self_attn*", "*linear_attn*"), ("model.layers.1.*",)])
 def test_frozen_weights_stay(patterns: tuple[str, ...]) -> None:
     tuning = Tuning(freeze=patterns)
@@ -229,19 +230,25 @@ def test_the_proof_before_a_run_is_tuned_as_the_run(
         prove(config, mesh)
 
 
-def test_targets_are_the_linear_layers_that_a_family_calls() -> None:
-    for name, has, lacks in (
+@pytest.mark.representative("nemotron_h-has0-lacks0", "qwen3_next-has2-lacks2")
+@pytest.mark.parametrize(
+    ("name", "has", "lacks"),
+    [
         ("nemotron_h", {"in_proj", "up_proj"}, {"out_proj", "gate_proj"}),  # kernel; no gate
         ("jamba", {"out_proj", "x_proj", "gate_proj"}, {"dt_proj", "router"}),
         ("qwen3_next", {"in_proj_qkvz", "in_proj_ba"}, {"shared_expert_gate", "gate"}),
         ("deepseek_v32", {"q_a_proj", "kv_b_proj"}, {"wk", "wq_b"}),  # no gradient reaches these
         ("deepseek_v4", {"o_b_proj"}, {"o_a_proj"}),  # a forward of its own
-    ):
-        model = model_of(architecture_of(name)).with_lora(LoraConfig(rank=2, targets=("none",)))
-        (problem,) = adapter_rules(model)
-        assert problem.code == "not-a-choice"
-        targets = {one.target for one in projections(model)}
-        assert has <= targets and not lacks & targets
+    ],
+)
+def test_targets_are_the_linear_layers_that_a_family_calls(
+    name: str, has: set[str], lacks: set[str]
+) -> None:
+    model = model_of(architecture_of(name)).with_lora(LoraConfig(rank=2, targets=("none",)))
+    (problem,) = adapter_rules(model)
+    assert problem.code == "not-a-choice"
+    targets = {one.target for one in projections(model)}
+    assert has <= targets and not lacks & targets
 
 
 def test_all_linear_leaves_out_what_is_smaller_than_the_rank() -> None:

@@ -101,7 +101,7 @@ def steps_of(config: RunConfig, run: Path) -> list[Step]:
     return steps
 
 
-@pytest.mark.representative("gpt_oss-adamw-float64-sft-auxiliary-tp=2,dp=2,ep=4")
+@pytest.mark.representative("gpt_oss-sgd-float64-sft-auxiliary")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
     folder, settings = prepare(case, tmp_path)

@@ -75,6 +75,7 @@ def on_ranks(rank: int, folder: str) -> Any:
     return state, norms
 
 
+@pytest.mark.slow
 def test_the_trainer_clips_by_the_norm_of_all_experts(tmp_path: Any) -> None:
     one = model_of(False)
     norms = trained(one, str(tmp_path), ROWS, save_strategy="no")

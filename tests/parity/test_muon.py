@@ -19,9 +19,9 @@ MUON = TRAIN | {"optimizer": "muon", "lr": 0.05, "weight_decay": 0.1, "steps": 3
 CASES = rows(
     """
     *moe | tp=2 dp=2 ep=4
-    *moe | tp=2 dp=2 ep=2 etp=2 data=zero1
+    moe | tp=2 dp=2 ep=2 etp=2 data=zero1
     *moe | dp=2 ep=2 data=zero3
-    *moe | dp=4 ep=2 data=zero2 microbatches=2
+    moe | dp=4 ep=2 data=zero2 microbatches=2
     moe | tp=4
     moe | dp=2 etp=2 dispatcher=all_gather
     moe | pp=2 dp=2 ep=2 microbatches=2

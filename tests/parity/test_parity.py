@@ -51,9 +51,9 @@ CASES = rows(
     dense | tp=2 dp=2 attention_exit=all_to_all
     # Empty ranks, fewer tokens than ranks, padding.
     moe | dp=4 ep=4 | 1x5
-    *moe | tp=8 ep=4 etp=2 | 1x5
+    moe | tp=8 ep=4 etp=2 | 1x5
     moe | tp=2 dp=2 ep=4 dispatcher=all_gather | 1x5
-    *sigmoid | tp=2 dp=2 ep=2 etp=2 | padded
+    sigmoid | tp=2 dp=2 ep=2 etp=2 | padded
     moe | tp=2 dp=2 ep=4 dispatcher=all_gather | padded
     """
 )
@@ -102,7 +102,7 @@ ROUTERS = rows(
     global | dp=3 | padded
     *global | dp=4 ep=4 microbatches=2 | 1x5  # the second microbatch is empty
     together | tp=2 dp=2 ep=4
-    *together | tp=2 cp=2 ep=4 | padded
+    together | tp=2 cp=2 ep=4 | padded
     together | dp=2 ep=2 pp=2
     together | dp=4 ep=4 | 1x5
     together_microbatch | tp=2 etp=2 pp=2 schedule=zb_h1
@@ -235,9 +235,9 @@ CONTEXT = rows(
     # Latent attention, windows, sinks, norms over all heads.
     latent | cp=2 tp=2 ep=4 context=ring | 3x13 padded packed
     latent | cp=2 tp=2 ep=4 context=all_gather/all_to_all | 3x13 padded packed
-    *latent_plain | cp=4 context=all_gather/all_to_all recompute=full | 3x13
+    latent_plain | cp=4 context=all_gather/all_to_all recompute=full | 3x13
     latent_plain | cp=4 context=ring recompute=full | 3x13
-    *windows | cp=4 ep=2 context=all_gather | 3x13 packed
+    windows | cp=4 ep=2 context=all_gather | 3x13 packed
     *windows | cp=4 ep=2 context=ring/all_to_all | 3x13 packed
     windows | pp=2 cp=2 microbatches=2 schedule=zb_h1 context=ring | 3x13 padded packed
     over_projection | cp=2 tp=2 recompute=selective context=all_to_all | 3x13
@@ -276,7 +276,7 @@ SLICES = rows(
     deep | pp=4 slices=3 {TERAPIPE} | 5x11 padded
     deep | pp=2 slices=11 recompute=full {TERAPIPE} | 5x11
     *deep_microbatch | pp=2 slices=3 microbatches=2 recompute=selective {TERAPIPE} | 5x11 padded
-    *deep_global | pp=4 microbatches=3 {TERAPIPE} | 5x11
+    deep_global | pp=4 microbatches=3 {TERAPIPE} | 5x11
     deep_tied | pp=2 slices=4 microbatches=3 {TERAPIPE} | 5x11 padded
     deep_tied | pp=2 slices=3 {TERAPIPE} | 5x11 packed
     deep_dense | pp=2 slices=5 recompute=full {TERAPIPE} | 5x11

@@ -55,7 +55,7 @@ MIXED = rows(
     """
     moe | pp=2 tp=2 ep=2 schedule=zb_v microbatches=4 | 11x7
     moe *sigmoid | pp=2 dp=2 ep=2 schedule=dualpipe microbatches=4 | 11x7
-    *tied | pp=2 tp=2 ep=2 schedule=zb_h1 microbatches=3 | 11x7
+    tied | pp=2 tp=2 ep=2 schedule=zb_h1 microbatches=3 | 11x7
     tied | pp=4 schedule=chimera microbatches=4 | 11x7
     tied | pp=2 dp=2 schedule=zb_v microbatches=3 | 11x7
     sigmoid | pp=4 tp=2 ep=2 schedule=dualpipe_v microbatches=8 | 11x7

@@ -44,9 +44,9 @@ CASES = rows(
     *moe | tp=2 dp=2 etp=2 microbatches=2 data=zero1
     *grouped | pp=2 dp=2 schedule=chimera microbatches=4 data=zero1
     *moe | dp=4 ep=2 combine=exact microbatches=2 data=zero2
-    *sigmoid | tp=2 dp=2 ep=2 data=zero2 | padded
+    sigmoid | tp=2 dp=2 ep=2 data=zero2 | padded
     *grouped | pp=2 dp=2 microbatches=2 data=zero3
-    *moe | dp=4 ep=4 data=zero3 | 1x5
+    moe | dp=4 ep=4 data=zero3 | 1x5
     *moe | dp=4 ep=2 shard_group=2 microbatches=2 data=zero3
     *moe | tp=2 dp=2 ep=2 data=parameter_server
     *moe | dp=2 ep=2 recompute=full microbatches=2 data=step

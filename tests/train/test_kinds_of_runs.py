@@ -73,38 +73,51 @@ def test_the_measured_timeline_has_its_simulation_beside_it(tmp_path: Path) -> N
     assert "simulated above measured" in (out / "report.html").read_text()
 
 
+def searched(tmp_path: Path, invoke: Invoke) -> tuple[Path, dict[str, Any]]:
+    """A run of `train` with the file of `schedule search --save`, by a relative path."""
+    words = ["schedule", "search", "--ranks", "2", "--microbatches", "8", "--stages-per-rank", "2"]
+    _, saved, _ = invoke(*words, "--save", "s.txt")
+    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved
+    keys = DEEP | {"plan__pp": 2, "plan__stages_per_rank": 2, "train__checkpoint_every": 1}
+    keys |= {"train__checkpoints_kept": 4, "plan__schedule": "s.txt"}
+    runs.train(out := tmp_path / "run", **keys)
+    return out, keys
+
+
 def test_a_searched_schedule_trains_from_the_command_line(
     tmp_path: Path,
     one_device: list[dict[str, Any]],
     invoke: Invoke,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`schedule search --save`, then `train` with the file: by a relative path, resumed when the
-    file has changed, and when it is gone."""
+    """With the file, and resumed when it is gone."""
     monkeypatch.chdir(tmp_path)
-    words = ["schedule", "search", "--ranks", "2", "--microbatches", "8", "--stages-per-rank", "2"]
-    _, saved, _ = invoke(*words, "--save", "s.txt")
-    assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved
-    keys = DEEP | {"plan__pp": 2, "plan__stages_per_rank": 2, "train__checkpoint_every": 1}
-    keys |= {"train__checkpoints_kept": 4, "plan__schedule": "s.txt"}
-    out = tmp_path / "run"
-    assert_same_losses(runs.train(out, **keys), one_device)
+    out, keys = searched(tmp_path, invoke)
+    assert_same_losses(runs.metrics(out), one_device)
     assert (out / "schedule.txt").read_text() == Path("s.txt").read_text()
     simulated = Timeline.from_json(json.loads((out / "timeline_simulated.json").read_text()))
     assert simulated.digest == digest(load(out / "schedule.txt"))
-
     shutil.rmtree(out / "checkpoints" / "step-4")
-    invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
-    again = runs.said(*runs.arguments(out, **keys))
-    assert "changed since the last call: the schedule s.txt: digest" in again
-    assert load(out / "schedule.txt").name == "dualpipe_v"
+    Path("s.txt").unlink()
+    output = runs.said(*runs.arguments(out, **keys))
+    assert "s.txt is gone: the run continues with its copy" in output
     assert_same_losses(runs.metrics(out), one_device)
 
-    for step in (3, 4):
-        shutil.rmtree(out / "checkpoints" / f"step-{step}")
-    Path("s.txt").unlink()
-    again = runs.said(*runs.arguments(out, **keys))
-    assert "s.txt is gone: the run continues with its copy" in again
+
+@pytest.mark.slow
+def test_a_run_resumes_with_a_schedule_that_has_changed(
+    tmp_path: Path,
+    one_device: list[dict[str, Any]],
+    invoke: Invoke,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out, keys = searched(tmp_path, invoke)
+    shutil.rmtree(out / "checkpoints" / "step-4")
+    invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
+    output = runs.said(*runs.arguments(out, **keys))
+    assert "changed since the last call: the schedule s.txt: digest" in output
+    assert load(out / "schedule.txt").name == "dualpipe_v"
     assert_same_losses(runs.metrics(out), one_device)
 
 
