@@ -273,9 +273,17 @@ def _packed_base(config: RunConfig) -> Iterator[Problem]:
         message = f"some experts would train, and cannot with {setting}"
         fix = f"leave {key} out, or base = same"
         yield train.problem("conflict", key, message, fix, "lora.base")
-    is_whole = config.model.architecture is not None
+    architecture = config.model.architecture
+    rows = [(f"{one.target} of {one.block}", one.inputs) for one in projections(config.model)]
+    if architecture is not None:
+        rows = [(one.name, one.shape[-1]) for one in architecture.parameters if one.parts]
+    for name, size in rows:
+        if size % 2:
+            message = f"{name} has {size} numbers a row, and base = nf4 packs two of them in a byte"
+            yield lora.problem("not-available", "base", message, 'base = "same"')
+            break
     axes = {"experts": "etp", "attention": "tp", "mlp": "tp", "shared experts": "tp"}
-    for one in () if is_whole else projections(config.model):
+    for one in () if architecture is not None else projections(config.model):
         axis = axes[one.block]
         degree = int(getattr(plan, axis))
         is_cut = one.target == "down_proj" or (

@@ -53,15 +53,26 @@ def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
 def _dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
     row = packed.shape[-1]
     blocks = F.pad(packed, (0, -row % NF4_BLOCK_BYTES)).unflatten(-1, (-1, NF4_BLOCK_BYTES))
-    scale = blocks[..., :_SCALE].contiguous().view(torch.float32)
-    codes = blocks[..., _SCALE:]
+    scale, codes = blocks[..., :_SCALE], blocks[..., _SCALE:]
     if packed.is_cuda and row % NF4_BLOCK_BYTES == 0 and dtype.itemsize < 8 and _has_kernels():
-        shape = (*packed.shape[:-1], blocks.shape[-2] * NF4_BLOCK)
-        kernel = torch.ops.bitsandbytes.dequantize_4bit
-        return kernel(codes.reshape(-1, 1), scale.flatten(), NF4_BLOCK, "nf4", shape, dtype)
+        return by_kernel(scale, codes, dtype)
     values = F.embedding(codes.int(), _pairs(packed.device)).flatten(-2)
-    columns = 2 * (row - _SCALE * blocks.shape[-2])
-    return values.mul_(scale).to(dtype).flatten(-2)[..., :columns].contiguous()
+    values = values.mul_(_numbers(scale)).to(dtype).flatten(-2)
+    return values[..., : 2 * (row - _SCALE * blocks.shape[-2])].contiguous()
+
+
+def by_kernel(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of whole blocks, from the bytes of their scales [..., K, 4] and of their codes
+    [..., K, 32], by the kernel of bitsandbytes: the same bits."""
+    shape = (*codes.shape[:-2], codes.shape[-2] * NF4_BLOCK)
+    kernel, scales = torch.ops.bitsandbytes.dequantize_4bit, _numbers(scale).flatten()
+    return kernel(codes.reshape(-1, 1), scales, NF4_BLOCK, "nf4", shape, dtype)
+
+
+def _numbers(scale: Tensor) -> Tensor:
+    """The scales of blocks from their bytes [..., K, 1]: copied, since fp32 may not begin at any
+    byte."""
+    return scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from moemesh.config.lora import packed_bytes
-from moemesh.ops.nf4 import TABLE, dense, dequantize, quantize
+from moemesh.ops.nf4 import TABLE, by_kernel, dense, dequantize, quantize
 
 SHAPES = [(3, 64), (2, 5, 192), (4, 2, 3, 128), (7, 96), (3, 10)]
 
@@ -68,6 +68,7 @@ def test_other_weights_pass_unchanged() -> None:
 
 
 def of_bitsandbytes(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, largest absolute values and dequantized numbers."""
     functional = pytest.importorskip("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
     return codes.flatten(), state.absmax, functional.dequantize_4bit(codes, state).to(dtype)
@@ -78,8 +79,17 @@ def of_bitsandbytes(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 def test_the_bits_of_bitsandbytes(dtype: torch.dtype, scale: float) -> None:
     weight = (torch.randn(96, 320, generator=torch.Generator().manual_seed(5)) * scale).to(dtype)
     weight[7] = 0
+    # Numbers at the borders of two codes, where a product and a quotient round to other sides.
+    table = torch.tensor(TABLE)
+    borders = ((table[:-1] + table[1:]) / 2).repeat(20, 1)
+    largest = weight[40:60].view(20, 5, 64).abs().amax(2)
+    for block in range(5):
+        start = 64 * block
+        weight[40:60, start + 20 : start + 35] = (borders * largest[:, block, None]).to(dtype)
     codes, absmax, values = of_bitsandbytes(weight, dtype)
     packed = quantize(weight).view(-1, 36)
     assert torch.equal(packed[:, :4].contiguous().view(torch.float32).flatten(), absmax)
     assert torch.equal(packed[:, 4:].flatten(), codes)
     assert torch.equal(dequantize(packed.view(96, -1), dtype), values)
+    blocks = packed.view(96, 5, 36)
+    assert torch.equal(by_kernel(blocks[..., :4], blocks[..., 4:], dtype), values)

@@ -97,7 +97,7 @@ def test_the_numbers_are_those_of_the_dequantized_weights(
 
 
 def test_the_backward_keeps_no_dequantized_weight() -> None:
-    """What autograd saves of an expert product are the packed weights."""
+    """Packed weights are all that autograd saves of them."""
     saved: list[torch.Tensor] = []
     hooks: Callable[..., Any] = torch.autograd.graph.saved_tensors_hooks
     with hooks(lambda one: saved.append(one) or one, lambda one: one):

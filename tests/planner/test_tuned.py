@@ -62,7 +62,7 @@ def test_shares_count_what_trains() -> None:
 
 
 def test_a_base_in_4_bits_is_among_the_answers() -> None:
-    """Where nothing fits, where the whole interval of no answer fits, and as a plan of its own."""
+    """If nothing fits, if the whole interval of no answer fits, and as a plan of its own."""
     words = ("qwen3-30b-a3b", "one_h100", 4096, 16)
     with pytest.raises(NothingFits) as caught:
         plan_named(PlanRequest(*words))

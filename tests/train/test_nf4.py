@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
+from moemesh.config.trainable import refusals
 from moemesh.ops.nf4 import dequantize, quantize
 from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import tensors
@@ -112,6 +113,7 @@ def test_a_model_of_transformers_from_the_folder_to_the_export(
 ) -> None:
     run, other, base = (tmp_path / name for name in ("run", "other", "base"))
     given = [*given, "train.steps=2", "model.implementation=transformers"]
+    given += ['lora.targets=["q_proj", "down_proj"]']  # the others are in 4 bits, too
     said("train", *sets(*given, "lora.base=nf4", "train.steps=1"), "--out", run)
     said(
         "train", run / "config.toml", *sets("train.steps=2", "plan.dp=2", "plan.ep=2"), "--out", run
@@ -174,6 +176,14 @@ def test_what_a_base_in_nf4_refuses(
     text = refusal("train", *sets(*given, "lora.base=nf4", *keys), "--out", tmp_path / "run")
     assert all(word in text for word in words), text
     assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_odd_length_are_refused() -> None:
+    config = load_run([], ["lora.rank=2", "lora.base=nf4", "model.intermediate_size=385"]).config
+    (problem,) = refusals(config)
+    assert (
+        problem.key == "lora.base" and "down_proj of mlp has 385 numbers a row" in problem.message
+    )
 
 
 def test_esft_is_refused(tmp_path: Path, given: list[str]) -> None:

@@ -86,9 +86,9 @@ def load_base(
     """Read the weights that checkpoints of a run on a packed base leave out; returns their
     fingerprint. `state`: that of the checkpoint whose weights they belong to; see
     :func:`open_base`."""
-    weights, found = open_base(config, state)
+    weights, digest = open_base(config, state)
     saving.load_base(weights, parallel)
-    return found
+    return digest
 
 
 def open_base(
@@ -99,13 +99,13 @@ def open_base(
     assert config.model_path is not None
     weight_sources.check_folder(Path(config.model_path))
     weights = open_weights(config)
-    found, recorded = fingerprint(weights.folder), (state or {}).get("base")
-    if recorded not in (None, found):
+    digest, recorded = fingerprint(weights.folder), (state or {}).get("base")
+    if recorded not in (None, digest):
         raise CheckpointError(
-            f"{config.model_path}: other weights ({found}) than those that the adapters of the "
+            f"{config.model_path}: other weights ({digest}) than those that the adapters of the "
             f"checkpoint were trained for ({recorded}): model.path = the folder of the first start"
         )
-    return weights, found
+    return weights, digest
 
 
 def run_weights(config: RunConfig, checkpoint: Checkpoint) -> Read:
