@@ -76,7 +76,8 @@ ANSWERS: dict[str, dict[str, str]] = {
         "zero_optimization": "plan.data zero3",
         "zero_stage": "plan.data zero1",
         "gradient_clipping": "train.clip",
-        "offload_optimizer": "plan.data",
+        "offload_optimizer": "plan.offload optimizer",
+        "offload_param": "stay on the device plan.data",
     },
     "TRL": {
         "dpo_beta": "preference",
@@ -115,7 +116,8 @@ ANSWERS: dict[str, dict[str, str]] = {
         "report_to": "train.sinks not metrics.jsonl always",
         "grad_accumulation": "plan.microbatches",
         "eval_freq": "train.validate_every",
-        "offload": "nothing is kept on the host",
+        "optimizer_cpu_offload": "plan.offload optimizer",
+        "activation_offloading": "only the optimizer plan.recompute",
     },
     "nanotron": {
         "batch_accumulation_per_replica": "plan.microbatches",
