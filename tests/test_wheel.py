@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -82,7 +84,15 @@ def test_a_wheel_in_an_environment_of_its_own_trains(tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = str(python.parent / "moemesh")
     call(command, *arguments(out, plan__dp=2, train__steps=2), cwd=tmp_path)
-    assert len(metrics(out)) == 2
+    assert len(metrics(out)) == 2 and (out / "report.html").is_file()
+    assert "finished step 2 of 2" in call(command, "explain", str(out), cwd=tmp_path)
+    call(command, "generate", str(out), "--prompt", "def ", "--max-tokens", "2", cwd=tmp_path)
+    # The second job of the README: its own command, and the file that it writes.
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (words,) = re.findall(r"^\$ moemesh (plan .* --write plan\.toml)$", readme, re.MULTILINE)
+    chosen = call(command, *shlex.split(words), "--html", "plan.html", cwd=tmp_path)
+    assert "moemesh train plan.toml" in chosen and (tmp_path / "plan.html").is_file()
+    call(command, "config", "check", "plan.toml", cwd=tmp_path)
     printed = call(str(python), "-c", "import moemesh; print(moemesh.__file__)", cwd=tmp_path)
     assert printed.startswith(str(site))
 

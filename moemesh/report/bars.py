@@ -239,7 +239,10 @@ _WAITS_TOO = (
     "the prediction counts bytes and operations on links that wait for no rank; a rank that has "
     "less to compute waits here for the others"
 )
-_ROUTING = "the prediction is for uniform routing, and the chapter on expert load shows the run's"
+
+
+def _by_routing(_part: str, _times: float) -> str:
+    return "the prediction is for uniform routing, and the chapter on expert load shows the run's"
 
 
 def large_differences(
@@ -278,7 +281,7 @@ def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) ->
         {name.replace("_", " "): size for name, size in profile.parts().items()}
         for profile in (profiles[0], measured)
     )
-    return large_differences(before, held, _LARGE_BYTES, lambda *_: _ROUTING)
+    return large_differences(before, held, _LARGE_BYTES, _by_routing)
 
 
 def about_traffic(
@@ -289,7 +292,7 @@ def about_traffic(
         {f"over {axis}, {phase}": size for (axis, phase), size in sizes.items()}
         for sizes in (by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps))
     )
-    return large_differences(before, sent, _LARGE_BYTES, lambda *_: _ROUTING)
+    return large_differences(before, sent, _LARGE_BYTES, _by_routing)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -39,6 +39,8 @@ from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 
 #: Most rows of the table of memory.
 _MAX_COMPARED_ROWS = 512
+#: Most boxes of the last step and of its pipeline, which bound the size of the page.
+_MOST_BOXES = 800, 300
 #: Kinds of events that every run has; all others are decisions or problems.
 _ORDINARY = ("start", "note", "saved", "finished")
 _MAX_TEXT, _MAX_TRACE = 400, 16_000
@@ -246,6 +248,7 @@ def timeline(run: Run) -> Chapter:
             replace(last, ranks=simulated.ranks, records=records),
             title="Pipeline, simulated above measured",
             identity="timeline-simulated",
+            most=_MOST_BOXES[1],
         )
     tables: list[Table] = []
     if run.seconds is not None:
@@ -280,7 +283,7 @@ def timeline(run: Run) -> Chapter:
     )
     return Chapter(
         figures=figures(
-            ("Last step of each rank", pictures.timeline_rows(last)),
+            ("Last step of each rank", pictures.timeline_rows(last, most=_MOST_BOXES[0])),
             ("Pipeline of the last step, simulated above measured", pipeline),
         ),
         tables=[*tables, *medians, of_ranks, _by_name(last, factor, unit)],

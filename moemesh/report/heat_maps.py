@@ -45,7 +45,7 @@ RELEVANCE_CLASSES: tuple[HeatClass, ...] = (
     (float("inf"), "#0c1d5c", "above 6"),
 )
 #: Most cells, panels, rows and columns of a figure of steps; they bound the size of the page.
-_MAX_CELLS, _MAX_PANELS, _MAX_ROWS, _MAX_COLUMNS = 20_000, 12, 64, 120
+_MAX_CELLS, _MAX_PANELS, _MAX_ROWS, _MAX_COLUMNS = 12_000, 12, 64, 120
 #: Most rows and columns of a figure of GPUs; a cell of several shows their maximum, so that a hot
 #: GPU stays visible.
 _MAX_LAYERS, _MAX_GPUS = 96, 256

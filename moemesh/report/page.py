@@ -35,7 +35,7 @@ from moemesh.trace.run import Run, median_of, state_of
 NAME, COMPARISON = "report.html", "comparison.html"
 
 #: Longest texts, in characters; they bound the size of the page.
-_MAX_TEXT = 64_000
+_MAX_TEXT = 32_000
 _MAX_VALUE, _MAX_SHOWN = 300, 200
 
 

@@ -123,8 +123,9 @@ def timeline_rows(
     memory: Mapping[int, Steps] | None = None,
     title: str = "Timeline per rank",
     identity: str = "timeline",
+    most: int = _MAX_BOXES,
 ) -> str:
-    """Records of the first 32 ranks over time. "" without records.
+    """Records of the first 32 ranks over time, as about `most` boxes. "" without records.
 
     Several timelines (simulated, measured) are drawn below one another on one time axis, each from
     its own start. The axis has the unit of the last one. A timeline in ticks is stretched so that
@@ -171,7 +172,7 @@ def timeline_rows(
                 heading += f", a tick stretched to {_duration(factor, last)}"
             rows.append(svg.text(_LEFT, y + 10, heading, fill=svg.MUTED))
             y += 16
-        y = panel.draw(rows, y, factor * pixels, colours, _MAX_BOXES // len(panels))
+        y = panel.draw(rows, y, factor * pixels, colours, most // len(panels))
     axis_factor, axis_name = _axis_unit(longest, last)
     for value in svg.ticks(0, longest * axis_factor, 8):
         x = _LEFT + value / axis_factor * pixels
