@@ -75,12 +75,12 @@ bench: $(VENV)/tools
 	for plan in "" dp=2 dp=2,ep=2; do "$(BIN)/python" -m benchmarks.step --plan "$$plan"; done
 	for work in evaluate generate; do "$(BIN)/python" -m benchmarks.step --work $$work; done
 
-# On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): tests and measurements of the
-# CUDA path, into one file to send back (docs/gpu.md, tests/gpu_session.py). Continues after a failure.
+# On a machine with GPUs and a CUDA build of torch in $(GPU_PYTHON): what needs them, in the order of
+# its worth, each part with a file of its own in $(GPU_RESULTS) (docs/gpu.md, tests/gpu_session.py).
 GPU_PYTHON ?= $(PYTHON)
-GPU_REPORT ?= gpu-report.txt
+GPU_RESULTS ?= gpu-results
 gpu:
-	$(GPU_PYTHON) -m tests.gpu_session $(GPU_REPORT)
+	$(GPU_PYTHON) -m tests.gpu_session $(GPU_RESULTS)
 
 # The documentation as a site, without a network: open site/index.html.
 docs: $(VENV)/tools

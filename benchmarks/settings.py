@@ -290,14 +290,23 @@ class StepSettings(Settings):
     #: Folder of the turns, in a process of one contender; the caller leaves it empty.
     turns: Annotated[str, "Used by the benchmark itself.", {"hidden": True}] = ""
     device: Annotated[Literal["cpu", "cuda"], "Device of a rank."] = "cpu"
+    kernels: Annotated[
+        int, "Rows of our step's profile by operation and by kernel; 0: none.", {"min": 0}
+    ] = 0
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         return ("float32", "bfloat16") if self.dtype == "all" else (self.dtype,)
 
+    @property
+    def flops(self) -> int:
+        """Operations of the experts' products in a training step."""
+        rows = self.layers * self.sequences * self.seq_len * self.top_k
+        return 18 * rows * self.hidden * self.width
+
     def goal(self, dtype: str) -> float | None:
         """The goal of the ratio; None where there is none for these settings."""
-        kept = ("plan", "dtype", "rounds", "neighbours", "work")
+        kept = ("plan", "dtype", "rounds", "neighbours", "work", "kernels")
         sizes = replace(self, **{one.name: one.default for one in fields(self) if one.name in kept})
         case = self.plan if self.work == "train" else self.work
         if self.neighbours:

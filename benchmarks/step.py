@@ -26,11 +26,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernel_profile import profile_step
 from benchmarks.layer_rank import spread
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import GENERATED, StepSettings
 from benchmarks.step_peer import LORA_TARGETS, write_model
-from benchmarks.turns import CLIP, CONTENDERS, DECAY, LEARNING_RATE, PROMPT, Step, take_turns
+from benchmarks.turns import (
+    CLIP,
+    CONTENDERS,
+    DECAY,
+    LEARNING_RATE,
+    PROMPT,
+    Step,
+    take_turns,
+    tokens_of_round,
+)
 from moemesh.comm import launch
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
@@ -39,6 +49,7 @@ from moemesh.config.lora import LoraConfig
 from moemesh.model.batch import Batch
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.machine import OPENMP_WAITING
+from moemesh.trace.strict_json import strict_json
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.inference.evaluation import load
 from moemesh.train.inference.generation import chooser, continuation
@@ -80,6 +91,11 @@ def _take_our_turns(mesh: Mesh, settings: StepSettings) -> dict[str, Any]:
         return gather_json(value, mesh.control)
 
     take_turns(settings, "moemesh", step, gather, mesh.device, rank=mesh.rank)
+    if settings.kernels:
+        tokens_BS = tokens_of_round(settings, 0)
+        measured = profile_step(lambda: step(tokens_BS), mesh.device, settings.kernels)
+        if mesh.rank == 0:
+            (Path(settings.turns) / "profile.json").write_text(strict_json(measured))
     return {}
 
 
@@ -95,6 +111,8 @@ def _measured(settings: StepSettings, dtype: str) -> dict[str, Any]:
         ours, theirs = (
             json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in CONTENDERS
         )
+        profile = folder / "profile.json"
+        measured = json.loads(profile.read_text(encoding="utf-8")) if settings.kernels else None
     ratios = [a / b for a, b in zip(ours["seconds"], theirs["seconds"], strict=True)]
     both = dict(zip(CONTENDERS, (ours, theirs), strict=True))
     return {
@@ -107,6 +125,8 @@ def _measured(settings: StepSettings, dtype: str) -> dict[str, Any]:
             abs(a - b) for a, b in zip(ours["losses"], theirs["losses"], strict=True)
         ),
         "goal": settings.goal(dtype),
+        "flops": settings.flops if settings.work == "train" else None,
+        "profile": measured,
     }
 
 

@@ -53,7 +53,7 @@ def step_text(found: dict[str, Any]) -> str:
     tokens = GENERATED if generates else settings["sequences"] * settings["seq_len"]
     header = ("", "moemesh ms", "transformers ms", "tokens/s", "ratio", "quartiles", "goal")
     header += ("moemesh peak", "transformers peak")
-    header += ("ids differ by" if generates else "losses differ by",)
+    header += ("ids differ by" if generates else "losses differ by", "TFLOP/s of experts")
     rows = [
         (
             result["dtype"],
@@ -64,6 +64,7 @@ def step_text(found: dict[str, Any]) -> str:
             "-" if (goal := result.get("goal")) is None else f"{goal:.2f}",
             *(format_bytes(result["peak_bytes"][name]) for name in ("moemesh", "transformers")),
             f"{result['loss_difference']:.1e}",
+            _rate(result["flops"], result["seconds"]["moemesh"], 1e12),
         )
         for result in found["results"]
     ]
@@ -80,7 +81,35 @@ def step_text(found: dict[str, Any]) -> str:
         f"{work}, "
         f"transformers {found['transformers']}"
     )
-    return f"{head}\n{table(header, rows)}"
+    profiles = [profile_text(result["profile"]) for result in found["results"] if result["profile"]]
+    return "\n\n".join([f"{head}\n{table(header, rows)}", *profiles])
+
+
+def profile_text(found: dict[str, Any]) -> str:
+    """Operations, then kernels, of our step, the slowest first, and the share of those listed."""
+    blocks: list[str] = []
+    for kind, rows in found.items():
+        if not rows:
+            continue
+        lines = [
+            (
+                row["name"][:60],
+                _fine(row["seconds"]),
+                f"{row['calls']:.0f}",
+                f"{row['bytes'] / 1e9:.3f}" if row["bytes"] else "-",
+                _rate(row["bytes"], row["seconds"], 1e9),
+                _rate(row["flops"], row["seconds"], 1e12),
+            )
+            for row in rows
+        ]
+        header = (kind, "ms a step", "calls", "GB", "GB/s", "TFLOP/s")
+        total = f"{_fine(sum(row['seconds'] for row in rows))} ms in these {len(rows)} {kind}"
+        blocks.append(f"{table(header, lines, left=1)}\n{total}")
+    return "\n\n".join(blocks)
+
+
+def _rate(amount: float | None, seconds: float, unit: float) -> str:
+    return f"{amount / seconds / unit:.3g}" if amount and seconds else "-"
 
 
 def dispatch_text(found: dict[str, Any]) -> str:

@@ -1,23 +1,29 @@
-"""`make gpu`: everything that needs a GPU, on those of this machine, into one report to send back.
+"""`make gpu`: what needs a GPU, on those of this machine, in the order of its worth.
 
-    python -m tests.gpu_session gpu-report.txt
+    python -m tests.gpu_session gpu-results
 
-Commands run one after the other, each with a limit of time and an exit code; the report ends with a
-table of them. A failure stops nothing. With one GPU ranks and NCCL are left out.
+Each part prints its last lines when it ends and leaves two files in the folder: its whole output as
+text, and its rows as JSON where it has them. ``parts.jsonl`` gets a line for each part that ended.
+A part that fails or is cut off stops no other, and loses none.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 #: Seconds that a command may take.
 LIMIT = 1200
 RUNS = Path("runs") / "gpu"
+#: Lines of a part's output that are printed when it ends.
+LAST_LINES = 30
 #: One long enough for losses to fall, and for a checkpoint in between.
 TRAIN = ("train.device=cuda", "train.dtype=bfloat16", "train.steps=20", "train.checkpoint_every=10")
 
@@ -26,14 +32,21 @@ LARGE = (
     "--layers", "8", "--hidden", "1024", "--width", "512", "--experts", "64", "--top-k", "8",
     "--vocabulary", "32000", "--sequences", "8", "--seq-len", "1024", "--dtype", "bfloat16",
 )  # fmt: skip
+#: Layers of Qwen3-30B-A3B, two of 48, on 32,768 tokens.
+SHAPE_Q = (
+    "--layers", "2", "--hidden", "2048", "--width", "768", "--experts", "128", "--top-k", "8",
+    "--vocabulary", "32000", "--sequences", "8", "--seq-len", "4096", "--dtype", "bfloat16",
+)  # fmt: skip
 
 
 class Command(NamedTuple):
-    """Arguments of ``python -m``, and of a training run its settings (``--set``)."""
+    """Arguments of ``python -m``, of a training run its settings (``--set``), and variables of the
+    environment."""
 
     name: str
     arguments: tuple[str, ...]
     settings: tuple[str, ...] = ()
+    environ: tuple[str, ...] = ()
 
     @property
     def words(self) -> list[str]:
@@ -41,6 +54,11 @@ class Command(NamedTuple):
         for setting in self.settings:
             words += ["--set", setting]
         return words
+
+    @property
+    def command_line(self) -> list[str]:
+        prefix = ["env", *self.environ] if self.environ else []
+        return [*prefix, sys.executable, "-m", *self.words]
 
 
 def plans(num_gpus: int) -> dict[str, tuple[str, ...]]:
@@ -72,12 +90,30 @@ def plans(num_gpus: int) -> dict[str, tuple[str, ...]]:
     return runs
 
 
-def commands(num_gpus: int) -> list[Command]:
-    """All of them, in order."""
-    session = [
-        Command("doctor", ("moemesh", "doctor")),
-        Command("tests", ("pytest", "-q", "-m", "gpu", "tests")),
-    ]
+def shared_plans() -> dict[str, tuple[str, ...]]:
+    """Name and plan of every run of 2 and 4 ranks that share one GPU."""
+    of_two, of_four = ({f"{name} {n}": plan for name, plan in plans(n).items()} for n in (2, 4))
+    both = of_two | {name: plan for name, plan in of_four.items() if plan not in of_two.values()}
+    return {name: plan for name, plan in both.items() if plan and name[:-2] != "exact"}
+
+
+def parts(num_gpus: int, folder: Path) -> list[Command]:
+    """All commands, in the order of their worth."""
+    session = [Command("tests", ("pytest", "-q", "-m", "gpu", "tests", "--ignore=tests/device"))]
+    for shape in ("Q", "B"):
+        rows = ("--out", str(folder / f"layer-{shape}.jsonl"))
+        words = ("benchmarks.device", "--ranks", "1", "--shape", shape, *rows)
+        session.append(Command(f"layer {shape}", words))
+    for name, sizes in (("step", LARGE), ("step Q", SHAPE_Q)):
+        files = ("--out", str(folder / f"{name.replace(' ', '-')}.json"))
+        words = ("benchmarks.step", "--device", "cuda", "--kernels", "40", *sizes, *files)
+        session.append(Command(name, words))
+    shared = ("pytest", "-q", "-m", "gpu", "tests/device/test_shared.py")
+    session.append(Command("ranks on one GPU", shared))
+    train = ("moemesh", "train", "--out", str(RUNS / "shared"))
+    plan = ("plan.dp=2", "plan.ep=2")
+    session.append(Command("train on one GPU", train, (*TRAIN, *plan), ("MOEMESH_COMM=gloo",)))
+    session.append(Command("doctor", ("moemesh", "doctor")))
     ranks = min(num_gpus, 8)
     if ranks > 1:
         words = ("--device", "cuda", "--ranks", str(ranks), "--out", str(RUNS / "links.toml"))
@@ -90,19 +126,17 @@ def commands(num_gpus: int) -> list[Command]:
     longer = tuple("train.steps=30" if x == "train.steps=20" else x for x in TRAIN)
     allowed = ("--allow-change", "train.steps")
     resume = ("moemesh", "train", "--out", one, *allowed)
-    session += [
+    return [
+        *session,
         Command("resume", resume, longer),
         Command("generate", ("moemesh", "generate", one, *prompt), TRAIN[:1]),
         Command("evaluate", ("moemesh", "evaluate", one, "--data", "README.md"), TRAIN[:1]),
         Command(
             "profile", ("moemesh", "train", "--out", f"{one}_profile", "--profile", "3"), TRAIN
         ),
-        # A layer counted on the simulated device beside its time on this one, then whole steps.
-        Command("bench device", ("benchmarks.device", "--ranks", "1")),
-        Command("bench step", ("benchmarks.step", "--device", "cuda")),
-        Command("bench large step", ("benchmarks.step", "--device", "cuda", *LARGE)),
+        Command("small step", ("benchmarks.step", "--device", "cuda")),
+        Command("simulated device", ("pytest", "-q", "-m", "gpu", "tests/device")),
     ]
-    return session
 
 
 def sanitized() -> list[str]:
@@ -116,22 +150,35 @@ def sanitized() -> list[str]:
     return [*options, sys.executable, *tests, "-k", "products or documents"]
 
 
-def run(report: TextIO, name: str, words: list[str]) -> tuple[str, int, float]:
-    """Run one command, its output in the report; 124: it took too long, 127: it is not there."""
-    print(f"\n===== {name}\n$ {' '.join(words)}", file=report, flush=True)
+def run(folder: Path, name: str, words: Sequence[str]) -> int:
+    """Run one part and return its exit code; 124: it took too long, 127: the program is missing."""
+    path = folder / f"{name.replace(' ', '-')}.txt"
+    print(f"\n===== {name}\n$ {' '.join(words)}", flush=True)
     start = time.monotonic()
-    try:
-        code = subprocess.run(
-            words, stdout=report, stderr=subprocess.STDOUT, timeout=LIMIT, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        code = 124
-    except FileNotFoundError:
-        code = 127
+    with path.open("w", encoding="utf-8") as output:
+        try:
+            code = subprocess.run(
+                words, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+        except FileNotFoundError:
+            code = 127
     seconds = time.monotonic() - start
-    print(f"----- {name}: exit code {code}, {seconds:.0f} s", file=report, flush=True)
-    print(f"{name}: exit code {code}, {seconds:.0f} s", flush=True)
-    return name, code, seconds
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    print("\n".join(lines[-LAST_LINES:]))
+    print(f"----- {name}: exit code {code}, {seconds:.0f} s, {path}", flush=True)
+    row = {
+        "name": name,
+        "code": code,
+        "seconds": round(seconds, 1),
+        "ended": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(words),
+        "output": path.name,
+    }
+    with (folder / "parts.jsonl").open("a", encoding="utf-8") as file:
+        print(json.dumps(row), file=file)
+    return code
 
 
 def num_gpus() -> int:
@@ -142,33 +189,28 @@ def num_gpus() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def main(path: Path) -> int:
-    """Write the report; returns 1 if a command failed or without a GPU."""
+def main(folder: Path) -> int:
+    """Run all parts; returns 1 if one failed or without a GPU."""
     count = num_gpus()
     if not count:
         print("no GPU: torch.cuda.device_count() is 0; `moemesh doctor` says why", file=sys.stderr)
         return 1
-    shutil.rmtree(RUNS, ignore_errors=True)
-    RUNS.mkdir(parents=True)
-    with path.open("w", encoding="utf-8") as report:
-        print(f"{count} GPUs", file=report)
-        done = [
-            run(report, "nvidia-smi", ["nvidia-smi"]),
-            run(report, "links of the machine", ["nvidia-smi", "topo", "-m"]),
-            run(report, "commit", ["git", "log", "-1", "--oneline"]),
-            run(report, "packages", [sys.executable, "-m", "pip", "freeze"]),
-        ]
-        for one in commands(count):
-            done.append(run(report, one.name, [sys.executable, "-m", *one.words]))
-        if words := sanitized():
-            done.append(run(report, "compute-sanitizer", words))
-        print("\n===== all", file=report)
-        for name, code, seconds in done:
-            print(
-                f"{'ok' if code == 0 else f'FAILED {code}':12}{name} ({seconds:.0f} s)", file=report
-            )
-    print(f"report: {path}")
-    return int(any(code for _, code, _ in done))
+    for path in (RUNS, folder):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+    facts = {
+        "nvidia-smi": ["nvidia-smi"],
+        "commit": ["git", "log", "-1", "--oneline"],
+        "packages": [sys.executable, "-m", "pip", "freeze"],
+    }
+    commands = [(one.name, one.command_line) for one in parts(count, folder)]
+    if words := sanitized():
+        commands.append(("compute-sanitizer", words))
+    codes = {name: run(folder, name, words) for name, words in (*facts.items(), *commands)}
+    for name, code in codes.items():
+        print(f"{'ok' if code == 0 else f'FAILED {code}':12}{name}")
+    print(f"results: {folder}")
+    return int(any(codes.values()))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,8 @@ class Counts:
         self._region = ""
         #: Within what is compiled, whose operations are no kernels of their own.
         self.is_inside = False
+        #: Ranks share the device: no backend moves its tensors.
+        self.is_shared = False
 
     @contextmanager
     def region(self, name: str) -> Generator[Totals]:

@@ -87,12 +87,15 @@ class SimulatedDevice(Counts):
         capability: tuple[int, int] = (9, 0),
         num_devices: int = 8,
         fuses: bool = True,
+        is_shared: bool = False,
     ) -> None:
         """`capability` and `num_devices` are what ``torch.cuda`` answers. `fuses`: what torch would
         compile (:mod:`moemesh.ops.fusion`) counts as one kernel that reads its arguments and writes
-        its results, else operation by operation."""
+        its results, else operation by operation. `is_shared`: ranks share the device, and gloo
+        carries their tensors through the host."""
         super().__init__()
         self.fuses, self.capability, self.num_devices = fuses, capability, num_devices
+        self.is_shared = is_shared
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> SimulatedDevice:
@@ -139,6 +142,8 @@ class SimulatedDevice(Counts):
     def _answers(self) -> list[tuple[Any, str, Any]]:
         """What ``torch.cuda`` and the process groups answer meanwhile."""
         cuda: Any = torch.cuda
+        # As NCCL moves them: what is sent is the same on gloo.
+        nccl = [(Axis, "backend", property(lambda axis: "nccl")), *Exchanges(self).answers()]
         return [
             (torch.autograd, "_make_grads", make_device_grads),
             (cuda, "is_available", lambda: True),
@@ -162,7 +167,5 @@ class SimulatedDevice(Counts):
             # Several tensors in one operation, as on CUDA: torch looks for their exact type.
             (_foreach_utils, "_foreach_supported_types", [*_FOREACH_TYPES, DeviceTensor]),
             (fusion, "compiled", self.compiled),
-            # As NCCL moves them: what is sent is the same on gloo.
-            (Axis, "backend", property(lambda axis: "nccl")),
-            *Exchanges(self).answers(),
+            *([] if self.is_shared else nccl),
         ]

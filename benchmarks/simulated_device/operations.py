@@ -74,6 +74,12 @@ def count(func: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
         or name in ("_local_scalar_dense", "split_with_sizes")
     ):
         return
+    num_bytes, dtype = bytes_moved(name, args, kwargs, found)
+    device.queue(Kernel(name, flops_of(func, args, kwargs, found), num_bytes, dtype, line()))
+
+
+def bytes_moved(name: str, args: Any, kwargs: Any, found: Any) -> tuple[int, torch.dtype]:
+    """Bytes of the inputs and outputs of an operation, and the dtype that it computes in."""
     outputs = list(tensors_of(found))
     if name.startswith(("new_", "zeros_like", "ones_like", "full_like")):
         args, kwargs = (), {}  # of their argument they take shape and device
@@ -81,10 +87,11 @@ def count(func: Any, name: str, args: Any, kwargs: Any, found: Any) -> None:
     inputs = [x for x in tensors_of((args, kwargs)) if all(x is not y for y in written)]
     num_bytes = sum(map(bytes_of, inputs)) + sum(map(bytes_of, outputs))
     dtype = next((x.dtype for x in (*outputs, *inputs) if x.is_floating_point()), torch.int64)
-    device.queue(Kernel(name, _flops(func, args, kwargs, found), num_bytes, dtype, line()))
+    return num_bytes, dtype
 
 
-def _flops(func: Any, args: Any, kwargs: Any, found: Any) -> int:
+def flops_of(func: Any, args: Any, kwargs: Any, found: Any) -> int:
+    """Floating-point operations by torch's formulas; 0 for what has none."""
     if func.overloadpacket is _aten._grouped_mm:
         a, b = args[0], args[1]
         return 2 * math.prod(a.shape) * b.shape[-1]

@@ -87,6 +87,8 @@ def _on_device(numbers: Tensor, requires_grad: bool = False) -> DeviceTensor:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One operation of ATen, or of c10d, on the numbers."""
+    if func.namespace == "c10d" and current and current[-1].is_shared:
+        raise RuntimeError(f"{func}: gloo does not move tensors of a device")
     wrappers: dict[int, DeviceTensor] = {}
     host: list[Tensor] = []
 

@@ -23,6 +23,8 @@ Device = Literal["auto", "cpu", "cuda"]
 NEEDED_CAPABILITY = {"bfloat16": (8, 0)}
 #: Lowest capability with a kernel of ``grouped_mm``; below it torch loops over experts on the host.
 GROUPED_CAPABILITY = (9, 0)
+#: Variable that lets ranks share devices: "gloo" carries their tensors through the host.
+SHARED_VARIABLE = "MOEMESH_COMM"
 ON_CPU = 'set train.device = "cpu" (`moemesh train --set train.device=cpu`)'
 CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
 
@@ -43,9 +45,10 @@ def resolved(device: Device) -> str:
     return "cuda" if num_devices() or (num_gpus() and not hidden) else "cpu"
 
 
-def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
+def check(device: Device, num_ranks: int, dtype: str = "float32", *, shares: bool = False) -> None:
     """Raises DeviceError if `num_ranks` ranks on this machine cannot have the requested device, or
-    cannot compute in `dtype` on it."""
+    cannot compute in `dtype` on it. `shares`: several ranks may have one device."""
+    num_ranks = min(num_ranks, 1) if shares else num_ranks
     if resolved(device) == "cpu":
         return
     available = num_devices()
@@ -90,16 +93,20 @@ def check(device: Device, num_ranks: int, dtype: str = "float32") -> None:
             )
 
 
-def choose(device: Device, local_rank: int, ranks_per_node: int, dtype: str) -> torch.device:
-    """The device of a rank, which becomes the current one; raises as :func:`check`.
+def choose(
+    device: Device, local_rank: int, ranks_per_node: int, dtype: str, *, shares: bool = False
+) -> torch.device:
+    """The device of a rank, which becomes the current one; raises as :func:`check`. `shares`:
+    ranks take turns with the devices of this machine.
 
     A launcher may show each rank a single device of its own: that is device 0 to all of them.
     """
     if resolved(device) == "cpu":
         return torch.device("cpu")
     has_own = ranks_per_node > 1 and num_devices() == 1
-    check(device, 1 if has_own else ranks_per_node, dtype)
-    chosen = torch.device("cuda", 0 if has_own else local_rank)
+    check(device, 1 if has_own else ranks_per_node, dtype, shares=shares)
+    index = local_rank % num_devices() if shares else local_rank
+    chosen = torch.device("cuda", 0 if has_own else index)
     torch.cuda.set_device(chosen)
     if torch.cuda.get_device_capability(chosen) < GROUPED_CAPABILITY:
         _log.warning(
@@ -110,17 +117,26 @@ def choose(device: Device, local_rank: int, ranks_per_node: int, dtype: str) -> 
     return chosen
 
 
-def agree(store: dist.Store, rank: int, device: torch.device, timeout: timedelta) -> None:
+def agree(
+    store: dist.Store,
+    rank: int,
+    device: torch.device,
+    timeout: timedelta,
+    *,
+    shares: bool = False,
+) -> None:
     """Raises DeviceError where this rank's device goes with those of the others into no group: CPU
-    beside CUDA, two compute capabilities, or one device for two ranks. Every rank calls it."""
+    beside CUDA, two compute capabilities, or (unless `shares`) one device for two ranks. Every rank
+    calls it."""
     own: dict[str, str] = {"type": device.type, "host": gethostname()}
     if device.type == "cuda":
         own["capability"] = _dotted(torch.cuda.get_device_capability(device))
         place = f"device {own['host']} {torch.cuda.get_device_properties(device).uuid}"
-        if store.add(place, 1) > 1:
+        if not shares and store.add(place, 1) > 1:
             raise DeviceError(
                 f"rank {rank} and another rank on {own['host']} have the same GPU: start at most "
-                "one rank for each, with LOCAL_RANK or CUDA_VISIBLE_DEVICES of its own"
+                "one rank for each, with LOCAL_RANK or CUDA_VISIBLE_DEVICES of its own, or set "
+                f"{SHARED_VARIABLE}=gloo, which is slow and for tests"
             )
     if rank == 0:
         store.set("device of rank 0", json.dumps(own))

@@ -210,13 +210,22 @@ def refuse_interfaces() -> None:
         )
 
 
+def shares_devices() -> bool:
+    """Whether ranks may share a GPU. Raises RankError for a backend other than gloo."""
+    backend = os.environ.get(cuda.SHARED_VARIABLE, "")
+    if backend not in ("", "gloo"):
+        raise RankError(f'{cuda.SHARED_VARIABLE} is "{backend}": it must be "gloo", or not be set')
+    return bool(backend)
+
+
 def start(
     device: Device,
     timeout_seconds: float,
     dtype: str = "float32",
     stopping: Callable[[], int | None] = lambda: None,
 ) -> Ranks:
-    """Initialise the process group of this rank: gloo on the CPU, NCCL on CUDA.
+    """Initialise the process group of this rank: gloo on the CPU, NCCL on CUDA, and gloo where
+    ranks share devices (:func:`shares_devices`).
 
     A process that was not started as a rank is a world of one without a process group. Collectives
     that take longer than `timeout_seconds` fail. Each rank computes with its share of the cores.
@@ -228,7 +237,8 @@ def start(
     rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
     local_rank = _variable("LOCAL_RANK", 0)
     ranks_per_node = _variable("LOCAL_WORLD_SIZE", world_size)
-    chosen = cuda.choose(device, local_rank, ranks_per_node, dtype)
+    shares = shares_devices()
+    chosen = cuda.choose(device, local_rank, ranks_per_node, dtype, shares=shares)
     torch.set_num_threads(max(1, usable_cores() // ranks_per_node))
     ranks = Ranks(
         rank=rank,
@@ -257,17 +267,18 @@ def start(
         store = _meet(rank, world_size, timeout, stopping)
     if _node is not None and rank == _node.first:
         introduce(store, _watched, _node.ranks, world_size)
-    cuda.agree(store, rank, chosen, timeout)
+    cuda.agree(store, rank, chosen, timeout, shares=shares)
+    is_bound = chosen.type == "cuda" and not shares
     if chosen.type == "cuda":
         # NCCL aborts a rank whose operation takes longer: who watches the ranks is to see it first.
         timeout += timedelta(seconds=_WATCHDOG_SECONDS)
     dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo",
+        "nccl" if is_bound else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=chosen if chosen.type == "cuda" else None,
+        device_id=chosen if is_bound else None,
     )
     progress.left()
     return ranks

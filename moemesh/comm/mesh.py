@@ -195,7 +195,7 @@ class Mesh(Shown):
 
         make_groups(groups, AXES)
         host_groups = None
-        if whole.size > 1 and whole.backend != "gloo":
+        if whole.size > 1 and (whole.backend != "gloo" or whole.device.type != "cpu"):
             host_groups = {}
             make_groups(host_groups, ("world", *HOST_AXES), "gloo")
         return cls(layout, whole.index, whole.device, groups, host_groups, whole.ranks)

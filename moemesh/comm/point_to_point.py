@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moemesh.comm import staged
 from moemesh.comm.mesh import Axis, Mesh, new_group
 from moemesh.comm.transfers import pair_of, record, watched
 from moemesh.monitor.progress import Ticket
@@ -47,8 +49,8 @@ def _start(
     group: ProcessGroup | None = None,
 ) -> dist.Work:
     ticket = _enter(is_sent, x, axis, index, phase, caller)
-    operation = dist.isend if is_sent else dist.irecv
-    work = operation(x, axis.ranks[index], group=group or axis.group, tag=tag)
+    operation = staged.send if is_sent else staged.receive
+    work = operation(x, axis, index, group=group, tag=tag)
     assert work is not None
     return watched(work, ticket)
 
@@ -73,6 +75,10 @@ def exchange(
 
     Wait for every work returned. The only safe way on NCCL when two ranks send to each other.
     """
+    if any(staged.is_staged(x, axis) for x, _ in (*sends, *receives)):
+        keys: dict[str, Any] = {"phase": phase, "caller": caller, "tag": tag}
+        works = [start_send(x, axis, index, **keys) for x, index in sends]
+        return works + [start_receive(x, axis, index, **keys) for x, index in receives]
     operations: list[dist.P2POp] = []
     tickets: list[Ticket | None] = []
     for is_sent, messages in ((True, sends), (False, receives)):

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moemesh.comm import staged
 from moemesh.comm.mesh import Axis
 from moemesh.config.layout import shard_sizes
 from moemesh.monitor import progress
@@ -74,7 +75,7 @@ FIRST_FREE_TAG = 1 << 21
 class Messages:
     """Several messages as one piece of work; holds the rows that are being sent."""
 
-    def __init__(self, works: list[dist.Work | None], sent: Sequence[Tensor]) -> None:
+    def __init__(self, works: list[Any], sent: Sequence[Tensor]) -> None:
         self._works, self._sent = works, sent
 
     def wait(self) -> None:
@@ -89,15 +90,15 @@ def send_and_receive(
 ) -> Messages:
     """Start to fill ``into[i]`` from rank i, then to send it ``blocks[i]``; both sides skip what is
     empty. The own block is copied, unless `into` has no room for it."""
-    works: list[dist.Work | None] = []
+    works: list[Any] = []
     for distance in range(1, axis.size):
         source = (axis.index - distance) % axis.size
         if into[source].numel():
-            works.append(dist.irecv(into[source], axis.ranks[source], group=axis.group, tag=tag))
+            works.append(staged.receive(into[source], axis, source, tag=tag))
     for distance in range(1, axis.size):
         to = (axis.index + distance) % axis.size
         if blocks[to].numel():
-            works.append(dist.isend(blocks[to], axis.ranks[to], group=axis.group, tag=tag))
+            works.append(staged.send(blocks[to], axis, to, tag=tag))
     if into[axis.index].numel():
         into[axis.index].copy_(blocks[axis.index])
     return Messages(works, blocks)
@@ -159,9 +160,7 @@ def all_gather_start(
     else:
         repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
         own = [blocks[axis.index]] * axis.size
-        work = dist.all_to_all_single(
-            _raw(gathered), repeated, blocks, own, group=axis.group, async_op=True
-        )
+        work = staged.all_to_all_single(_raw(gathered), repeated, blocks, own, axis)
     return partial(_after, ticket, work, lambda: gathered)
 
 
@@ -204,7 +203,7 @@ def reduce_scatter_start(
     splits = [own] * axis.size
     if _is_nccl(axis) or sum(blocks) * row_bytes <= _FEW_BYTES:
         received = x.new_empty(sum(splits), *x.shape[1:])
-        work = dist.all_to_all_single(received, x, splits, blocks, group=axis.group, async_op=True)
+        work = staged.all_to_all_single(received, x, splits, blocks, axis)
         parts = list(received.split(splits))
     else:
         splits[axis.index] = 0  # added from where it is, not from a copy
@@ -255,7 +254,7 @@ def all_reduce_(
     caller: str,
     phase: str,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Any:
     """Reduce `tensor` over the axis in place; `op`: "sum", "max" or "min".
 
     Returns the work to wait for when `async_op` (None over an axis of size 1), else None.
@@ -266,11 +265,10 @@ def all_reduce_(
     ticket = record(axis, "all_reduce", phase, caller, moved)
     if async_op:
         assert tensor.is_contiguous(), "an asynchronous all_reduce_ needs a contiguous tensor"
-        work = dist.all_reduce(tensor, _OPS[op], group=axis.group, async_op=True)
-        return watched(work, ticket)
+        return watched(staged.all_reduce(tensor, _OPS[op], axis), ticket)
     dense = tensor.contiguous()
     progress.waiting(ticket)
-    dist.all_reduce(dense, _OPS[op], group=axis.group)
+    staged.all_reduce(dense, _OPS[op], axis).wait()
     progress.left()
     if dense is not tensor:
         tensor.copy_(dense)
@@ -340,9 +338,7 @@ def all_to_all_start(
         is_small = sum(inputs) * row_bytes <= _FEW_BYTES
     work: Work | None
     if _is_nccl(axis) or is_small:
-        work = dist.all_to_all_single(
-            _raw(received), _raw(x), outputs, inputs, group=axis.group, async_op=True
-        )
+        work = staged.all_to_all_single(_raw(received), _raw(x), outputs, inputs, axis)
     else:
         sent, parts = _raw(x).split(inputs), _raw(received).split(outputs)
         work = send_and_receive(sent, parts, axis, _EXCHANGE_TAG)
@@ -367,9 +363,7 @@ def exchange_start(
         return None
     x, inputs, outputs = _raw(x.contiguous()), list(input_splits), list(output_splits)
     if _is_nccl(axis):
-        return dist.all_to_all_single(
-            _raw(into), x, outputs, inputs, group=axis.group, async_op=True
-        )
+        return staged.all_to_all_single(_raw(into), x, outputs, inputs, axis)
     sent, parts = x.split(inputs), _raw(into).split(outputs)
     return send_and_receive(sent, parts, axis, tag + FIRST_FREE_TAG)
 
@@ -386,7 +380,7 @@ def broadcast(x: Tensor, axis: Axis, source_index: int, *, phase: str, caller: s
     if is_source:
         copy.copy_(x)
     progress.waiting(ticket)
-    dist.broadcast(_raw(copy), src=axis.ranks[source_index], group=axis.group)
+    staged.broadcast(_raw(copy), axis, source_index)
     progress.left()
     return copy
 

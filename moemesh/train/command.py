@@ -211,7 +211,12 @@ def train(
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(request, config, is_last=in_this_process)
     prepared = prepared or prepare(request, _say_once)
-    cuda.check(config.train.device, config.plan.world_size, config.train.dtype)
+    cuda.check(
+        config.train.device,
+        config.plan.world_size,
+        config.train.dtype,
+        shares=launch.shares_devices(),
+    )
     if not torch.cuda.is_available():  # even if the machine has a driver
         preparation.refuse_too_large(request.readable.config)
     else:

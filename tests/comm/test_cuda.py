@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moemesh.comm import cuda
+from moemesh.comm import cuda, launch
 from moemesh.monitor.devices import DeviceError
 
 CPU = "--set train.device=cpu"
@@ -109,3 +109,44 @@ def test_ranks_have_devices_of_one_kind_and_of_their_own(machine: Any) -> None:
     machine.capability = (8, 0)
     with pytest.raises(DeviceError, match=r"compute capability 9\.0, rank 4 on .* 8\.0"):
         cuda.agree(store, 4, torch.device("cuda", 2), soon)
+
+
+def test_ranks_may_share_a_device_over_gloo(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MOEMESH_COMM=gloo: ranks take turns with the devices, and no process group is of NCCL."""
+    machine.nccl = False
+    chosen = [cuda.choose("cuda", rank, 4, "bfloat16", shares=True).index for rank in range(4)]
+    assert chosen == [0, 1, 0, 1]
+    cuda.check("cuda", 4, "bfloat16", shares=True)
+    machine.capability = (7, 5)
+    with pytest.raises(DeviceError, match=r"too old for train\.dtype"):
+        cuda.check("cuda", 4, "bfloat16", shares=True)
+    store, soon = dist.HashStore(), timedelta(seconds=5)
+    for rank in range(3):
+        cuda.agree(store, rank, torch.device("cuda", 0), soon, shares=True)
+    monkeypatch.setenv("MOEMESH_COMM", "gloo")
+    assert launch.shares_devices()
+    monkeypatch.setenv("MOEMESH_COMM", "nccl")
+    with pytest.raises(launch.RankError, match='MOEMESH_COMM is "nccl": it must be "gloo"'):
+        launch.shares_devices()
+    monkeypatch.delenv("MOEMESH_COMM")
+    assert not launch.shares_devices()
+
+
+@pytest.mark.parametrize(("shared", "backend"), [("", "nccl"), ("gloo", "gloo")])
+def test_the_backend_of_ranks_with_a_device(
+    shared: str, backend: str, machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = dict[str, Any]()
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **given: made.update(given, name=name)
+    )
+    monkeypatch.setattr(launch, "joined", lambda: True)
+    monkeypatch.setattr(launch, "attach", lambda: None)
+    monkeypatch.setattr(launch, "launched", lambda: False)
+    monkeypatch.setattr(launch, "_meet", lambda *given: dist.HashStore())
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MOEMESH_COMM", shared)
+    ranks = launch.start("cuda", 5.0)
+    assert made["name"] == backend and ranks.device == torch.device("cuda", 0)
+    assert made["device_id"] == (ranks.device if backend == "nccl" else None)
