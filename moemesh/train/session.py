@@ -92,12 +92,15 @@ class Session:
         if not is_proven and (note := prove(config, mesh)):
             console.log(note)
         self.parallel = parallel = construct(config, mesh, schedule)
-        parallel.notes += set_kernel(
-            parallel.model,
-            train.experts,
-            mesh,
-            tokens_per_rank=plan.tokens_per_rank(config.data.seq_len, config.data.global_batch),
-            defers=schedule.split_backwards,
+        tokens = plan.tokens_per_rank(config.data.seq_len, config.data.global_batch)
+        parallel.notes.extend(
+            set_kernel(
+                parallel.model,
+                train.experts,
+                mesh,
+                tokens_per_rank=tokens,
+                defers=schedule.split_backwards,
+            )
         )
         self.optimizer = optimizer = Optimizer.of(
             parallel, train, offload=plan.offload == "optimizer"
