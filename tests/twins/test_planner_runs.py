@@ -93,7 +93,7 @@ tiny | tp=2 etp=2 attention_exit=all_reduce | 3 float32
 tiny | tp=4 ep=4 attention_exit=all_to_all | 3 float64
 tiny | dp=2 tp=2 ep=2 etp=2 microbatches=2 | 7 float32
 tiny | dp=4 ep=4 dispatcher=all_gather | 6 float32
-tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2 | 6 bfloat16
+*tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2 | 6 bfloat16
 tiny | dp=2 tp=2 ep=4 dispatcher=low_latency | 4 float32
 *tiny | dp=2 ep=2 payload=fp8 dispatch_chunks=3 | 4 bfloat16
 tiny | dp=4 ep=2 combine=exact | 4 float32
