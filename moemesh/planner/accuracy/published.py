@@ -396,7 +396,7 @@ def _one_a_stage(row: Mapping[str, str]) -> str:
 
 def _batch(row: Mapping[str, str]) -> str:
     """Sequences of a step whose table prints none: those that its time and rate imply, else one
-    microbatch for each replica if there is no pipeline, whose rate depends on their number."""
+    microbatch for each replica without a pipeline, whose rate depends on their number."""
     try:
         world, seq = _int(row, "gpus", 1), _int(row, "seq", 0)
         seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_s_gpu")
