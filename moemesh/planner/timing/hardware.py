@@ -60,8 +60,9 @@ def _named(name: str) -> str:
 
 
 #: Pattern -> device. A name without its memory is that of the last one in the table.
-_NAMES = {_named(name): name for name in ACCELERATORS}
-_NAMES |= {_named(name.partition("-")[0]): name for name in ACCELERATORS if name[-1] == "G"}
+_NAMES = {_named(name): name for name in ACCELERATORS} | {
+    _named(name.partition("-")[0]): name for name in ACCELERATORS if name[-1] == "G"
+}
 
 #: Cards of a node with their rate ("8x200G", "IB8x50GB/s"), or the rate of a whole node.
 _CARDS = re.compile(r"(\d+) ?[x×] ?(\d+) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")
