@@ -354,27 +354,27 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         layout = from_run(row)
         _check(row, shape, layout, device)
         seconds, memory = _measured_seconds(row, shape, layout, device), _number(row, "mem_gib")
+        software = software_of(row, shape, layout)
+        if software.natural_routing:
+            # The run must survive an expert rank that is full.
+            layout = layout.changed(imbalance=max(software.capacity, 1.0))
+        # FSDP beside TP cuts experts as TP cuts everything.
+        can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
+        if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:
+            layout = layout.changed(etp=layout.tp)
+        is_measured = row.get("mem_kind", "").strip().lower() in _MEASURED_MEMORY
+        if layout.pp > 1:
+            cut = even_cut
+            if software.balanced_stages and layout.stages_per_rank == 1:
+                cut = cut_by_weight
+            layout = layout.changed(layers_per_stage=cut(shape, layout.num_stages))
+        if shape.activation == "gelu" and software.fsdp:
+            layout = layout.changed(dropout=False)
     except ConfigError as error:
         first = error.problems[0]
         return replace(run, reason=f"{first.key}: {first.message}")
     except (KeyError, ValueError, TypeError, ArithmeticError) as error:
         return replace(run, reason=str(error))
-    software = software_of(row, shape, layout)
-    if software.natural_routing:
-        # The run must survive an expert rank that is full.
-        layout = layout.changed(imbalance=max(software.capacity, 1.0))
-    # FSDP beside TP cuts experts as TP cuts everything.
-    can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
-    if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:
-        layout = layout.changed(etp=layout.tp)
-    is_measured = row.get("mem_kind", "").strip().lower() in _MEASURED_MEMORY
-    if layout.pp > 1:
-        cut = even_cut
-        if software.balanced_stages and layout.stages_per_rank == 1:
-            cut = cut_by_weight
-        layout = layout.changed(layers_per_stage=cut(shape, layout.num_stages))
-    if shape.activation == "gelu" and software.fsdp:
-        layout = layout.changed(dropout=False)
     return replace(
         run,
         shape=shape,
@@ -396,7 +396,7 @@ def _one_a_stage(row: Mapping[str, str]) -> str:
 
 def _batch(row: Mapping[str, str]) -> str:
     """Sequences of a step whose table prints none: those that its time and rate imply, else one
-    microbatch for each replica if there is no pipeline, whose rate depends on their number."""
+    microbatch for each replica without a pipeline, whose rate depends on their number."""
     try:
         world, seq = _int(row, "gpus", 1), _int(row, "seq", 0)
         seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_s_gpu")
