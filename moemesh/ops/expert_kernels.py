@@ -107,6 +107,6 @@ KERNELS: dict[str, KernelPackage] = {
 
 def computes(experts: ExpertWeights) -> bool:
     """Whether the kernels compute these experts: SwiGLU of the plain form, all of them trained,
-    without biases and adapters."""
+    without biases and adapters, in the run's dtype."""
     is_plain = experts.form == PLAIN and experts.gate_up_bias is None
-    return is_plain and not experts.adapters and not experts.rest
+    return is_plain and not (experts.adapters or experts.rest or experts.is_packed)

@@ -115,10 +115,15 @@ class ExpertWeights(NamedTuple):
         return len(self.gate_up) if self.rest else 0
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the stacks are in NF4 (:mod:`moemesh.ops.nf4`)."""
+        return self.gate_up.dtype == torch.uint8
+
+    @property
     def most_at_once(self) -> int | None:
         """Number of experts that a block may have; None: all. Blocks of packed experts are
         dequantized one after the other."""
-        if self.gate_up.dtype != torch.uint8:
+        if not self.is_packed:
             return None
         return max(NF4_NUMBERS_AT_ONCE // (3 * self.gate_up.shape[2] * self.down.shape[1]), 1)
 
@@ -126,7 +131,7 @@ class ExpertWeights(NamedTuple):
         """The weights of the experts of one block, which does not cross the border of the rest:
         packed ones in `dtype`."""
         start, stop = block.experts.start, block.experts.stop
-        if stop - start == self.gate_up.shape[0] and not self.rest:
+        if stop - start == self.gate_up.shape[0] and not self.rest and not self.is_packed:
             return self
         own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
         if self.rest and start >= self.border:
