@@ -124,6 +124,8 @@ def document(run: Run) -> PageDocument:
         *([failure(run.failure)] if run.failure is not None else []),
         *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
     ]
+    if has_failed and not run.last_step:
+        chapters = [chapter for chapter in chapters if not chapter.missing]
     words = glossary(chapters, *(name for name, degree in degrees if degree != "1"))
     return PageDocument(
         kind="moemesh run",
