@@ -18,7 +18,7 @@ from moemesh.trace.memory_profile import (
     format_bytes,
 )
 from moemesh.trace.run import PlannedStep, Run
-from moemesh.trace.step_seconds import StepSeconds, is_communication
+from moemesh.trace.step_seconds import PASSES, TOGETHER, StepSeconds, is_communication
 from moemesh.trace.timeline import Timeline
 
 #: Names of the records of a step that are not operations of the pipeline.
@@ -225,7 +225,10 @@ def seconds_rows(seconds: StepSeconds) -> list[tuple[str, ...]]:
         _compared([part], predicted.get(part), amount, _milliseconds, total=total)
         for part, amount in measured.items()
     ]
-    return [*rows, ("whole step", "", _milliseconds(total), "", "100.0%" if total else "")]
+    # Only with its passes is the sum of the predicted parts a step.
+    has_passes = bool(predicted.keys() & {TOGETHER, *PASSES})
+    whole = sum(predicted.values()) if has_passes else None
+    return [*rows, _compared(["whole step"], whole, total, _milliseconds, total=total)]
 
 
 #: Share of the whole, and ratios of measured to predicted time and to bytes, from which on a

@@ -27,6 +27,7 @@ from moemesh.report.document import (
     plural,
     spread,
 )
+from moemesh.report.facts import RunFacts
 from moemesh.report.svg import clip, short
 from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
@@ -329,7 +330,8 @@ _OF_RANK_0 = {
 
 def _medians(run: Run) -> list[Table]:
     """Medians of rank 0 over all steps but the first, which builds caches."""
-    medians = {name: median_of(run.current, f"{name}seconds") for name in _OF_RANK_0}
+    of_rank_0 = RunFacts.of(run).medians
+    medians = {name: of_rank_0.get(f"{name}seconds") for name in _OF_RANK_0}
     if (step := medians[""]) is None:
         return []
     tables: list[Table] = []

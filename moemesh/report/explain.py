@@ -528,7 +528,8 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     arguments: Sequence[str] = cause.arguments
     if cause.name == "diverged" and (lower := lower_rate(run)):
         arguments = ("--set", lower, "--allow-change", "train.lr")
-    if advice := one_line(str(failure.get("advice") or ""), _MAX_MESSAGE):
+    advised = str(failure.get("advice") or "").splitlines()
+    if advice := one_line("; ".join(filter(None, map(str.strip, advised))), _MAX_MESSAGE):
         sentences.append(f"{advice[:1].upper()}{advice[1:]}.")
     else:
         sentences += [cause.advice, _checkpoint(run.folder)]

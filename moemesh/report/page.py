@@ -28,9 +28,10 @@ from moemesh.report.document import (
     left_out,
 )
 from moemesh.report.explain import explain
+from moemesh.report.facts import RunFacts
 from moemesh.report.files import replace_file
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
-from moemesh.trace.run import Run, median_of, state_of
+from moemesh.trace.run import Run
 
 NAME, COMPARISON = "report.html", "comparison.html"
 
@@ -123,6 +124,8 @@ def document(run: Run) -> PageDocument:
         *([failure(run.failure)] if run.failure is not None else []),
         *(replace(make(run), identity=name, title=title) for name, title, make in CHAPTERS),
     ]
+    if has_failed and not run.last_step:
+        chapters = [chapter for chapter in chapters if not chapter.missing]
     words = glossary(chapters, *(name for name, degree in degrees if degree != "1"))
     return PageDocument(
         kind="moemesh run",
@@ -266,14 +269,14 @@ _LINES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
 )
 
 
-def _value(run: Run, which: str, key: str) -> float | None:
+def _value(run: Run, of_run: RunFacts, which: str, key: str) -> float | None:
     """A number of a run; None if it is unknown."""
     if which == "peak":
-        return run.memory and (run.memory.peak or None)
+        return of_run.peak_bytes
     if which == "sent":
         return sum(sent_in_training(run).values()) if run.ledgers else None
     if which == "median":
-        return median_of(run.current, key)
+        return of_run.medians.get(key)
     values = [value for row in run.metrics if (value := getattr(row, key)) is not None]
     if not values or which == "last":
         return values[-1] if values else None
@@ -284,9 +287,14 @@ def _value(run: Run, which: str, key: str) -> float | None:
 
 
 def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
-    rows: list[tuple[str, ...]] = [("State", *(state_of(run) for run in runs), "")]
+    facts = [RunFacts.of(run) for run in runs]
+    rows: list[tuple[str, ...]] = [("State", *(of_run.state for of_run in facts), "")]
+    # Seconds by part have a chapter of their own.
+    have_parts = all(run.seconds is not None for run in runs)
     for label, which, key, form in _LINES:
-        values = [_value(run, which, key) for run in runs]
+        if have_parts and key in ("data_seconds", "communication_seconds"):
+            continue
+        values = [_value(run, of, which, key) for run, of in zip(runs, facts, strict=True)]
         if any(value is not None for value in values):
             shown = ("" if value is None else form(value) for value in values)
             rows.append((label, *shown, _change(*values)))

@@ -1,13 +1,17 @@
 """The page of two runs."""
 
+import html
 import json
+import re
 
 import pytest
 
 from moemesh.cli import insight
 from moemesh.config.errors import UserError
 from moemesh.report import page
-from moemesh.trace.run import RunError
+from moemesh.report.explain import explain
+from moemesh.trace.run import Run, RunError
+from moemesh.trace.step_seconds import StepSeconds
 from tests.report.fake_run import CONFIG, write_fake_run
 from tests.report.test_page import Document, read, tables
 
@@ -74,3 +78,16 @@ def test_out(tmp_path, runs, capsys):
     for wrong in (tmp_path / "none" / "x.html", tmp_path):
         with pytest.raises(UserError, match="cannot be written"):
             insight.report(runs[0], None, wrong)
+
+
+def test_seconds_by_part_and_the_explanations_are_compared(tmp_path):
+    folders = [write_fake_run(tmp_path / name, num_steps=20) for name in ("a", "b")]
+    for folder, attention in zip(folders, (2.0, 3.0), strict=True):
+        seconds = StepSeconds(steps=19, ranks={0: {"attention": attention, "optimizer": 1.0}})
+        (folder / "seconds.json").write_text(json.dumps(seconds.to_json()))
+    text = page.write_comparison(*folders).read_text()
+    row = r"attention</th><td>2,000.000</td><td>3,000.000</td><td>\+50.0 %</td>"
+    assert re.search(row, text) and "Exposed communication" not in text
+    for name, folder in zip("ab", folders, strict=True):
+        sentences = " ".join(explain(Run.load(folder)).sentences)
+        assert f"<b>{name}:</b> {sentences}" in html.unescape(text)

@@ -324,6 +324,14 @@ def test_gradients_on_the_way_are_no_reason_to_change_the_batch(tmp_path):
     assert "global_batch" not in explanation.command and "and learns otherwise" in explanation.text
 
 
+def test_lines_of_advice_are_separate_sentences(tmp_path):
+    folder = folder_of(tmp_path / "run", timeline())
+    text = failed(
+        folder, kind="OSError", advice="remove the cause first\nresume: moemesh train"
+    ).text
+    assert "Remove the cause first; resume: moemesh train." in text
+
+
 def test_any_failure_report_is_explained(tmp_path):
     folder = folder_of(tmp_path / "run")
     for failure in ({}, {"kind": None, "message": 7, "collective": "x", "rank": None}):
