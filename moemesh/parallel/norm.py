@@ -70,7 +70,7 @@ def gradient_squares(
     for (name, where), size in zip(placements.items(), sizes, strict=True):
         own = owned.get(name)
         if own is not None and where.counts(own, mesh):
-            local = math.prod(len(part) for part in where.slices(mesh))
+            local = math.prod(map(len, where.slices(mesh)))
             own_rows = where.rows(mesh) if where.is_expert else [0]
             if len(own.numbers) == local and local:
                 places += [start + row for row in own_rows]
@@ -95,11 +95,11 @@ def sums_of_squares(pieces: list[Tensor]) -> Tensor:
     """The sum of squares of each row of each piece [rows, numbers], float64 [all rows]."""
     if pieces[0].device.type != "cpu":
         # Single rows in one kernel, where these would be three for each.
-        single = [piece for piece in pieces if len(piece) == 1]
+        single = [piece for piece in pieces if piece.shape[0] == 1]
         norms = iter(torch._foreach_norm(single, 2.0, dtype=torch.float64) if single else ())
         norms_of_pieces = [
             next(norms).view(1)
-            if len(piece) == 1
+            if piece.shape[0] == 1
             else torch.linalg.vector_norm(piece, dim=1, dtype=torch.float64)
             for piece in pieces
         ]

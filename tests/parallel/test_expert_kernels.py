@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from moemesh.ops.permute import group_by_expert
 from moemesh.parallel.expert import kernels
 from moemesh.parallel.expert.kernels import checked_seconds, inputs_of, plain_path, set_kernel
 from tests.model.test_router import config_of, context_of
+from tests.train.runs import sets, settings, small, text_file
 
 MODEL = ModelConfig(
     vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8,
@@ -242,3 +244,11 @@ def test_numbers_within_rounding_pass() -> None:
     assert checked_seconds(loop, inputs) > 0
     with pytest.raises(ValueError, match="differ by"):
         checked_seconds(lambda *given: loop(*given) * 1.05, inputs)
+
+
+def test_the_first_lines_of_a_run_name_the_kernel(invoke: Any, tmp_path: Path) -> None:
+    keys = small(train__experts="sonicmoe", train__steps=1)
+    keys |= {"data.path": str(text_file(tmp_path))}
+    code, log, _ = invoke("train", *sets(*settings(keys)), "--out", str(tmp_path / "run"))
+    assert code == 0
+    assert "experts sonicmoe: grouped_mm (sonicmoe: it needs a CUDA device" in " ".join(log.split())

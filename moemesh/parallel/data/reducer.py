@@ -180,9 +180,9 @@ class GradientReducer:
         if gradient is not None:  # else it is deferred, and comes by another way
             self.accumulate(parameter, gradient)
 
-    @torch.no_grad()
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add one microbatch's gradient; deferred weight gradients come here directly."""
+        """Add one microbatch's gradient, which has none of its own, as in a backward; deferred
+        weight gradients come here directly."""
         if self.watch is not None:
             self.watch(parameter, gradient)
         bucket = self._home[parameter]
