@@ -24,7 +24,17 @@ _VALUES = dict(
     for one in (
         *("--cluster dgx_h100", "--dispatcher all_to_all", "--dtype bfloat16", "--name mine"),
         *("--svg picture.svg", "--plot picture.svg", "--html page.html", "--save schedule.txt"),
-        *("C dgx_h100", "M tiny", "S 4k", "B 256", "N 4", "X 0.5", "K 5", "FILE file.json"),
+        *(
+            "C dgx_h100",
+            "M tiny",
+            "S 4k",
+            "B 256",
+            "MONEY 2.5",
+            "N 4",
+            "X 0.5",
+            "K 5",
+            "FILE file.json",
+        ),
         *("DIR runs/first", "RUN runs/first", "DELTA runs/delta", "TEXT Once upon", "KEY train.lr"),
         *("SECTION.KEY=VALUE plan.dp=2", "KEY=VALUE lora.rank=8", "SHARE|SIZE 10%", "STEP 100"),
         *("BATCHxTOKENS 32x4096", "RECIPE experts=8,k=2"),

@@ -16,7 +16,7 @@ _Source = Annotated[
     Path, "A run, a folder of transformers, or a name on the hub.", "<RUN_OR_FOLDER>"
 ]
 _Best = Annotated[
-    bool, "Of a run, read the checkpoint with the lowest validation loss, not the newest."
+    bool, "Read the checkpoint of a run with the lowest validation loss, not the newest."
 ]
 
 

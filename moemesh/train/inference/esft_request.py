@@ -44,7 +44,7 @@ class EsftRequest:
     samples: Annotated[int, "Most windows to read.", {"metavar": "N", "min": 1}] = 32
     svg: Annotated[Path | None, "Draw the scores.", "FILE"] = None
     best: Annotated[
-        bool, "Of a run, read the checkpoint with the lowest validation loss, not the newest."
+        bool, "Read the checkpoint of a run with the lowest validation loss, not the newest."
     ] = False
 
     def checked(self, config: RunConfig) -> Self:
