@@ -351,7 +351,7 @@ def test_ranks_without_a_process_group_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(LayerError, match="4 ranks were started, but there is no process group"):
+    with pytest.raises(LayerError, match="4 ranks were started, without a process group"):
         MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
 
 

@@ -88,7 +88,7 @@ def _flops(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float
 
 def _kept(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float], list[float]]:
     """Bytes that each layer keeps of one sequence: without its experts, and of its experts where
-    they are no plain SwiGLU MLPs."""
+    they differ from plain SwiGLU MLPs."""
     kept, of_experts = Counter[int](), Counter[int]()
     parameters = {id(parameter) for parameter in model.parameters()}
     seen: dict[int, Tensor] = {}
@@ -160,8 +160,8 @@ def _run(
 
 
 def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> tuple[Any, ...]:
-    """What the costs of a layer depend on: its modules with their sizes and settings, and what the
-    lists of `config` have for the layer."""
+    """Everything on which the costs of a layer depend: its modules with their sizes and settings,
+    and its entries in the lists of `config`."""
     settings: list[Any] = []
     for path, module in layer.named_modules():
         plain = [

@@ -76,7 +76,7 @@ def axes_of(group: ProcessGroup | DeviceMesh | None) -> tuple[Axis, Axis]:
     if group is None:
         if (started := launch.num_joined()) > 1:
             raise LayerError(
-                f"{started} ranks were started, but there is no process group: call "
+                f"{started} ranks were started, without a process group: call "
                 "torch.distributed.init_process_group() before the layer is built"
             )
         return alone, alone
