@@ -426,8 +426,8 @@ def train_rank(
     if mesh.rank == 0 and (warning := preparation.disk_warning(config, folder.checkpoints)):
         console.log(f"note: {warning}", "note")
     session = Session(config, mesh, folder, samples, console, stop, schedule)
-    done, last = session.done, config.train.steps
-    if done >= last or (reason := session.early_stop.reason):
+    done, last, reason = session.done, config.train.steps, session.early_stop.reason
+    if done >= last or reason is not None:
         text = preparation.already_trained(folder.path, done, last, reason)
         console.log(text, "finished")
         return 0

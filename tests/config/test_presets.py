@@ -43,7 +43,7 @@ def test_presets_are_complete_and_state_their_source(name: str) -> None:
 def test_cluster_presets_load(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    assert cluster.num_devices == cluster.gpus_per_node in (8, 72)
+    assert cluster.num_devices == cluster.gpus_per_node in (1, 8, 72)
     assert {"float32", "bfloat16", "float64"} <= set(cluster.peak_flops)
 
 

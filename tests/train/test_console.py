@@ -21,6 +21,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.monitor.supervisor import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from moemesh.sharding.load_run import load_run
 from moemesh.train.console import Progress
+from moemesh.train.early_stop import EarlyStop
 from moemesh.train.records.artifacts import Artifacts, _peak_flops
 from tests.commands import python
 from tests.train.runs import arguments, metrics, rows_of, said
@@ -75,7 +76,7 @@ def test_a_run_that_ends_above_the_unigram_model_says_so(validation: float, is_t
         _unigram=3.2,
         _recent=(),
     )
-    text = Artifacts.summary(cast("Artifacts", ended))
+    text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
     assert f"validation loss     {validation:.4f} nats a byte" in text
     assert ("has not learned" in text) == is_told
     assert 'generate run --prompt "def " --temperature 0.8' in text
@@ -90,7 +91,7 @@ def test_a_run_of_few_steps_is_a_start() -> None:
         _unigram=3.2,
         _recent=(),
     )
-    text = Artifacts.summary(cast("Artifacts", ended))
+    text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
     assert "20 steps are a start" in text and "has not learned" not in text
 
 

@@ -61,7 +61,8 @@ def test_the_run_ends_and_its_best_checkpoint_stays(
     assert candidates(out / "checkpoints") == [last, best]
     run = Run.load(out)
     assert state_of(run) == "finished"
-    assert f"ended early: no lower validation loss since step {best}" in said("explain", out)
+    explained = " ".join(said("explain", out).split())
+    assert f"ended early: no lower validation loss since step {best}" in explained
     assert "Early stop" in (out / "report.html").read_text()
     # The same command does not train further; a larger patience does.
     assert f"already trained to step {last}" in said(*arguments(out, **OVERFITS, train__patience=2))

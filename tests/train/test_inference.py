@@ -154,7 +154,7 @@ def answering(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mo
         made = Model(Tokenizer.open(str(folder)), list(texts))
         parallel = SimpleNamespace(model=None, close=lambda: None)
         monkeypatch.setattr(generation, "continuation", made)
-        monkeypatch.setattr(generation, "load", lambda *_: parallel)
+        monkeypatch.setattr(generation, "load", lambda *_, **__: parallel)
         monkeypatch.setattr(generation, "on_ranks", on_one_rank)
         return made
 

@@ -15,6 +15,7 @@ import torch
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.monitor.lease import LeaseLost
 from moemesh.train import session as session_module
+from moemesh.train.early_stop import EarlyStop
 from moemesh.train.records.run_folder import (
     Events,
     RunFolder,
@@ -147,8 +148,10 @@ def _last_save(
         num_read=lambda step: step,
         migration=SimpleNamespace(state=dict),
         nan_policy=SimpleNamespace(state=dict),
+        early_stop=EarlyStop(0),
+        _base={},
         checkpoints=SimpleNamespace(save=save),
-        config=SimpleNamespace(train=SimpleNamespace(steps=6)),
+        last=6,
         stop=SimpleNamespace(requested=False),
         largest=lambda number: next(requests),
         mesh=SimpleNamespace(rank=0),

@@ -264,6 +264,13 @@ class ExpertTime:
     shared_weights: Number
 
 
+#: Local experts up to which the host's time grows with their number: kernels that launch a product
+#: per expert are those of few experts, grouped kernels launch once. All but one published run have
+#: at most 32. A layer of 64 on an H200 took 3.7 ms (docs/results/gpu.md), where growth up to 64
+#: would take 17.
+_MOST_LAUNCHES = 32
+
+
 def expert_block(work: PricedStep) -> ExpertTime:
     """Router, grouped products, shared experts, (un)permutation; zero without experts."""
     model, layout, constants = work.model, work.layout, work.constants
@@ -284,7 +291,8 @@ def expert_block(work: PricedStep) -> ExpertTime:
     )
     remaining = where(layout.graphs == 1, constants.graph_overhead, 1)
     remaining = remaining * where(layout.token_drop == 1, constants.capacity_overhead, 1)
-    overhead = constants.expert_overhead_us * 1e-6 * (1 + local / 16) * remaining
+    launched = minimum(local, _MOST_LAUNCHES)
+    overhead = constants.expert_overhead_us * 1e-6 * (1 + launched / 16) * remaining
     return ExpertTime(
         products=has * (grouped + router),
         shared_products=has * where(shared_width > 0, shared, 0),
