@@ -265,8 +265,8 @@ class ExpertTime:
 
 
 #: Local experts up to which the host's time grows with their number: kernels that launch a product
-#: per expert are those of few experts, grouped kernels launch once. All but one published run have
-#: at most 32. A layer of 64 on an H200 took 3.7 ms (docs/results/gpu.md), where growth up to 64
+#: per expert are those of few experts, grouped kernels launch once. Two of the published runs have
+#: more than 32. A layer of 64 on an H200 took 3.7 ms (docs/results/gpu.md), where growth up to 64
 #: would take 17.
 _MOST_LAUNCHES = 32
 
