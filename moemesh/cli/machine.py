@@ -208,9 +208,9 @@ def show(
 def list_clusters(as_json: AsJson = False) -> None:
     """List what --cluster knows by name, and what `cluster init --device` does."""
     from moemesh.config.cluster import load_cluster
+    from moemesh.config.devices import ACCELERATORS
     from moemesh.config.sources import preset_names
     from moemesh.planner.speed import peak_flops
-    from moemesh.planner.timing.hardware import ACCELERATORS
 
     described = [load_cluster(name) for name in preset_names("clusters")]
     if as_json:
@@ -306,9 +306,9 @@ def _facts(cluster: "Cluster") -> dict[str, Any]:
 def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
     """A node of devices from their data sheet."""
     from moemesh.config.cluster import Cluster
+    from moemesh.config.devices import ACCELERATORS, accelerator_of
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
-    from moemesh.planner.timing.hardware import ACCELERATORS, accelerator_of
 
     sheet = ACCELERATORS.get(name) or accelerator_of(name)
     if sheet is None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.devices import accelerator_of
 from moemesh.planner.parameters import training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.timing.hardware import accelerator_of
 
 #: Number type -> types whose peak may be used for it, in order of preference: a format that a
 #: device lacks runs at the rate of the next wider one.

@@ -11,9 +11,9 @@ import pytest
 from moemesh.bench.settings import LinksSettings
 from moemesh.cli.machine import cluster_text
 from moemesh.config.cluster import KEYS, Cluster, load_cluster
+from moemesh.config.devices import ACCELERATORS
 from moemesh.config.errors import ConfigError
 from moemesh.config.sources import preset_names
-from moemesh.planner.timing.hardware import ACCELERATORS
 from tests.test_cli import Invoke
 
 #: Output of `bench links --json`: the part that a cluster file is made from.

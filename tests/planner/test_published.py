@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moemesh.config.devices import GIB, accelerator_of
 from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.published import (
     annotated_row,
@@ -14,7 +15,6 @@ from moemesh.planner.accuracy.published import (
 )
 from moemesh.planner.accuracy.validate import predict
 from moemesh.planner.timing.calibration import shipped_calibration
-from moemesh.planner.timing.hardware import GIB, accelerator_of
 from tests.planner.closed_forms import gpt_iteration
 from tests.planner.published_rows import ARCHS, llama, row, truncated_llama, write_table
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.conditions import ScheduleConditionError
+from moemesh.config.devices import ACCELERATORS
 from moemesh.config.errors import UserError
 from moemesh.config.sources import preset_names
 from moemesh.planner.planned_layout import PlannedLayout
@@ -34,7 +35,6 @@ from moemesh.planner.timing.compute import (
     core_seconds,
     product_seconds,
 )
-from moemesh.planner.timing.hardware import ACCELERATORS
 from moemesh.planner.timing.price import pricing
 from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
 from moemesh.schedule.build import build

@@ -8,10 +8,10 @@ import pytest
 
 from moemesh.cli import main
 from moemesh.cli.accuracy import report
+from moemesh.config.devices import GIB
 from moemesh.planner.accuracy.published import parse_run, read_runs
 from moemesh.planner.accuracy.validate import error_statistics, predict, summarize
 from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
-from moemesh.planner.timing.hardware import GIB
 from tests.planner.published_rows import ARCHS, ROWS, llama, row, write_table
 
 

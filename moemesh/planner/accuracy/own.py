@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.config.cluster import Cluster, OwnRun
+from moemesh.config.devices import accelerator_of_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import RUN_CONFIG
 from moemesh.planner.accuracy.calibrate import (
@@ -42,7 +43,6 @@ from moemesh.planner.timing.calibration import (
     release_years,
     stack_of,
 )
-from moemesh.planner.timing.hardware import accelerator_of_cluster
 from moemesh.planner.timing.own_runs import (
     NOISE,
     OwnRuns,

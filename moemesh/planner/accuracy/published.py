@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moemesh.config.devices import GIB, Accelerator, accelerator_of
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_json
 from moemesh.config.plan import ScheduleName
@@ -25,7 +26,6 @@ from moemesh.planner.shapes.load_shape import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import cut_by_weight, even_cut
 from moemesh.planner.timing.columns import KERNELS, Kernel, Software
-from moemesh.planner.timing.hardware import GIB, Accelerator, accelerator_of
 from moemesh.schedule.build import require_defined
 
 # Rows of run tables: uniform spellings, columns from notes and sources, and the layout.

@@ -11,11 +11,11 @@ from typing import Annotated, Any, cast, get_type_hints
 
 import numpy as np
 
+from moemesh.config.devices import ACCELERATORS
 from moemesh.config.errors import UserError
 from moemesh.config.sources import read_preset_table
 from moemesh.planner.arithmetic import FloatArray, Number
 from moemesh.planner.memory import Allocation
-from moemesh.planner.timing.hardware import ACCELERATORS
 from moemesh.planner.timing.own_runs import OwnRuns
 
 

@@ -10,12 +10,12 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from moemesh.config.devices import Accelerator
 from moemesh.planner.arithmetic import Number
 from moemesh.planner.parameters import attention_products, layer_matmul, mlp_matmul
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.hardware import Accelerator
 from moemesh.schedule.step import PipelineStep
 
 Kernel = Literal["flash", "first_flash", "fused", "eager", "masked"]

@@ -10,6 +10,7 @@ from math import exp, inf
 import numpy as np
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.devices import Accelerator, accelerator_of_cluster
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.schedule_table import SCHEDULES
@@ -29,7 +30,6 @@ from moemesh.planner.timing.columns import (
     precision_of,
     stacked,
 )
-from moemesh.planner.timing.hardware import Accelerator, accelerator_of_cluster
 from moemesh.planner.timing.links import LinkTable
 from moemesh.planner.timing.own_runs import OwnRuns
 from moemesh.planner.timing.step_time import compute_floor, step_seconds, step_time

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from moemesh.config.cluster import Cluster
 from moemesh.config.sources import read_preset_table
+
+if TYPE_CHECKING:
+    from moemesh.config.cluster import Cluster
 
 GIB = 2**30
 
