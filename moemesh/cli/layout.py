@@ -183,7 +183,9 @@ class DispatchRequest:
         "A table of times and rates on --cluster instead; the second defaults, which are "
         "DeepEP's published settings.",
     ] = False
-    cluster: Annotated[str | None, "Cluster preset or TOML file; with --compare.", "C"] = None
+    cluster: Annotated[
+        str | None, "Cluster preset, TOML file, or devices (8xMI300X); with --compare.", "C"
+    ] = None
     ep: Annotated[
         list[int] | None, "Ranks that share the experts; with --compare. [default: 8 16 32 64]"
     ] = None

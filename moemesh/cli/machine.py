@@ -106,8 +106,6 @@ def links_text(result: dict[str, Any]) -> str:
     )
 
 
-#: Latencies in seconds, typical of NVLink and InfiniBand; data sheets do not have them.
-_INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
 #: Lowest rate of one device and direction in bytes/s -> kind of links inside a node, and between
 #: nodes.
 _INSIDE = (
@@ -169,7 +167,7 @@ def init(request: ClusterFileRequest) -> None:
         if request.nodes or request.gpus_per_node:
             raise typer.BadParameter("--links has the number of nodes and devices")
     elif request.device is not None:
-        cluster, heading = _of_device(request.device, name)
+        cluster, heading = _of_device(request.device)
     else:
         from moemesh.config.cluster import load_cluster
 
@@ -190,7 +188,8 @@ def init(request: ClusterFileRequest) -> None:
 
 @cluster_app.command("show", short_help="Explain a cluster in words and numbers.")
 def show(
-    cluster: Annotated[str, "Preset or TOML file.", "<CLUSTER>"], as_json: AsJson = False
+    cluster: Annotated[str, "Preset, TOML file, or devices: 8xMI300X.", "<CLUSTER>"],
+    as_json: AsJson = False,
 ) -> None:
     """Links by their kinds, peaks, memory, and the intensity from which on arithmetic bounds it.
 
@@ -227,7 +226,10 @@ def list_clusters(as_json: AsJson = False) -> None:
         for one in described
     ]
     typer.echo(table(header, rows, left=2))
-    typer.echo(f"\ndevices for `moemesh cluster init --device`: {', '.join(ACCELERATORS)}")
+    typer.echo(
+        "\ndevices for `--cluster 8xNAME` and `moemesh cluster init --device`: "
+        + ", ".join(ACCELERATORS)
+    )
 
 
 def cluster_text(cluster: "Cluster") -> str:
@@ -303,10 +305,9 @@ def _facts(cluster: "Cluster") -> dict[str, Any]:
     }
 
 
-def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
+def _of_device(name: str) -> "tuple[Cluster, str]":
     """A node of devices from their data sheet."""
-    from moemesh.config.cluster import Cluster
-    from moemesh.config.devices import ACCELERATORS, accelerator_of
+    from moemesh.config.devices import ACCELERATORS, accelerator_of, cluster_of_device
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
 
@@ -316,24 +317,9 @@ def _of_device(name: str, called: str) -> "tuple[Cluster, str]":
         fix = nearest_choice(name, tuple(ACCELERATORS))
         problem = Problem.of("not-a-choice", "device", name, message, fix)
         raise ConfigError([problem])
-    half, eight, four = sheet.peak_flops
-    peaks = {"bfloat16": half}
-    peaks |= {"float8": eight} if eight > half else {}
-    peaks |= {"float4": four} if four > eight else {}
-    cluster = Cluster(
-        name=called,
-        nodes=1,
-        gpus_per_node=sheet.node_size,
-        memory_bytes=int(sheet.memory_bytes),
-        memory_bandwidth=sheet.memory_bandwidth,
-        peak_flops=peaks,
-        intra_node_bandwidth=sheet.intra_node_bandwidth,
-        intra_node_latency=_INTRA_LATENCY,
-        inter_node_bandwidth=sheet.inter_node_bandwidth,
-        inter_node_latency=_INTER_LATENCY,
-        accelerator=sheet.name,
-    )
-    return cluster, f"From the data sheet of {sheet.name}; latencies are assumptions."
+    return cluster_of_device(
+        sheet
+    ), f"From the data sheet of {sheet.name}; latencies are assumptions."
 
 
 def _measured(links: Path, called: str) -> "tuple[Cluster, str]":

@@ -208,7 +208,8 @@ def _shown(value: object) -> str:
 
 
 def load_cluster(source: str | Path | Cluster) -> Cluster:
-    """The preset of that name, or the TOML file at that path; a cluster stays what it is.
+    """The preset of that name, the TOML file at that path, or devices of a data sheet ("8xH100",
+    "MI300X" for one node of them); a cluster stays what it is.
 
     Raises ConfigError with every problem found.
     """
@@ -221,16 +222,33 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
     try:
         table = parse_toml(path.read_text(encoding="utf-8-sig"))
     except OSError:
-        message = "neither a cluster preset nor a readable TOML file"
-        names = preset_names("clusters")
-        near = nearest_name(source, names)
-        fix = nearest_choice(source, names) + f"; `moemesh cluster init {source}"
-        fix += f"{f' --from {near}' if near else ''}` writes one to edit"
-        raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)]) from None
+        return _cluster_of_devices(source)
     except ValueError as error:
         message = unreadable(error)
         raise ConfigError([Problem.of("syntax", "cluster", source, message)]) from None
     return _build(table, source)
+
+
+def _cluster_of_devices(source: str) -> Cluster:
+    """The cluster of "8xH100". Raises ConfigError for a text that names no device."""
+    from moemesh.config.devices import ACCELERATORS, cluster_of_device, counted_device
+
+    if counted := counted_device(source):
+        count, device = counted
+        try:
+            return cluster_of_device(device, count)
+        except ValueError as error:
+            message, _, fix = str(error).rpartition(": ")
+            problem = Problem.of("not-divisible", "cluster", source, message, fix)
+            raise ConfigError([problem]) from None
+    message = "neither a cluster preset, nor a readable TOML file, nor a device with a data sheet"
+    names = preset_names("clusters")
+    near = nearest_name(source, (*names, *ACCELERATORS))
+    file = source if source.endswith(".toml") else "mine.toml"
+    fix = nearest_choice(source, names) + "; a device of `moemesh cluster list`, like 8xMI300X; "
+    fix += f"`moemesh cluster init {file}{f' --from {near}' if near in names else ''}`"
+    fix += " writes a file to edit"
+    raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)])
 
 
 def _build(table: dict[str, object], origin: str) -> Cluster:

@@ -66,6 +66,53 @@ _NAMES = {_named(name): name for name in ACCELERATORS} | {
     _named(name.partition("-")[0]): name for name in ACCELERATORS if name[-1] == "G"
 }
 
+#: Seconds that a message needs on NVLink and on InfiniBand, typical values: data sheets lack them.
+_INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
+
+
+def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cluster:
+    """Cluster "8xH100-80G" of `num_devices` devices (by default one node of them): a part of one
+    node, or several whole ones. Raises ValueError for another number."""
+    from moemesh.config.cluster import Cluster
+
+    size = device.node_size
+    count = size if num_devices is None else num_devices
+    if not count or (count > size and count % size):
+        nearest = max(size, round(count / size) * size) if count else 1
+        raise ValueError(
+            f"{count} {device.name} are neither a part of a node of {size} nor whole nodes: "
+            f"{nearest}x{device.name}"
+        )
+    half, eight, four = device.peak_flops
+    peaks = {"bfloat16": half}
+    peaks |= {"float8": eight} if eight > half else {}
+    peaks |= {"float4": four} if four > eight else {}
+    return Cluster(
+        name=f"{count}x{device.name}",
+        nodes=max(1, count // size),
+        gpus_per_node=min(count, size),
+        memory_bytes=int(device.memory_bytes),
+        memory_bandwidth=device.memory_bandwidth,
+        peak_flops=peaks,
+        intra_node_bandwidth=device.intra_node_bandwidth,
+        intra_node_latency=_INTRA_LATENCY,
+        inter_node_bandwidth=device.inter_node_bandwidth,
+        inter_node_latency=_INTER_LATENCY,
+        accelerator=device.name,
+    )
+
+
+def counted_device(text: str) -> tuple[int | None, Accelerator] | None:
+    """Number and device of "MI300X", "8xH100" or "64 x RTX 4090"; None for any other text."""
+    count, name = cast(
+        "re.Match[str]", re.fullmatch(r"(?:(\d+) ?[x×*] ?)?(.*)", text, re.S)
+    ).groups()
+    for pattern, device in _NAMES.items():
+        if re.fullmatch(pattern, name, re.IGNORECASE):
+            return int(count) if count else None, ACCELERATORS[device]
+    return None
+
+
 #: Cards of a node with their rate ("8x200G", "IB8x50GB/s"), or the rate of a whole node.
 _CARDS = re.compile(r"(\d+) ?[x×] ?(\d+) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")
 _NODE_RATE = re.compile(r"(?<![-\w(x×])((?:1|2|4|8|16|32)00) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")

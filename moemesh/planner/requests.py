@@ -21,7 +21,7 @@ ProductPrecision = Literal["bfloat16", "float8", "float4"]
 
 #: Help of options that several verbs share.
 MODEL_HELP = "Preset, folder of transformers or of a run, config.json or TOML file."
-CLUSTER_HELP = "Preset or TOML file."
+CLUSTER_HELP = "Preset, TOML file, or devices: 8xMI300X."
 LENGTH_HELP = "Tokens of one sequence; 4k is 4096."
 BATCH_HELP = "Sequences of one step."
 PLAN_HELP = '"tp=2,dp=4,ep=8", a packaged plan or a TOML file.'

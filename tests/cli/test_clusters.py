@@ -66,8 +66,58 @@ def test_a_file_says_where_it_started(run, tmp_path: Path) -> None:
     assert "Started from dgx_h100." in run("init", str(tmp_path / "a.toml"))[1]
     printed = run("init", str(tmp_path / "b.toml"), "--device", "H800-80G")[1]
     assert "From the data sheet of H800-80G" in printed
-    with pytest.raises(ConfigError, match="init h800 --from hgx_h800`"):
-        load_cluster("h800")
+    with pytest.raises(ConfigError, match=r"init mine\.toml --from hgx_h800`"):
+        load_cluster("hgx-h800")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "nodes", "devices"),
+    [
+        ("MI300X", "8xMI300X", 1, 8),
+        ("8xH100", "8xH100-80G", 1, 8),
+        ("64 x rtx 4090", "64xRTX4090", 8, 8),
+        ("1x4090", "1xRTX4090", 1, 1),
+        ("3*A100-40G", "3xA100-40G", 1, 3),
+        ("144xGB300", "144xGB300", 2, 72),
+    ],
+)
+def test_devices_of_a_data_sheet_are_a_cluster(
+    text: str, name: str, nodes: int, devices: int
+) -> None:
+    cluster = load_cluster(text)
+    assert (cluster.name, cluster.nodes, cluster.gpus_per_node) == (name, nodes, devices)
+    assert load_cluster(cluster.name) == cluster
+    assert cluster.memory_bytes == ACCELERATORS[cluster.accelerator or ""].memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "fix"),
+    [
+        ("12xB200", "not-divisible", "16xB200"),
+        ("0xL4", "not-divisible", "1xL4"),
+        ("8xH1000", "no-file", "8xMI300X"),
+        ("an H100", "no-file", "8xMI300X"),
+        ("8x", "no-file", "8xMI300X"),
+    ],
+)
+def test_other_numbers_and_names_of_devices(text: str, code: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(text)
+    (problem,) = caught.value.problems
+    assert problem.code == code
+    assert fix in (problem.fix or "")
+
+
+@pytest.mark.parametrize("name", preset_names("clusters"))
+def test_a_packaged_cluster_has_the_numbers_of_its_devices(name: str) -> None:
+    cluster = load_cluster(name)
+    if cluster.accelerator:
+        sheet = ACCELERATORS[cluster.accelerator]
+        assert cluster.memory_bytes == sheet.memory_bytes
+        assert cluster.peak_flops["bfloat16"] == pytest.approx(sheet.peak_flops[0], rel=1e-3)
+        rates = ("memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth")
+        for rate in rates:
+            assert getattr(cluster, rate) == pytest.approx(getattr(sheet, rate), rel=1e-3), rate
 
 
 @pytest.mark.parametrize("device", sorted(ACCELERATORS))
