@@ -21,6 +21,7 @@ from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import NothingFits, PlannedAnswer, plan_named, train_command
 from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.timing.price import pricing
 from moemesh.planner.traffic.own_memory import predict_states
 from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import step_volumes
@@ -87,6 +88,27 @@ def test_a_base_in_4_bits_is_among_the_answers() -> None:
     )
     saved = other.dense_weights + other.expert_weights - first.dense_weights - first.expert_weights
     assert saved == pytest.approx(29.9e9 * (2 - 36 / 64), rel=0.003)
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [((), 2), (("full",), 3)])
+def test_each_pass_of_a_microbatch_unpacks_the_base(
+    recompute: tuple[str, ...], passes: int
+) -> None:
+    """36 bytes are read and 128 written for 64 numbers of the 32 layers of Llama 3 8B: each has
+    4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336) of them."""
+    shape, cluster = load_model("llama3-8b").shape, load_cluster("one_h100")
+    layout = PlannedLayout(
+        seq_len=4096, global_batch=4, microbatch=2, recompute=frozenset(recompute)
+    )
+    layout = layout.changed(adapters=True)
+    wide, packed = (
+        pricing(cluster).seconds(shape, layout.changed(base=base)) for base in ("same", "nf4")
+    )
+    numbers = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
+    bandwidth = cluster.memory_bandwidth * pricing(cluster).constants.memory_efficiency
+    expected = 2 * passes * numbers * (36 + 128) / 64 / bandwidth
+    assert packed["total"] - wide["total"] == pytest.approx(expected, rel=1e-9)
+    assert packed["elementwise"] - wide["elementwise"] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.fixture(scope="module")

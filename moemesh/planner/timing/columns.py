@@ -188,6 +188,8 @@ class LayoutColumns(Software):
     servers: Number
     #: 1 if the host steps the optimizer.
     offload: Number = column(lambda row: row.layout.offload == "optimizer")
+    #: 1 if the frozen weights of the blocks are in NF4.
+    packed: Number = column(lambda row: row.layout.base == "nf4")
     microbatch: Number
     microbatches: Number
     #: Slices of a sequence that pass the pipeline one after the other.

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moemesh.config.lora import NF4_BLOCK, NF4_BLOCK_BYTES
 from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
@@ -75,6 +76,13 @@ class PricedStep:
         """Bytes per weight for accumulating gradients over microbatches."""
         is_none = (self.layout.fsdp == 1) | (self.layout.adapters == 1)
         return where(is_none, 0.0, self.constants.accumulate_bytes)
+
+    @property
+    def unpack(self) -> Number:
+        """Bytes per weight of a base in NF4 in each pass: its codes and scales are read, and the
+        numbers of 16 bits are written that the products read."""
+        packed = NF4_BLOCK_BYTES / NF4_BLOCK + ACTIVATION_BYTES
+        return where(self.layout.packed == 1, packed, 0.0)
 
     @property
     def routed_rows(self) -> Number:
@@ -450,8 +458,9 @@ def _block_time(
     later = where(layout.adapters == 1, 0, products) + summed
     recomputed = layout.recompute_norm * block.elementwise / 2 + extra
     back = products + later + core_backward_factor(work) * block.core + 2 * block.elementwise
-    ahead = products + block.core + block.elementwise + forward
-    return LayerTime(ahead, back + backward + recomputed, later)
+    unpacked = block.weights * work.unpack / work.hbm
+    ahead = products + block.core + block.elementwise + unpacked + forward
+    return LayerTime(ahead, back + unpacked + backward + recomputed, later)
 
 
 def layer_times(

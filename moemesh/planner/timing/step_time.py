@@ -530,6 +530,7 @@ def _in_parts(
     moved = moved + routed * experts.elementwise
     weights = both * attention.weights + dense * mlp.weights
     weights = weights + routed * (experts.expert_weights + experts.shared_weights)
+    touched = work.accumulate + (2 + recomputed) * work.unpack
     core = 1 + core_backward_factor(work) + recomputed
     host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting
     halves = 2 * both - where(layout.parallel_block == 1, dense, 0)
@@ -538,7 +539,7 @@ def _in_parts(
     parts: dict[str, Number] = {
         "compute": passes * ((where(layout.adapters == 1, 2, 3) + recomputed) * products + single),
         "attention": passes * both * core * attention.core,
-        "elementwise": passes * ((3 + recomputed) * moved + weights * work.accumulate / work.hbm),
+        "elementwise": passes * ((3 + recomputed) * moved + weights * touched / work.hbm),
         "launches": passes * host,
         "head": passes * rank.head * times.ends.head,
         "tensor": passes * (2 + recomputed) * halves * transfers.tensor,
