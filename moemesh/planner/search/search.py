@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any
@@ -26,7 +26,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES
 from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.memory import GIB, PeakMemory
-from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.planned_layout import TRAINED, PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.timing.columns import Software, layout_row, precision_of
@@ -417,7 +417,8 @@ def what_would_fit(search: SearchSpace) -> str:
     index = search.smallest()
     layout, needed = search.layout(index), float(search.needed[index]) / search.pricing.usable_share
     lacking = needed - search.cluster.memory_bytes
-    shown = replace(layout, ranks_per_node=0).key
+    untuned = {field.name: field.default for field in fields(layout) if field.name in TRAINED}
+    shown = replace(layout, ranks_per_node=0, **untuned).text
     return (
         f"the smallest, {shown}, needs {format_bytes(round(needed))} a device, "
         f"{format_bytes(round(lacking))} more than there is"
