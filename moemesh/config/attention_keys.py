@@ -153,7 +153,22 @@ class AttentionConfig(Section):
     def attention_rules(self, num_layers: int) -> Iterator[Problem]:
         """The rules between these keys, for a model of `num_layers`."""
         yield from self._latent_rules() if self.attention == "mla" else self._grouped_rules()
-        yield from self._rope_rules()
+        kind = format_value(self.rope_type)
+        if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
+            name, longest = "original_max_position_embeddings", self.max_position_embeddings
+            message = f"rope_type = {kind} needs {name}: the positions before they were stretched"
+            usual = max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096
+            yield self.problem("missing", name, message, f"{name} = {usual}", "rope_type")
+        slow, fast = self.rope_beta_slow, self.rope_beta_fast
+        if self.rope_type == "yarn" and slow > fast:
+            name, other = "rope_beta_slow", "rope_beta_fast"
+            message = f"{name} ({slow}) must not exceed {other} ({fast})"
+            yield self.problem("too-large", name, message, f"{name} = {fast}", other)
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_type == "llama3" and low >= high:
+            name, other = "rope_low_freq_factor", "rope_high_freq_factor"
+            message = f"{name} ({low}) must be below {other} ({high})"
+            yield self.problem("too-large", name, message, f"{name} = {high / 4}", other)
         types, window = self.layer_types, self.sliding_window
         if types and num_layers > 0 and num_layers % len(types):
             near = [size for size in divisors(num_layers) if size <= len(types)][-1]
@@ -210,21 +225,3 @@ class AttentionConfig(Section):
             message = f"{name} ({size}) must be even: RoPE rotates pairs of channels"
             fix = f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}"
             yield self.problem("not-divisible", name, message, fix)
-
-    def _rope_rules(self) -> Iterator[Problem]:
-        kind = format_value(self.rope_type)
-        if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
-            name, longest = "original_max_position_embeddings", self.max_position_embeddings
-            message = f"rope_type = {kind} needs {name}: the positions before they were stretched"
-            usual = max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096
-            yield self.problem("missing", name, message, f"{name} = {usual}", "rope_type")
-        slow, fast = self.rope_beta_slow, self.rope_beta_fast
-        if self.rope_type == "yarn" and slow > fast:
-            name, other = "rope_beta_slow", "rope_beta_fast"
-            message = f"{name} ({slow}) must not exceed {other} ({fast})"
-            yield self.problem("too-large", name, message, f"{name} = {fast}", other)
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if self.rope_type == "llama3" and low >= high:
-            name, other = "rope_low_freq_factor", "rope_high_freq_factor"
-            message = f"{name} ({low}) must be below {other} ({high})"
-            yield self.problem("too-large", name, message, f"{name} = {high / 4}", other)

@@ -82,7 +82,10 @@ def read_file(path: Path) -> ConfigSource:
                 fix = f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
                 problems.append(leaf.problem("wrong-type", SCHEMA_KEY, message, fix))
             elif content > SCHEMA_VERSION:
-                problems.append(_later_version(content, leaf.origin))
+                message = f"the file has keys of version {content}, known are those up to "
+                message += f"{SCHEMA_VERSION}"
+                fix = "a newer moemesh"
+                problems.append(leaf.problem("too-large", SCHEMA_KEY, message, fix))
         elif section not in SECTIONS:
             leaves[section] = leaf
         elif isinstance(content, dict):
@@ -91,13 +94,6 @@ def read_file(path: Path) -> ConfigSource:
         else:
             problems.append(_not_a_section(section, leaf))
     return ConfigSource(leaves=leaves, problems=tuple(problems))
-
-
-def _later_version(version: int, origin: str) -> Problem:
-    """A file whose keys are of a version that is not known yet."""
-    message = f"the file has keys of version {version}, known are those up to {SCHEMA_VERSION}"
-    leaf = Leaf(value=version, origin=origin)
-    return leaf.problem("too-large", SCHEMA_KEY, message, "a newer moemesh")
 
 
 def _mended(text: str) -> str:

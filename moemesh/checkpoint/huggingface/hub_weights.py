@@ -427,8 +427,7 @@ def stored_hub_tensors(
                     row = index if group.merges and group.is_by_row else None
                     make = partial(reverted, group, row, name)
                 shape, dtype = tensors.stored[name].shape, dtype_of(name)
-                yield name, DeferredTensor(dtype, shape, partial(_cast, make, dtype))
-
-
-def _cast(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    return make().to(dtype)
+                yield (
+                    name,
+                    DeferredTensor(dtype, shape, lambda make=make, dtype=dtype: make().to(dtype)),
+                )

@@ -181,11 +181,9 @@ class ReplicatedBucket:
     def is_complete(self) -> bool:
         """Whether the launched sums are the last ones of this step, and have ended."""
         is_last = self.copies.size == 1 and not self.rule.mirrored
-        return is_last and (self._work is None or self._has_ended())
-
-    def _has_ended(self) -> bool:
-        """Whether :meth:`wait` would not wait."""
-        return self._sum is not None and self._sum.is_completed()
+        return is_last and (
+            self._work is None or (self._sum is not None and self._sum.is_completed())
+        )
 
     def wait(self) -> None:
         """Waits for the pending reduction."""
