@@ -35,8 +35,7 @@ class AttentionConfig(Section):
     num_heads: Size = 8
     num_kv_heads: Size = 4
     head_dim: Size = 16
-    #: The sizes of latent attention; 0 means unused. Without a q_lora_rank, queries are not
-    #: compressed.
+    #: Sizes of latent attention; 0: unused. Without q_lora_rank queries are not compressed.
     q_lora_rank: Count = 0
     kv_lora_rank: Count = 0
     qk_nope_head_dim: Count = 0
@@ -49,8 +48,7 @@ class AttentionConfig(Section):
     #: all heads of the projection with a scale for every channel (OLMoE, MiniMax-M2).
     qk_norm: Annotated[bool, _GROUPED] = False
     qk_norm_over: Literal["head", "projection"] = "head"
-    #: A bias on the query, key and value projections; with latent attention, on its projections
-    #: down to the latents.
+    #: A bias on the QKV projections; with latent attention, on those down to the latents.
     qkv_bias: bool = False
     #: A bias on the output projection.
     output_bias: bool = False
@@ -92,8 +90,7 @@ class AttentionConfig(Section):
     rope_mscale: Annotated[NotNegative, _YARN] = 0.0
     rope_mscale_all_dim: Annotated[NotNegative, _YARN] = 0.0
     rope_attention_factor: Annotated[NotNegative, _YARN] = 0.0
-    #: Llama 3.1 divides wavelengths above original/low by the factor, keeps those below
-    #: original/high, and blends in between.
+    #: Llama 3.1: wavelengths above original/low are divided, below original/high kept.
     rope_low_freq_factor: Positive = 1.0
     rope_high_freq_factor: Positive = 4.0
     #: The longest sequence that RoPE is made for; 0: without a limit.

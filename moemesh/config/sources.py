@@ -38,8 +38,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSource:
-    """The contents of one source: dotted key -> leaf, problems of unreadable parts, and notes for
-    the user on the rest."""
+    """Contents of a source: dotted key -> leaf, problems, and notes for the user."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     problems: tuple[Problem, ...] = ()
@@ -47,8 +46,7 @@ class ConfigSource:
 
 
 def read_file(path: Path) -> ConfigSource:
-    """A TOML file of sections, or that of the run in a folder. Unreadable or malformed files give
-    one problem each."""
+    """A TOML file, or that of the run in a folder. An unreadable file gives one problem."""
     path = path / RUN_CONFIG if path.is_dir() else path
     name = str(path)
     try:

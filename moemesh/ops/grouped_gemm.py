@@ -117,8 +117,7 @@ def grouped_weight_gradient(
     ends_E: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows; written
-    to `out` if given."""
+    """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros without rows; `out` if given."""
     if not x_RI.shape[0]:
         shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
         return x_RI.new_zeros(shape) if out is None else out.zero_()
@@ -144,8 +143,7 @@ def grouped_weight_gradient(
 
 @functools.cache
 def leaves_empty_experts(device: torch.device) -> bool:
-    """Whether gradients of experts without rows may not be zeros: compute capability 10 and newer
-    (pytorch issue 172439)."""
+    """Whether gradients of empty experts may be wrong (pytorch issue 172439)."""
     return torch.cuda.get_device_capability(device) >= (10, 0)
 
 

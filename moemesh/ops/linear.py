@@ -53,8 +53,7 @@ class Adapter(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """A weight with adapters beside it: for an input x each adds ``scale * (x a^T) b^T`` to its
-    part of the output."""
+    """A weight with adapters: each adds ``scale * (x a^T) b^T`` to its part of the output."""
 
     weight: Tensor
     adapters: tuple[Adapter, ...]

@@ -66,8 +66,7 @@ def by_kernel(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(scale: Tensor) -> Tensor:
-    """The scales of blocks from their bytes [..., K, 1]: copied, since fp32 may not begin at any
-    byte."""
+    """Scales of blocks from bytes [..., K, 1]; copied, as fp32 must be aligned."""
     return scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 

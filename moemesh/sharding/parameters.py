@@ -62,8 +62,7 @@ class ParameterTensor:
         return self.summed_over in EXPERT_AXES
 
     def trained_rows(self, tuning: Tuning) -> tuple[int, ...]:
-        """The experts of a stack that train; of another parameter (0,) where it does, else (). None
-        does that no gradient reaches."""
+        """Experts of a stack that train; of another parameter (0,) where it trains, else ()."""
         if self.is_idle:
             return ()
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
@@ -77,8 +76,7 @@ class ParameterTensor:
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
-        """Elements of this tensor that the rank with these coordinates holds: numbers, or bytes if
-        it is packed."""
+        """Elements held by the rank with these coordinates: numbers, or packed bytes."""
         sizes = list(self.shape)
         for axis, dim in self.shards.items():
             degree = int(getattr(layout, axis))
@@ -250,8 +248,7 @@ def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[Par
 
 
 def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
-    """The names that patterns are matched with: of every parameter in a checkpoint, and of the
-    routers' selection biases."""
+    """Names for patterns: parameters in a checkpoint, and selection biases of routers."""
     for tensor in tensors(model, plan):
         module, _, leaf = tensor.name.rpartition(".")
         if tensor.is_expert:
@@ -265,8 +262,7 @@ def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
 
 
 def units(model: ModelConfig) -> list[str]:
-    """The units in the order of the forward, as :func:`unit_of` names them; an extra
-    prediction layer includes its use of the head."""
+    """Units (:func:`unit_of`) in forward order; a prediction layer includes the head."""
     layers = [f"layers.{index}" for index in range(model.num_layers)]
     return ["embedding", *layers, "head", *(f"layers.{index}" for index in model.mtp_layers)]
 
@@ -332,8 +328,7 @@ def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
 
 
 def first_stage(unit: str, layers: Sequence[range]) -> int:
-    """The pipeline stage of a unit, of a model whose stages have these `layers`: the backward ends
-    there."""
+    """The stage of a unit, of a model whose stages have these `layers`."""
     last = len(layers) - 1
     if unit == "embedding":
         return 0

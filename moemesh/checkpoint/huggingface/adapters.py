@@ -180,8 +180,7 @@ def _is_transposed(piece: TensorPiece) -> bool:
 
 
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
-    """PEFT's adapters of `model`, of the family `kind`, without extra prediction layers, which
-    transformers does not have."""
+    """PEFT's adapters of `model` in the family `kind`, without extra prediction layers."""
     if model.architecture is not None:
         # PEFT wraps an experts module once for each of its parameters, the first of them inside.
         last: dict[str, str] = {}

@@ -119,8 +119,7 @@ class ReplicatedBucket:
         return dict(zip(self.names, self.parameters, strict=True))
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """The full local tensor of a member's state, from the part that every rank owns. All ranks
-        of the axis call."""
+        """The full local tensor of a member's state, from the owned parts; collective."""
         return part
 
     def whole_weights(self, name: str) -> Tensor:
@@ -233,8 +232,7 @@ class ShardedBucket(ReplicatedBucket):
         return range(start, start + self.sizes[index])
 
     def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
-        """(name, numbers of its flattened local tensor, place in the range `own`) of each member
-        that overlaps it."""
+        """(name, numbers of its flattened tensor, place in `own`) of overlapping members."""
         for member, offset in zip(self.rule.members, self.offsets, strict=True):
             start, stop = max(own.start, offset), min(own.stop, offset + member.numbers)
             if start < stop:
@@ -497,8 +495,7 @@ class GatheredWeights(WeightGate):
         the head; `tied`: the head reads the embedding's weights; `without_backward`: units that no
         backward reaches."""
         self._keeps = reshard == "step"
-        #: Peak bytes of weights that were present or in flight, of buckets that are
-        #: shared by several ranks.
+        #: Peak bytes of weights, present or in flight, of buckets shared by several ranks.
         self.most_bytes = 0
         self._all = list(buckets)
         by_unit: dict[str, list[GatheredBucket]] = {}

@@ -555,8 +555,7 @@ class MoELayer(nn.Module):
         )
 
     def _context(self, x: Tensor, valid: Tensor | None) -> Context:
-        """The tokens of x as sequences: the last dim but one are positions, those before it count
-        sequences."""
+        """The tokens of x as sequences; the last dim but one are positions."""
         length = x.shape[-2] if x.ndim > 1 else 1
         num_sequences = math.prod(x.shape[:-2])
         rows_T = torch.arange(num_sequences * length, device=x.device)
