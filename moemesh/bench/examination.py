@@ -300,32 +300,7 @@ def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
 
 def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     start = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    kept = {name: text for name, text in environ.items() if not name.startswith("TORCHELASTIC")}
-    command = python_command("moemesh.bench.examination")
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**kept, **shared, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    error = f"no end in {TORCH_SECONDS:.0f} s"
-    try:
-        out, said = ranks[0].communicate(timeout=TORCH_SECONDS)
-        error = (said.strip().splitlines() or [f"exit code {ranks[0].returncode}"])[-1]
-    except subprocess.TimeoutExpired:
-        ranks[0].kill()
-        out, _ = ranks[0].communicate()
-    finally:
-        ranks[1].kill()
-        ranks[1].communicate()
-    answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    answers, error = _ask_torch(environ)
     took = f"{time.monotonic() - start:.0f} s"
     if not answers:
         is_there = importlib.util.find_spec("torch") is not None
@@ -376,6 +351,37 @@ def _devices(facts: Mapping[str, Any]) -> Iterator[Diagnosis]:
         yield Diagnosis("devices", "pass", text)
 
 
+def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """The lines that the processes printed, and why there are not more."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    kept = {name: text for name, text in environ.items() if not name.startswith("TORCHELASTIC")}
+    command = python_command("moemesh.bench.examination")
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**kept, **shared, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    error = f"no end in {TORCH_SECONDS:.0f} s"
+    try:
+        out, said = ranks[0].communicate(timeout=TORCH_SECONDS)
+        error = (said.strip().splitlines() or [f"exit code {ranks[0].returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        ranks[0].kill()
+        out, _ = ranks[0].communicate()
+    finally:
+        ranks[1].kill()
+        ranks[1].communicate()
+    answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return answers, error
+
+
 #: Checks by name, the quick ones first: the folder of runs and the environment -> their lines.
 CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Diagnosis]]] = {
     "versions": lambda folder, environ: _versions(),
@@ -411,13 +417,8 @@ def main() -> None:
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
             capability = f"{properties.major}.{properties.minor}"
-            facts = {
-                "name": properties.name,
-                "capability": capability,
-                "free": free,
-                "total": total,
-            }
-            devices.append(facts)
+            memory = {"free": free, "total": total}
+            devices.append({"name": properties.name, "capability": capability, **memory})
         has_nccl = dist.is_nccl_available()
         facts = {
             "torch": torch.__version__,

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from moemesh.config.architecture import ParameterRecord
 from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
 from moemesh.config.lora import factors_of, packed_bytes, parts_of
 from moemesh.config.model import ModelConfig
@@ -92,7 +91,21 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     """Every parameter of the whole model, in the order of the model's list."""
     if model.architecture is not None:
         for record in model.architecture.parameters:
-            yield _of_record(record, model.lora.is_packed and bool(record.parts))
+            # Stacks of experts are sharded over ep, and over etp where their width can be.
+            shards = {"ep": 0} if record.is_expert else {}
+            if record.cut is not None:
+                shards["etp"] = record.cut
+            yield ParameterTensor(
+                name=record.name,
+                shape=record.shape,
+                shards=shards,
+                summed_over="edp" if record.is_expert else "stage",
+                recorded_unit=record.unit,
+                is_fp32=record.is_fp32,
+                is_idle=record.is_idle,
+                blocks=record.blocks,
+                is_packed=model.lora.is_packed and bool(record.parts),
+            )
         return
     for tensor in _tensors(model, plan):
         if model.lora.is_packed and parts_of(tensor.name.rpartition(".")[2], tensor.shape):
@@ -116,25 +129,6 @@ def _tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
         yield _whole(f"ahead_norms.{index}.weight", hidden)
     if not model.tied_embeddings:
         yield _over_tp("head.weight", model.vocab_size, hidden)
-
-
-def _of_record(record: ParameterRecord, is_packed: bool) -> ParameterTensor:
-    """A parameter of a model of transformers: stacks of experts are sharded over ep, and over etp
-    where their width can be; the rest is whole on every rank."""
-    shards = {"ep": 0} if record.is_expert else {}
-    if record.cut is not None:
-        shards["etp"] = record.cut
-    return ParameterTensor(
-        name=record.name,
-        shape=record.shape,
-        shards=shards,
-        summed_over="edp" if record.is_expert else "stage",
-        recorded_unit=record.unit,
-        is_fp32=record.is_fp32,
-        is_idle=record.is_idle,
-        blocks=record.blocks,
-        is_packed=is_packed,
-    )
 
 
 def _whole(name: str, *shape: int) -> ParameterTensor:
