@@ -173,8 +173,7 @@ def next_division(
 def find_divisions(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, num_nodes: int, limit: float
 ) -> tuple[Ints, Floats, bool]:
-    """(divisions [n, nodes, groups per node] that fit at `limit`, their quick bounds [n], whether
-    these are all such divisions)."""
+    """(divisions [n, nodes, groups per node] fitting `limit`, quick bounds [n], all of them)."""
     divisions = np.empty((MAX_DIVISIONS, num_nodes, num_groups // num_nodes), np.int64)
     bounds = np.empty(MAX_DIVISIONS)
     sums = group_sums(weight, num_groups)

@@ -228,23 +228,6 @@ def undo_moves(
             shift(replicas, slot, present)
 
 
-@compiled
-def count_missing(slots: Ints, previous: Ints, num_gpus: int) -> Ints:
-    """Replicas of a new GPU that an old one does not hold [new GPUs, old GPUs]."""
-    missing = np.zeros((num_gpus, num_gpus), np.int64)
-    per_gpu = len(slots) // num_gpus
-    for new in range(num_gpus):
-        for old in range(num_gpus):
-            for slot in range(new * per_gpu, (new + 1) * per_gpu):
-                lacking = 0
-                for other in range(new * per_gpu, slot + 1):
-                    lacking += slots[other] == slots[slot]
-                for other in range(old * per_gpu, (old + 1) * per_gpu):
-                    lacking -= previous[other] == slots[slot]
-                missing[new, old] += lacking > 0
-    return missing
-
-
 def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
     """Permute the GPUs (inside nodes, and whole nodes) of one layer's `slots`: fewest moved copies.
 
@@ -255,13 +238,18 @@ def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
     assign: Any = importlib.import_module("scipy.optimize").linear_sum_assignment
 
     node_gpus = num_gpus // num_nodes
-    missing = count_missing(slots, previous, num_gpus)
+    # Replicas of a new GPU that an old one does not hold [new GPUs, old GPUs].
+    experts = np.arange(max(slots.max(), previous.max()) + 1)
+    new, old = (
+        (table.reshape(num_gpus, -1, 1) == experts).sum(axis=1) for table in (slots, previous)
+    )
+    missing = np.stack([np.maximum(counts - old, 0).sum(axis=1) for counts in new])
     blocks = missing.reshape(num_nodes, node_gpus, num_nodes, node_gpus).transpose(2, 0, 3, 1)
     inside = np.empty((num_nodes, num_nodes, node_gpus), np.int64)
     between = np.empty((num_nodes, num_nodes), np.int64)
-    for old, new in np.ndindex(num_nodes, num_nodes):
-        rows, inside[old, new] = assign(blocks[old, new])
-        between[old, new] = blocks[old, new][rows, inside[old, new]].sum()
+    for pair in np.ndindex(num_nodes, num_nodes):  # (old, new)
+        rows, inside[pair] = assign(blocks[pair])
+        between[pair] = blocks[pair][rows, inside[pair]].sum()
     nodes, chosen = assign(between)
     gpus: Ints = chosen[:, None] * node_gpus + inside[nodes, chosen]
     slots[:] = slots.reshape(num_gpus, -1)[gpus.reshape(-1)].reshape(-1)

@@ -111,8 +111,7 @@ def check_loads(weight: Any, name: str = "weight") -> Floats:
 
 
 def scaled(loads: Floats) -> Floats:
-    """Loads scaled exactly by a power of two per layer, so that squares neither overflow nor
-    underflow."""
+    """Loads times a power of two per layer: squares neither overflow nor underflow."""
     top = loads.max(axis=1, keepdims=True)
     exponent = np.frexp(top)[1]
     # Loads below 2**-1000 of their layer's largest round to 0, as they would in a sum.

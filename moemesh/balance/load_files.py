@@ -189,15 +189,18 @@ def _named_columns(
     names_experts = all(_ONE_EXPERT.fullmatch(row[0].strip()) for row in rows)
     has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[place]) for place in rest[1:])
     has_layers &= bool(rest) and (len(rest) > 1 or bool(_ONE_LAYER.fullmatch(names[rest[0]])))
+
+    def numbers() -> np.ndarray[Any, Any]:
+        """The loads in the columns `rest`, a row for each of the table."""
+        cells = ([row[place] for place in rest] for row in rows)
+        return np.array([_numbers(path, number, row) for number, row in enumerate(cells)])
+
     if not experts and not steps and not layers and (names_experts or has_layers):
         # The first column has the names of experts, if any.
-        experts = [] if _ONE_LAYER.fullmatch(names[0]) else [0]
-        rest = [place for place in rest if place not in experts]
-        numbers = [
-            _numbers(path, at, [row[place] for place in rest]) for at, row in enumerate(rows)
-        ]
+        if not _ONE_LAYER.fullmatch(names[0]):
+            rest = [place for place in rest if place]
         warn(f"{path}: every row is an expert, every column a layer")
-        return np.array(numbers).T
+        return numbers().T
     if not experts and not steps:
         return None
     if steps and not layers:
@@ -206,12 +209,9 @@ def _named_columns(
             "it in a column `layer`, or leave the steps out"
         )
     if experts and not layers:
-        numbers = [
-            _numbers(path, at, [row[place] for place in rest]) for at, row in enumerate(rows)
-        ]
         order = np.argsort([_whole(path, at, row[experts[0]]) for at, row in enumerate(rows)])
         warn(f"{path}: every row is an expert, every other column a layer")
-        return np.array(numbers)[order].T
+        return numbers()[order].T
     if experts and len(rest) != 1:
         others = ", ".join(header[place] for place in rest) or "none"
         raise BalanceError(

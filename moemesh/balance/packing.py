@@ -117,8 +117,7 @@ FEW_GPUS = 24
 
 @compiled
 def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) -> float:
-    """Pack `counts` replicas of each expert, until the largest load is at most `goal` or no swap
-    helps. Returns the largest load."""
+    """Pack `counts` replicas each until `goal`, or no swap helps; returns the largest load."""
     unit = weight / counts
     load = np.empty(num_gpus)
     fold(counts, unit, num_gpus, slots, load)
@@ -292,8 +291,7 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
 
 @compiled
 def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
-    """Best swaps of the hottest GPU with any other, until `goal` is reached or no swap helps;
-    returns the largest load."""
+    """Best swaps of the hottest GPU until `goal`, or no swap helps; returns the largest load."""
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     for _ in range(4 * num_slots):

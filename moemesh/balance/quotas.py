@@ -138,8 +138,7 @@ def _whole(value: Any, name: str) -> Ints:
 
 @compiled
 def choose_quotas(totals: Ints, home: Ints, num_ranks: int, spares: int) -> tuple[Ints, Ints, Ints]:
-    """(expert of each spare slot, its quota [ranks, spare slots], quota at home [experts]) for
-    `totals` and `home` [experts]."""
+    """(expert of each spare slot, its quota [ranks, spare slots], quota at home [experts])."""
     load = np.zeros(num_ranks, np.int64)
     for expert in range(len(totals)):
         load[home[expert]] += totals[expert]

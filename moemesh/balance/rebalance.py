@@ -90,8 +90,7 @@ def rebalance_published(
     *,
     policy: Policy | None = None,
 ) -> tuple[Any, Any, Any]:
-    """The placement of the published algorithm, as a baseline; arguments and results as in
-    `rebalance_experts`."""
+    """The published algorithm, a baseline; arguments and results as in `rebalance_experts`."""
     loads = check_loads(weight)
     shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
     slots, _ = published(scaled(loads), shape)
@@ -133,8 +132,7 @@ def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
 
 
 def loads_in_order(loads: Floats, num_gpus: int) -> Floats:
-    """Load of each GPU [layers, GPUs] with one replica of each expert, in order, in nearly equal
-    numbers."""
+    """Load of each GPU [layers, GPUs] with the experts in order, in nearly equal numbers."""
     sums = np.zeros((len(loads), num_gpus))
     for expert in range(loads.shape[1]):
         sums[:, expert * num_gpus // loads.shape[1]] += loads[:, expert]

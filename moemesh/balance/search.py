@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -36,8 +35,7 @@ NUM_RESCUES = 4
 FEW_SLOTS = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class SearchEffort:
+class SearchEffort(NamedTuple):
     """Length of a search. It aims for `tolerance` and ends at `enough` (relative to the bound).
 
     `kept` is the number of different shares of slots that are reserved for light experts, `places`
@@ -58,39 +56,10 @@ class SearchEffort:
     patience: int
 
 
-FAST = SearchEffort(
-    tolerance=1e-3,
-    enough=1e-2,
-    kept=2,
-    places=1,
-    polished=0,
-    moves=0,
-    pair_steps=300,
-    divisions=0,
-    patience=1,
-)
-QUALITY = SearchEffort(
-    tolerance=5e-4,
-    enough=2e-3,
-    kept=8,
-    places=2,
-    polished=8,
-    moves=400,
-    pair_steps=2000,
-    divisions=6,
-    patience=4,
-)
-THOROUGH = SearchEffort(
-    tolerance=1e-5,
-    enough=1e-5,
-    kept=16,
-    places=4,
-    polished=24,
-    moves=1000,
-    pair_steps=4000,
-    divisions=40,
-    patience=100,
-)
+# Columns: tolerance, enough, kept, places, polished, moves, pair_steps, divisions, patience.
+FAST = SearchEffort(1e-3, 1e-2, 2, 1, 0, 0, 300, 0, 1)
+QUALITY = SearchEffort(5e-4, 2e-3, 8, 2, 8, 400, 2000, 6, 4)
+THOROUGH = SearchEffort(1e-5, 1e-5, 16, 4, 24, 1000, 4000, 40, 100)
 
 #: Largest number of slots of a layer for which every promising division of groups is tried.
 FEW_SLOTS_IN_ALL = 12
@@ -206,8 +175,7 @@ class _Layers:
 
 def _searched(weight: Floats, shape: Shape, seed: int) -> _Layers:
     """One layer after a longer search, which depends on `seed`."""
-    effort = THOROUGH if seed else QUALITY
-    layers = _Layers(weight[None], shape, effort)
+    layers = _Layers(weight[None], shape, effort := THOROUGH if seed else QUALITY)
     layers.search(0, effort, THOROUGH.enough, seed)
     return layers
 
@@ -323,7 +291,7 @@ def _keep_up(layers: _Layers) -> None:
             continue
         weight = layers.weights[layer]
         # Usually both are near the bound, and our swaps stopped slightly too early.
-        closer = replace(FAST, tolerance=max(float(limit / layers.floors[layer]) - 1.0, 0.0) / 2.0)
+        closer = FAST._replace(tolerance=max(float(limit / layers.floors[layer]) - 1.0, 0.0) / 2.0)
         repacked = _Layers(weight[None], shape, closer)
         if repacked.tops.max() <= limit * (1.0 + SAME):
             layers.slots[layer] = repacked.slots[0]

@@ -417,13 +417,8 @@ def main() -> None:
             properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
             capability = f"{properties.major}.{properties.minor}"
-            facts = {
-                "name": properties.name,
-                "capability": capability,
-                "free": free,
-                "total": total,
-            }
-            devices.append(facts)
+            memory = {"free": free, "total": total}
+            devices.append({"name": properties.name, "capability": capability, **memory})
         has_nccl = dist.is_nccl_available()
         facts = {
             "torch": torch.__version__,

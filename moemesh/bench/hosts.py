@@ -75,7 +75,13 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
     if reason := why_not():
         raise HostsError(f"cannot emulate hosts: {reason}")
     prefix = f"moemesh-{os.getpid()}"
-    with ExitStack() as cleanup, _terminated_as_exit():
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with ExitStack() as cleanup:
+        # A SIGTERM unwinds the stack, so that namespaces are removed.
+        cleanup.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
 
         def namespace(name: str) -> str:
             _ip("netns", "add", name)
@@ -170,20 +176,6 @@ def bytes_on_link() -> int | None:
     """Bytes that this host has put on its link, headers included; None outside of a host."""
     counter = Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes")
     return int(counter.read_text()) if counter.exists() else None
-
-
-@contextmanager
-def _terminated_as_exit() -> Generator[None]:
-    """A SIGTERM unwinds the stack, so that namespaces are removed."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    earlier = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
 
 
 def _ip(*arguments: str) -> None:

@@ -34,8 +34,7 @@ MARK = "begun.json"
 #: Bytes read, hashed or written at once.
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
-#: Names of a committed checkpoint, of one being written, of one in quarantine, and of one being
-#: deleted.
+#: Names of checkpoints: committed, being written, in quarantine, being deleted.
 COMMITTED = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 TEMPORARY = re.compile(r"step-(0|[1-9][0-9]{0,17})\.tmp-[0-9a-f]{32}")
 BROKEN = re.compile(r"broken-step-(0|[1-9][0-9]{0,17})-[0-9]+(\.json)?")
@@ -153,8 +152,7 @@ def write_file(
 
 
 def replace_file(path: Place, content: bytes) -> None:
-    """Replaces `path` by a temporary file and a rename: a reader sees the old or the new
-    content."""
+    """Replaces `path` by a rename: a reader sees the old or the new content."""
     if isinstance(path, RemotePath):
         path.put(content)
         return
@@ -224,16 +222,14 @@ def remove_folder(path: Place, check: Callable[[], None] = lambda: None) -> None
 
 
 def is_committed(path: Place) -> bool:
-    """Whether `path` is a complete checkpoint: one rename commits it on a disk, its manifest in an
-    object store."""
+    """Whether `path` is complete: committed by a rename on a disk, else by its manifest."""
     if isinstance(path, RemotePath):
         return (path / MANIFEST).exists()
     return path.exists() or path.is_symlink()
 
 
 def delete_checkpoint(path: Place, check: Callable[[], None] = lambda: None) -> None:
-    """Deletes a committed checkpoint; its first action makes it uncommitted. `check` is that of
-    :func:`remove_folder`."""
+    """Deletes a committed checkpoint, whose commit goes first; `check`: :func:`remove_folder`."""
     if isinstance(path, RemotePath):
         path.remove_all(MANIFEST, check)
         return

@@ -21,8 +21,7 @@ _POINTER = b"version "
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a file: safetensors' name of its dtype, its shape, its size in bytes, and the
-    offset of its first byte."""
+    """A tensor of a file: safetensors' dtype, shape, bytes, and offset of the first byte."""
 
     dtype: str
     shape: tuple[int, ...]

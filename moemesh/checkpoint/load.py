@@ -38,16 +38,14 @@ class DeferredTensor(NamedTuple):
 
 
 def in_order(tensors: Mapping[str, DeferredTensor]) -> list[str]:
-    """The keys in file order: wide elements first, so that each tensor starts at a multiple of its
-    element size."""
+    """Keys in file order: wide elements first, so that every tensor is aligned."""
     return sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
 
 
 def safetensors_bytes(
     tensors: Mapping[str, DeferredTensor], metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: its header, then one tensor at a time in the order of
-    :func:`in_order`."""
+    """The bytes of a safetensors file: header, then tensors in the order of :func:`in_order`."""
     ordered = [(key, tensors[key]) for key in in_order(tensors)]
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -108,8 +106,7 @@ class Checkpoint(StoredCheckpoint):
         return torch.from_numpy(bits.view(f"<i{bits.itemsize}")).view(self.dtype(name))
 
     def load_into(self, shards: Sequence[Shard]) -> None:
-        """Copies the saved values into the tensors of the shards, in place, on any device; all
-        shards are checked first."""
+        """Copies saved values into the shards, in place, on any device, after all checks."""
         self.check(shards)
         with torch.no_grad():
             for shard in shards:

@@ -120,8 +120,7 @@ class Manifest(_Strict):
     digest: Annotated[str, Field(exclude=True)] = ""
 
     def check(self) -> None:
-        """Raises CheckpointError unless the slices cover every tensor and the fields match the
-        format."""
+        """Raises CheckpointError unless slices cover all tensors and fields fit the format."""
         is_new = self.format > 1
         if (
             (self.chunk_bytes is not None) != is_new

@@ -110,8 +110,7 @@ class Claim:
         return Claim(folder, run, number, content)
 
     def release(self) -> None:
-        """Release the folder. No-op on a second call, and in a process that did not :meth:`take`
-        it."""
+        """Release the folder; a no-op if done, and in a process that did not :meth:`take` it."""
         if self._ended.is_set() or self._body is None:
             return
         self._ended.set()

@@ -38,8 +38,7 @@ class RemotePath:
 
     @staticmethod
     def of(address: str) -> RemotePath:
-        """The name ``scheme://bucket/prefix``. Raises RemoteError if a package is missing or the
-        scheme is unknown."""
+        """The name ``scheme://bucket/prefix``. Raises RemoteError: no package, no such scheme."""
         try:
             from fsspec.core import url_to_fs  # an extra: pip install "moemesh[remote]"
         except ImportError as error:
@@ -181,8 +180,7 @@ class RemotePath:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[bytes | memoryview], object]]:
-        """A function that writes bytes of the object, which exists after the block ends without an
-        error."""
+        """A function that writes bytes of the object, which exists after the block."""
         file = self._call(self._filesystem.open, self._path, "wb")
         try:
             yield lambda content: self._call(file.write, content)

@@ -32,8 +32,7 @@ VALIDATION_LOSS = "validation_loss"
 
 
 class VerifiedState(NamedTuple):
-    """State of a committed checkpoint: whether it verifies, whether all its numbers are finite
-    (None if unknown), and its fault."""
+    """A committed checkpoint: whether it verifies and is finite (None: unknown), and its fault."""
 
     step: int
     digest: str | None
@@ -57,8 +56,7 @@ class Pruning(NamedTuple):
 
 
 def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
-    """Names of the tensors with infinities or NaN. For a checkpoint of format 1, whose manifest
-    lacks them, all tensors are read."""
+    """Tensors with infinities or NaN; of format 1, whose manifest lacks them, all are read."""
     if stored.manifest.nonfinite is not None:
         return stored.manifest.nonfinite
     names = set[str]()
@@ -105,8 +103,7 @@ def validated(folder: Place) -> list[tuple[float, int]]:
 
 
 def best_step(folder: Place) -> int:
-    """The step of the checkpoint in `folder` with the lowest validation loss. Raises
-    CheckpointError if none has one."""
+    """The step with the lowest validation loss. Raises CheckpointError if none has one."""
     if not (losses := validated(folder)):
         raise CheckpointError(
             f"{folder}: no checkpoint has a validation loss: it is recorded for a step with both a "
@@ -203,8 +200,7 @@ def prune(
 
 
 def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
-    """Step name -> digest, and whether its numbers are finite; empty if the file is damaged. Older
-    versions wrote the digest only."""
+    """Step name -> digest, and whether finite (None in older versions); empty if damaged."""
     try:
         content: Any = parse_json(files.read_start(folder / VERIFIED, 1 << 20))
     except (CheckpointError, OSError, ValueError):

@@ -393,8 +393,7 @@ class SaveJob:
         return manifest
 
     def _follow(self) -> None:
-        """Part of the other ranks: write and report this rank's file in every attempt, until rank 0
-        has committed."""
+        """Part of the other ranks: write and report in every attempt, until the commit."""
         rank, attempts = self._saver.rank, range(self._num_attempts)
         number, has_reported = 0, False
         while True:
@@ -437,8 +436,7 @@ class SaveJob:
         return self._final.with_name(f"{self._final.name}.tmp-{identity}")
 
     def _file(self, number: int, rank: int) -> Place:
-        """The file of a rank in an attempt; in an object store, which has no renames, under the
-        final name."""
+        """The file of a rank in an attempt; in an object store under the final name."""
         temporary, name = self._temporary(number), f"rank-{rank:05d}"
         if self._is_remote:
             return self._final / f"{name}-{temporary.name[-32:]}.safetensors"

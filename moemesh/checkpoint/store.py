@@ -15,6 +15,7 @@ of an axis. The store is independent of layouts.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -114,8 +115,16 @@ def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -
         return function(path, node)
     below = f"{path}/" if path else ""
     if isinstance(node, Mapping):
-        pairs = cast("Mapping[Any, Any]", node).items()
-        return {key: map_leaves(one, function, below + _word(key, path)) for key, one in pairs}
+        mapped: dict[Any, Any] = {}
+        for key, child in cast("Mapping[Any, Any]", node).items():
+            word = f"#{key}" if isinstance(key, int) and not isinstance(key, bool) else key
+            if word is key and not (isinstance(key, str) and re.fullmatch(r"[^#/][^/]*", key)):
+                raise CheckpointError(
+                    f"{path or 'the state'}: the key {key!r} cannot be saved; keys are integers, "
+                    'or texts without "/" that do not begin with "#"'
+                )
+            mapped[key] = map_leaves(child, function, f"{below}{word}")
+        return mapped
     places = enumerate(cast("Sequence[Any]", node))
     return type(node)(map_leaves(one, function, f"{below}#{place}") for place, one in places)
 
@@ -139,17 +148,6 @@ def flatten(tree: Any) -> dict[str, Any]:
 
     map_leaves(tree, take)
     return leaves
-
-
-def _word(key: object, path: str) -> str:
-    if isinstance(key, int) and not isinstance(key, bool):
-        return f"#{key}"
-    if not isinstance(key, str) or not key or "/" in key or key.startswith("#"):
-        raise CheckpointError(
-            f"{path or 'the state'}: the key {key!r} cannot be saved; keys are integers, or texts "
-            'without "/" that do not begin with "#"'
-        )
-    return key
 
 
 def unflatten(leaves: Mapping[str, Any]) -> Any:

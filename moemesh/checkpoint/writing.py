@@ -36,8 +36,7 @@ def check_shards(shards: Sequence[Shard]) -> dict[str, Shard]:
 
 
 def check_step(final: Place, state: dict[str, Any]) -> None:
-    """Raises CheckpointError if `final` exists or has an illegal name, or if JSON cannot hold
-    `state`."""
+    """Raises CheckpointError for an existing or illegal `final`, or a `state` outside JSON."""
     if not files.COMMITTED.fullmatch(final.name):
         raise CheckpointError(f"{final.name}: the step must be an integer from 0 on")
     if parse_json(encode_json(state)) != state:

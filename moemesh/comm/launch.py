@@ -94,8 +94,7 @@ def num_joined() -> int:
 
 
 def ranks_of_a_node(ranks: Sequence[int]) -> int:
-    """Number of these ranks on each node: 1 if nodes differ, 0 if all are on one node or the
-    launcher does not report nodes."""
+    """Ranks on each node: 1 if nodes differ, 0 if all share one or the launcher is silent."""
     try:
         size = _variable("LOCAL_WORLD_SIZE", 0)
     except RankError:  # of a program that has its process group from elsewhere

@@ -27,8 +27,7 @@ from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.machine import thread_states
 
-#: Axes with a group for numbers on the host besides that of all ranks: sizes of exchanges, and
-#: tokens of a step.
+#: Other axes with a group on the host: sizes of exchanges, and tokens of a step.
 HOST_AXES = ("ep_etp", "dp_cp")
 
 

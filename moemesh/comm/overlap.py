@@ -35,8 +35,7 @@ class Codec(NamedTuple):
 
 
 class RowExchange(Protocol):
-    """One direction of a linear exchange: the call starts it, what it returns ends it with the
-    rows. May be repeated."""
+    """One direction of a linear exchange: the call starts it and returns the wait for rows."""
 
     def __call__(self, x: Tensor, /, *, phase: str) -> Callable[[], Tensor]: ...
 

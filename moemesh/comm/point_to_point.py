@@ -157,8 +157,7 @@ class Channels:
                     self._groups[source, destination] = group
 
     def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
-        """Start the next message to index `destination`; keep `x` (contiguous) as it is until the
-        returned work has been waited for."""
+        """Start a message to index `destination`; `x` (contiguous) is unchanged until the wait."""
         tag, group = self._next(self._num_sent, destination), (self.axis.index, destination)
         labels = {"phase": phase, "caller": caller}
         return start_send(x, self.axis, destination, **labels, tag=tag, group=self._groups[group])

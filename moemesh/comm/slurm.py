@@ -103,8 +103,7 @@ def ranks_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def rank_of(environment: Mapping[str, str]) -> int:
-    """The rank that `environment` gives its process, from any launcher; 0 without one or with wrong
-    variables (:func:`ranks_of`)."""
+    """The rank in `environment`, of any launcher; 0 without one (:func:`ranks_of`)."""
     is_task = int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1
     rank = environment.get("RANK") or (environment.get("SLURM_PROCID", "0") if is_task else "0")
     return int(rank) if rank.isdecimal() else 0

@@ -40,8 +40,7 @@ class ParameterRecord:
 
     @property
     def module(self) -> str:
-        """The module that holds the adapters of the weight: around a linear layer, or the experts
-        module."""
+        """The module of the weight's adapters: around a linear layer, or of the experts."""
         return ".".join(self.name.split(".")[: -1 if self.is_expert else -2])
 
     @property

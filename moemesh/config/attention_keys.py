@@ -35,8 +35,7 @@ class AttentionConfig(Section):
     num_heads: Size = 8
     num_kv_heads: Size = 4
     head_dim: Size = 16
-    #: The sizes of latent attention; 0 means unused. Without a q_lora_rank, queries are not
-    #: compressed.
+    #: Sizes of latent attention; 0: unused. Without q_lora_rank queries are not compressed.
     q_lora_rank: Count = 0
     kv_lora_rank: Count = 0
     qk_nope_head_dim: Count = 0
@@ -49,8 +48,7 @@ class AttentionConfig(Section):
     #: all heads of the projection with a scale for every channel (OLMoE, MiniMax-M2).
     qk_norm: Annotated[bool, _GROUPED] = False
     qk_norm_over: Literal["head", "projection"] = "head"
-    #: A bias on the query, key and value projections; with latent attention, on its projections
-    #: down to the latents.
+    #: A bias on the QKV projections; with latent attention, on those down to the latents.
     qkv_bias: bool = False
     #: A bias on the output projection.
     output_bias: bool = False
@@ -92,8 +90,7 @@ class AttentionConfig(Section):
     rope_mscale: Annotated[NotNegative, _YARN] = 0.0
     rope_mscale_all_dim: Annotated[NotNegative, _YARN] = 0.0
     rope_attention_factor: Annotated[NotNegative, _YARN] = 0.0
-    #: Llama 3.1 divides wavelengths above original/low by the factor, keeps those below
-    #: original/high, and blends in between.
+    #: Llama 3.1: wavelengths above original/low are divided, below original/high kept.
     rope_low_freq_factor: Positive = 1.0
     rope_high_freq_factor: Positive = 4.0
     #: The longest sequence that RoPE is made for; 0: without a limit.
@@ -153,7 +150,22 @@ class AttentionConfig(Section):
     def attention_rules(self, num_layers: int) -> Iterator[Problem]:
         """The rules between these keys, for a model of `num_layers`."""
         yield from self._latent_rules() if self.attention == "mla" else self._grouped_rules()
-        yield from self._rope_rules()
+        kind = format_value(self.rope_type)
+        if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
+            name, longest = "original_max_position_embeddings", self.max_position_embeddings
+            message = f"rope_type = {kind} needs {name}: the positions before they were stretched"
+            usual = max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096
+            yield self.problem("missing", name, message, f"{name} = {usual}", "rope_type")
+        slow, fast = self.rope_beta_slow, self.rope_beta_fast
+        if self.rope_type == "yarn" and slow > fast:
+            name, other = "rope_beta_slow", "rope_beta_fast"
+            message = f"{name} ({slow}) must not exceed {other} ({fast})"
+            yield self.problem("too-large", name, message, f"{name} = {fast}", other)
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        if self.rope_type == "llama3" and low >= high:
+            name, other = "rope_low_freq_factor", "rope_high_freq_factor"
+            message = f"{name} ({low}) must be below {other} ({high})"
+            yield self.problem("too-large", name, message, f"{name} = {high / 4}", other)
         types, window = self.layer_types, self.sliding_window
         if types and num_layers > 0 and num_layers % len(types):
             near = [size for size in divisors(num_layers) if size <= len(types)][-1]
@@ -210,21 +222,3 @@ class AttentionConfig(Section):
             message = f"{name} ({size}) must be even: RoPE rotates pairs of channels"
             fix = f"{name} = {size - 1} or {size + 1}" if size > 1 else f"{name} = {size + 1}"
             yield self.problem("not-divisible", name, message, fix)
-
-    def _rope_rules(self) -> Iterator[Problem]:
-        kind = format_value(self.rope_type)
-        if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
-            name, longest = "original_max_position_embeddings", self.max_position_embeddings
-            message = f"rope_type = {kind} needs {name}: the positions before they were stretched"
-            usual = max(round(longest / max(self.rope_factor, 1.0)), 1) if longest else 4096
-            yield self.problem("missing", name, message, f"{name} = {usual}", "rope_type")
-        slow, fast = self.rope_beta_slow, self.rope_beta_fast
-        if self.rope_type == "yarn" and slow > fast:
-            name, other = "rope_beta_slow", "rope_beta_fast"
-            message = f"{name} ({slow}) must not exceed {other} ({fast})"
-            yield self.problem("too-large", name, message, f"{name} = {fast}", other)
-        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
-        if self.rope_type == "llama3" and low >= high:
-            name, other = "rope_low_freq_factor", "rope_high_freq_factor"
-            message = f"{name} ({low}) must be below {other} ({high})"
-            yield self.problem("too-large", name, message, f"{name} = {high / 4}", other)

@@ -152,6 +152,5 @@ PREDICTED = Names(DISPATCHERS, where=lambda row: row.is_predicted)
 
 
 def dispatcher_row(name: str) -> DispatcherRow:
-    """The row of `name`. That of all_to_all for `auto`, which ranks resolve at start, and for
-    dispatchers of other trainers."""
+    """The row of `name`; that of all_to_all for `auto` and for dispatchers of other trainers."""
     return DISPATCHERS.get(name, DISPATCHERS["all_to_all"])

@@ -37,8 +37,7 @@ def is_hub_name(name: str) -> bool:
 
 
 class HubError(Exception):
-    """A repository that is not available: the reason, and the command that fetches it. `package`:
-    huggingface_hub is missing."""
+    """An unavailable repository: reason, command that fetches it; `package`: none installed."""
 
     def __init__(self, reason: str, command: str, *, package: bool = False) -> None:
         super().__init__(reason)

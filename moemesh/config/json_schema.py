@@ -29,8 +29,7 @@ def meanings() -> dict[str, str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """Every section and key: type, legal values, default and meaning. Only ``moemesh config check``
-    has the rules between keys."""
+    """Every section and key: type, values, default and meaning, without rules between keys."""
     sections = {name: _section(kind, f"{name}.") for name, kind in SECTIONS.items()}
     model = sections["model"]["properties"]
     sections["model"]["properties"] = {

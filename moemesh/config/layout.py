@@ -17,8 +17,7 @@ from math import gcd
 
 from moemesh.config.shown import Shown
 
-#: The dimensions of each view of a world, outermost first: the two meshes, and the expert mesh with
-#: its ep axis cut at node borders.
+#: Dimensions of each view of a world, outermost first; "node" cuts ep at node borders.
 VIEWS: dict[str, tuple[str, ...]] = {
     "dense": ("pp", "dp", "cp", "tp"),
     "expert": ("pp", "edp", "ep", "etp"),

@@ -24,8 +24,7 @@ def parse_json(
     *,
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
 ) -> Any:
-    """The value of a JSON text. Raises ValueError for invalid JSON, and for a text that is too long
-    or nested too deeply."""
+    """The value of a JSON text. Raises ValueError if it is invalid, too long or too deep."""
     if len(text) > LARGEST_JSON:
         raise ValueError(f"longer than {LARGEST_JSON:,} characters")
     try:
@@ -75,7 +74,6 @@ class VisibleText(TextIOWrapper):
 
 
 def drawn_on(stream: Any) -> Any:
-    """The stream for text with colours and moves of the cursor, whose content is escaped
-    already."""
+    """The stream for coloured text, whose content is escaped already."""
     stream.flush()
     return getattr(stream, "stream", stream)

@@ -75,8 +75,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A configuration that passed every check, the origin of each leaf ("plan.ep"), and notes for
-    the user."""
+    """A configuration that passed every check, origins by leaf ("plan.ep"), and notes."""
 
     config: RunConfig
     origins: dict[str, str]
@@ -84,8 +83,7 @@ class Resolved:
 
 
 class UnresolvedError(ConfigError):
-    """The problems of a configuration, and its valid part: the `broken` keys have their
-    defaults."""
+    """The problems, and the valid part: `broken` keys have their defaults."""
 
     def __init__(
         self, problems: Iterable[Problem], config: RunConfig, broken: Collection[str]
@@ -211,8 +209,7 @@ def read_recorded(
 
 
 def _with_architecture(model: ModelConfig, path: str | None) -> ModelConfig:
-    """`model` with its record, where the code of transformers computes it: its ``config.json`` is
-    in the folder `path`."""
+    """`model` with the record of the ``config.json`` in `path`, where transformers computes it."""
     if model.implementation != "transformers" or path is None:
         return model
     return model.with_architecture(read_architecture(read_config(Path(path))))

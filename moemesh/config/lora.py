@@ -30,8 +30,7 @@ ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: Numbers of a block of NF4 (:mod:`moemesh.ops.nf4`), and its bytes: half a byte each, and a scale.
 NF4_BLOCK, NF4_BLOCK_BYTES = 64, 36
-#: Numbers of packed weights that are dequantized, or quantized, at the same time, if one expert, or
-#: one row, has not more.
+#: Most packed numbers that are (de)quantized at a time; one expert or row may have more.
 NF4_NUMBERS_AT_ONCE = 1 << 26
 
 
@@ -162,8 +161,7 @@ def factors_of(
     *,
     is_stack: bool,
 ) -> Iterator[Factor]:
-    """The adapter parameters of the `parts` of one parameter, in the model's order; `is_stack`: of
-    experts."""
+    """Adapter parameters of the `parts` of one parameter, in order; `is_stack`: of experts."""
     last = len(shape) - 1
     first = 1 if is_stack else 0
     for part in parts:

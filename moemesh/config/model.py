@@ -28,14 +28,12 @@ class ModelConfig(ExpertConfig, AttentionConfig):
     norm_eps: Positive = 1e-6
     #: Standard deviation of the initial weights.
     init_std: Positive = 0.02
-    #: Factors (Granite): of the embedding, of what every block adds to the residual stream; and
-    #: what the logits are divided by.
+    #: Factors (Granite) of the embedding and of each block's output; divisor of the logits.
     embedding_multiplier: Positive = 1.0
     residual_multiplier: Positive = 1.0
     logits_scaling: Positive = 1.0
 
-    #: The adapters beside the weights: no key of [model], and no part of what the model computes
-    #: before training.
+    #: The adapters beside the weights, outside of [model].
     _lora: LoraConfig = PrivateAttr(default_factory=LoraConfig)
     _architecture: Architecture | None = PrivateAttr(default=None)
 

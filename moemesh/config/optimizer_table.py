@@ -29,8 +29,7 @@ def has_matrices(name: str) -> bool:
 class OptimizerRow:
     """Everything about an optimizer that code outside of its class reads."""
 
-    #: "module:class" of a `torch.optim.Optimizer`; it gets parameter groups, `lr` and
-    #: `weight_decay`, `options` and `constants`.
+    #: "module:class" of an optimizer; gets groups, lr, weight_decay, `options`, `constants`.
     make: str
     #: Names of the state tensors of a parameter, each with its shape and the width of its gradient.
     states: tuple[str, ...]

@@ -85,8 +85,7 @@ class Plan(Section):
     combine: Combine = "fast"
     payload: Payload = "same"
     dispatch_chunks: Size = 1
-    #: A name, a file of a schedule, or "search" for the best order that the automatic scheduler
-    #: finds for the costs of this plan.
+    #: A name, a file, or "search" for the best order for the costs of this plan.
     schedule: ScheduleName | Literal["search"] | ScheduleFile = "1f1b"
     #: search: where operation times come from: "estimated" from the model, or the folder of a run.
     schedule_costs: Annotated[str, _SEARCH] = "estimated"
@@ -121,12 +120,10 @@ class Plan(Section):
     shard_group: Annotated[Size | None, UsedWith("data", SHARDED_DATA)] = None
     #: parameter_server: data-parallel ranks that own the fp32 masters and the optimizer state.
     servers: Size = 1
-    #: Memory of the masters and states of the optimizer: that of the device, or of its host, where
-    #: the update is computed then.
+    #: Memory of masters and optimizer states: the device, or its host, which then updates.
     offload: Offload = "none"
     recompute: Recompute = "none"
-    #: Parts that "selective" recomputes: attention between its projections; gate and up of the
-    #: routed experts.
+    #: Parts of "selective": attention between projections; gate and up of routed experts.
     recompute_attention: bool = True
     recompute_experts: bool = True
     spare_slots: Count = 0
@@ -300,8 +297,7 @@ class Plan(Section):
             yield self.problem("conflict", "ampnet_backward", message, fix, "model.router_dtype")
 
     def _schedule_rules(self, seq_len: int | None) -> Iterator[Problem]:
-        """Slices of sequences, and steps that are validated late. A length that is not known breaks
-        no rule."""
+        """Slices, and steps that are validated late. An unknown length breaks no rule."""
         schedule, pp = self.schedule, self.pp
         if schedule not in SLICED_SCHEDULES and not is_schedule_file(schedule):
             if self.slices is not None:

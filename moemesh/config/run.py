@@ -125,8 +125,7 @@ class RunConfig(Shown):
 
     @property
     def tuning(self) -> Tuning:
-        """Which parameters train: of a model with adapters these, and what `train_only` or a table
-        of experts adds."""
+        """Which parameters train: adapters, `train_only`, a table of experts."""
         train = self.train
         experts = {} if train.esft is None else read_table(train.esft)
         return Tuning(

@@ -29,8 +29,7 @@ from moemesh.config.conditions import (
     require,
 )
 
-#: ``span``: the longest span of a rank minus its work; ``rank_idle``: the makespan minus a rank's
-#: work, at its largest.
+#: ``span``: longest span of a rank minus its work; ``rank_idle``: makespan minus work.
 Metric = Literal["span", "rank_idle"]
 
 
@@ -54,8 +53,7 @@ class MicrobatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class FormNumbers:
-    """Sizes and times to evaluate formulas for. `held` is M_w / M_a, `slice_share` the share of a
-    sequence that a slice is."""
+    """Sizes and times for formulas; `held`: M_w / M_a, `slice_share`: share of a slice."""
 
     ranks: int
     microbatches: int
@@ -95,8 +93,7 @@ class ScheduleRow:
     undeferred: str = ""
     #: A forward and a backward take turns in one block.
     has_blocks: bool = False
-    #: A rank never holds more than `peak` microbatches, weight gradients included; else its
-    #: operations are counted.
+    #: A rank holds at most `peak` microbatches; else its operations are counted.
     holds_form_peak: bool = False
     #: `moemesh plan` proposes it. GPipe takes as long as 1F1B and holds more; the bubble of Chimera
     #: is larger than that of zero-bubble schedules; TeraPipe has no time model in columns.

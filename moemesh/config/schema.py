@@ -26,8 +26,7 @@ SECTIONS: dict[str, type[Section]] = {
     "lora": LoraConfig,
 }
 
-#: The top-level key of a file that names the version of its keys; without it the file is read as
-#: one of this version.
+#: Top-level key for the version of a file's keys; by default the current one.
 SCHEMA_KEY = "schema_version"
 SCHEMA_VERSION = 1
 #: Keys of [model] that name the source of its fields; they are not fields of ModelConfig.

@@ -48,8 +48,7 @@ def short_repr(thing: object, facts: Mapping[str, object]) -> str:
 
 
 def brief(value: Any, longest: int = LONGEST_FACT) -> str:
-    """The value in at most `longest` characters: type and shape of an array, number of items of a
-    long collection."""
+    """The value in `longest` characters: shape of an array, number of items of a collection."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):

@@ -38,8 +38,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSource:
-    """The contents of one source: dotted key -> leaf, problems of unreadable parts, and notes for
-    the user on the rest."""
+    """Contents of a source: dotted key -> leaf, problems, and notes for the user."""
 
     leaves: dict[str, Leaf] = field(default_factory=dict[str, Leaf])
     problems: tuple[Problem, ...] = ()
@@ -47,8 +46,7 @@ class ConfigSource:
 
 
 def read_file(path: Path) -> ConfigSource:
-    """A TOML file of sections, or that of the run in a folder. Unreadable or malformed files give
-    one problem each."""
+    """A TOML file, or that of the run in a folder. An unreadable file gives one problem."""
     path = path / RUN_CONFIG if path.is_dir() else path
     name = str(path)
     try:
@@ -82,7 +80,10 @@ def read_file(path: Path) -> ConfigSource:
                 fix = f"{SCHEMA_KEY} = {SCHEMA_VERSION}"
                 problems.append(leaf.problem("wrong-type", SCHEMA_KEY, message, fix))
             elif content > SCHEMA_VERSION:
-                problems.append(_later_version(content, leaf.origin))
+                message = f"the file has keys of version {content}, known are those up to "
+                message += f"{SCHEMA_VERSION}"
+                fix = "a newer moemesh"
+                problems.append(leaf.problem("too-large", SCHEMA_KEY, message, fix))
         elif section not in SECTIONS:
             leaves[section] = leaf
         elif isinstance(content, dict):
@@ -91,13 +92,6 @@ def read_file(path: Path) -> ConfigSource:
         else:
             problems.append(_not_a_section(section, leaf))
     return ConfigSource(leaves=leaves, problems=tuple(problems))
-
-
-def _later_version(version: int, origin: str) -> Problem:
-    """A file whose keys are of a version that is not known yet."""
-    message = f"the file has keys of version {version}, known are those up to {SCHEMA_VERSION}"
-    leaf = Leaf(value=version, origin=origin)
-    return leaf.problem("too-large", SCHEMA_KEY, message, "a newer moemesh")
 
 
 def _mended(text: str) -> str:

@@ -113,8 +113,7 @@ def nearest_choice(
 
 
 def choices_of(annotation: object) -> tuple[str, ...]:
-    """The names that a Literal, :class:`Names`, or a union with one allows; empty for any other
-    type."""
+    """The names that a Literal, :class:`Names`, or a union with one allows."""
     names: list[str] = []
     for choice in get_args(getattr(annotation, "__value__", annotation)):  # also of a type alias
         if isinstance(choice, Names):

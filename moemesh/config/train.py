@@ -37,8 +37,7 @@ Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_patterns)]
 
 
 def usual_rate(*, loads_weights: bool, lora_rank: int) -> float:
-    """The default peak learning rate: that of the key for training from scratch, others for loaded
-    weights and for adapters on them."""
+    """Default peak rate: from scratch, of loaded weights, of adapters on them."""
     return (1e-4 if lora_rank else 1e-5) if loads_weights else 3e-3
 
 
@@ -84,15 +83,13 @@ class TrainConfig(Section):
     #: Steps between checkpoints; 0 saves only at the end.
     checkpoint_every: Count = 100
     checkpoints_kept: Size = 2
-    #: Folder for the checkpoints of this run only, or an fsspec address such as
-    #: ``s3://bucket/prefix``; empty: in the run folder.
+    #: Folder of this run's checkpoints, or an fsspec address; empty: in the run folder.
     checkpoint_folder: str = ""
     #: Training continues while a copy of the state is written, if the memory of the host allows.
     checkpoint_async: bool = True
     #: Steps between moves of experts to other ranks, by their loads of late; 0 never moves any.
     rebalance_every: Count = 0
-    #: Steps between lines of a log; 0: one a minute, at least one in 50 steps or in a quarter of
-    #: the run.
+    #: Steps between log lines; 0: one a minute, and one in 50 steps or a quarter of the run.
     log_every: Count = 0
     #: Programs that get the rows of metrics besides metrics.jsonl.
     sinks: tuple[Literal["csv", "tensorboard", "wandb"], ...] = ()
@@ -119,8 +116,7 @@ class TrainConfig(Section):
     #: When copies differ: stop, or take the copy that most ranks hold.
     on_mismatch: Literal["stop", "majority"] = "stop"
     resume: Resume = "auto"
-    #: Largest number of restarts of failed ranks, from the newest checkpoint, without any progress
-    #: between; 0: never.
+    #: Most restarts of failed ranks from the newest checkpoint without progress; 0: never.
     restarts: Count = 2
     device: Device = "auto"
     #: Pointwise operations of a device (SwiGLU, rotary positions, cross-entropy) run as kernels of

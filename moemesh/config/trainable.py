@@ -255,8 +255,7 @@ def _adapters(config: RunConfig) -> Iterator[Problem]:
 
 
 def _packed_base(config: RunConfig) -> Iterator[Problem]:
-    """Conflicts of a base in NF4: with experts that train, move or have replicas, and with cuts
-    through a block."""
+    """A base in NF4: conflicts with experts that train or move, and with cuts through blocks."""
     plan, train, lora = config.plan, config.train, config.lora
     if not lora.is_packed:
         return

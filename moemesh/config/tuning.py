@@ -56,8 +56,7 @@ class Tuning:
         return _rows(self, name, num_experts)
 
     def chosen(self, stacks: Iterable[str], num_experts: int) -> tuple[int, ...] | None:
-        """The experts of a layer with these `stacks` of which any weight trains, where that is not
-        none or all."""
+        """Experts of a layer with these `stacks` that train; None if none or all do."""
         experts = {expert for stack in stacks for expert in self.rows(stack, num_experts)}
         return tuple(sorted(experts)) if 0 < len(experts) < num_experts else None
 

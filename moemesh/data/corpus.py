@@ -147,8 +147,7 @@ class Corpus:
 
 
 def check_ids(document: Document, vocab_size: int) -> None:
-    """Raises DataError at the first byte that is not below `vocab_size`; tokenizers are checked
-    once for all documents."""
+    """Raises DataError at the first byte >= `vocab_size`; tokenizers are checked once."""
     ids = document.ids
     if not len(ids) or int(ids.max()) < vocab_size:
         return
@@ -174,8 +173,7 @@ def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:
 # Documents follow one another in a stream; the ids of :func:`between` follow each text but the last
 # document, and the text of a template follows a conversation.
 
-#: Characters of a batch, and largest number of its records: few, so that little time passes before
-#: the first batch and after the last.
+#: Characters of a batch, and most records: few, so that the first batch comes early.
 BATCH_CHARACTERS, BATCH_RECORDS = (1 << 17) * usable_cores(), 1 << 12
 #: Batches that are read ahead.
 AHEAD = 2

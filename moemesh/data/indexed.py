@@ -130,8 +130,7 @@ def size_of(path: Path) -> int:
 
 
 def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
-    """(dtype of the ids, begin of each sequence in tokens and the end [n + 1], document index [d]);
-    int64, the last memory-mapped."""
+    """(dtype, begins of sequences and the end [n + 1], document index [d]), int64."""
     size = size_of(path)
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -389,8 +388,7 @@ class IndexedWriter:
             self._owes_end = self.ends_text or self._ends_last
 
     def extend(self, part: IndexedTokens, *, ends_text: bool) -> None:
-        """Write all documents of `part`, made with the same settings; `ends_text`: whether its last
-        document is a text."""
+        """Write all documents of `part`; `ends_text`: whether its last document is a text."""
         assert part.tokens.dtype == self.dtype
         self._write_end()
         self._write_held()
@@ -436,8 +434,7 @@ class IndexedWriter:
         self._num_written += len(ids)
 
     def commit(self) -> None:
-        """Writes index and sidecar, and renames all files. Raises DataError if no document has a
-        token."""
+        """Writes index and sidecar, renames all files. Raises DataError without a token."""
         if not self._lengths:
             raise DataError(f"{self.prefix}: the documents have no tokens")
         if self._ends_last:

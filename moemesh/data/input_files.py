@@ -36,7 +36,6 @@ COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
 #: Prefix of the path of a dataset of the Hugging Face Hub: hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
 HUB = "hub:"
-#: Names of files that are downloaded of a dataset, and the form of a commit.
 #: Suffixes of files, which no name of a dataset has.
 _FILES = {".bin", ".gz", ".idx", ".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".zst"}
 #: First bytes of binary files -> their kind in messages.
@@ -329,8 +328,7 @@ class _BrokenZstd(Exception):
 
 
 class _Zstd(io.RawIOBase):
-    """The frames of a zstd file, in sequence. `zstandard`'s own reader accepts a truncated file as
-    complete."""
+    """The frames of a zstd file; `zstandard`'s reader accepts a truncated file as complete."""
 
     def __init__(self, path: Path, plain: BinaryIO) -> None:
         try:

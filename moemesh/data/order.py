@@ -66,8 +66,7 @@ class IdRanges:
         return IdRanges(self._firsts[rows] + low, self._firsts[rows] + high)
 
 
-#: Purposes that key the random streams; changing one changes every run. Source i of a run adds
-#: i * SOURCE_STRIDE.
+#: Purposes that key the random streams of all runs; source i adds i * SOURCE_STRIDE.
 HELD_OUT_STREAM, ORDER_STREAM = 1, 2
 SOURCE_STRIDE = 1 << 16
 #: Longest period of an interleaving; weights that need a longer one are rounded to shares of it.
@@ -194,8 +193,7 @@ class Epochs:
         return len(self.ids)
 
     def at(self, draws: np.ndarray) -> np.ndarray:
-        """The ids at `draws` [n], ascending: draw d is in epoch ``d // len(ids)``, and each epoch
-        holds every id once."""
+        """Ids at `draws` [n], ascending: draw d is in epoch ``d // len(ids)``, each id once."""
         epochs, places = np.divmod(draws, len(self.ids))
         ids = np.empty(len(draws), dtype=np.int64)
         for epoch in np.unique(epochs).tolist():

@@ -89,8 +89,7 @@ class BadRecordError(DataError):
 
 
 class BadRecordLog:
-    """Counts of the records of one source, `total`, and of the bad ones among them, `bad`; `places`
-    describe the first bad ones."""
+    """Numbers of records and bad ones of a source; `places` describe the first bad ones."""
 
     def __init__(self, policy: BadRecords = "fail", share: float = 0.0, source: str = "") -> None:
         """With "skip", at most `share` of the records may be bad."""
@@ -176,8 +175,7 @@ def read(
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
-    """A whole file, or pieces of it that end after a newline without a following blank, where
-    tokenizers split, too."""
+    """A file, or pieces of it that end after a newline without a following blank."""
     rest, place = b"", 0
     while piece := stream.read(PIECE):
         piece = rest + piece

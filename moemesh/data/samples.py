@@ -35,8 +35,7 @@ UNIGRAM_TOKENS = 1 << 26
 ORDER_VERSION = 1
 #: Version of the packing of conversations into sequences.
 PACKING_VERSION = 1
-#: Least number of samples of a source of conversations, as far as it has enough, so that a held-out
-#: sample is a small share.
+#: Fewest samples of conversations, where there are enough: a held-out one is a small share.
 FEWEST = 20
 #: The place of padding.
 PADDING = -1
@@ -196,8 +195,7 @@ class Windows:
 
 
 class SampleSource(NamedTuple):
-    """Streams of one source, several for several token files. Sources are sampled in proportion to
-    their weights."""
+    """Streams of one source (a token file each), sampled in proportion to the weights."""
 
     name: str
     corpora: tuple[Corpus, ...]
@@ -477,8 +475,7 @@ class DocumentPacks(NamedTuple):
     note: str | None
 
     def places(self, numbers: np.ndarray, width: int) -> np.ndarray:
-        """Places in the stream of the tokens of the sequences `numbers` [n], followed by PADDING:
-        int64 [n, width]."""
+        """Places of the tokens of sequences `numbers` [n], then PADDING: int64 [n, width]."""
         places_NS = np.full((len(numbers), width), PADDING, dtype=np.int64)
         for row, number in enumerate(numbers.tolist()):
             pieces_of = slice(self.bounds[number], self.bounds[number + 1])

@@ -129,15 +129,13 @@ class Tokenizer:
 
     @property
     def template_facts(self) -> list[object]:
-        """Templates, special tokens, and the date if a template reads it: everything that
-        determines the text of a conversation."""
+        """Templates, special tokens and the date if read: what determines a conversation's text."""
         reads_clock = any(CLOCK in template for template in self.settings.templates.values())
         day = str(self.day or date.today()) if reads_clock else None
         return [dict(self.settings.templates), dict(self.settings.special), day]
 
     def check(self, vocab_size: int) -> None:
-        """Raises DataError if a file's ids exceed a model's `vocab_size`. (Bytes are not checked: a
-        text may need fewer than 256.)"""
+        """Raises DataError if a file's ids exceed `vocab_size`; bytes are not checked."""
         if self._loaded is not None and self.vocab_size > vocab_size:
             raise DataError(
                 f"data.tokenizer {self.folder} has ids up to {self.vocab_size - 1}, and "
@@ -202,8 +200,7 @@ class Tokenizer:
         )
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of `ids`, with the names of special tokens if `special`; invalid UTF-8 becomes
-        U+FFFD."""
+        """The text of `ids`, `special` tokens by name; invalid UTF-8 becomes U+FFFD."""
         if self._loaded is not None:
             return self._loaded.decode(list(ids), skip_special_tokens=not special)
         return bytes(id_ if id_ < 256 else 0xFF for id_ in ids).decode(errors="replace")
@@ -307,8 +304,7 @@ def _read_once(
 
 
 class _SlowTokenizer:
-    """A tokenizer of transformers that is written in Python, with the calls of the package
-    tokenizers."""
+    """A tokenizer of transformers in Python, with the calls of the package tokenizers."""
 
     def __init__(self, read: Any) -> None:
         self._read = read

@@ -239,8 +239,7 @@ class TokenSettings:
 
 
 class TokenPart(NamedTuple):
-    """An input file with its size in bytes, its modification time, and the prefix of its tokens in
-    the folder of parts."""
+    """An input file, its bytes, modification time, and prefix of its tokens among the parts."""
 
     file: DataFile
     size: int

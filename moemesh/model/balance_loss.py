@@ -40,8 +40,7 @@ from moemesh.ops.permute import count_ids
 def auxiliary_loss(
     routing: Routing, config: ModelConfig, context: Context, tokens: Tokens, layer: int = 0
 ) -> Tensor:
-    """This rank's part of both losses of one layer, a sum over its scopes; 0 before the last
-    slice."""
+    """This rank's part of both losses of a layer, summed over scopes; 0 before the last slice."""
     sums = layer_sums(routing, config, context, layer)
     if sums is None:
         return routing.logits_TE.new_zeros(())

@@ -176,8 +176,7 @@ class _PickWeights(torch.autograd.Function):
 
 
 def pick_own_weights(weights_TK: Tensor, slots: OwnSlots) -> Tensor:
-    """:func:`pick_weights` if every pair of a token and a slot has at most one row: its gradient is
-    written, not added."""
+    """:func:`pick_weights` where a (token, slot) has at most one row: gradients are written."""
     return _PickWeights.apply(weights_TK, slots)
 
 

@@ -61,8 +61,7 @@ class Experts(AdaptedModule):
         self.kernel: ExpertKernel | None = None
 
     def forward(self, rows: ExpertRows, deferred: DeferredProducts | None = None) -> Tensor:
-        """Weighted outputs [R, H]; calls of one layer with the same `deferred` compute their weight
-        gradients together, at its end."""
+        """Weighted outputs [R, H]; calls with one `deferred` share a weight gradient."""
         # Rows with padding are few: their sender has bounded them.
         rows_map = rows.map
         max_rows = None if rows_map.has_rest else self.max_rows

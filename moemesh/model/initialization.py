@@ -58,8 +58,7 @@ def normal_slice(
 def adapter_slice(
     seed: int, name: str, shape: tuple[int, ...], slices: Sequence[range]
 ) -> torch.Tensor:
-    """The `slices` of a factor A as it is at first, with the variance of PEFT's uniform numbers,
-    1 / (3 in)."""
+    """The `slices` of an initial factor A, with PEFT's variance 1 / (3 in)."""
     return normal_slice(seed, name, shape, slices) * (1 / math.sqrt(3 * shape[-1]))
 
 

@@ -83,8 +83,7 @@ class RMSNorm(nn.Module):
 
 
 class MLP(AdaptedModule):
-    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or another form of it;
-    also a shared expert."""
+    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or another form."""
 
     def __init__(
         self,

@@ -62,8 +62,7 @@ class WholeSequences:
 #: Rounds of Sinkhorn's algorithm; always all of them, so that no rank stops before another.
 SINKHORN_ROUNDS = 8
 
-#: Below this size sorting directly beats building sort keys (8 and 35 microseconds for 128, 40 and
-#: 39 for 2,048; one thread).
+#: Below this size sorting beats building keys (us: 8 and 35 for 128, 40 and 39 for 2,048).
 FEW_SCORES = 1024
 
 
@@ -427,8 +426,7 @@ def choose(
 def weigh(
     scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig, *, is_complete: bool = False
 ) -> Tensor:
-    """Weights [T, K] of the chosen experts, 0 for none; with gradient. `is_complete`: no -1 among
-    them."""
+    """Weights [T, K] of chosen experts, 0 for none, with gradient; `is_complete`: no -1."""
     none_TK = None if is_complete else experts_TK < 0
     weights_TK = scores_TE.gather(1, experts_TK if is_complete else experts_TK.clamp(min=0))
     if config.router_when == "after":

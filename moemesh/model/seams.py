@@ -46,8 +46,7 @@ class Boundary:
     device there is nothing to gather and nothing to sum."""
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        """Rows of the residual stream -> the rows that the block computes on, `num_tokens`: all
-        tokens of the microbatch."""
+        """Rows of the residual stream -> rows of the block, of `num_tokens` tokens in all."""
         return x_TH
 
     def leave(self, y_TA: Operand, weight_HA: Weight) -> Tensor:
@@ -71,8 +70,7 @@ class Vocabulary:
         return cross_entropy(x_TH, weight_VH, targets_T)
 
     def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
-        """This rank's rows of the stream -> logits of all `num_tokens` tokens over the whole
-        vocabulary; no gradient."""
+        """Rows of the stream -> logits of `num_tokens` tokens, whole vocabulary; no gradient."""
         return F.linear(x_TH, weight_VH)
 
 
@@ -167,8 +165,7 @@ class WeightGate:
         """The weights of `unit` are about to be read."""
 
     def enter(self, unit: str, x: Tensor) -> Tensor:
-        """Same as :meth:`fetch`. In the backward the weights have been read when it reaches this
-        `x`, the input of the unit."""
+        """Same as :meth:`fetch`; the backward has read the weights when it reaches `x`."""
         return x
 
     def leave(self, unit: str, x: Tensor, *, read_in_backward: bool = True) -> Tensor:
@@ -178,8 +175,7 @@ class WeightGate:
 
 
 class Flow:
-    """The way one forward is carried out. The default: it is computed once, with its graph in one
-    piece; siblings change some of it."""
+    """The computation of one forward; the default is once, in one graph."""
 
     def once(self, decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """A decision without gradient: choices of experts, exchanged counts, dispatch plans. A
@@ -189,8 +185,7 @@ class Flow:
     def unread(
         self, send: Callable[[Tensor, Any], Pending[Tensor]], y_RH: Tensor, plan: Any, rows: int
     ) -> Pending[Tensor]:
-        """``send(y, plan)`` of `rows` rows [rows, H], whose result no backward reads: a
-        recomputation does not send."""
+        """``send(y, plan)`` of [rows, H], unread by a backward: a recomputation skips it."""
         return send(y_RH, plan)
 
     def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:

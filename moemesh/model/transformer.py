@@ -99,8 +99,7 @@ class ModelPart(NamedTuple):
     last: bool = True
 
     def units(self, *, tied: bool) -> frozenset[str]:
-        """The units of :mod:`moemesh.sharding.buckets` that it reads; `tied`: the head reads the
-        embedding."""
+        """Units of :mod:`moemesh.sharding.buckets` that it reads; `tied`: also the embedding."""
         layers = {f"layers.{index}" for index in self.layers}
         ends = {"embedding": self.first or (self.last and tied), "head": self.last}
         return frozenset(layers | {unit for unit, is_read in ends.items() if is_read})
@@ -186,8 +185,7 @@ class Transformer(nn.Module):
         *received: Tensor,
         flow: Flow = PLAIN_FLOW,
     ) -> Output:
-        """Run one part (None: the whole model) on what it has `received` of the part before, its
-        :attr:`Output.for_next`."""
+        """Run one part (None: all) on what it has `received`, :attr:`Output.for_next`."""
         config = self.config
         x_TH, sums_QX = (*received, None, None)[:2]
         part = whole(config) if part is None else part
@@ -223,8 +221,7 @@ class Transformer(nn.Module):
         )
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """This rank's rows of the stream in front of the first layer, or of what an extra
-        prediction layer knows."""
+        """Rows of the stream before the first layer, or known to an extra prediction layer."""
         assert self.embedding is not None
         self.weights.fetch("embedding")
         x_TH = self.vocabulary.embed(tokens_BS.flatten(), self.embedding.weight)
@@ -359,8 +356,7 @@ class Loads:
         context: Context,
         known_TH: Tensor | None = None,
     ) -> Tensor:
-        """The stream after layer `index` of `model`; `known_TH`: embeddings of the input tokens of
-        an extra prediction layer."""
+        """The stream after layer `index`; `known_TH`: embeddings for a prediction layer."""
         at_layer(index)
         layer, unit = model.layers[str(index)], f"layers.{index}"
         x_TH = model.weights.enter(unit, model.begin_graph(unit, x_TH))

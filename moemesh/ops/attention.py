@@ -68,8 +68,7 @@ FLASH_CAPABILITY = (8, 0)
 
 
 def is_fused(query_BNSD: Tensor, value_BMCD: Tensor) -> bool:
-    """Whether :func:`block_forward` without a mask runs in a kernel that never holds S x C
-    numbers."""
+    """Whether an unmasked :func:`block_forward` has a kernel that never holds S x C numbers."""
     if query_BNSD.shape[-1] != value_BMCD.shape[-1]:
         return False
     if query_BNSD.device.type == "cpu":
@@ -128,8 +127,7 @@ def block_backward(
     causal: bool = False,
     scale: float,
 ) -> Gradients:
-    """The gradients of one block; `whole` is the attention over all keys, `gradient` that of its
-    output."""
+    """Gradients of one block; `whole`: attention over all keys, `gradient`: of its output."""
     if not query_BNSD.numel() or not key_BMCD.numel():
         inputs = (query_BNSD, key_BMCD, value_BMCD)
         return Gradients(*(torch.zeros_like(x) for x in inputs))

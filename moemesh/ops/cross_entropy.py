@@ -121,17 +121,13 @@ def _columns(column_T: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return column_T.clamp(0, width - 1), here_T
 
 
-def _alone(lse_T: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-    return lse_T, target_T
-
-
 def cross_entropy(
     x_TH: Tensor,
     weight_VH: Tensor,
     targets_T: Tensor,
     *,
     first_row: int = 0,
-    combine: Combine = _alone,
+    combine: Combine = lambda lse_T, target_T: (lse_T, target_T),
     chunk: int = LOSS_ROWS,
 ) -> Tensor:
     """Negative log-likelihood per token [T] in nats, fp32 (fp64 for fp64 input).

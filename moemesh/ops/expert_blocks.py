@@ -126,8 +126,7 @@ class WeightGradient:
         self._weight, self._blocks, self._needed = weight, blocks, needed
         self._is_deferred, self._is_bias = is_deferred, is_bias
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
-        #: Gradient of the last block, of several blocks, and the fp32 sum of blocks that share
-        #: experts.
+        #: Gradient of the last block, of several, and the fp32 sum of blocks that share experts.
         self._last, self._whole, self._total = weight, None, None
         if are_shared and needed:
             wide = torch.promote_types(weight.dtype, torch.float32)
@@ -149,8 +148,7 @@ class WeightGradient:
                 self._compute_pending()
 
     def result(self, *, is_queued: bool) -> Tensor | None:
-        """The gradient; None when it is not needed, or when the queue, which `is_queued`, will
-        compute it."""
+        """The gradient; None if not needed, or if the queue computes it (`is_queued`)."""
         if not self._needed or not self._weight.numel():
             return None
         if not (is_queued and self._weight.is_leaf):

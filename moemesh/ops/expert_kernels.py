@@ -30,8 +30,7 @@ ExpertKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Ten
 
 
 class KernelPackage(NamedTuple):
-    """A package of PyPI, the compute capability that its kernels need, and the import of its
-    kernel."""
+    """A package of PyPI, the compute capability it needs, and the import of its kernel."""
 
     package: str
     capability: tuple[int, int]

@@ -103,8 +103,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All weights, in order: the two stacks, both biases if the experts have them, both
-        factors of every adapter, then the rest."""
+        """All weights in order: stacks, biases, both factors of every adapter, the rest."""
         factors = [factor for adapter in self.adapters for factor in adapter[:2]]
         own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
         return (*own, *factors, *self.rest)
@@ -121,15 +120,13 @@ class ExpertWeights(NamedTuple):
 
     @property
     def most_at_once(self) -> int | None:
-        """Number of experts that a block may have; None: all. Blocks of packed experts are
-        dequantized one after the other."""
+        """Most experts of a block; None: all. Packed blocks are dequantized one by one."""
         if not self.is_packed:
             return None
         return max(NF4_NUMBERS_AT_ONCE // (3 * self.gate_up.shape[2] * self.down.shape[1]), 1)
 
     def of_block(self, block: Block, dtype: torch.dtype) -> ExpertWeights:
-        """The weights of the experts of one block, which does not cross the border of the rest:
-        packed ones in `dtype`."""
+        """Weights of the experts of one block within the rest; packed ones in `dtype`."""
         start, stop = block.experts.start, block.experts.stop
         if stop - start == self.gate_up.shape[0] and not self.rest and not self.is_packed:
             return self

@@ -80,8 +80,7 @@ def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-#: Threads that a call is divided over, at most. One does as much as about three of torch's
-#: (docs/results/layer.md).
+#: Most threads of a call; one does as much as three of torch's (docs/results/layer.md).
 MOST_THREADS = 8
 
 

@@ -48,32 +48,6 @@ def grouped_weight_gradient_loop(
     return grad_EOI
 
 
-def _grouped_gemm_16_bit(x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, y_RO: Tensor) -> Tensor:
-    """:func:`grouped_gemm_loop` with rows rounded up: those of the next experts, whose own product
-    then overwrites the extra results; the last rows are padded by a copy with zeros."""
-    for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
-        stop = start + _rounded(end - start)
-        weight_IO = weight_EIO[expert]
-        if stop <= len(x_RI):
-            torch.mm(x_RI[start:stop], weight_IO, out=y_RO[start:stop])
-        else:
-            y_RO[start:end] = (_with_zeros(x_RI[start:end], stop - start) @ weight_IO)[
-                : end - start
-            ]
-    return y_RO
-
-
-def _grouped_weight_gradient_16_bit(
-    grad_RO: Tensor, x_RI: Tensor, ends_E: Tensor, grad_EOI: Tensor
-) -> Tensor:
-    """:func:`grouped_weight_gradient_loop` with rows rounded up by zeros, which add nothing."""
-    for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
-        size = _rounded(end - start)
-        grad_BO, x_BI = (_with_zeros(rows[start:end], size) for rows in (grad_RO, x_RI))
-        torch.mm(grad_BO.t(), x_BI, out=grad_EOI[expert])
-    return grad_EOI
-
-
 def _rounded(num_rows: int) -> int:
     return num_rows if num_rows < ROWS else -(-num_rows // ROWS) * ROWS
 
@@ -119,7 +93,16 @@ def grouped_gemm(
         return x_RI.new_empty(0, weight_EIO.shape[2]) if out is None else out
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
         y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
-        return _grouped_gemm_16_bit(x_RI, weight_EIO, ends_E, y_RO)
+        # Rows are rounded up with those of the next experts, whose own product then overwrites the
+        # extra results; the last rows are padded by a copy with zeros.
+        for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+            stop, weight_IO = start + _rounded(end - start), weight_EIO[expert]
+            if stop <= len(x_RI):
+                torch.mm(x_RI[start:stop], weight_IO, out=y_RO[start:stop])
+            else:
+                padded_RI = _with_zeros(x_RI[start:end], stop - start)
+                y_RO[start:end] = (padded_RI @ weight_IO)[: end - start]
+        return y_RO
     # On a CPU F.grouped_mm is the loop too, but it cannot write to memory that is already there;
     # on a device the loop would wait for its ends.
     if (out is None or out.device.type != "cpu") and _has_fast_path(x_RI, weight_EIO):
@@ -134,8 +117,7 @@ def grouped_weight_gradient(
     ends_E: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros for an expert without rows; written
-    to `out` if given."""
+    """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros without rows; `out` if given."""
     if not x_RI.shape[0]:
         shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
         return x_RI.new_zeros(shape) if out is None else out.zero_()
@@ -145,7 +127,11 @@ def grouped_weight_gradient(
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
         shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
         grad_EOI = x_RI.new_empty(shape) if out is None else out
-        return _grouped_weight_gradient_16_bit(grad_RO, x_RI, ends_E, grad_EOI)
+        for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
+            size = _rounded(end - start)  # the rows added are zeros
+            grad_BO, x_BI = (_with_zeros(rows[start:end], size) for rows in (grad_RO, x_RI))
+            torch.mm(grad_BO.t(), x_BI, out=grad_EOI[expert])
+        return grad_EOI
     if (out is None or out.device.type != "cpu") and _has_fast_path(grad_RO, x_RI):
         gradient = F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)
         if grad_RO.is_cuda and leaves_empty_experts(grad_RO.device):
@@ -157,8 +143,7 @@ def grouped_weight_gradient(
 
 @functools.cache
 def leaves_empty_experts(device: torch.device) -> bool:
-    """Whether gradients of experts without rows may not be zeros: compute capability 10 and newer
-    (pytorch issue 172439)."""
+    """Whether gradients of empty experts may be wrong (pytorch issue 172439)."""
     return torch.cuda.get_device_capability(device) >= (10, 0)
 
 

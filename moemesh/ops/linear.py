@@ -53,8 +53,7 @@ class Adapter(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """A weight with adapters beside it: for an input x each adds ``scale * (x a^T) b^T`` to its
-    part of the output."""
+    """A weight with adapters: each adds ``scale * (x a^T) b^T`` to its part of the output."""
 
     weight: Tensor
     adapters: tuple[Adapter, ...]
@@ -99,13 +98,10 @@ class _SwigluLinear(torch.autograd.Function):
         h_TG, weight_OF = ctx.saved_tensors
         grad_TF = grad_TO @ dense(weight_OF, grad_TO.dtype)
         product_TF, grad_h_TG = unweighted_swiglu_backward(grad_TF, h_TG, ctx.form)
-        return grad_h_TG, _weight_half(ctx, grad_TO, product_TF), None
-
-
-def _weight_half(ctx: Any, grad_TO: Tensor, product_TF: Tensor) -> Tensor | None:
-    if not ctx.needs_input_grad[1]:
-        return None
-    return weight_gradient(ctx.leaf, lambda: grad_TO.t() @ product_TF, (grad_TO, product_TF))
+        grad_OF, held = None, (grad_TO, product_TF)
+        if ctx.needs_input_grad[1]:
+            grad_OF = weight_gradient(ctx.leaf, lambda: grad_TO.t() @ product_TF, held)
+        return grad_h_TG, grad_OF, None
 
 
 class _AdaptedLinear(torch.autograd.Function):

@@ -47,18 +47,14 @@ def quantize(weight: Tensor) -> Tensor:
 def dequantize(packed: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [..., I] that :func:`quantize` packed: products in fp32, rounded to `dtype`."""
     with torch._C.DisableTorchFunction():  # a mode may widen fp32 (moemesh.model.hub.precision)
-        return _dequantized(packed, dtype)
-
-
-def _dequantized(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    row = packed.shape[-1]
-    blocks = F.pad(packed, (0, -row % NF4_BLOCK_BYTES)).unflatten(-1, (-1, NF4_BLOCK_BYTES))
-    scale, codes = blocks[..., :_SCALE], blocks[..., _SCALE:]
-    if packed.is_cuda and row % NF4_BLOCK_BYTES == 0 and dtype.itemsize < 8 and _has_kernels():
-        return by_kernel(scale, codes, dtype)
-    values = F.embedding(codes.int(), _pairs(packed.device)).flatten(-2)
-    values = values.mul_(_numbers(scale)).to(dtype).flatten(-2)
-    return values[..., : 2 * (row - _SCALE * blocks.shape[-2])].contiguous()
+        row = packed.shape[-1]
+        blocks = F.pad(packed, (0, -row % NF4_BLOCK_BYTES)).unflatten(-1, (-1, NF4_BLOCK_BYTES))
+        scale, codes = blocks[..., :_SCALE], blocks[..., _SCALE:]
+        if packed.is_cuda and row % NF4_BLOCK_BYTES == 0 and dtype.itemsize < 8 and _has_kernels():
+            return by_kernel(scale, codes, dtype)
+        values = F.embedding(codes.int(), _pairs(packed.device)).flatten(-2)
+        values = values.mul_(_numbers(scale)).to(dtype).flatten(-2)
+        return values[..., : 2 * (row - _SCALE * blocks.shape[-2])].contiguous()
 
 
 def by_kernel(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,8 +66,7 @@ def by_kernel(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(scale: Tensor) -> Tensor:
-    """The scales of blocks from their bytes [..., K, 1]: copied, since fp32 may not begin at any
-    byte."""
+    """Scales of blocks from bytes [..., K, 1]; copied, as fp32 must be aligned."""
     return scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 

@@ -30,8 +30,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """:meth:`wait` gives the value; it must be called exactly once. `exchanges` are those that it
-    waits for."""
+    """:meth:`wait`, called exactly once, gives the value; `exchanges`: pending ones."""
 
     wait: Callable[[], T]
     exchanges: tuple[Started, ...] = ()

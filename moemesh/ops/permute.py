@@ -180,16 +180,14 @@ def _starts(sizes_N: Tensor) -> Tensor:
     return sizes_N.cumsum(0) - sizes_N
 
 
-def group_by_expert(
-    experts_TK: Tensor, num_experts: int, owner_T: Tensor | None = None, num_owners: int = 1
-) -> tuple[RowMap, Tensor, Tensor]:
-    """Sort the (token, slot) pairs by expert, then by owner, stable; expert -1 gets no row.
+def group_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, Tensor, Tensor]:
+    """Sort the (token, slot) pairs by expert, stable; expert -1 gets no row.
 
     Returns the map rows -> tokens, the position ``flat_R = token * K + slot`` of each row, and the
     rows per expert (int64 [num_experts]). One stable sort gives all three. The host waits for the
     number of rows.
     """
-    sorted_ = SortedByExpert(experts_TK, num_experts, owner_T, num_owners)
+    sorted_ = SortedByExpert(experts_TK, num_experts)
     rows, flat_R = sorted_.rows(int(sorted_.counts_E.sum()))
     return rows, flat_R, sorted_.counts_E
 

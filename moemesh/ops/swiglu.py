@@ -81,8 +81,7 @@ def swiglu_backward_torch(
 
 
 def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
-    """``silu(gate) * up * weight`` [B, F], or of another form; weights are fp32 (fp64 in
-    float64)."""
+    """``silu(gate) * up * weight`` [B, F], or another form; fp32 weights (fp64 in float64)."""
     if h_BG.device.type != "cpu":
         if form == PLAIN:
             return _plain(h_BG, weights_B)

@@ -127,8 +127,7 @@ class Placement:
         return self.name.replace(".experts.rest.", ".experts.")
 
     def rows(self, mesh: Mesh) -> Sequence[int]:
-        """The place of each expert held here among all experts of the stack, by their
-        logical ids, which no layout changes."""
+        """Place of each expert held here in the stack, by logical ids, which no layout changes."""
         own = self.experts(mesh)
         if self.per_rank is None or self.places is None:
             return own

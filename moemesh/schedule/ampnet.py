@@ -108,21 +108,10 @@ def ampnet(
         OldestFirst(rank, num_ranks, num_microbatches, max_in_flight=in_flight)
         for rank in range(num_ranks)
     ]
-    _run(policies, cost or (lambda op: 1 if op.kind == "F" else 2), latency)
-    return one_pipe(
-        "ampnet",
-        linear(num_ranks),
-        tuple(single(*policy.order) for policy in policies),
-        num_microbatches,
-        update=UpdateRule(kind="newest", window=window),
-        parameters={"max_in_flight": in_flight},
-    )
-
-
-def _run(policies: list[OldestFirst], cost: Callable[[Op], float], latency: float) -> None:
-    """Carry the policies out in event time: all that happens at one time, then the free ranks."""
+    cost = cost or (lambda op: 1 if op.kind == "F" else 2)
     if not (0 <= latency < math.inf):
         raise ScheduleConditionError(f"ampnet needs 0 <= latency < infinity, got {latency}")
+    # Event time: all that happens at one time, then the free ranks.
     # (time, number, finished or arrived, operation); the number makes equal times deterministic.
     events: list[tuple[float, int, bool, Op]] = []
     running: list[Op | None] = [None] * len(policies)
@@ -150,3 +139,11 @@ def _run(policies: list[OldestFirst], cost: Callable[[Op], float], latency: floa
             break
         now = events[0][0]
     assert all(policy.done for policy in policies), "AMPNet stopped before its end"
+    return one_pipe(
+        "ampnet",
+        linear(num_ranks),
+        tuple(single(*policy.order) for policy in policies),
+        num_microbatches,
+        update=UpdateRule(kind="newest", window=window),
+        parameters={"max_in_flight": in_flight},
+    )

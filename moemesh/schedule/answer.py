@@ -368,14 +368,8 @@ def compare(request: ScheduleRequest) -> list[Compared]:
             chunks = None
         elif chunks is None and (request.ranks or 0) > 1:
             chunks = CHUNKS
-        single = replace(
-            request,
-            name=name,
-            stages_per_rank=chunks,
-            num_slices=request.num_slices if "num_slices" in options else None,
-            window=request.window if "window" in options else None,
-            max_in_flight=request.max_in_flight if "max_in_flight" in options else None,
-        )
+        others = {"num_slices", "window", "max_in_flight"} - {*options}
+        single = replace(request, name=name, stages_per_rank=chunks, **dict.fromkeys(others))
         try:
             found.append(Compared(name=name, answer=answer(single)))
         except UserError as error:

@@ -119,8 +119,7 @@ def schedule_row(name: str) -> ScheduleRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedForm:
-    """A schedule's formulas at its numbers: the bubble is None where the formula does not hold,
-    and so is the peak."""
+    """A schedule's formulas at its numbers: bubble and peak are None where they do not hold."""
 
     row: ScheduleRow
     bubble: float | None
@@ -131,8 +130,7 @@ class ClosedForm:
 def closed_form(
     schedule: Schedule, times: MicrobatchTimes, *, held: float = 1.0
 ) -> ClosedForm | None:
-    """The formulas of a generated schedule for equal stages and slices and no latency; None without
-    any. `held` is M_w / M_a."""
+    """Formulas for equal stages and slices and no latency; None: no row. `held` is M_w / M_a."""
     row = SCHEDULES.get(schedule.name)
     if row is None:
         return None

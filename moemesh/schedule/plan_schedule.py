@@ -177,8 +177,7 @@ def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
 
 
 def step_problems(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -> list[Problem]:
-    """Why a plan has no schedule; empty where :func:`build_step` makes one. One with a name is
-    not made for the answer."""
+    """Why a plan has no schedule; empty where :func:`build_step` makes one."""
     try:
         if plan.schedule == "search" or is_schedule_file(plan.schedule):
             build_step(plan, model, seq_len)

@@ -81,8 +81,7 @@ class PipelineStep(NamedTuple):
         return 0.5 if self.schedule in MIRRORED_SCHEDULES and self.ranks > 1 else 1.0
 
     def messages_of(self, rank: int) -> int:
-        """Messages that a rank sends for a microbatch of each of its stages (of a slice, where
-        there are slices)."""
+        """Messages that a rank sends for a microbatch (a slice) of each of its stages."""
         if self.ranks == 1:
             return 0
         own, last = self.stages_of(rank), self.num_stages - 1
@@ -114,8 +113,7 @@ class PipelineStep(NamedTuple):
         return self._replace(microbatches=microbatches)
 
     def rounded_up(self, at_least: int) -> int:
-        """The smallest number of microbatches from `at_least` on that differs from this step's by
-        whole units."""
+        """Smallest number of microbatches >= `at_least`, whole units from this step's."""
         return at_least + (self.microbatches - at_least) % self.unit
 
 

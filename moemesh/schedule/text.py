@@ -155,7 +155,33 @@ def from_csv(text: str) -> Schedule:
     if not lines:
         raise TextError("the table is empty")
     if " ".join(lines[0].label.split()) != MAGIC:
-        return _bare_table(lines)
+        orders = tuple(map(_entries, lines))
+        ops = [op for order in orders for entry in order for op in entry]
+        stages = 1 + max((op.stage for op in ops), default=0)
+        pipes = 1 + max((op.pipe for op in ops), default=0)
+        if not ops or max(stages, pipes) > len(ops):
+            raise TextError(f"{len(ops)} operations cannot fill {stages} stages in {pipes} pipes")
+        owner: dict[tuple[int, int], int] = {}
+        for rank, (line, order) in enumerate(zip(lines, orders, strict=True)):
+            for index, entry in enumerate(order):
+                for op in entry:
+                    if owner.setdefault((op.pipe, op.stage), rank) != rank:
+                        other = lines[owner[op.pipe, op.stage]].number
+                        raise line.error(f"stage {op.stage} is also on line {other}", index)
+        for pipe in range(pipes):
+            for stage in range(stages):
+                if (pipe, stage) not in owner:
+                    raise TextError(f"no operation of stage {stage} in pipe {pipe}")
+        counts = [1 + max(op.microbatch for op in ops if op.pipe == pipe) for pipe in range(pipes)]
+        return Schedule(
+            name="table",
+            num_ranks=len(lines),
+            num_stages=stages,
+            placement=tuple(tuple(owner[pipe, s] for s in range(stages)) for pipe in range(pipes)),
+            orders=orders,
+            num_microbatches=tuple(counts),
+            num_slices=1 + max(op.slice for op in ops),
+        )
     rows = (_Line(n, " ".join(label.split()), cells[1:]) for n, label, cells in lines if cells)
     return _schedule(list(rows))
 
@@ -331,34 +357,3 @@ def _entries(line: _Line) -> tuple[Entry, ...]:
             )
         seen[token] = entry
     return tuple(seen[token] for token in line.tokens)
-
-
-def _bare_table(lines: Sequence[_Line]) -> Schedule:
-    """A schedule from rows of operations alone, row r being rank r."""
-    orders = tuple(map(_entries, lines))
-    ops = [op for order in orders for entry in order for op in entry]
-    stages = 1 + max((op.stage for op in ops), default=0)
-    pipes = 1 + max((op.pipe for op in ops), default=0)
-    if not ops or max(stages, pipes) > len(ops):
-        raise TextError(f"{len(ops)} operations cannot fill {stages} stages in {pipes} pipes")
-    owner: dict[tuple[int, int], int] = {}
-    for rank, (line, order) in enumerate(zip(lines, orders, strict=True)):
-        for index, entry in enumerate(order):
-            for op in entry:
-                if owner.setdefault((op.pipe, op.stage), rank) != rank:
-                    other = lines[owner[op.pipe, op.stage]].number
-                    raise line.error(f"stage {op.stage} is also on line {other}", index)
-    for pipe in range(pipes):
-        for stage in range(stages):
-            if (pipe, stage) not in owner:
-                raise TextError(f"no operation of stage {stage} in pipe {pipe}")
-    counts = [1 + max(op.microbatch for op in ops if op.pipe == pipe) for pipe in range(pipes)]
-    return Schedule(
-        name="table",
-        num_ranks=len(lines),
-        num_stages=stages,
-        placement=tuple(tuple(owner[pipe, s] for s in range(stages)) for pipe in range(pipes)),
-        orders=orders,
-        num_microbatches=tuple(counts),
-        num_slices=1 + max(op.slice for op in ops),
-    )

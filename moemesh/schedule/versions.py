@@ -34,8 +34,7 @@ class StageVersions(NamedTuple):
 
 
 class ScheduleFault(NamedTuple):
-    """One thing that is wrong. `rank`, `entry` (its index in the rank's list) and `op` are None
-    where no single place is to blame."""
+    """One fault; `rank`, `entry` (index in the rank's list) and `op` where it has a place."""
 
     message: str
     rank: int | None = None

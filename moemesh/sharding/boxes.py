@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A part of a tensor that begins at `offset` and has `shape`; it is the range `numbers` of the
-    flattened tensor."""
+    """A part of a tensor at `offset` of `shape`; the range `numbers` if flattened."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

@@ -36,8 +36,7 @@ EXACT_ROWS = 16
 
 
 def rows_at_once(tokens: int, chosen: int, etp: int) -> int:
-    """Largest number of rows that a rank computes at once, if each rank has at most `tokens`
-    tokens with `chosen` experts each."""
+    """Most rows that a rank computes at once, of `tokens` tokens a rank with `chosen` experts."""
     return max(ROWS_SLACK * tokens * chosen * etp, 1)
 
 
@@ -85,8 +84,7 @@ def expected_distinct(
 
 
 class RowsMoved(NamedTuple):
-    """Rows of one dispatcher by the axis of the hop, rows that it copies, and its exchanges of a
-    forward that carry no rows."""
+    """A dispatcher's rows by axis of the hop, copied rows, exchanges without rows."""
 
     by_axis: dict[str, float]
     copied: float

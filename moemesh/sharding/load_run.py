@@ -64,7 +64,18 @@ def contradictions(
         if key.startswith("model.")
     }
     if values.get("implementation") == "transformers":
-        yield from _not_of_hub(values, chosen, broken)
+        for key, leaf in chosen.items():
+            section, _, name = key.partition(".")
+            if section != "model" or key in broken or name not in ModelConfig.model_fields:
+                continue
+            default = ModelConfig.model_fields[name].default
+            usual = values.get(name, default)
+            listed = list(cast("tuple[object, ...]", usual)) if isinstance(usual, tuple) else usual
+            if name in _BALANCING or leaf.value in (usual, listed):
+                continue
+            message = f"the code of transformers reads config.json, and {name} is none of its keys"
+            fix = f"leave {key} out, or change config.json; {', '.join(sorted(_BALANCING))} count"
+            yield leaf.problem("conflict", key, message, fix)
         return
     shapes = _shapes(values)
     if shapes is None:
@@ -89,24 +100,6 @@ _BALANCING = frozenset(
     {"aux_loss_coefficient", "aux_loss_layers", "aux_loss_scope", "z_loss_coefficient"}
     | {"router_bias_rate", "implementation"}
 )
-
-
-def _not_of_hub(
-    values: Mapping[str, object], chosen: Mapping[str, Leaf], broken: Collection[str]
-) -> Iterator[Problem]:
-    """A problem for each key that the code of transformers takes from config.json alone."""
-    for key, leaf in chosen.items():
-        section, _, name = key.partition(".")
-        if section != "model" or key in broken or name not in ModelConfig.model_fields:
-            continue
-        default = ModelConfig.model_fields[name].default
-        usual = values.get(name, default)
-        listed = list(cast("tuple[object, ...]", usual)) if isinstance(usual, tuple) else usual
-        if name in _BALANCING or leaf.value in (usual, listed):
-            continue
-        message = f"the code of transformers reads config.json, and {name} is none of its keys"
-        fix = f"leave {key} out, or change config.json; {', '.join(sorted(_BALANCING))} count"
-        yield leaf.problem("conflict", key, message, fix)
 
 
 def _shapes(values: Mapping[str, object]) -> dict[str, tuple[int, ...]] | None:

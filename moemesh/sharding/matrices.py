@@ -38,12 +38,10 @@ def matrices(name: str, shape: Sequence[int]) -> tuple[Matrix, ...]:
         parts = [(whole, slice(*end)) for end in ends]
     else:  # one matrix, with rows in all dims but the last
         parts = [(slice(0, shape[0]),)]
-    return tuple(_matrix(box, shape) for box in parts)
-
-
-def _matrix(box: tuple[slice, ...], shape: Sequence[int]) -> Matrix:
-    sizes = [part.stop - part.start for part in box] + list(shape[len(box) :])
-    return Matrix(box, prod(sizes[:-1]), sizes[-1])
+    rows = [[part.stop - part.start for part in box] + [*shape[len(box) : -1]] for box in parts]
+    return tuple(
+        Matrix(box, prod(sizes), shape[-1]) for box, sizes in zip(parts, rows, strict=True)
+    )
 
 
 class Part(NamedTuple):

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from moemesh.config.architecture import ParameterRecord
 from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
 from moemesh.config.lora import factors_of, packed_bytes, parts_of
 from moemesh.config.model import ModelConfig
@@ -62,8 +61,7 @@ class ParameterTensor:
         return self.summed_over in EXPERT_AXES
 
     def trained_rows(self, tuning: Tuning) -> tuple[int, ...]:
-        """The experts of a stack that train; of another parameter (0,) where it does, else (). None
-        does that no gradient reaches."""
+        """Experts of a stack that train; of another parameter (0,) where it trains, else ()."""
         if self.is_idle:
             return ()
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
@@ -77,8 +75,7 @@ class ParameterTensor:
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
-        """Elements of this tensor that the rank with these coordinates holds: numbers, or bytes if
-        it is packed."""
+        """Elements held by the rank with these coordinates: numbers, or packed bytes."""
         sizes = list(self.shape)
         for axis, dim in self.shards.items():
             degree = int(getattr(layout, axis))
@@ -94,7 +91,21 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
     """Every parameter of the whole model, in the order of the model's list."""
     if model.architecture is not None:
         for record in model.architecture.parameters:
-            yield _of_record(record, model.lora.is_packed and bool(record.parts))
+            # Stacks of experts are sharded over ep, and over etp where their width can be.
+            shards = {"ep": 0} if record.is_expert else {}
+            if record.cut is not None:
+                shards["etp"] = record.cut
+            yield ParameterTensor(
+                name=record.name,
+                shape=record.shape,
+                shards=shards,
+                summed_over="edp" if record.is_expert else "stage",
+                recorded_unit=record.unit,
+                is_fp32=record.is_fp32,
+                is_idle=record.is_idle,
+                blocks=record.blocks,
+                is_packed=model.lora.is_packed and bool(record.parts),
+            )
         return
     for tensor in _tensors(model, plan):
         if model.lora.is_packed and parts_of(tensor.name.rpartition(".")[2], tensor.shape):
@@ -118,25 +129,6 @@ def _tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
         yield _whole(f"ahead_norms.{index}.weight", hidden)
     if not model.tied_embeddings:
         yield _over_tp("head.weight", model.vocab_size, hidden)
-
-
-def _of_record(record: ParameterRecord, is_packed: bool) -> ParameterTensor:
-    """A parameter of a model of transformers: stacks of experts are sharded over ep, and over etp
-    where their width can be; the rest is whole on every rank."""
-    shards = {"ep": 0} if record.is_expert else {}
-    if record.cut is not None:
-        shards["etp"] = record.cut
-    return ParameterTensor(
-        name=record.name,
-        shape=record.shape,
-        shards=shards,
-        summed_over="edp" if record.is_expert else "stage",
-        recorded_unit=record.unit,
-        is_fp32=record.is_fp32,
-        is_idle=record.is_idle,
-        blocks=record.blocks,
-        is_packed=is_packed,
-    )
 
 
 def _whole(name: str, *shape: int) -> ParameterTensor:
@@ -250,8 +242,7 @@ def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[Par
 
 
 def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
-    """The names that patterns are matched with: of every parameter in a checkpoint, and of the
-    routers' selection biases."""
+    """Names for patterns: parameters in a checkpoint, and selection biases of routers."""
     for tensor in tensors(model, plan):
         module, _, leaf = tensor.name.rpartition(".")
         if tensor.is_expert:
@@ -265,8 +256,7 @@ def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
 
 
 def units(model: ModelConfig) -> list[str]:
-    """The units in the order of the forward, as :func:`unit_of` names them; an extra
-    prediction layer includes its use of the head."""
+    """Units (:func:`unit_of`) in forward order; a prediction layer includes the head."""
     layers = [f"layers.{index}" for index in range(model.num_layers)]
     return ["embedding", *layers, "head", *(f"layers.{index}" for index in model.mtp_layers)]
 
@@ -332,8 +322,7 @@ def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
 
 
 def first_stage(unit: str, layers: Sequence[range]) -> int:
-    """The pipeline stage of a unit, of a model whose stages have these `layers`: the backward ends
-    there."""
+    """The stage of a unit, of a model whose stages have these `layers`."""
     last = len(layers) - 1
     if unit == "embedding":
         return 0

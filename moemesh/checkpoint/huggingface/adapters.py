@@ -24,10 +24,9 @@ from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
 from moemesh.checkpoint.huggingface.logical import pieces, table_piece
 from moemesh.checkpoint.huggingface.pieces import TensorPiece
-from moemesh.config.architecture import Architecture
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
-from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
+from moemesh.config.lora import TargetPart, factor_name, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.sharding.parameters import ParameterTensor, tensors
@@ -181,10 +180,24 @@ def _is_transposed(piece: TensorPiece) -> bool:
 
 
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
-    """PEFT's adapters of `model`, of the family `kind`, without extra prediction layers, which
-    transformers does not have."""
+    """PEFT's adapters of `model` in the family `kind`, without extra prediction layers."""
     if model.architecture is not None:
-        yield from _recorded(model.architecture, model.lora, kind)
+        # PEFT wraps an experts module once for each of its parameters, the first of them inside.
+        last: dict[str, str] = {}
+        for record in model.architecture.parameters:
+            if record.adapted(model.lora):
+                last[record.module] = record.name
+        for record in model.architecture.parameters:
+            if not (parts := record.adapted(model.lora)):
+                continue
+            module = record.name if record.is_expert else record.name.rpartition(".")[0]
+            weight = ParameterTensor(
+                name=f"{record.module}.{module.rpartition('.')[2]}",
+                shape=record.logical_shape,
+                summed_over="edp" if record.is_expert else "stage",
+            )
+            wraps = record.is_expert and record.name != last[record.module]
+            yield Adaptation(weight, parts, kind, model.lora.rank, module, wraps, record.layout)
         return
     lora = model.lora
     for weight in tensors(model, Plan()):
@@ -201,26 +214,6 @@ def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
         for part in adapted:
             module = every[parts.index(part)].source.removesuffix(".weight")
             yield Adaptation(weight, (part,), kind, lora.rank, module)
-
-
-def _recorded(architecture: Architecture, lora: LoraConfig, kind: str) -> Iterator[Adaptation]:
-    """:func:`adaptations` of a model of transformers. PEFT wraps an experts module once for each of
-    its parameters, the first of them inside."""
-    last: dict[str, str] = {}
-    for record in architecture.parameters:
-        if record.adapted(lora):
-            last[record.module] = record.name
-    for record in architecture.parameters:
-        if not (parts := record.adapted(lora)):
-            continue
-        module = record.name if record.is_expert else record.name.rpartition(".")[0]
-        weight = ParameterTensor(
-            name=f"{record.module}.{module.rpartition('.')[2]}",
-            shape=record.logical_shape,
-            summed_over="edp" if record.is_expert else "stage",
-        )
-        wraps = record.is_expert and record.name != last[record.module]
-        yield Adaptation(weight, parts, kind, lora.rank, module, wraps, record.layout)
 
 
 def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, Any]:

@@ -49,8 +49,7 @@ GROUP, GROUP_BYTES = 32, 16
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a folder: its file, torch's name of its dtype, its shape and the offset of its
-    first byte."""
+    """A tensor of a folder: file, torch's name of the dtype, shape, offset of the first byte."""
 
     file: str
     dtype: str
@@ -225,8 +224,7 @@ class FolderContents:
 
 
 def refuse_problems(path: Path, lines: Sequence[str]) -> None:
-    """Raises CheckpointError with the first of `lines`, if any: differences between the weights of
-    a folder and its ``config.json``."""
+    """Raises CheckpointError with the first of `lines`: faults of a folder's weights."""
     if lines:
         more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
         raise CheckpointError(

@@ -304,8 +304,7 @@ def write_json(path: Path, value: object) -> None:
 def write_adapters(
     weights: Read, model: ModelConfig, kind: str, out: Path, *, dtype: torch.dtype, base: str | None
 ) -> None:
-    """Write the adapters in `weights` as a folder that PEFT loads into a model of the family `kind`
-    of transformers 5."""
+    """Write the adapters in `weights` as a folder of PEFT for the family `kind`."""
     shapes = {tensor.name: tensor.shape for tensor in tensors_of(model, Plan())}
     config = peft_config(model, kind, base)
     every = list(adaptations(model, kind))
@@ -358,8 +357,7 @@ class Description(NamedTuple):
 def trained_sources(
     logical: Mapping[str, LogicalTensor], trains: Callable[[str], bool]
 ) -> frozenset[str]:
-    """Names of stored tensors with any trained number. `trains` takes a name in checkpoints, where
-    every expert is separate."""
+    """Stored tensors with any trained number; `trains` takes names of checkpoints."""
     sources: set[str] = set()
     for name, tensor in logical.items():
         module, _, leaf = name.rpartition(".")

@@ -27,7 +27,24 @@ from moemesh.sharding.parameters import tensors
 def merged(weights: Read, model: ModelConfig) -> Read:
     """Weights of `model` with its adapters merged: W + scaling B A, computed in fp32 or wider."""
     if model.architecture is not None:
-        return _merged_records(weights, model)
+        lora, known = model.lora, {record.name: record for record in model.architecture.parameters}
+
+        def read(name: str, box: Sequence[range]) -> Tensor:
+            weight, record = weights(name, box), known.get(name)
+            if record is None or not record.adapted(lora):
+                return weight
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            experts = list(box[:1]) if record.is_expert else []
+
+            def factor(name: str, shape: tuple[int, ...]) -> Tensor:
+                ranges = [*experts, *map(range, shape[len(experts) :])]
+                return weights(name, ranges).to(wide)
+
+            inner = [slice(part.start, part.stop) for part in box[len(experts) :]]
+            delta = delta_of(record, lora, factor)[(..., *inner)]
+            return weight.to(wide) + lora.scaling * delta
+
+        return read
     lora, known = model.lora, {tensor.name: tensor for tensor in tensors(model, Plan())}
 
     def read(name: str, box: Sequence[range]) -> Tensor:
@@ -58,29 +75,6 @@ def merged(weights: Read, model: ModelConfig) -> Read:
             weight = weight.to(wide, copy=True)
             weight[tuple(into)] += lora.scaling * delta.view(*b.shape[:-1], -1)
         return weight
-
-    return read
-
-
-def _merged_records(weights: Read, model: ModelConfig) -> Read:
-    """:func:`merged` of a model of transformers."""
-    assert model.architecture is not None
-    lora, known = model.lora, {record.name: record for record in model.architecture.parameters}
-
-    def read(name: str, box: Sequence[range]) -> Tensor:
-        weight, record = weights(name, box), known.get(name)
-        if record is None or not record.adapted(lora):
-            return weight
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        experts = list(box[:1]) if record.is_expert else []
-
-        def factor(name: str, shape: tuple[int, ...]) -> Tensor:
-            ranges = [*experts, *map(range, shape[len(experts) :])]
-            return weights(name, ranges).to(wide)
-
-        inner = [slice(part.start, part.stop) for part in box[len(experts) :]]
-        delta = delta_of(record, lora, factor)[(..., *inner)]
-        return weight.to(wide) + lora.scaling * delta
 
     return read
 

@@ -40,8 +40,7 @@ from moemesh.config.lora import is_adapter
 from moemesh.model.hub.build import blueprint
 from moemesh.model.hub.experts import is_experts
 
-#: The names of the modules around a decoder layer: ``model.language_model.`` of
-#: ``model.language_model.layers.0.mlp``.
+#: Modules around a layer: ``model.language_model.`` of ``model.language_model.layers.0.mlp``.
 _BEFORE_LAYERS = re.compile(r"(.*?)layers\.\d+\.")
 #: One expert of a stack: ``...experts.17.gate_up_proj``.
 _ROW = re.compile(r"(.*)\.(\d+)\.(\w+)")
@@ -71,8 +70,7 @@ class TensorGroup:
     def converted(
         self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice = slice(None)
     ) -> dict[str, Tensor]:
-        """The outputs by pattern, made of the stored tensors that `read` returns by name; with
-        `merges` of their `rows`."""
+        """Outputs by pattern, from the stored tensors by name; with `merges` from `rows`."""
         tensors = {key: [read(name) for name in part[rows]] for key, part in self.sources.items()}
         return _apply(self.converter, tensors, next(iter(self.outputs)), model)
 
@@ -399,8 +397,7 @@ class HubWeights:
 def stored_hub_tensors(
     weights: Read, tensors: HubTensors, dtype_of: Callable[[str], torch.dtype]
 ) -> Iterator[tuple[str, DeferredTensor]]:
-    """The stored tensors of a model's parameters and buffers, of which `weights` reads parts by
-    name, each made when it is written."""
+    """The stored tensors of the parameters and buffers of `weights`, made at the write."""
     last: tuple[object, dict[str, Tensor]] = None, {}
 
     def reverted(group: TensorGroup, row: int | None, name: str) -> Tensor:
@@ -427,8 +424,7 @@ def stored_hub_tensors(
                     row = index if group.merges and group.is_by_row else None
                     make = partial(reverted, group, row, name)
                 shape, dtype = tensors.stored[name].shape, dtype_of(name)
-                yield name, DeferredTensor(dtype, shape, partial(_cast, make, dtype))
-
-
-def _cast(make: Callable[[], Tensor], dtype: torch.dtype) -> Tensor:
-    return make().to(dtype)
+                yield (
+                    name,
+                    DeferredTensor(dtype, shape, lambda make=make, dtype=dtype: make().to(dtype)),
+                )

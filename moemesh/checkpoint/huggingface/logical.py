@@ -162,8 +162,7 @@ def _mlp(leaf: str, block: str, shape: Shape, names: BlockNames) -> list[TensorP
 _FUSED = re.compile(r"\.experts\.gate_up_proj$")
 #: Tables of old versions of transformers, derived from config.json.
 _WITHOUT_USE = ".rotary_emb.inv_freq"
-#: Tensors of prediction layers (MTP): names without a layer's number, modules that only they have,
-#: and copies of the model's tables.
+#: Tensors of prediction layers (MTP): names, modules that only they have, copies of tables.
 _AHEAD = re.compile(r"(model\.)?mtp[._]")
 _ONLY_AHEAD = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm)\.")
 AHEAD_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -190,8 +189,7 @@ class LogicalTensor(NamedTuple):
 
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters and buffers by name without "model."; adapters, which have their own
-    folders, are left out."""
+    """Shapes of parameters and buffers by name without "model."; adapters are left out."""
     whole_model = tensors(config.with_lora(NO_ADAPTERS), Plan())
     shapes = {tensor.name: tensor.shape for tensor in whole_model}
     if config.architecture is not None:
@@ -206,8 +204,7 @@ def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def logical_tensors(
     config: ModelConfig, kind: str, *, fused: bool = False
 ) -> dict[str, LogicalTensor]:
-    """The tensors of :func:`logical_shapes` in folders of the family `kind`, with `fused` experts
-    or separate ones."""
+    """:func:`logical_shapes` as tensors of folders of the family `kind`, experts `fused` or not."""
     logical: dict[str, LogicalTensor] = {}
     for name, shape in logical_shapes(config).items():
         view = shape

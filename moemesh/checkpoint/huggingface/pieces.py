@@ -66,8 +66,7 @@ class TensorPiece(NamedTuple):
         return read(self.source, ranges).reshape(sizes)[tuple(inner)].permute(self.order)
 
     def read_into(self, box: Sequence[range], out: Tensor, source: StoredSource) -> None:
-        """Same as :meth:`read`, into `out`; without an intermediate copy if its memory has the
-        order of the stored tensor."""
+        """Same as :meth:`read`, into `out`; no intermediate copy where the order is the same."""
         ranges, sizes, inner = self._stored(box)
         target = out.permute(self._inverse_order)
         if list(target.shape) == sizes:
@@ -86,8 +85,7 @@ class TensorPiece(NamedTuple):
         return [self.order.index(dim) for dim in range(len(self.order))]
 
     def _stored(self, box: Sequence[range]) -> tuple[list[range], list[int], list[slice]]:
-        """Ranges of the stored tensor that hold `box`, their shape in the dims of the view, and the
-        index of `box` in that shape."""
+        """Stored ranges that hold `box`, their shape in the view, and the index of `box` in it."""
         wanted = [range(0)] * len(self.view)
         for dim, part, start in zip(self.order, box, self.offset, strict=True):
             wanted[dim] = range(part.start - start, part.stop - start)

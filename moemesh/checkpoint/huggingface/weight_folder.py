@@ -33,8 +33,7 @@ from moemesh.config.huggingface.model import Quantization, quantization_of
 from moemesh.config.lora import ADAPTER_WEIGHTS, is_adapter
 from moemesh.config.model import ModelConfig
 
-#: Size in bytes of the buffer for numbers that change dtype, strides or device; it fits the cache
-#: of a core.
+#: Bytes of the buffer for numbers that change dtype, strides or device: a core's cache.
 _BUFFER_BYTES = 1 << 20
 #: Shorter contiguous runs are not read singly: whole rows are read, and the rest is dropped. It is
 #: the page size of disks and of the page cache.
@@ -76,8 +75,7 @@ class WeightFolder(FolderContents):
         self._file, self._dtype = Path(), torch.float32
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a tensor on the CPU, in its stored dtype (float32 in a folder with
-        quantized tensors)."""
+        """The part `box` of a tensor on the CPU, in its stored dtype (packed: float32)."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor named {name}")
         if (tensor := self.packed.get(name)) is None:
@@ -243,8 +241,7 @@ class HuggingFaceWeights:
         self.folder.close()
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
-        """The part `box` of a parameter, buffer, stack of experts or single expert, in its stored
-        dtype."""
+        """The part `box` of a parameter, buffer, stack or expert, in its stored dtype."""
         tensor, box, is_one = self._located(name, box)
         part = tensor.read(box, self.folder.read)
         return part[0] if is_one else part

@@ -119,8 +119,7 @@ class ReplicatedBucket:
         return dict(zip(self.names, self.parameters, strict=True))
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """The full local tensor of a member's state, from the part that every rank owns. All ranks
-        of the axis call."""
+        """The full local tensor of a member's state, from the owned parts; collective."""
         return part
 
     def whole_weights(self, name: str) -> Tensor:
@@ -181,11 +180,9 @@ class ReplicatedBucket:
     def is_complete(self) -> bool:
         """Whether the launched sums are the last ones of this step, and have ended."""
         is_last = self.copies.size == 1 and not self.rule.mirrored
-        return is_last and (self._work is None or self._has_ended())
-
-    def _has_ended(self) -> bool:
-        """Whether :meth:`wait` would not wait."""
-        return self._sum is not None and self._sum.is_completed()
+        return is_last and (
+            self._work is None or (self._sum is not None and self._sum.is_completed())
+        )
 
     def wait(self) -> None:
         """Waits for the pending reduction."""
@@ -235,8 +232,7 @@ class ShardedBucket(ReplicatedBucket):
         return range(start, start + self.sizes[index])
 
     def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
-        """(name, numbers of its flattened local tensor, place in the range `own`) of each member
-        that overlaps it."""
+        """(name, numbers of its flattened tensor, place in `own`) of overlapping members."""
         for member, offset in zip(self.rule.members, self.offsets, strict=True):
             start, stop = max(own.start, offset), min(own.stop, offset + member.numbers)
             if start < stop:
@@ -499,8 +495,7 @@ class GatheredWeights(WeightGate):
         the head; `tied`: the head reads the embedding's weights; `without_backward`: units that no
         backward reaches."""
         self._keeps = reshard == "step"
-        #: Peak bytes of weights that were present or in flight, of buckets that are
-        #: shared by several ranks.
+        #: Peak bytes of weights, present or in flight, of buckets shared by several ranks.
         self.most_bytes = 0
         self._all = list(buckets)
         by_unit: dict[str, list[GatheredBucket]] = {}

@@ -181,8 +181,7 @@ class GradientReducer:
             self.accumulate(parameter, gradient)
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add one microbatch's gradient, which has none of its own, as in a backward; deferred
-        weight gradients come here directly."""
+        """Add one microbatch's gradient; deferred weight gradients come here directly."""
         if self.watch is not None:
             self.watch(parameter, gradient)
         bucket = self._home[parameter]
@@ -273,8 +272,7 @@ class GradientReducer:
         return sum(bucket.gradient_bytes for bucket in self.buckets)
 
     def weight_bytes(self, *, experts: bool) -> int:
-        """Bytes of the weights that this rank keeps between steps: of routed experts, or of all
-        others."""
+        """Bytes of weights kept between steps: of routed experts, or of all others."""
         total = 0
         for bucket in (*self.buckets, *self.frozen):
             kept = bucket.kept_weights

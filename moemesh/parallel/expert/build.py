@@ -45,8 +45,7 @@ class OverlappedExchange:
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
     ) -> list[Pending[ExpertRows]]:
-        """Start the first chunk. All plans come first, so that their small exchanges do not queue
-        behind rows."""
+        """Start the first chunk; all plans come first, so that their exchanges do not queue."""
         self.sizes = shard_sizes(len(x_TH), self.num_chunks)
         xs, weights = x_TH.split(self.sizes), weights_TK.split(self.sizes)
         chunks = experts_TK.split(self.sizes)

@@ -183,8 +183,7 @@ class Relay:
     def send(
         self, x_TH: Tensor, /, *, phase: str, caller: str, by_expert: RowMap | None = None
     ) -> Callable[[], Tensor]:
-        """Start T -> N, or with `by_expert` -> R; what it returns waits for the rows. The transpose
-        of :meth:`send_back`."""
+        """Start T -> N (with `by_expert` -> R); returns the wait. Transpose of `send_back`."""
         row_bytes = x_TH.shape[1] * x_TH.element_size()
         tickets = self.record(row_bytes, phase, caller, is_combine=False)
         source_S, num_own = self.sent.source_R, sum(self.own.sent)

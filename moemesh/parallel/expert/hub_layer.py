@@ -21,8 +21,6 @@ from moemesh.config.errors import check_kind, public
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.plan import Plan
 from moemesh.config.suggest import choices_of
-from moemesh.model.batch import Context
-from moemesh.model.visibility import Visibility
 from moemesh.parallel.expert.layer import (
     Connection,
     axes_of,
@@ -30,6 +28,7 @@ from moemesh.parallel.expert.layer import (
     check_divides,
     model_config,
     refuse_misuse,
+    token_context,
 )
 from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
 from moemesh.parallel.expert.transformers_trainer import caller, follow
@@ -164,7 +163,8 @@ class _Exchange:
                 is_trained = any(one.requires_grad for one in module.parameters())
                 x_TH = x_TH.detach().requires_grad_(is_trained)
         self.moe.counts_E = None
-        self.moe.context = _context(x_TH)
+        # Whole tokens in one sequence: experts read no more of it.
+        self.moe.context = token_context(x_TH, 1, len(x_TH))
         return self.moe(x_TH, experts_TK, weights_TK)
 
     def _connect(self, module: Spread, x_TH: Tensor, experts_TK: Tensor) -> None:
@@ -189,22 +189,3 @@ class _Exchange:
             is_marked = any(isinstance(hook, _Mean) for hook in hooks)
             if self.is_mean and parameter.requires_grad and not is_marked:
                 parameter.register_hook(_Mean(self.ranks.size))
-
-
-def _context(x_TH: Tensor) -> Context:
-    """A forward of whole tokens, once: experts read no more of it."""
-    nothing = x_TH.new_zeros(0)
-    places_T = torch.arange(len(x_TH), device=x_TH.device)
-    return Context(
-        num_sequences=1,
-        seq_len=len(x_TH),
-        num_tokens=len(x_TH),
-        length=len(x_TH),
-        visible=Visibility((), ()),
-        cosine=nothing,
-        sine=nothing,
-        sequence_T=places_T,
-        position_T=places_T,
-        valid_T=None,
-        token_ids_T=places_T,
-    )

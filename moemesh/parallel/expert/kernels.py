@@ -80,8 +80,7 @@ def set_kernel(
 
 
 def inputs_of(experts: Experts, num_tokens: int, num_slots: int) -> list[Tensor]:
-    """Random tokens [T, H], weights and evenly spread experts [T, K], gate and up, and down, of the
-    sizes of a layer."""
+    """Random tokens [T, H], weights and spread experts [T, K], gate and up, down of a layer."""
     like = experts.gate_up
     device, dtype, num_experts = like.device, like.dtype, like.shape[0]
     num_slots = min(num_slots, num_experts)

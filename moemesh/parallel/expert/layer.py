@@ -262,6 +262,33 @@ def refuse_misuse(experts: nn.Module, size: int) -> None:
     follow()
 
 
+def token_context(
+    x: Tensor,
+    num_sequences: int,
+    length: int,
+    *,
+    first_id: int = 0,
+    valid_T: Tensor | None = None,
+    **options: Any,
+) -> Context:
+    """The tokens of `x` as sequences of `length`, without positions for attention."""
+    rows_T, nothing = torch.arange(num_sequences * length, device=x.device), x.new_zeros(0)
+    return Context(
+        num_sequences=num_sequences,
+        seq_len=length,
+        num_tokens=len(rows_T),
+        length=length,
+        visible=Visibility((), ()),
+        cosine=nothing,
+        sine=nothing,
+        sequence_T=rows_T // max(length, 1),
+        position_T=rows_T % max(length, 1),
+        valid_T=valid_T,
+        token_ids_T=rows_T + first_id,
+        **options,
+    )
+
+
 class MoELayer(nn.Module):
     """Route each token to `top_k` of `num_experts` SwiGLU experts of width `expert_size`.
 
@@ -489,9 +516,19 @@ class MoELayer(nn.Module):
                 if name.startswith("router."):
                     wanted = torch.promote_types(parameter.dtype, torch.float32)
                 tensors[name] = prepared.to(wanted)
-            y_TH, auxiliary = functional_call(
-                self._block[0], tensors, (x_TH, self._context(x, valid))
+            has_jitter = self.config.router_jitter > 0 and self.training
+            # The last dim but one are positions, those before it sequences.
+            context = token_context(
+                x,
+                math.prod(x.shape[:-2]),
+                x.shape[-2] if x.ndim > 1 else 1,
+                first_id=self.ranks.index * _IDS_PER_RANK,
+                valid_T=None if valid is None else valid.reshape(-1),
+                # One number of torch's generator, which a checkpointed forward repeats.
+                step=int(torch.randint(2**31, (), device="cpu")) if has_jitter else 0,
+                training=self.training,
             )
+            y_TH, auxiliary = functional_call(self._block[0], tensors, (x_TH, context))
         return y_TH.view(x.shape), auxiliary
 
     @torch.no_grad()
@@ -552,31 +589,6 @@ class MoELayer(nn.Module):
         raise LayerError(
             f"x is {x.dtype}, the experts are {own.dtype}: x.to({own.dtype}), or "
             f"layer.to({x.dtype if x.is_floating_point() else torch.float32})"
-        )
-
-    def _context(self, x: Tensor, valid: Tensor | None) -> Context:
-        """The tokens of x as sequences: the last dim but one are positions, those before it count
-        sequences."""
-        length = x.shape[-2] if x.ndim > 1 else 1
-        num_sequences = math.prod(x.shape[:-2])
-        rows_T = torch.arange(num_sequences * length, device=x.device)
-        has_jitter = self.config.router_jitter > 0 and self.training
-        nothing = x.new_zeros(0)
-        return Context(
-            num_sequences=num_sequences,
-            seq_len=length,
-            num_tokens=len(rows_T),
-            length=length,
-            visible=Visibility((), ()),
-            cosine=nothing,
-            sine=nothing,
-            sequence_T=rows_T // max(length, 1),
-            position_T=rows_T % max(length, 1),
-            valid_T=None if valid is None else valid.reshape(-1),
-            token_ids_T=rows_T + self.ranks.index * _IDS_PER_RANK,
-            # One number of torch's generator, so that a checkpointed forward finds it again.
-            step=int(torch.randint(2**31, (), device="cpu")) if has_jitter else 0,
-            training=self.training,
         )
 
     def _connect(self, x: Tensor, dtype: torch.dtype) -> None:

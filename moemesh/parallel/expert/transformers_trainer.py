@@ -151,8 +151,7 @@ def _optimizer(trainer: Any) -> torch.optim.Optimizer:
 def _of_experts(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> list[tuple[int, Spread, dict[str, Any]]]:
-    """The entries of an optimizer's state dict of parameters that are spread over ranks: index,
-    module, values by name."""
+    """Entries of an optimizer's state of spread parameters: index, module, values by name."""
     modules = {
         id(parameter): module
         for module in model.modules()

@@ -61,16 +61,14 @@ class Stream(Protocol):
         """All gradients of update window `window` are in the reducer: make the next version."""
 
     def end(self, sample: int) -> int:
-        """Called before each forward: the number of microbatches that certainly exist; `sample` or
-        less after the end of the stream."""
+        """Number of microbatches that exist; at most `sample` after the end of the stream."""
 
     def finished(self, sample: int) -> None:
         """The backward of `sample` has run here, and what it updates."""
 
 
 class _State(NamedTuple):
-    """State from a forward for its backward: the version that it used, and its inputs if the stage
-    will be rerun."""
+    """State of a forward for its backward: its version, and inputs if the stage is rerun."""
 
     version: int
     inputs: tuple[Tensor, ...] = ()

@@ -107,8 +107,7 @@ class EntryRunner:
             self.run_entry(program, entry, recorder)
 
     def run_entry(self, program: Program, entry: Entry, recorder: TimelineRecorder) -> None:
-        """Wait for the inputs of all operations of a block, then run them: one after the other, or
-        in turns where the program can."""
+        """Wait for the inputs of a block, then run it: in order, or in turns if possible."""
         begun = recorder.clock()
         received: list[list[Tensor]] = []
         for op in entry:

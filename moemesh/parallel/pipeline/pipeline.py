@@ -44,8 +44,7 @@ from moemesh.trace.timeline import TimelineRecorder
 
 
 def stage_parts(config: ModelConfig, plan: Plan, schedule: Schedule) -> tuple[ModelPart, ...]:
-    """The part that each stage runs: embedding with the first, head and extra prediction layers
-    with the last."""
+    """Part of each stage: the first has the embedding, the last head and prediction layers."""
     layers = cut_layers(config, schedule.num_stages, plan.layers_per_stage)
     last = schedule.num_stages - 1
     return tuple(ModelPart(cut, stage == 0, stage == last) for stage, cut in enumerate(layers))
@@ -254,8 +253,7 @@ class Pipeline:
     def run(
         self, batches: Sequence[Batch], objective: Objective, recorder: TimelineRecorder
     ) -> None:
-        """Forward and backward of all `batches` (ordered by sample); the gradients are in the
-        reducer, their sums in flight."""
+        """Forward and backward of `batches` (by sample); sums of gradients are in flight."""
         self.reducer.begin()
         self._executor.run(self.program(batches, objective), recorder)
 

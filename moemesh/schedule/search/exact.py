@@ -19,8 +19,7 @@ _T = TypeVar("_T")
 
 
 class ExactSearch(NamedTuple):
-    """The best order found, None when none is better than the bound that was given; whether the
-    tree was searched to its end."""
+    """The best order, None if none beats the given bound; whether the tree was exhausted."""
 
     letters: Letters | None
     cost: float
@@ -171,8 +170,7 @@ class _Tree:
         )
 
     def bound(self, node: _Node) -> float:
-        """No completion of `node` is better: the work left, and the wait of each rank for the
-        first input gradient that it can run."""
+        """Lower bound of completions: work left, and each rank's wait for a gradient."""
         problem, m, stages = self.problem, self.problem.num_microbatches, self.problem.num_stages
         # Earliest start of each stage's next forward.
         next_forward: list[float] = []

@@ -133,8 +133,7 @@ def critical_blocks(problem: SearchProblem, state: State) -> list[tuple[int, int
 
 
 def _gaps(state: State, rank: int, position: int) -> list[int]:
-    """Positions of the two longest waits of a rank before `position`, the longest after it, and
-    the end."""
+    """Positions of the two longest waits before `position` and after it, and the end."""
     order, times = state.operations[rank], state.times
     before: list[tuple[float, int]] = []
     after: list[tuple[float, int]] = []
