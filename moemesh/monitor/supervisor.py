@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, BinaryIO, Protocol
 
 from moemesh.monitor.detector import FailureDetector, Limits, RankStatus, ReportedError, Verdict
-from moemesh.monitor.devices import FOLDER_VARIABLE, settings_for_gpus
+from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED, settings_for_gpus
 from moemesh.monitor.lease import RunFolderError
 from moemesh.monitor.progress import RANK_BYTES, SETUP, ProgressFile, ProgressRecord
 from moemesh.monitor.rendezvous import (
@@ -409,18 +409,20 @@ class Supervisor:
         check: Callable[[], None] = lambda: None,
         notice: Callable[[Straggler], None] = lambda slow: None,
         is_last: bool = False,
+        config: str = "",
     ) -> None:
         """`command`: that of every rank. Rank 0 writes to this process's output, rank i to
         ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is printed at the first Ctrl-C.
         `check` is called once a second and raises a RunFolderError to end the run. `notice` is
         called with each straggler. `is_last`: this process exits after the ranks, so that signals
-        are ignored once all of them have finished.
+        are ignored once all of them have finished. `config`: the resolved configuration, which
+        ranks read in place of that of `command`; "" without one.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
         self._limits, self._notice = limits, notice
         self._grace, self._answer, self._check = grace_seconds, answer, check
         self._signals: list[int] = []
-        self._is_last, self._has_finished = is_last, False
+        self._is_last, self._has_finished, self._config = is_last, False, config
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> SupervisorResult:
@@ -428,6 +430,8 @@ class Supervisor:
         size = self._num_ranks * RANK_BYTES
         with rendezvous_folder(size) as folder, self._catching():
             records = ProgressFile(folder / WORDS, self._num_ranks)
+            if self._config:
+                (folder / RESOLVED).write_text(self._config, encoding="utf-8")
             try:
                 for rank in range(self._num_ranks):
                     if self._signals:

@@ -133,6 +133,7 @@ def train_supervised(
             check=folder.check_lease,
             notice=lambda slow: failure.report_straggler(slow, events),
             is_last=is_last,
+            config=resolved_toml(config),
         )
         verdict = ended.verdict
         if verdict is None:
@@ -203,11 +204,11 @@ def train(
     if config.plan.world_size > 1 and _on_cpu(config):
         launch.refuse_interfaces()
     if launch.joined():
-        if problems := preparation.untrainable(request.readable, path):
-            raise ConfigError(problems)
         if launch.launched():
             folder = RunFolder.inspect(path, None, config.train.checkpoint_folder)
             return _rank(request, config, folder, is_last=in_this_process)
+        if problems := preparation.untrainable(request.readable, path):
+            raise ConfigError(problems)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(request, config, is_last=in_this_process)
     prepared = prepared or prepare(request, _say_once)
