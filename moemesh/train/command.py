@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from moemesh.checkpoint.retention import disk_warning, refuse_full_disk
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
@@ -218,10 +219,10 @@ def train(
         config.train.dtype,
         shares=launch.shares_devices(),
     )
-    if not torch.cuda.is_available():  # even if the machine has a driver
-        preparation.refuse_too_large(request.readable.config)
-    else:
-        preparation.refuse_too_large(request.readable.config, on_cpu=False)
+    from moemesh.planner.machine_memory import refuse_too_large  # late: no rank needs it
+
+    # Even a machine with a driver may have no GPU.
+    refuse_too_large(request.readable.config, on_cpu=not torch.cuda.is_available())
     # Report errors in the data before any process starts; those in weights were reported.
     for note in prepared.notes:
         _say_once(note)
@@ -332,7 +333,7 @@ def _rank(
             if mesh.rank == 0:
                 try:
                     folder = _open_folder(request, config, samples)
-                    preparation.refuse_full_disk(config, folder.checkpoints)
+                    refuse_full_disk(config, folder.checkpoints)
                 except UserError as error:
                     problem = str(error)
             problem = gather_json(problem, mesh.control)[0]
@@ -424,7 +425,7 @@ def train_rank(
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
     for warning in preparation.preflight_warnings(config, on_cpu, schedule):
         console.log(f"note: {warning}", "note")
-    if mesh.rank == 0 and (warning := preparation.disk_warning(config, folder.checkpoints)):
+    if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
         console.log(f"note: {warning}", "note")
     session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last, reason = session.done, config.train.steps, session.early_stop.reason
