@@ -1,4 +1,5 @@
-"""Retention of checkpoints: keeps the newest that were read back, verified, and are finite.
+"""Retention of checkpoints: keeps the newest that were read back, verified, and are finite; the
+space that they take.
 
 ``verified.json`` in their folder lists the verified ones: a step's name -> digest of its manifest,
 and whether its numbers are finite. It is a cache: a checkpoint that it lacks, because the file was
@@ -11,10 +12,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.checkpoint import files
-from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.files import CheckpointError, file_limit, free_bytes
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.stored import (
     StoredCheckpoint,
@@ -24,7 +27,11 @@ from moemesh.checkpoint.stored import (
     read_manifest,
     unfinished,
 )
+from moemesh.config.errors import UserError
 from moemesh.config.limits import parse_json
+from moemesh.config.run import RunConfig
+from moemesh.sharding.parameters import tuned_tensors
+from moemesh.trace.memory_profile import format_bytes
 
 VERIFIED = "verified.json"
 #: Key of a checkpoint's state for the validation loss of its step, if it was measured.
@@ -213,3 +220,87 @@ def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
             is_finite = value.get("finite")
             verified[name] = (value["digest"], is_finite if isinstance(is_finite, bool) else None)
     return verified
+
+
+# Space of a run's checkpoints on their disk.
+
+
+#: Bytes of an element of the masters, and of the model itself, by `train.dtype`.
+_MASTER_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+class DiskError(UserError):
+    """The disk has no room for a checkpoint; the message names the bytes needed and free."""
+
+
+class DiskNeed(NamedTuple):
+    """Bytes of: one checkpoint; the largest total of a run (kept ones, the best one and one being
+    written); the checkpoints present now; the free space."""
+
+    checkpoint: int
+    most: int
+    present: int
+    free: int
+
+
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest
+    unless the base is packed.
+
+    Headers, the manifest and the routers' biases, thousandths of it, are left out.
+    """
+    train = config.train
+    master, frozen = _MASTER_BYTES[train.dtype], _WEIGHT_BYTES[train.dtype]
+    return sum(
+        prod(tensor.shape)
+        * (
+            master * (1 + train.num_states(tensor.name))
+            if tensor.trains
+            else tensor.weight_bytes(frozen) * (not config.lora.is_packed)
+        )
+        for tensor in tuned_tensors(config.model, config.plan, config.tuning)
+    )
+
+
+def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
+    """Space that the run needs in the folder `checkpoints`, which need not exist yet."""
+    size = checkpoint_bytes(config)
+    present = 0  # for a store without limits
+    if isinstance(checkpoints, Path):
+        files = (file for file in checkpoints.glob("step-*/*") if file.is_file())
+        present = sum(file.stat().st_size for file in files)
+    most = size * (config.train.checkpoints_kept + 2)  # the best one, and one being written
+    return DiskNeed(size, most, present, free_bytes(checkpoints))
+
+
+def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
+    """Raise DiskError if no further checkpoint fits, or may be written; returns the need."""
+    need = disk_need(config, checkpoints)
+    limit, part = file_limit(), need.checkpoint // config.plan.world_size
+    if isinstance(checkpoints, Path) and limit is not None and part > limit:
+        raise DiskError(
+            f"{checkpoints}: a checkpoint has files of {format_bytes(part)} ({part:,} bytes) and "
+            f"more, this process may write files of {limit:,} bytes: raise the limit (ulimit -f)"
+        )
+    if need.checkpoint > need.free:
+        raise DiskError(
+            f"{checkpoints}: a checkpoint takes {format_bytes(need.checkpoint)} "
+            f"({need.checkpoint:,} bytes), {format_bytes(need.free)} ({need.free:,} bytes) are "
+            "free: make room, choose a folder on another disk (--out), or train fewer weights "
+            "(train.train_only, lora)"
+        )
+    return need
+
+
+def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
+    """A sentence if the first checkpoint fits and a later one will not."""
+    need = disk_need(config, checkpoints)
+    if need.most <= need.present + need.free:
+        return None
+    kept, available = config.train.checkpoints_kept, format_bytes(need.free + need.present)
+    return (
+        f"{kept} kept checkpoint(s), the best one and one being written take "
+        f"{format_bytes(need.most)}, and {available} are available: a later one will find the disk "
+        "full; train.checkpoints_kept is the number of kept ones"
+    )

@@ -177,13 +177,18 @@ def load(
 ) -> "Resolved":
     """The configuration of these sources; notes on them are printed to stderr, once for all ranks.
 
-    Raises ConfigError with every problem; `with_data` includes problems of the data.
+    A rank of our launcher gets the configuration that this has resolved. Raises ConfigError with
+    every problem; `with_data` includes problems of the data.
     """
     from moemesh.comm.slurm import rank_of
     from moemesh.config.errors import refuse_together
-    from moemesh.config.load import UnresolvedError
-    from moemesh.sharding.load_run import load_run
+    from moemesh.config.load import Resolved, UnresolvedError
+    from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED
+    from moemesh.sharding.load_run import load_resolved, load_run
 
+    resolved_file = Path(os.environ.get(FOLDER_VARIABLE, os.devnull)) / RESOLVED
+    if resolved_file.is_file():
+        return Resolved(config=load_resolved(resolved_file), origins={})
     try:
         resolved = load_run([config] if config else [], overrides or [])
     except UnresolvedError as error:

@@ -53,9 +53,9 @@ def config_check(
 ) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
     from moemesh.config.errors import ConfigError, UserError
+    from moemesh.planner.machine_memory import check_room
     from moemesh.train.preparation import (
         check_inputs,
-        check_room,
         check_sources,
         preflight_warnings,
         untrainable,

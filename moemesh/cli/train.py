@@ -137,12 +137,9 @@ def _print(text: str) -> None:
 
 def preparation_text(prepared: "Preparation") -> str:
     """The plan, the inputs and the files to be written, one fact per line."""
-    from moemesh.train.preparation import (
-        MOST_RANKS,
-        disk_warning,
-        predicted_memory,
-        warnings_before_ranks,
-    )
+    from moemesh.checkpoint.retention import disk_warning
+    from moemesh.planner.machine_memory import MOST_RANKS, predicted_memory
+    from moemesh.train.preparation import warnings_before_ranks
     from moemesh.train.records.kept_schedules import has_name
 
     config, folder, need = prepared.request.config, prepared.folder, prepared.disk

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import signal
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moemesh.monitor.progress import DATA, NAME_BYTES, STEP, Collective, ProgressRecord, members_of
+from moemesh.monitor.culprit import Call, culprit_in, find_culprit, mismatch
+from moemesh.monitor.progress import DATA, STEP, Collective, ProgressRecord, members_of
 
 #: Seconds within which a rank that leaves as intended has to end.
 END_SECONDS = 120.0
@@ -155,129 +156,6 @@ class StepTimes:
         self._step, self._at = step, now
 
 
-#: Operations for which the ledger counts the bytes of the whole tensor: equal on all ranks,
-#: whatever block each rank holds. In an all_to_all every rank counts what it sends.
-_OF_THE_WHOLE = frozenset({"all_reduce", "all_gather", "reduce_scatter", "broadcast"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """Ranks that called the same operation."""
-
-    collective: Collective
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        call = self.collective
-        return f"{call.op} of {call.num_bytes} bytes ({call.caller})"
-
-
-def mismatch(records: Sequence[ProgressRecord]) -> tuple[Call, ...]:
-    """The different calls under one number of a group: the call of the most ranks first, the one at
-    fault last; among equally many ranks, the call of the lowest rank first. Empty if all agree.
-
-    Ranks of a group call its operations in the same order, so equal numbers are one operation: by
-    the same name on all ranks, and with the same bytes if these are of the whole tensor. The
-    operations that ranks wait in, or waited in last, are compared, and those before them: a rank
-    that receives less than it expects may pass the operation and fail in the next one. The lowest
-    number of a group counts: later differences may follow from it. Messages between two ranks are
-    not compared: their tags let them start in any order.
-    """
-    by_number: defaultdict[tuple[str, int], list[tuple[int, Collective]]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record.rank):
-        for operation in (record.collective, record.before):
-            # Two groups may share a name that was truncated.
-            if (
-                operation is not None
-                and 0 < len(operation.group) < NAME_BYTES
-                and ">" not in operation.group
-            ):
-                by_number[operation.group, operation.number].append((record.rank, operation))
-    differing: dict[str, tuple[Call, ...]] = {}
-    for (group, _), same in sorted(by_number.items()):
-        alike: dict[tuple[str, int], Call] = {}
-        for rank, operation in same:
-            key = operation.op, operation.num_bytes if operation.op in _OF_THE_WHOLE else -1
-            before = alike[key] if key in alike else Call(collective=operation, ranks=())
-            alike[key] = replace(before, ranks=(*before.ranks, rank))
-        if len(alike) > 1:
-            ordered = sorted(alike.values(), key=lambda call: (-len(call.ranks), call.ranks[0]))
-            differing.setdefault(group, tuple(ordered))
-    return max(
-        differing.values(), key=lambda calls: sum(len(call.ranks) for call in calls), default=()
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Culprit:
-    """The rank that holds the others up in ``collective``; None: no rank waits in one."""
-
-    rank: int
-    collective: Collective | None
-    entered: tuple[int, ...]
-    missing: tuple[int, ...]
-
-
-def find_culprit(records: Sequence[ProgressRecord]) -> Culprit | None:
-    """The rank that the others wait for, from the records of ranks that do not move.
-
-    The search starts at every rank that waits in an operation and moves to a member of its group
-    that has not entered it. It ends at a rank that waits in nothing (it is in user code), or in an
-    operation that all have entered. None without records.
-    """
-    if not records:
-        return None
-    by_rank = {record.rank: record for record in records}
-    votes: Counter[int] = Counter()
-    last: dict[int, ProgressRecord] = {}
-    for record in records:
-        current, path = record, list[int]()
-        while current.inside and current.collective is not None and current.rank not in path:
-            path.append(current.rank)
-            missing = _missing(current.collective, by_rank)
-            if not missing:
-                break
-            last[missing[0]] = current
-            current = by_rank[missing[0]]
-        if record.inside:
-            # In a circle of ranks that wait for one another: the one with the fewest operations.
-            circle = path[path.index(current.rank) :] if current.rank in path else [current.rank]
-            votes[min(circle, key=lambda rank: (by_rank[rank].number, rank))] += 1
-    if not votes:
-        # No rank is seen waiting: take the one with the fewest operations of a group.
-        for record in records:
-            for group, count in record.counts.items():
-                late = [w for w in records if group in w.counts and w.counts[group] < count]
-                if late and record.collective is not None and record.collective.group == group:
-                    rank = min(late, key=lambda w: (w.counts[group], w.rank)).rank
-                    return _culprit(rank, record.collective, by_rank)
-        least = min(records, key=lambda record: (record.number, record.rank))
-        return Culprit(rank=least.rank, collective=None, entered=(), missing=())
-    rank = min(votes, key=lambda rank: (-votes[rank], by_rank[rank].number, rank))
-    if rank not in last:
-        return Culprit(rank=rank, collective=by_rank[rank].collective, entered=(), missing=())
-    collective = last[rank].collective
-    assert collective is not None
-    return _culprit(rank, collective, by_rank)
-
-
-def _culprit(rank: int, collective: Collective, by_rank: Mapping[int, ProgressRecord]) -> Culprit:
-    missing = _missing(collective, by_rank)
-    members = [member for member in collective.members if member in by_rank]
-    entered = tuple(member for member in members if member not in missing)
-    return Culprit(rank=rank, collective=collective, entered=entered, missing=missing)
-
-
-def _missing(collective: Collective, by_rank: Mapping[int, ProgressRecord]) -> tuple[int, ...]:
-    """Members that have not entered the operation, those in user code first."""
-    missing = [
-        rank
-        for rank in collective.members
-        if rank in by_rank and not by_rank[rank].entered(collective)
-    ]
-    return tuple(sorted(missing, key=lambda rank: (by_rank[rank].inside, rank)))
-
-
 Kind = Literal[
     "killed",
     "exited",
@@ -331,7 +209,7 @@ class Verdict:
 
     ``entered`` and ``missing``: the ranks that wait in ``collective``, and those that have not
     entered it. ``waited``: seconds without progress. ``calls``: those of a mismatch, see
-    :func:`moemesh.monitor.detector.mismatch`. ``lost``: hosts that cannot be reached.
+    :func:`moemesh.monitor.culprit.mismatch`. ``lost``: hosts that cannot be reached.
     """
 
     kind: Kind
@@ -556,7 +434,7 @@ class FailureDetector:
                 by_rank = {record.rank: record for record in records}
                 is_member = at is not None and status.rank in at.members
                 culprit = (
-                    _culprit(status.rank, at, by_rank) if at is not None and is_member else None
+                    culprit_in(status.rank, at, by_rank) if at is not None and is_member else None
                 )
         elif record is not None and record.on_device:
             behind = f", behind {record.collective}" if record.collective is not None else ""

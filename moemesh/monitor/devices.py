@@ -15,6 +15,8 @@ _SIGNS = (NVIDIA_DRIVER, "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd
 _TOOLS = ("nvidia-smi", "rocm-smi")
 #: Folder in which a rank of our own launcher meets the others; set for each of these ranks.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
+#: File in it with the configuration that the launcher has resolved for its ranks.
+RESOLVED = "config.toml"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: Variables with default and synonyms; each rank reads them before its first use of CUDA. One queue
 #: for each group of ranks: with fewer, unrelated streams wait for one another. Expandable segments,

@@ -239,20 +239,26 @@ def _make(folder: Path, node: Node, listener: socket.socket | None) -> bool:
 
 
 class ProcessHandles:
-    """Handles of processes with another parent: whether they have ended, and their exit code.
+    """Processes of ranks: whether they have ended, and their exit code.
 
-    Only the parent can wait for an exit code. It is read in the moment in which the process ends,
-    or is unknown (:data:`moemesh.monitor.detector.GONE`).
+    Those with another parent have a handle. Only the parent can wait for an exit code, so theirs is
+    read in the moment in which the process ends, or is unknown
+    (:data:`moemesh.monitor.detector.GONE`).
     """
 
     def __init__(self) -> None:
+        #: Processes of this parent, from rank 0; without any, the ranks have another parent.
+        self.started: list[subprocess.Popen[bytes]] = []
         self._poll = select.poll()
         self._handles: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
 
     def exit_code(self, rank: int, record: ProgressRecord | None) -> int | None:
-        """See :class:`moemesh.monitor.supervisor.Processes`."""
+        """The exit code of a rank as in :class:`moemesh.monitor.detector.RankStatus`; `record`: its
+        newest."""
+        if self.started:
+            return self.started[rank].poll()
         if record is not None and rank not in self._pids:
             self._pids[rank] = record.pid
             try:
@@ -265,8 +271,8 @@ class ProcessHandles:
         return self._codes.get(rank)
 
     def pid(self, rank: int) -> int:
-        """See :class:`moemesh.monitor.supervisor.Processes`; 0 before the first record."""
-        return self._pids.get(rank, 0)
+        """The process id of a rank; 0 if it is unknown before the first record."""
+        return self.started[rank].pid if self.started else self._pids.get(rank, 0)
 
     def wait(self, seconds: float) -> None:
         """Wait until `seconds` are over or a process has ended."""

@@ -20,15 +20,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from moemesh.monitor.detector import FailureDetector, Limits, RankStatus, ReportedError, Verdict
-from moemesh.monitor.devices import FOLDER_VARIABLE, settings_for_gpus
+from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED, settings_for_gpus
 from moemesh.monitor.lease import RunFolderError
 from moemesh.monitor.progress import RANK_BYTES, SETUP, ProgressFile, ProgressRecord
 from moemesh.monitor.rendezvous import (
     STACK_SIGNAL,
     WORDS,
+    ProcessHandles,
     read_error,
     rendezvous_folder,
     stack_file,
@@ -226,15 +227,6 @@ _STACK_SECONDS = 0.3
 _FOLLOW_SECONDS = 1.0
 
 
-class Processes(Protocol):
-    """The processes of the ranks, with any parent: exit codes as in :class:`RankStatus` (`record`:
-    the newest of the rank), and the process id of a rank that has written no record."""
-
-    def exit_code(self, rank: int, record: ProgressRecord | None) -> int | None: ...
-
-    def pid(self, rank: int) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class SupervisorResult:
     """The end of the ranks: the exit code of the run, and the verdict if it failed.
@@ -262,7 +254,7 @@ class RankWatcher:
         folder: Path,
         records: ProgressFile,
         ranks: Sequence[int],
-        processes: Processes,
+        processes: ProcessHandles,
         limits: Limits,
         notice: Callable[[Straggler], None] = lambda slow: None,
     ) -> None:
@@ -409,34 +401,37 @@ class Supervisor:
         check: Callable[[], None] = lambda: None,
         notice: Callable[[Straggler], None] = lambda slow: None,
         is_last: bool = False,
+        config: str = "",
     ) -> None:
         """`command`: that of every rank. Rank 0 writes to this process's output, rank i to
         ``rank-i.out`` and ``rank-i.err`` in `logs`. `answer` is printed at the first Ctrl-C.
         `check` is called once a second and raises a RunFolderError to end the run. `notice` is
         called with each straggler. `is_last`: this process exits after the ranks, so that signals
-        are ignored once all of them have finished.
+        are ignored once all of them have finished. `config`: the resolved configuration, which
+        ranks read in place of that of `command`; "" without one.
         """
         self._command, self._num_ranks, self._logs = command, num_ranks, logs
         self._limits, self._notice = limits, notice
         self._grace, self._answer, self._check = grace_seconds, answer, check
         self._signals: list[int] = []
-        self._is_last, self._has_finished = is_last, False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_last, self._has_finished, self._config = is_last, False, config
+        self._processes = ProcessHandles()
 
     def run(self) -> SupervisorResult:
         """Start the ranks and wait until all have left or were ended."""
         size = self._num_ranks * RANK_BYTES
         with rendezvous_folder(size) as folder, self._catching():
             records = ProgressFile(folder / WORDS, self._num_ranks)
+            if self._config:
+                (folder / RESOLVED).write_text(self._config, encoding="utf-8")
             try:
                 for rank in range(self._num_ranks):
                     if self._signals:
                         break
-                    self._processes.append(self._start(rank, folder))
-                ranks = range(len(self._processes))
-                return self._watch(
-                    RankWatcher(folder, records, ranks, self, self._limits, self._notice)
-                )
+                    self._processes.started.append(self._start(rank, folder))
+                ranks = range(len(self._processes.started))
+                arguments = folder, records, ranks, self._processes, self._limits, self._notice
+                return self._watch(RankWatcher(*arguments))
             finally:
                 self._kill(records)
                 records.close()
@@ -475,7 +470,7 @@ class Supervisor:
                         log(self._answer)
                     # Before training there is nothing to save; later every rank saves.
                     is_cut = not self._were_training(statuses)
-                    for status, process in zip(statuses, self._processes, strict=True):
+                    for status, process in zip(statuses, self._processes.started, strict=True):
                         if status.exit_code is None and not is_cut:
                             with suppress(ProcessLookupError):
                                 process.send_signal(number)
@@ -529,12 +524,6 @@ class Supervisor:
             was_training=self._were_training(statuses),
         )
 
-    def exit_code(self, rank: int, record: ProgressRecord | None) -> int | None:
-        return self._processes[rank].poll()
-
-    def pid(self, rank: int) -> int:
-        return self._processes[rank].pid
-
     def _were_training(self, statuses: Sequence[RankStatus]) -> bool:
         records = [status.record for status in statuses if status.record is not None]
         have_started = len(records) >= self._num_ranks
@@ -542,7 +531,7 @@ class Supervisor:
 
     def _kill(self, records: ProgressFile) -> None:
         """Kill every rank and all processes that it started."""
-        for rank, process in enumerate(self._processes):
+        for rank, process in enumerate(self._processes.started):
             pids = {process.pid} if process.poll() is None else set[int]()
             record = records.read(rank)
             if pids and record is not None:
@@ -552,7 +541,7 @@ class Supervisor:
                     # Its own process group if it has one, never that of another process.
                     kill = os.killpg if os.getpgid(pid) == pid else os.kill
                     kill(pid, signal.SIGKILL)
-        for process in self._processes:
+        for process in self._processes.started:
             process.wait()
 
     @contextmanager

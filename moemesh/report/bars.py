@@ -189,7 +189,7 @@ def exposed_rows(planned: PlannedStep, waited: float | None, step: float) -> lis
 
 
 def _of_step(seconds: float, step: float) -> tuple[str, str]:
-    return _milliseconds(seconds), f"{seconds / step:.1%}" if step else ""
+    return milliseconds(seconds), f"{seconds / step:.1%}" if step else ""
 
 
 def pipeline_bubble(timeline: Timeline, ranks: Sequence[int]) -> float:
@@ -211,7 +211,7 @@ def time_rows(simulated: Timeline | None, measured: Timeline) -> list[tuple[str,
     expected = step_parts(simulated) if simulated is not None else {}
     total = sum(parts.values()) or 1.0
     return [
-        _compared([name], expected.get(name) or None, seconds, _milliseconds, total=total)
+        _compared([name], expected.get(name) or None, seconds, milliseconds, total=total)
         for name, seconds in parts.items()
     ]
 
@@ -222,13 +222,13 @@ def seconds_rows(seconds: StepSeconds) -> list[tuple[str, ...]]:
     measured, predicted = seconds.mean(), seconds.mean_predicted()
     total = sum(measured.values())
     rows = [
-        _compared([part], predicted.get(part), amount, _milliseconds, total=total)
+        _compared([part], predicted.get(part), amount, milliseconds, total=total)
         for part, amount in measured.items()
     ]
     # Only with its passes is the sum of the predicted parts a step.
     has_passes = bool(predicted.keys() & {TOGETHER, *PASSES})
     whole = sum(predicted.values()) if has_passes else None
-    return [*rows, _compared(["whole step"], whole, total, _milliseconds, total=total)]
+    return [*rows, _compared(["whole step"], whole, total, milliseconds, total=total)]
 
 
 #: Share of the whole, and ratios of measured to predicted time and to bytes, from which on a
@@ -298,7 +298,8 @@ def about_traffic(
     return large_differences(before, sent, _LARGE_BYTES, _by_routing)
 
 
-def _milliseconds(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Seconds as text, in milliseconds."""
     return f"{seconds * 1e3:,.3f}"
 
 

@@ -16,10 +16,9 @@ from moemesh.report.bars import by_axis_and_phase, sent_in_training, step_parts
 from moemesh.report.document import plural
 from moemesh.report.facts import RunFacts
 from moemesh.report.timeline_picture import KINDS
-from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
-from moemesh.trace.step_seconds import DATA, OPTIMIZER, is_communication
+from moemesh.trace.step_seconds import DATA, OPTIMIZER, flop_rate, is_communication
 from moemesh.trace.timeline import Timeline
 
 #: Smallest efficient matrix product. With fewer rows or columns it is bound by reading its weights

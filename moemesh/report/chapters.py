@@ -31,10 +31,9 @@ from moemesh.report.facts import RunFacts
 from moemesh.report.svg import clip, short
 from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
-from moemesh.trace.duration import flop_rate
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Event, Run, median_of
-from moemesh.trace.step_seconds import PASSES, StepSeconds
+from moemesh.trace.step_seconds import PASSES, StepSeconds, flop_rate
 from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 

@@ -25,7 +25,6 @@ from moemesh.report.bounds import BOUNDS, Evidence, evidence_of
 from moemesh.report.document import plural
 from moemesh.report.facts import NO_STEP, RunFacts
 from moemesh.sharding.load_run import load_run
-from moemesh.trace.duration import flop_rate
 from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import (
@@ -38,6 +37,7 @@ from moemesh.trace.run import (
     newest_checkpoint,
     state_of,
 )
+from moemesh.trace.step_seconds import flop_rate
 
 # Health of a run: losses, skipped steps, survived failures.
 

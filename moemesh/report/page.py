@@ -14,8 +14,7 @@ from typing import Any, cast
 from moemesh.config.changes import compare
 from moemesh.config.load import following
 from moemesh.config.plan import DEGREES
-from moemesh.report import curves, svg
-from moemesh.report.bars import by_axis_and_phase, sent_in_training
+from moemesh.report import bars, curves, svg
 from moemesh.report.chapters import CHAPTERS, failure, toml_text
 from moemesh.report.document import (
     MAX_TABLE_ROWS,
@@ -274,7 +273,7 @@ def _value(run: Run, of_run: RunFacts, which: str, key: str) -> float | None:
     if which == "peak":
         return of_run.peak_bytes
     if which == "sent":
-        return sum(sent_in_training(run).values()) if run.ledgers else None
+        return sum(bars.sent_in_training(run).values()) if run.ledgers else None
     if which == "median":
         return of_run.medians.get(key)
     values = [value for row in run.metrics if (value := getattr(row, key)) is not None]
@@ -363,65 +362,67 @@ def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     return Chapter(figures=drawn)
 
 
+def _differences(
+    caption: str,
+    heads: Sequence[str],
+    names: Sequence[str],
+    columns: Sequence[Mapping[tuple[str, ...], float]],
+    form: Callable[[float], str],
+) -> Chapter:
+    """A table of two runs: key -> number of each, with the relative change."""
+    keys = dict.fromkeys(key for column in columns for key in column)
+    rows = [
+        (
+            *(svg.clip(part, 40) for part in key),
+            *("" if value is None else form(value) for value in values),
+            _change(*values),
+        )
+        for key in list(keys)[:MAX_TABLE_ROWS]
+        for values in ([column.get(key) for column in columns],)
+    ]
+    header = (*heads, *names, "Change")
+    return Chapter(tables=[Table(caption=caption, header=header, rows=rows, num_names=len(heads))])
+
+
 def _seconds(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     measured = [run.seconds.mean() if run.seconds is not None else {} for run in runs]
     if not any(measured):
         return Chapter(missing="Neither run has a seconds.json.")
-    rows = [
-        (
-            part,
-            *(f"{parts[part] * 1e3:,.3f}" if part in parts else "" for parts in measured),
-            _change(*(parts.get(part) for parts in measured)),
-        )
-        for part in dict.fromkeys(part for parts in measured for part in parts)
-    ]
-    caption = "Seconds of a step by part, mean rank and mean step, in milliseconds"
-    return Chapter(tables=[Table(caption=caption, header=("Part", *names, "Change"), rows=rows)])
+    return _differences(
+        "Seconds of a step by part, mean rank and mean step, in milliseconds",
+        ("Part",),
+        names,
+        [{(part,): seconds for part, seconds in parts.items()} for parts in measured],
+        bars.milliseconds,
+    )
 
 
 def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
-    totals = [by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
+    totals = [bars.by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
     keys = sorted(totals[0].keys() | totals[1].keys())
     if not keys:
         return Chapter(missing="Neither run has a ledger.json.")
-    rows = [
-        (
-            *(svg.clip(name, 40) for name in key),
-            *(format_bytes(sent.get(key, 0.0)) for sent in totals),
-            _change(*(sent.get(key, 0.0) for sent in totals)),
-        )
-        for key in keys[:MAX_TABLE_ROWS]
-    ]
-    table = Table(
-        caption="Bytes sent in one step by all ranks",
-        header=("Axis", "Phase", *names, "Change"),
-        rows=rows,
-        num_names=2,
-    )
-    return Chapter(tables=[table])
+    sent = [{key: total.get(key, 0.0) for key in keys} for total in totals]
+    caption = "Bytes sent in one step by all ranks"
+    return _differences(caption, ("Axis", "Phase"), names, sent, format_bytes)
 
 
 def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     profiles = [run.memory.ranks if run.memory else () for run in runs]
     if not any(profiles):
         return Chapter(missing="Neither run has a memory.json.")
-    highest = [
-        {name: max((p.parts()[name] for p in ranks), default=0) for name in PARTS}
-        | {"peak": max((p.peak for p in ranks), default=0)}
-        for ranks in profiles
-    ]
-    rows = [
-        (
-            name.replace("_", " "),
-            *(format_bytes(sizes[name]) for sizes in highest),
-            _change(*(float(sizes[name]) for sizes in highest)),
-        )
-        for name in (*PARTS, "peak")
-        if any(sizes[name] for sizes in highest)
-    ]
-    table = Table(
-        caption=f"Memory of the rank that holds most of each class ({MEASURED_HELD})",
-        header=("Class", *names, "Change"),
-        rows=rows,
+    sizes = [[{**profile.parts(), "peak": profile.peak} for profile in ranks] for ranks in profiles]
+    held = [part for part in (*PARTS, "peak") if any(one[part] for ranks in sizes for one in ranks)]
+    return _differences(
+        f"Memory of the rank that holds most of each class ({MEASURED_HELD})",
+        ("Class",),
+        names,
+        [
+            {
+                (part.replace("_", " "),): max((one[part] for one in ranks), default=0)
+                for part in held
+            }
+            for ranks in sizes
+        ],
+        format_bytes,
     )
-    return Chapter(tables=[table])

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moemesh.config.limits import parse_json, parse_toml, visible
-from moemesh.trace.duration import duration, flop_rate
 from moemesh.trace.run import Event, MetricsRow, missing_steps, newest_checkpoint
+from moemesh.trace.step_seconds import duration, flop_rate
 
 #: Most points of a curve; beyond, neighbours are averaged.
 MOST_POINTS = 512

@@ -11,7 +11,7 @@ from typing import cast
 from pydantic import ValidationError
 
 from moemesh.config.errors import Problem
-from moemesh.config.load import Resolved, read_recorded, resolve
+from moemesh.config.load import Resolved, following, read_recorded, resolve
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -45,6 +45,15 @@ def load_recorded(
     Raises ConfigError with every problem found.
     """
     return read_recorded(path, overrides, sections, [tuning_problems])
+
+
+def load_resolved(path: Path) -> RunConfig:
+    """The configuration that a launcher has written for its ranks
+    (:func:`moemesh.config.load.resolved_toml`). Keys that follow from others count as not given."""
+    config = load_recorded(path)
+    follows = following(path.read_text(encoding="utf-8"))
+    config.train.model_fields_set.difference_update(key[6:] for key in follows)
+    return config
 
 
 #: The number of a layer or of an expert in a name.

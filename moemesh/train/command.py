@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from moemesh.checkpoint.retention import disk_warning, refuse_full_disk
 from moemesh.checkpoint.store import CheckpointError
 from moemesh.comm import cuda, launch
 from moemesh.comm.collectives import barrier, gather_json
@@ -133,6 +134,7 @@ def train_supervised(
             check=folder.check_lease,
             notice=lambda slow: failure.report_straggler(slow, events),
             is_last=is_last,
+            config=resolved_toml(config),
         )
         verdict = ended.verdict
         if verdict is None:
@@ -203,11 +205,11 @@ def train(
     if config.plan.world_size > 1 and _on_cpu(config):
         launch.refuse_interfaces()
     if launch.joined():
-        if problems := preparation.untrainable(request.readable, path):
-            raise ConfigError(problems)
         if launch.launched():
             folder = RunFolder.inspect(path, None, config.train.checkpoint_folder)
             return _rank(request, config, folder, is_last=in_this_process)
+        if problems := preparation.untrainable(request.readable, path):
+            raise ConfigError(problems)
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(request, config, is_last=in_this_process)
     prepared = prepared or prepare(request, _say_once)
@@ -217,10 +219,10 @@ def train(
         config.train.dtype,
         shares=launch.shares_devices(),
     )
-    if not torch.cuda.is_available():  # even if the machine has a driver
-        preparation.refuse_too_large(request.readable.config)
-    else:
-        preparation.refuse_too_large(request.readable.config, on_cpu=False)
+    from moemesh.planner.machine_memory import refuse_too_large  # late: no rank needs it
+
+    # Even a machine with a driver may have no GPU.
+    refuse_too_large(request.readable.config, on_cpu=not torch.cuda.is_available())
     # Report errors in the data before any process starts; those in weights were reported.
     for note in prepared.notes:
         _say_once(note)
@@ -331,7 +333,7 @@ def _rank(
             if mesh.rank == 0:
                 try:
                     folder = _open_folder(request, config, samples)
-                    preparation.refuse_full_disk(config, folder.checkpoints)
+                    refuse_full_disk(config, folder.checkpoints)
                 except UserError as error:
                     problem = str(error)
             problem = gather_json(problem, mesh.control)[0]
@@ -423,7 +425,7 @@ def train_rank(
     on_cpu = ranks_here if mesh.device.type == "cpu" else 0
     for warning in preparation.preflight_warnings(config, on_cpu, schedule):
         console.log(f"note: {warning}", "note")
-    if mesh.rank == 0 and (warning := preparation.disk_warning(config, folder.checkpoints)):
+    if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
         console.log(f"note: {warning}", "note")
     session = Session(config, mesh, folder, samples, console, stop, schedule)
     done, last, reason = session.done, config.train.steps, session.early_stop.reason

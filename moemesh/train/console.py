@@ -21,8 +21,8 @@ from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.report.watch import View, facts
 from moemesh.sharding.parameters import num_trained
-from moemesh.trace.duration import duration
 from moemesh.trace.run import MetricsRow
+from moemesh.trace.step_seconds import duration
 from moemesh.train.records.run_folder import Events
 
 # Progress of a run: when to print a line without a terminal, and the remaining time.

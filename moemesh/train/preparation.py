@@ -6,25 +6,23 @@ Nothing is written.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, partial
-from math import prod
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
 
-from moemesh.checkpoint.files import CheckpointError, file_limit, free_bytes
+from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.remote import Place
+from moemesh.checkpoint.retention import DiskNeed, disk_need, refuse_full_disk
 from moemesh.checkpoint.stored import candidates, open_stored, read_manifest
 from moemesh.config.changes import Change
-from moemesh.config.data import DataConfig
 from moemesh.config.dispatcher_table import DISPATCHERS, dispatcher_row
-from moemesh.config.errors import ConfigError, Problem, UserError, found_by, refuse_together
+from moemesh.config.errors import ConfigError, Problem, found_by, refuse_together
 from moemesh.config.hub import short_name
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.names import Names
@@ -39,14 +37,11 @@ from moemesh.data.sources import validation_source
 from moemesh.data.tokenizer import DataError, reads_clock
 from moemesh.data.tokenizing import cache_beside
 from moemesh.monitor import devices
-from moemesh.monitor.devices import num_gpus
 from moemesh.monitor.lease import Lease
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
-from moemesh.sharding.parameters import tuned_tensors
 from moemesh.trace.machine import usable_cores
-from moemesh.trace.memory_profile import MemoryProfile, format_bytes
 from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
 from moemesh.train.records.rows import missing_package
 from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
@@ -61,256 +56,91 @@ from moemesh.train.weights.weight_sources import (
 RANKS_PER_CORE = 4
 #: Share of waiting in a step above which a pipeline gets a warning.
 LARGE_BUBBLE = 0.5
-#: Largest number of ranks that may be meant for one machine: memory is predicted for each.
-MOST_RANKS = 8
 #: Largest number of files of a source, and of lines of a file, that are checked.
 _FEW = 20
-#: Shortest proposed sequences in tokens.
-_SHORTEST = 64
 
-# Refusals: legal settings that `moemesh train` cannot carry out.
+# Refusals: legal settings that `moemesh train` cannot carry out here. Each yields problems of a
+# configuration; the folder of its run, if known, may replace missing inputs.
 
 
-def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]:
-    """Legal settings that `moemesh train` would have to ignore, or from which nothing can come; it
-    refuses them. `folder`: run folder, whose saved files may replace missing inputs."""
-    config, origins = resolved.config, resolved.origins
-    plan, batch = config.plan, config.data.global_batch
-    found = [*refusals(config), *step_problems(plan, config.model, config.data.seq_len)]
-    if obstacles := dispatcher_row(plan.dispatcher).obstacles:
+def _dispatcher(config: RunConfig, _: Path | None) -> Iterator[Problem]:
+    if obstacles := dispatcher_row(config.plan.dispatcher).obstacles:
         others = Names(DISPATCHERS, where=lambda row: not row.obstacles)
         fix = f"dispatcher = {', '.join(others)} or auto"
-        reasons = resolve_name(obstacles)(config)
-        found += [plan.problem("not-available", "dispatcher", why, fix) for why in reasons]
+        for why in resolve_name(obstacles)(config):
+            yield config.plan.problem("not-available", "dispatcher", why, fix)
+
+
+def _sinks(config: RunConfig, _: Path | None) -> Iterator[Problem]:
     for name in config.train.sinks:
         if (package := missing_package(name)) is not None:
             message = f'the sink "{name}" needs the package {package}'
             fix = f"pip install {package}, or train.sinks without it"
-            found.append(config.train.problem("not-available", "sinks", message, fix))
-    if plan.dp > batch:
+            yield config.train.problem("not-available", "sinks", message, fix)
+
+
+def _idle_replicas(config: RunConfig, _: Path | None) -> Iterator[Problem]:
+    dp, batch = config.plan.dp, config.data.global_batch
+    if dp > batch:
         message = (
-            f"dp ({plan.dp}) exceeds the {batch} sequences of a step (data.global_batch): "
-            f"{plan.dp - batch} of the {plan.dp} replicas would have nothing to do"
+            f"dp ({dp}) exceeds the {batch} sequences of a step (data.global_batch): "
+            f"{dp - batch} of the {dp} replicas would have nothing to do"
         )
-        fix = f"dp = {batch}, or data.global_batch = {plan.dp}"
-        found.append(plan.problem("too-large", "dp", message, fix))
-    is_new = not (folder and (folder / "plan.json").exists())
-    is_packed, is_base_random = config.lora.is_packed, config.model_path is None
-    if is_packed and is_base_random:
+        fix = f"dp = {batch}, or data.global_batch = {dp}"
+        yield config.plan.problem("too-large", "dp", message, fix)
+
+
+def _random_base(config: RunConfig, folder: Path | None) -> Iterator[Problem]:
+    lora, is_new = config.lora, not (folder and (folder / "plan.json").exists())
+    if config.model_path is not None:
+        return
+    if lora.is_packed:
         message = "base = nf4 reads the base at every start, and model.path names no folder"
         fix = 'model.path = FOLDER, or base = "same"'
-        found.append(config.lora.problem("missing", "base", message, fix, "model.path"))
-    elif is_new and config.lora.rank and is_base_random and not config.train.train_only:
+        yield lora.problem("missing", "base", message, fix, "model.path")
+    elif is_new and lora.rank and not config.train.train_only:
         message = (
-            f"adapters of rank {config.lora.rank} would train on random weights that do not train: "
+            f"adapters of rank {lora.rank} would train on random weights that do not train: "
             "model.path is missing, the folder of the weights that they adapt"
         )
         fix = "model.path = FOLDER, or rank = 0 to train all weights"
-        found.append(config.lora.problem("missing", "rank", message, fix))
-    return [replace(problem, origin=origins.get(problem.key, "")) for problem in found]
+        yield lora.problem("missing", "rank", message, fix)
 
 
-# Room on the disk for the checkpoints of a run.
+#: Refusals in the order of their messages.
+REFUSALS: tuple[Callable[[RunConfig, Path | None], Iterable[Problem]], ...] = (
+    lambda config, _: refusals(config),
+    lambda config, _: step_problems(config.plan, config.model, config.data.seq_len),
+    _dispatcher,
+    _sinks,
+    _idle_replicas,
+    _random_base,
+)
 
 
-#: Bytes of an element of the masters, and of the model itself, by `train.dtype`.
-_MASTER_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]:
+    """The problems of all :data:`REFUSALS`, with the origins of their keys."""
+    return [
+        replace(problem, origin=resolved.origins.get(problem.key, ""))
+        for refusal in REFUSALS
+        for problem in refusal(resolved.config, folder)
+    ]
 
 
-class DiskError(UserError):
-    """The disk has no room for a checkpoint; the message names the bytes needed and free."""
+# Warnings: settings that are legal and probably a mistake. Each yields sentences.
 
 
-class DiskNeed(NamedTuple):
-    """Bytes of: one checkpoint; the largest total of a run (kept ones, the best one and one being
-    written); the checkpoints present now; the free space."""
+class Start(NamedTuple):
+    """A run that is about to start: `ranks_on_cpu` share the cores of this machine; `schedule`
+    None: that of the plan."""
 
-    checkpoint: int
-    most: int
-    present: int
-    free: int
-
-
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest
-    unless the base is packed.
-
-    Headers, the manifest and the routers' biases, thousandths of it, are left out.
-    """
-    train = config.train
-    master, frozen = _MASTER_BYTES[train.dtype], _WEIGHT_BYTES[train.dtype]
-    return sum(
-        prod(tensor.shape)
-        * (
-            master * (1 + train.num_states(tensor.name))
-            if tensor.trains
-            else tensor.weight_bytes(frozen) * (not config.lora.is_packed)
-        )
-        for tensor in tuned_tensors(config.model, config.plan, config.tuning)
-    )
+    config: RunConfig
+    ranks_on_cpu: int = 0
+    schedule: Schedule | None = None
 
 
-def disk_need(config: RunConfig, checkpoints: Place) -> DiskNeed:
-    """Space that the run needs in the folder `checkpoints`, which need not exist yet."""
-    size = checkpoint_bytes(config)
-    present = 0  # for a store without limits
-    if isinstance(checkpoints, Path):
-        files = (file for file in checkpoints.glob("step-*/*") if file.is_file())
-        present = sum(file.stat().st_size for file in files)
-    most = size * (config.train.checkpoints_kept + 2)  # the best one, and one being written
-    return DiskNeed(size, most, present, free_bytes(checkpoints))
-
-
-def refuse_full_disk(config: RunConfig, checkpoints: Place) -> DiskNeed:
-    """Raise DiskError if no further checkpoint fits, or may be written; returns the need."""
-    need = disk_need(config, checkpoints)
-    limit, part = file_limit(), need.checkpoint // config.plan.world_size
-    if isinstance(checkpoints, Path) and limit is not None and part > limit:
-        raise DiskError(
-            f"{checkpoints}: a checkpoint has files of {format_bytes(part)} ({part:,} bytes) and "
-            f"more, this process may write files of {limit:,} bytes: raise the limit (ulimit -f)"
-        )
-    if need.checkpoint > need.free:
-        raise DiskError(
-            f"{checkpoints}: a checkpoint takes {format_bytes(need.checkpoint)} "
-            f"({need.checkpoint:,} bytes), {format_bytes(need.free)} ({need.free:,} bytes) are "
-            "free: make room, choose a folder on another disk (--out), or train fewer weights "
-            "(train.train_only, lora)"
-        )
-    return need
-
-
-def disk_warning(config: RunConfig, checkpoints: Place) -> str | None:
-    """A sentence if the first checkpoint fits and a later one will not."""
-    need = disk_need(config, checkpoints)
-    if need.most <= need.present + need.free:
-        return None
-    kept, available = config.train.checkpoints_kept, format_bytes(need.free + need.present)
-    return (
-        f"{kept} kept checkpoint(s), the best one and one being written take "
-        f"{format_bytes(need.most)}, and {available} are available: a later one will find the disk "
-        "full; train.checkpoints_kept is the number of kept ones"
-    )
-
-
-# Room in memory, and warnings: a large bubble, settings without effect.
-
-
-class TooLargeError(UserError):
-    """The model's weights, gradients and optimizer exceed the memory of the machine."""
-
-
-def refuse_too_large(
-    config: RunConfig, memory_bytes: int | None = None, *, on_cpu: bool = True
-) -> None:
-    """Raise TooLargeError if weights, gradients and optimizer of all ranks of a run on this
-    machine's CPU exceed its memory, or not `on_cpu` what its ranks offload to the host;
-    `memory_bytes` None: the memory of this machine."""
-    available = _memory_bytes() if memory_bytes is None else memory_bytes
-    plan = config.plan
-    if not on_cpu and plan.offload == "none":
-        return
-    what = "weights, gradients and optimizer" if on_cpu else "gradients and optimizer on the host"
-    needed = 0
-    for rank in range(plan.world_size if on_cpu else plan.ranks_per_node or plan.world_size):
-        profile = predicted_memory(config, rank, on_cpu=on_cpu)
-        needed += profile.peak - profile.activations if on_cpu else profile.host
-        if needed <= available:
-            continue
-        counted = f"{plan.world_size} rank(s)"
-        if rank + 1 < plan.world_size:
-            counted = f"the first {rank + 1} of {counted} alone"
-        other = "" if on_cpu else "plan.offload = none, "
-        raise TooLargeError(
-            f"{format_bytes(needed)} for {what} of {counted}, this machine has "
-            f"{format_bytes(available)}: take {other}a smaller model (model.preset, "
-            "model.num_layers), or more machines; `moemesh estimate` and `moemesh plan` find them"
-        )
-
-
-def predicted_memory(config: RunConfig, rank: int, *, on_cpu: bool = True) -> MemoryProfile:
-    """Memory of a rank of a run in a step, with uniform routing; on a CPU nothing is offloaded."""
-    # Late: every rank reads this file, and none before its first step needs the planner.
-    from moemesh.planner.traffic.own_memory import predict_memory
-
-    return predict_memory(
-        config.model,
-        config.plan.without_offload if on_cpu else config.plan,
-        seq_len=config.data.seq_len,
-        global_batch=config.data.global_batch,
-        dtype=config.train.dtype,
-        num_states=config.train.num_states,
-        rank=rank,
-        tuning=config.tuning,
-    )
-
-
-def predicted_peaks(config: RunConfig) -> int:
-    """Sum of the peaks of all ranks."""
-    return sum(predicted_memory(config, rank).peak for rank in range(config.plan.world_size))
-
-
-def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | None:
-    """A warning if all ranks of a run on this machine's CPU will probably need more memory than it
-    has: both numbers, and the smallest change that fits. None if they fit, and for more than
-    `MOST_RANKS` ranks, which are meant for other machines."""
-    if config.plan.world_size > MOST_RANKS:
-        return None
-    available = _memory_bytes() if memory_bytes is None else memory_bytes
-    ranks, first = config.plan.world_size, predicted_memory(config, 0)
-    # If the states alone exceed the machine, no batch is small enough, and large models take long
-    # to predict.
-    is_hopeless = ranks * (first.peak - first.activations) > available
-    needed = ranks * first.peak if is_hopeless else predicted_peaks(config)
-    if needed <= available:
-        return None
-    text = (
-        f"{ranks} rank(s) need {format_bytes(needed)} by prediction, this machine has "
-        f"{format_bytes(available)}"
-    )
-    # Candidates that need less: first those with the same losses, then another batch, then shorter
-    # sequences.
-    plan, data = config.plan, config.data
-    smaller: list[dict[str, dict[str, object]]] = []
-    most, least = plan.microbatches, plan.dp * plan.microbatches
-    while data.global_batch // plan.dp >= 2 * most:
-        most *= 2
-        smaller.append({"plan": {"microbatches": most}})
-    smaller.append({"plan": {"recompute": "full"}})
-    smaller.append({"plan": {"microbatches": most, "recompute": "full"}})
-    batch = data.global_batch // 2
-    while batch >= least:
-        smaller.append({"data": {"global_batch": batch}})
-        batch //= 2
-    length = data.seq_len // 2
-    while length >= _SHORTEST:
-        shorter = {"global_batch": least, "seq_len": length}
-        smaller.append({"plan": {"recompute": "full"}, "data": shorter})
-        length //= 2
-    for changes in [] if is_hopeless else smaller:
-        sections = {
-            name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()
-        }
-        changed = replace(config, **sections)
-        is_legal = not (changed.check() or refusals(changed))
-        if is_legal and (peaks := predicted_peaks(changed)) <= available:
-            keys = (
-                f"{section}.{key} = {format_value(value)}"
-                for section in changes
-                for key, value in changes[section].items()
-            )
-            return f"{text}: {', '.join(keys)} needs {format_bytes(peaks)}"
-    return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
-
-
-def preflight_warnings(
-    config: RunConfig, ranks_on_cpu: int = 0, schedule: Schedule | None = None
-) -> Iterator[str]:
-    """A sentence for each setting that is legal and probably a mistake. `ranks_on_cpu`: ranks that
-    share the cores of this machine; `schedule` None: that of the plan."""
-    plan, train, data = config.plan, config.train, config.data
-    optimizer = OPTIMIZERS[train.optimizer]
+def _without_effect(start: Start) -> Iterator[str]:
+    plan, train = start.config.plan, start.config.train
     idle = [  # condition, section, keys without effect, requirement of their effect
         (plan.pp == 1, plan, ("schedule", "stages_per_rank"), "plan.pp > 1"),
         (plan.data != "parameter_server", plan, ("servers",), "plan.data = parameter_server"),
@@ -323,10 +153,15 @@ def preflight_warnings(
         (plan.ep == 1, plan, ("spare_slots",), "plan.ep > 1"),
         (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep > 1"),
         (plan.ep == 1, train, ("rebalance_every",), "plan.ep > 1"),
-        (ranks_on_cpu > 0, plan, ("offload",), "a GPU, since a CPU has the states in its memory"),
+        (
+            start.ranks_on_cpu > 0,
+            plan,
+            ("offload",),
+            "a GPU, since a CPU has the states in its memory",
+        ),
     ]
     options = {key for row in OPTIMIZERS.values() for key in row.options}
-    for key in sorted(options - {*optimizer.options}):
+    for key in sorted(options - {*OPTIMIZERS[train.optimizer].options}):
         names = [name for name, row in OPTIMIZERS.items() if key in row.options]
         idle.append((True, train, (key,), f"train.optimizer = {' or '.join(names)}"))
     for is_idle, section, names, needed in idle:
@@ -334,8 +169,11 @@ def preflight_warnings(
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
                 shown = value if isinstance(value, str) else format_value(value)
                 yield f"{section.section}.{name} = {shown} has no effect: it needs {needed}"
-    usual = config.usual_rate
-    if train.lr >= optimizer.high_rate * usual:
+
+
+def _high_rate(start: Start) -> Iterator[str]:
+    config, train, usual = start.config, start.config.train, start.config.usual_rate
+    if train.lr >= OPTIMIZERS[train.optimizer].high_rate * usual:
         whose = "training from scratch" if config.model_path is None else "weights that are loaded"
         whose = "adapters" if config.lora.rank and config.model_path is not None else whose
         times = train.lr / usual
@@ -344,49 +182,19 @@ def preflight_warnings(
             f"train.lr = {train.lr:g} is {shown} times {usual:g}, the default for "
             f"{whose}: the loss will probably rise"
         )
-    if (parts := plan.dp * plan.microbatches) > data.global_batch:
+
+
+def _empty_parts(start: Start) -> Iterator[str]:
+    plan, batch = start.config.plan, start.config.data.global_batch
+    if (parts := plan.dp * plan.microbatches) > batch:
         yield (
             f"plan.dp = {plan.dp} and plan.microbatches = {plan.microbatches} cut a step of "
-            f"data.global_batch = {data.global_batch} sequences into {parts} parts: "
-            f"{parts - data.global_batch} are empty"
+            f"data.global_batch = {batch} sequences into {parts} parts: {parts - batch} are empty"
         )
-    yield from _json_as_text(data)
-    if train.epochs is None and train.warmup_steps >= train.steps:
-        reached = train.lr * train.steps / train.warmup_steps
-        yield (
-            f"train.warmup_steps = {train.warmup_steps} must be below train.steps = "
-            f"{train.steps}: the learning rate ends at {reached:.1e}"
-            f" and never falls; warm up for {max(train.steps // 10, 1)} steps, for example"
-        )
-    if plan.pp > 1:
-        schedule = schedule or build_step(plan, config.model, data.seq_len)
-        if schedule.update is None:  # asynchronous ones never drain
-            simulation = simulate(schedule)
-            rate = simulation.rank_idle / simulation.makespan
-            if rate > LARGE_BUBBLE:
-                yield (
-                    f"plan.microbatches = {plan.microbatches} keeps {plan.pp} pipeline ranks "
-                    f"waiting for {rate:.0%} of a step: more microbatches wait less"
-                )
-    cores = usable_cores()
-    if ranks_on_cpu > RANKS_PER_CORE * cores:
-        yield f"{ranks_on_cpu} ranks share {cores} core(s): right results, no speed to measure"
 
 
-def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
-    """Warnings for ranks to be started on this machine, before their start."""
-    plan, device = config.plan, config.train.device
-    ranks = plan.ranks_per_node or plan.world_size
-    gpus = 0 if device == "cpu" else num_gpus()
-    yield from preflight_warnings(config, 0 if gpus else ranks)
-    if not gpus and (warning := memory_warning(config)):
-        yield warning
-    if gpus and ranks > gpus:
-        yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"
-
-
-def _json_as_text(data: DataConfig) -> Iterator[str]:
-    """Warnings about files of JSON lines that are trained on as text, because of their format."""
+def _json_as_text(start: Start) -> Iterator[str]:
+    data = start.config.data
     named = [("data.format", source) for source in data.all_sources]
     if data.validation is not None:
         named.append(("data.validation_format", validation_source(data)))
@@ -406,8 +214,70 @@ def _json_as_text(data: DataConfig) -> Iterator[str]:
                     break
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _long_warmup(start: Start) -> Iterator[str]:
+    train = start.config.train
+    if train.epochs is None and train.warmup_steps >= train.steps:
+        yield (
+            f"train.warmup_steps = {train.warmup_steps} must be below train.steps = "
+            f"{train.steps}: the learning rate ends at "
+            f"{train.lr * train.steps / train.warmup_steps:.1e} and never falls; warm up for "
+            f"{max(train.steps // 10, 1)} steps, for example"
+        )
+
+
+def _large_bubble(start: Start) -> Iterator[str]:
+    plan, config = start.config.plan, start.config
+    if plan.pp == 1:
+        return
+    schedule = start.schedule or build_step(plan, config.model, config.data.seq_len)
+    if schedule.update is None:  # asynchronous ones never drain
+        simulation = simulate(schedule)
+        rate = simulation.rank_idle / simulation.makespan
+        if rate > LARGE_BUBBLE:
+            yield (
+                f"plan.microbatches = {plan.microbatches} keeps {plan.pp} pipeline ranks "
+                f"waiting for {rate:.0%} of a step: more microbatches wait less"
+            )
+
+
+def _crowded_cores(start: Start) -> Iterator[str]:
+    ranks, cores = start.ranks_on_cpu, usable_cores()
+    if ranks > RANKS_PER_CORE * cores:
+        yield f"{ranks} ranks share {cores} core(s): right results, no speed to measure"
+
+
+#: Warnings in the order of their lines.
+WARNINGS: tuple[Callable[[Start], Iterator[str]], ...] = (
+    _without_effect,
+    _high_rate,
+    _empty_parts,
+    _json_as_text,
+    _long_warmup,
+    _large_bubble,
+    _crowded_cores,
+)
+
+
+def preflight_warnings(
+    config: RunConfig, ranks_on_cpu: int = 0, schedule: Schedule | None = None
+) -> list[str]:
+    """The sentences of all :data:`WARNINGS`."""
+    start = Start(config, ranks_on_cpu, schedule)
+    return [text for warning in WARNINGS for text in warning(start)]
+
+
+def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
+    """Warnings for ranks to be started on this machine, before their start."""
+    from moemesh.planner.machine_memory import memory_warning  # late, as in `prepare`
+
+    plan, device = config.plan, config.train.device
+    ranks = plan.ranks_per_node or plan.world_size
+    gpus = 0 if device == "cpu" else devices.num_gpus()
+    yield from preflight_warnings(config, 0 if gpus else ranks)
+    if not gpus and (warning := memory_warning(config)):
+        yield warning
+    if gpus and ranks > gpus:
+        yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"
 
 
 #: Final page of a run.
@@ -472,8 +342,7 @@ class RunRequest:
         return words
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
+class Preparation(NamedTuple):
     """The result of all checks of a run, and the state of its folder.
 
     `steps`: those of the checkpoints, newest first; `disk`: their need; `samples`: None unless the
@@ -493,15 +362,18 @@ def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None)
     """Check everything: first the run folder, which an active run may hold (unless it is taken
     over), then the rest. Raises a UserError with all faults of settings, inputs and this machine.
     `log` gets the first line of a run, before data is read."""
+    # Late: a rank reads this file, and needs no planner before its first step.
+    from moemesh.planner.machine_memory import check_room
+
     refuse_unknown_permissions(request.allowed_changes)
+    kept = request.readable
     config, path, folder = request.config, request.path, request.inspect()
     if not request.takeover:
         Lease.refuse_held(path)
     changes = tuple(folder.changes(resolved_toml(config), request.allowed_changes))
     steps = tuple(candidates(folder.checkpoints))
     is_done = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps
-    look = disk_need if is_done else refuse_full_disk
-    kept = request.readable
+    look = partial(disk_need if is_done else refuse_full_disk, config, folder.checkpoints)
     read = [sources.name_of(source) for source in config.data.all_sources]
     read += [config.data.validation] if config.data.validation is not None else []
     read += [f"the weights in {config.model_path}"] if config.model_path is not None else []
@@ -517,20 +389,12 @@ def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None)
             partial(check_base, config, [folder.checkpoints / f"step-{n}" for n in steps[:1]]),
             # The newest checkpoint may be damaged: then the run resumes from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
-            partial(look, config, folder.checkpoints),
+            look,
         ),
         before_data=lambda: log(f"starting reads {', '.join(read)}; then {processes}"),
         folder=path,
     )
-    return Preparation(
-        request=request,
-        folder=folder,
-        changes=changes,
-        steps=steps,
-        disk=look(config, folder.checkpoints),
-        samples=samples,
-        notes=notes,
-    )
+    return Preparation(request, folder, changes, steps, look(), samples, notes)
 
 
 def finished(request: RunRequest) -> str | None:
@@ -629,12 +493,6 @@ def data_errors(
                 break
         errors.append(error)
     return errors
-
-
-def check_room(config: RunConfig) -> None:
-    """Raises TooLargeError if the ranks of a run would exceed the memory of this machine."""
-    if config.train.device == "cpu" or not devices.signs_of_gpus():
-        refuse_too_large(config)
 
 
 def check_base(config: RunConfig, checkpoints: Sequence[Place]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from moemesh.monitor import detector
-from moemesh.monitor.detector import END_SECONDS, GONE, Limits, LostHost, RankStatus, find_culprit
+from moemesh.monitor.culprit import find_culprit
+from moemesh.monitor.detector import END_SECONDS, GONE, Limits, LostHost, RankStatus
 from moemesh.monitor.progress import Collective, ProgressRecord, members_of
 from tests.monitor.statuses import GROUP, RESET, Clock, collective, error, record, status, waiting
 

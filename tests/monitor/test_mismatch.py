@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from moemesh.monitor import progress
-from moemesh.monitor.detector import RankStatus, mismatch
+from moemesh.monitor.culprit import mismatch
+from moemesh.monitor.detector import RankStatus
 from moemesh.monitor.progress import RANK_BYTES, Collective, ProgressRecord, read_record
 from moemesh.monitor.supervisor import SupervisorResult
 from moemesh.train.records.failure import write_verdict

@@ -16,6 +16,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.planner.estimate import estimate_run
 from moemesh.planner.layout_sources import from_plan, plan_of, trained_shares
+from moemesh.planner.machine_memory import TooLargeError, refuse_too_large
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PlanRequest
@@ -27,7 +28,6 @@ from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import step_volumes
 from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import num_trained, tensors
-from moemesh.train.preparation import TooLargeError, refuse_too_large
 
 CHOICES = (
     RunConfig(lora=LoraConfig(rank=8)),

@@ -18,11 +18,14 @@ import torch
 
 from moemesh.checkpoint import ownership
 from moemesh.checkpoint.retention import VerifiedState, remember
+from moemesh.cli.application import load
 from moemesh.config.changes import Change, compare
 from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
+from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED
+from moemesh.sharding.load_run import load_run
 from moemesh.train.records import run_folder as folder_module
 from moemesh.train.records.run_folder import (
     Events,
@@ -402,6 +405,26 @@ def test_a_key_that_an_older_version_did_not_know_stands_for_its_default() -> No
     assert compare(old, new) == []
     (change,) = compare(old, new.replace('bad_records = "fail"', 'bad_records = "skip"'))
     assert (change.key, change.old, change.new) == ("data.bad_records", "fail", "skip")
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("plan.dp=2", "train.steps=70", "train.freeze=['embedding.*']"),
+        ("train.lr=0.1", "plan.schedule=interleaved_1f1b", "plan.pp=2", "plan.stages_per_rank=2"),
+        ("lora.rank=2", "train.train_only=['norm.*']", "data.sources=[{path='a', weight=2.0}]"),
+    ],
+)
+def test_a_rank_of_the_launcher_reads_the_configuration_that_it_has_resolved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: tuple[str, ...]
+) -> None:
+    """Neither the command line nor the environment of the rank counts."""
+    config = load_run([], keys).config.with_following(steps=60, epochs=None)
+    (tmp_path / RESOLVED).write_text(resolved_toml(config))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("MOEMESH__PLAN__TP", "2")
+    read = load(tmp_path / "gone.toml", ["plan.dp=4"]).config
+    assert (read, resolved_toml(read)) == (config, resolved_toml(config))
 
 
 def test_a_rank_opens_the_folder_in_which_another_has_begun(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from moemesh.config.trainable import refusals
+from moemesh.planner.machine_memory import TooLargeError, predicted_memory, refuse_too_large
 from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import num_trained
-from moemesh.train import preparation
 from tests.train import runs
 
 
@@ -50,11 +50,11 @@ def test_what_needs_the_states_on_the_device_is_refused(keys: list[str], named: 
 def test_too_little_memory_of_the_host_is_refused_before_the_run(tmp_path: Path) -> None:
     keys: dict[str, Any] = {"plan__offload": "optimizer", "plan__dp": 2}
     config = runs.config_of(tmp_path, **keys)
-    needed = sum(preparation.predicted_memory(config, rank, on_cpu=False).host for rank in (0, 1))
+    needed = sum(predicted_memory(config, rank, on_cpu=False).host for rank in (0, 1))
     # Master, two moments and gradient of every weight, on both ranks.
     assert needed == 2 * 16 * num_trained(config.tuning, config.model, config.plan)
-    preparation.refuse_too_large(config, needed, on_cpu=False)
-    with pytest.raises(preparation.TooLargeError, match=r"on the host of 2 rank.*offload = none"):
-        preparation.refuse_too_large(config, needed - 1, on_cpu=False)
+    refuse_too_large(config, needed, on_cpu=False)
+    with pytest.raises(TooLargeError, match=r"on the host of 2 rank.*offload = none"):
+        refuse_too_large(config, needed - 1, on_cpu=False)
     plain = runs.config_of(tmp_path, plan__dp=2)
-    preparation.refuse_too_large(plain, 1, on_cpu=False)
+    refuse_too_large(plain, 1, on_cpu=False)

@@ -5,29 +5,29 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from moemesh.checkpoint import retention
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.saver import SaveOutcome
 from moemesh.checkpoint.stored import candidates, open_stored
 from moemesh.comm.mesh import Mesh
 from moemesh.config.train import TrainConfig
-from moemesh.sharding.load_run import load_run
-from moemesh.trace.memory_profile import format_bytes
-from moemesh.train import preparation
-from moemesh.train.console import Console
-from moemesh.train.preparation import (
+from moemesh.planner.machine_memory import (
     TooLargeError,
     memory_warning,
     predicted_memory,
-    preflight_warnings,
     refuse_too_large,
-    untrainable,
 )
+from moemesh.sharding.load_run import load_run
+from moemesh.trace.memory_profile import format_bytes
+from moemesh.train.console import Console
+from moemesh.train.preparation import preflight_warnings, untrainable
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.weights.saving import Checkpoints
 from tests.mistakes.files import MODEL
@@ -206,7 +206,7 @@ def test_predicted_and_written_bytes_agree(tmp_path: Path, keys: dict[str, Any])
         sum(piece.num_bytes for piece in stored.slices(file) if "selection_bias" not in piece.name)
         for file in stored.manifest.files
     )
-    predicted = preparation.checkpoint_bytes(load_run([], runs.settings(runs.small(**keys))).config)
+    predicted = retention.checkpoint_bytes(load_run([], runs.settings(runs.small(**keys))).config)
     assert predicted == sum(sizes)
 
 
@@ -214,34 +214,23 @@ def test_a_full_disk_is_refused_and_a_small_one_warned_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = runs.config_of(tmp_path, train__checkpoints_kept=3)
-    size = preparation.checkpoint_bytes(config)
+    size = retention.checkpoint_bytes(config)
     present = tmp_path / "step-1"
     present.mkdir()
     (present / "rank-00000.safetensors").write_bytes(b"x" * 1000)
-    for free, refused, warned in (
-        (size - 1, True, True),
-        (size, False, True),
-        (5 * size - 1001, False, True),
-        (5 * size - 1000, False, False),
+    for free, limit, refusal, warned in (
+        (size - 1, None, rf"{size:,} bytes\).*\({size - 1:,} bytes\) are", True),
+        (size, None, "", True),
+        (5 * size - 1001, None, "", True),
+        (5 * size - 1000, None, "", False),
+        (5 * size, size - 1, rf"{size:,} .*of {size - 1:,} .*ulimit -f", False),
+        (5 * size, size, "", False),
     ):
-        monkeypatch.setattr(preparation, "free_bytes", lambda _, free=free: free)
-        assert (preparation.disk_warning(config, tmp_path) is not None) == warned
-        if refused:
-            with pytest.raises(
-                preparation.DiskError, match=rf"{size:,} bytes\).*\({free:,} bytes\) are"
-            ):
-                preparation.refuse_full_disk(config, tmp_path)
-        else:
-            assert preparation.refuse_full_disk(config, tmp_path).free == free
-    for limit in (size - 1, size):
-        monkeypatch.setattr(preparation, "file_limit", lambda limit=limit: limit)
-        if limit == size:
-            assert preparation.refuse_full_disk(config, tmp_path).checkpoint == size
-        else:
-            with pytest.raises(
-                preparation.DiskError, match=rf"{size:,} .*of {limit:,} .*ulimit -f"
-            ):
-                preparation.refuse_full_disk(config, tmp_path)
+        monkeypatch.setattr(retention, "free_bytes", lambda _, free=free: free)
+        monkeypatch.setattr(retention, "file_limit", lambda limit=limit: limit)
+        assert (retention.disk_warning(config, tmp_path) is not None) == warned
+        with pytest.raises(retention.DiskError, match=refusal) if refusal else nullcontext():
+            assert retention.refuse_full_disk(config, tmp_path)[::3] == (size, free)
 
 
 def test_advice_speaks_of_a_checkpoint_only_where_one_is(

@@ -13,6 +13,7 @@ from moemesh.cli.train import FILES
 from moemesh.config.load import resolved_toml
 from moemesh.monitor import devices
 from moemesh.monitor.lease import Lease
+from moemesh.planner import machine_memory
 from moemesh.sharding.load_run import load_run
 from moemesh.train import preparation
 from moemesh.train.inference import evaluation
@@ -253,7 +254,7 @@ def test_what_only_this_machine_lacks_is_a_note(
 ) -> None:
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setattr(preparation, "_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(machine_memory, "_memory_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = sets(*given)
     code, out, _ = invoke("config", "check", *words)

@@ -536,6 +536,26 @@ def test_torchrun_starts_ranks_again_after_each_fault(
 
 
 @pytest.mark.slow
+def test_ranks_restart_with_the_configuration_of_their_launcher(tmp_path: Path) -> None:
+    """The file of the configuration has changed since the run started."""
+    fault = FaultSpec(
+        action="kill", rank=1, step=5, place="forward", folder=str(tmp_path), once=True
+    )
+    out, file = tmp_path / "run", tmp_path / "run.toml"
+    words = arguments(out, plan__dp=2, train__steps=8, train__checkpoint_every=2)
+    file.write_text("train.lr = 0.002")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.drill.rank", fault.text(), *words, str(file)]
+    )
+    until((out / "metrics.jsonl").exists, process)
+    file.write_text("train.lr = 0.5")
+    assert process.wait(PATIENCE) == 0
+    assert (out / "failures/1/failure.json").exists()
+    assert "\nlr = 0.002\n" in (out / "config.toml").read_text()
+    assert max(row["lr"] for row in metrics(out)) == pytest.approx(0.002)
+
+
+@pytest.mark.slow
 def test_torchrun_ends_with_the_cause(tmp_path: Path) -> None:
     fault = FaultSpec(action="loop", rank=1, step=5, place="forward", folder=str(tmp_path))
     out = tmp_path / "run"

@@ -24,7 +24,7 @@ from moemesh.config.train import TrainConfig
 from moemesh.data.samples import Windows
 from moemesh.data.sources import open_source
 from moemesh.parallel.parallelize import RankModel
-from moemesh.trace.duration import duration
+from moemesh.trace.step_seconds import duration
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer
