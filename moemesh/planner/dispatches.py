@@ -182,9 +182,9 @@ class RoutingExample:
         pairs: dict[tuple[str, str, str, str], list[list[float]]] = {}
         for rank, of_rank in enumerate(traffic):
             for counted in of_rank.exchanges():
-                key, (out, *_) = counted[:4], counted.amounts
+                key, out = counted[:4], counted.amounts[0]
                 peers = of_rank.lines.members(counted.axis)
-                of_rank.lines.enter(*key, *counted.amounts)
+                of_rank.lines.enter([counted])
                 if len(peers) > 1:
                     matrix = pairs.setdefault(key, [[0.0] * len(ranks) for _ in ranks])
                     for place, peer in enumerate(peers):

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from math import ceil, floor
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from moemesh.config.dispatcher_table import DISPATCHERS, ROW_HOPS, HopRows, disp
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.planner.traffic.ledger_lines import BOTH, LedgerLines, Transfer
 from moemesh.sharding.dispatchers import (
     packed_bytes,
     slots_per_pair,
@@ -162,23 +161,6 @@ _DISPATCH, _COMBINE = "moe.dispatch", "moe.combine"
 _INT64, _INT32 = 8, 4
 
 
-class CountedExchange(NamedTuple):
-    """One collective of a dispatch: rows of `width` bytes to and from each member of the axis, or
-    each member's rows in a gather or a reduce-scatter."""
-
-    axis: str
-    op: str
-    phase: str
-    caller: str
-    rows: tuple[Sequence[float], ...]
-    width: float
-
-    @property
-    def amounts(self) -> list[list[float]]:
-        """Bytes, as arguments of :meth:`LedgerLines.enter`."""
-        return [[rows * self.width for rows in side] for side in self.rows]
-
-
 @dataclass(kw_only=True)
 class DispatchTraffic:
     """Plan, dispatch and combine of one chunk, forward and backward."""
@@ -208,7 +190,7 @@ class DispatchTraffic:
         self._slots = slots_per_pair(self.max_tokens, *sizes)
         self._rows = cache(self._rows_of)
 
-    def exchanges(self) -> Iterator[CountedExchange]:
+    def exchanges(self) -> Iterator[Transfer]:
         """All collectives of one chunk, in the order in which `moemesh dispatch` prints them."""
         plan, lines, dispatcher = self.plan, self.lines, dispatcher_row(self.plan.dispatcher)
         if plan.ep * plan.etp == 1:
@@ -216,10 +198,8 @@ class DispatchTraffic:
         sent = [self.sent_by(peer) for peer in lines.members("ep_etp")]
         if dispatcher.has_slots:
             header, headers = [self._slots + 1.0] * plan.ep, ("forward", "moe.headers")
-            yield CountedExchange("ep", "all_to_all", *headers, (header, header), _INT32)
-            yield CountedExchange(
-                "etp", "all_gather", *headers, ([sum(header)] * plan.etp,), _INT32
-            )
+            yield _sized("ep", "all_to_all", *headers, (header, header), _INT32)
+            yield _sized("etp", "all_gather", *headers, ([sum(header)] * plan.etp,), _INT32)
             if any(rows > self._slots for item in sent for rows in item.rows):
                 dispatcher = DISPATCHERS[dispatcher.fallback]
         hops = dispatcher.hops
@@ -259,8 +239,8 @@ class DispatchTraffic:
                     visits = self.sent_by(lines.rank).visits
                     both = out, [visits[place // plan.etp] for place in range(len(sent))]
                     uneven = "ep_etp", "all_to_all"
-                    yield CountedExchange(*uneven, "forward", caller, both, self.plain)
-                    yield CountedExchange(*uneven, "backward", caller, both[::-1], self.plain)
+                    yield _sized(*uneven, "forward", caller, both, self.plain)
+                    yield _sized(*uneven, "backward", caller, both[::-1], self.plain)
         if exact:
             # Each (token, expert) row is returned on its own: sums over etp, then over ep.
             home = ROW_HOPS[::-1]
@@ -270,14 +250,14 @@ class DispatchTraffic:
             for hop in home:
                 yield self._travel(hop, "backward", _COMBINE, self.plain)
 
-    def _plan_messages(self, hop: HopRows, slots: int) -> Iterator[CountedExchange]:
+    def _plan_messages(self, hop: HopRows, slots: int) -> Iterator[Transfer]:
         """Messages that announce the rows of a hop: counts and ids."""
         plan, counts = self.plan, ("forward", _COUNTS)
         if hop.rows == "slots":
             return  # their headers carry both
         if hop.rows == "tokens":
             each = [1.0] * plan.ep * plan.etp
-            yield CountedExchange(hop.axis, "all_gather", *counts, (each,), _INT64)
+            yield _sized(hop.axis, "all_gather", *counts, (each,), _INT64)
             yield self._travel(hop, *counts, slots * _INT64)
             return
         # ep: rows of each expert of a rank, spare slots included. ep_rail: tokens of a node, then
@@ -288,19 +268,19 @@ class DispatchTraffic:
         numbers["etp"] = 2 if hop.is_of_tokens else local * plan.ep
         block = [float(self.counts * numbers[hop.axis])] * len(self.lines.members(hop.axis))
         if hop.is_gathered and self.counts:
-            yield CountedExchange(hop.axis, "all_gather", *counts, (block,), _INT64)
+            yield _sized(hop.axis, "all_gather", *counts, (block,), _INT64)
         elif self.counts:
-            yield CountedExchange(hop.axis, "all_to_all", *counts, (block, block), _INT64)
+            yield _sized(hop.axis, "all_to_all", *counts, (block, block), _INT64)
         if hop.is_of_tokens:
             yield self._travel(hop, *counts, _INT32 * (slots + 1))
 
     def _travel(
         self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False
-    ) -> CountedExchange:
+    ) -> Transfer:
         """Rows of `width` bytes to the experts, or back from them (`home`)."""
         there, back = ("all_gather", "reduce_scatter") if hop.is_gathered else ("all_to_all",) * 2
         rows = self._rows(hop)[::-1] if home else self._rows(hop)
-        return CountedExchange(hop.axis, back if home else there, phase, caller, rows, width)
+        return _sized(hop.axis, back if home else there, phase, caller, rows, width)
 
     def _rows_of(self, hop: HopRows) -> tuple[list[float], ...]:
         """Rows to and from each member of the hop's axis; each member's rows if it is a gather."""
@@ -339,6 +319,15 @@ class DispatchTraffic:
         return [self.sent_by(peer).rows[at] for peer in group]
 
 
+def _sized(
+    axis: str, op: str, phase: str, caller: str, rows: tuple[Sequence[float], ...], width: float
+) -> Transfer:
+    """A collective with rows of `width` bytes to and from each member of the axis, or with each
+    member's rows in a gather or a reduce-scatter."""
+    amounts = tuple([number * width for number in side] for side in rows)
+    return Transfer(axis, op, phase, caller, amounts)
+
+
 # Traffic that transient replicas add to an MoE layer: counts of all ranks, weights, rerouted rows.
 #
 # Legend: P ranks of ep, X ranks of etp, E experts, W numbers of one expert's local shard, w bytes.
@@ -366,11 +355,10 @@ def replicated(
     plan: Plan,
     element: int,
     routed: Callable[[int], SentRows],
-    times: int,
-) -> Callable[[int], SentRows]:
-    """Enter the weights of replicas for one chunk of tokens of one layer, in the ep_etp group of
-    `lines`, whose ranks send the rows `routed` without replicas. Returns the rows that a rank sends
-    with them, by the rank of their place instead of their home."""
+) -> tuple[list[Transfer], Callable[[int], SentRows]]:
+    """The transfers of the weights of replicas for one chunk of tokens of one layer, in the ep_etp
+    group of `lines`, whose ranks send the rows `routed` without replicas; and the rows that a rank
+    sends with them, by the rank of their place instead of their home."""
     experts, ep_index = model.num_experts, lines.coordinates["ep"]
     table = np.array([routed(peer).by_expert for peer in lines.members("ep_etp")], dtype=np.int64)
     #: [P, X, E] tokens of every rank of the group; [P, E] of all lanes of an ep index.
@@ -389,6 +377,7 @@ def replicated(
             quotas = shadow_experts(requested, home, shadow_rows=cost, max_shadows=most)
         #: [P, places] tokens that all lanes of a rank send to each place.
         assigned = assign_tokens(quotas, requested, ranks_per_node=lines.layout.ep_node)
+    weights: list[Transfer] = []
     if quotas.num_replicas:
         width = model.expert_intermediate_size // plan.etp
         numbers = 3 * width * model.hidden_size
@@ -402,7 +391,7 @@ def replicated(
         out = [float(count * size) for count in is_local.sum(axis=1)]
         wanted = quotas.home[spare[ep_index][filled[ep_index]]]
         into = [float(count * size) for count in np.bincount(wanted, minlength=plan.ep)]
-        lines.paired("ep", "all_to_all", "moe.replicas", out, into, times=times)
+        weights.append(Transfer("ep", "all_to_all", BOTH, "moe.replicas", (out, into)))
 
     @cache
     def sent(rank: int) -> SentRows:
@@ -419,4 +408,4 @@ def replicated(
                 start = stop
         return replace(routed(rank), rows=tuple(float(count) for count in rows))
 
-    return sent
+    return weights, sent

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from moemesh.config.layout import Layout
 from moemesh.trace import wire
@@ -18,10 +17,30 @@ _PAIRS = {
     "all_to_all": "all_to_all",
     "all_reduce": "all_reduce",
 }
+_MESSAGES = {"send": "send_receive", "receive": "send_receive"}
+#: Phase of a collective in a forward that has its pair, for the gradients, in the backward.
+BOTH = "both"
+
+
+class Transfer(NamedTuple):
+    """One operation of a rank: who, what, when, for whom, its bytes, and how often.
+
+    `amounts` are arguments of :mod:`moemesh.trace.wire`: elements and bytes of each (all_reduce),
+    bytes of each member's block (all_gather, reduce_scatter), bytes to and from each member
+    (all_to_all), bytes from the first member (broadcast); or the bytes of a message ("send",
+    "receive"), which is left out if they are 0.
+    """
+
+    axis: str
+    op: str
+    phase: str
+    caller: str
+    amounts: tuple[Any, ...]
+    times: int = 1
 
 
 class LedgerLines:
-    """Adds operations of one rank in closed form; expected bytes may be fractions until
+    """Sums of a rank's transfers in closed form; expected bytes may be fractions until
     :meth:`ledger` rounds each sum once.
 
     Lines of a forward are entered `forwards` times; those of the callers in `recomputed` also as
@@ -37,62 +56,40 @@ class LedgerLines:
         self._forwards, self._recomputed = forwards, recomputed
         self._group_of = cache(layout.group_of)
         self._sums: dict[tuple[str, str, str, str], list[float]] = {}
-        self._has_backward = True
-
-    @contextmanager
-    def backward(self, exists: bool) -> Generator[None]:
-        """Context in which lines of backward and recomputation are dropped unless `exists`."""
-        before, self._has_backward = self._has_backward, self._has_backward and exists
-        yield
-        self._has_backward = before
 
     def members(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
         """Ranks of the `axis` group of `rank` (this one by default), ascending."""
         return self._group_of(axis, self.rank if rank is None else rank)
 
-    def enter(
-        self, axis: str, op: str, phase: str, caller: str, *amounts: Any, times: int = 1
-    ) -> None:
-        """Enter one collective, `times` times; no-op on an axis of one rank.
+    def enter(self, transfers: Iterable[Transfer], has_backward: bool = True) -> None:
+        """Add transfers; those of backward and recomputation only if `has_backward`. Collectives
+        on an axis of one rank are left out."""
+        for axis, op, phase, caller, amounts, times in transfers:
+            passes = [(phase, op, amounts)]
+            if phase == BOTH:
+                back = amounts[::-1] if op == "all_to_all" else amounts
+                passes = [("forward", op, amounts), ("backward", _PAIRS[op], back)]
+            for name, what, sizes in passes:
+                is_kept = has_backward or name not in ("backward", "recompute")
+                if is_kept and times and (moved := self._moved(axis, what, sizes)):
+                    key, more = _MESSAGES.get(what, what), name == "forward"
+                    self._add((axis, key, name, caller), moved, times * self._forwards**more)
+                    if more and has_backward and caller in self._recomputed:
+                        self._add((axis, key, "recompute", caller), moved, times)
 
-        `amounts` are arguments of :mod:`moemesh.trace.wire`: elements and bytes of each
-        (all_reduce), bytes of each member's block (all_gather, reduce_scatter), bytes to and from
-        each member (all_to_all), bytes from the first member (broadcast).
-        """
-        ranks = self.members(axis)
-        if len(ranks) == 1:
-            return
-        index = ranks.index(self.rank)
+    def _moved(self, axis: str, op: str, amounts: tuple[Any, ...]) -> Sequence[float]:
+        """(payload, sent, received) bytes of one operation; empty if nothing moves."""
+        if op in _MESSAGES:
+            size = amounts[0]
+            return () if not size else (size, size, 0) if op == "send" else (size, 0, size)
+        if len(ranks := self.members(axis)) == 1:
+            return ()
         last: dict[str, Any] = {"all_reduce": {"size": len(ranks)}}
         last["broadcast"] = {"size": len(ranks), "source_index": 0}
-        moved = getattr(wire, op)(*amounts, index=index, **last.get(op, {}))
-        self._add(axis, op, phase, caller, moved, times)
+        return getattr(wire, op)(*amounts, index=ranks.index(self.rank), **last.get(op, {}))
 
-    def paired(self, axis: str, op: str, caller: str, *amounts: Any, times: int = 1) -> None:
-        """Enter a collective of a forward and its pair in the backward, for the gradients."""
-        self.enter(axis, op, "forward", caller, *amounts, times=times)
-        back = reversed(amounts) if op == "all_to_all" else amounts
-        self.enter(axis, _PAIRS[op], "backward", caller, *back, times=times)
-
-    def message(
-        self, axis: str, size: float, phase: str, caller: str, times: int = 1, *, sends: bool
-    ) -> None:
-        """Enter a message, sent or received; no-op for an empty message."""
-        if size and times:
-            moved = (size, size, 0) if sends else (size, 0, size)
-            self._add(axis, "send_receive", phase, caller, moved, times)
-
-    def _add(
-        self, axis: str, op: str, phase: str, caller: str, moved: Sequence[float], times: int
-    ) -> None:
-        """Add (payload, sent, received) bytes."""
-        if phase in ("backward", "recompute") and not self._has_backward:
-            return
-        if phase == "forward":
-            if caller in self._recomputed:
-                self._add(axis, op, "recompute", caller, moved, times)
-            times *= self._forwards
-        sums = self._sums.setdefault((axis, op, phase, caller), [0, 0, 0, 0])
+    def _add(self, key: tuple[str, str, str, str], moved: Sequence[float], times: int) -> None:
+        sums = self._sums.setdefault(key, [0, 0, 0, 0])
         sums[0] += times
         for place, value in enumerate(moved, start=1):
             sums[place] += value * times

@@ -185,7 +185,7 @@ class LayerMemory(RankStep):
 
     def stage(self, stage: int, number: int) -> list[SavedTensors]:
         """Kept tensors of one forward on one stage, of all layers with a backward."""
-        whole, local = self.placement.tokens(self.global_batch, self.rank, number)
+        whole, local = self.tokens(number)
         length = self.placement.positions(
             self.coordinates["cp"], number % len(self.placement.lengths)
         )

@@ -132,10 +132,22 @@ class RankStep:
         self.coordinates = self.placement.coordinates(self.rank)
         #: Bytes of a number that has at least fp32.
         self.wide = max(self.w, 4)
+        #: Axis of the ranks that share sequences.
+        self.sharing = "cp_tp" if self.plan.cp > 1 else "tp"
         self.routing = self.given_routing or uniform_routing(self.model, self.layout)
         self.max_tokens = self.plan.tokens_per_rank(self.placement.seq_len, self.global_batch)
         is_whole = self.plan.combine == "exact" or self.plan.ep * self.plan.etp == 1
         self.chunks = 1 if is_whole else self.plan.dispatch_chunks
+
+    def tokens(self, forward: int, rank: int | None = None) -> tuple[int, int]:
+        """:meth:`StagePlacement.tokens` of one forward of `rank`, by default this one."""
+        rank = self.rank if rank is None else rank
+        return self.placement.tokens(self.global_batch, rank, forward)
+
+    def blocks(self, tokens: int, channels: int | None = None) -> list[float]:
+        """Bytes of each tensor-parallel rank's rows of `channels`, by default of the stream."""
+        width = (self.model.hidden_size if channels is None else channels) * self.w
+        return [float(rows * width) for rows in shard_sizes(tokens, self.plan.tp)]
 
     def sequences(self, forward: int) -> int:
         """Number of sequences of which this rank computes a part, in one forward."""
@@ -151,7 +163,7 @@ class RankStep:
 
         @cache
         def sent(rank: int) -> SentRows:
-            _, tokens = self.placement.tokens(self.global_batch, rank, forward)
+            _, tokens = self.tokens(forward, rank)
             return self.routing(rank, forward, layer, tokens, chunk, self.chunks)
 
         return sent
