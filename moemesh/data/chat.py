@@ -22,7 +22,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from moemesh.config.limits import one_line
-from moemesh.data.records import COMPLETION, PROMPT, BadRecordError, Where
+from moemesh.data.records import (
+    COMPLETION,
+    PROMPT,
+    TEMPLATE_VALUES,
+    TOOLS,
+    BadRecordError,
+    Where,
+)
 from moemesh.data.template_limits import LimitedEnvironment, sizes_of
 from moemesh.data.tokenizer import TEMPLATE, DataError, Tokenizer
 
@@ -80,7 +87,7 @@ class ChatTemplate:
             lstrip_blocks=True,
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
-        environment.add_filter("tojson", partial(json.dumps, ensure_ascii=False))
+        environment.add_filter("tojson", _json)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: _now(day).strftime(form)
         self._environment, self._tokens = environment, tokens
@@ -91,7 +98,7 @@ class ChatTemplate:
             try:
                 self._templates[name] = environment.from_string(source)
                 parsed = environment.parse(source)
-            except (TemplateError, RecursionError, MemoryError) as error:
+            except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
                 raise DataError(f"{origin}: the chat template is broken: {error}") from error
             if any(node.name == BEGIN for node in parsed.find_all(nodes.Name)):
                 self._marking.add(name)
@@ -114,15 +121,19 @@ class ChatTemplate:
         )
 
     def render(self, record: Mapping[str, Any], where: Where) -> Rendered:
-        """The text of the conversation under "messages" (and "tools").
+        """The text of the conversation under "messages", with "tools" and the values for the
+        template under "chat_template_kwargs".
 
         Raises BadRecordError for an invalid conversation, one without an assistant turn, and one
         for which the template fails.
         """
-        tools, (messages, learned) = record.get("tools"), _messages(record, where)
-        sizes = sizes_of([messages, tools])
+        tools, (messages, learned) = record.get(TOOLS), _messages(record, where)
+        given = record.get(TEMPLATE_VALUES) or {}
+        if not isinstance(given, dict):
+            raise BadRecordError(where, f'"{TEMPLATE_VALUES}" must be an object')
+        sizes = sizes_of([messages, tools, given])
         rendering = _Rendering(
-            partial(self._render, tools=tools, where=where, sizes=sizes), messages
+            partial(self._render, tools=tools, where=where, sizes=sizes, values=given), messages
         )
         if self._name(tools) in self._marking:
             spans = rendering.marked_spans(learned)
@@ -198,14 +209,14 @@ class ChatTemplate:
         tools: Any = None,
         where: Where = CHAT,
         sizes: Mapping[int, int] | None = None,
+        values: Mapping[str, Any] | None = None,
         **given: Any,
     ) -> str:
-        values = {BEGIN: "", END: "", "add_generation_prompt": False} | self._tokens | given
+        known = {BEGIN: "", END: "", "add_generation_prompt": False, "documents": None}
+        known |= {**self._tokens, **(values or {}), **given, "messages": messages, TOOLS: tools}
         self._environment.begin(sizes or {})
         try:
-            text = self._templates[self._name(tools)].render(
-                messages=messages, tools=tools, documents=None, **values
-            )
+            text = self._templates[self._name(tools)].render(known)
             text.encode()  # escapes in JSON can produce lone surrogates
         except Exception as error:  # a template may raise anything
             reason = f"the chat template ({self._origin}) fails: {str(error)[:LONGEST_REASON]}"
@@ -375,7 +386,7 @@ class _Generation(Extension):
         next(parser.stream)
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         first, last = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN, END))
-        return [first, *body, last]
+        return [first, nodes.Scope(body), last]  # values that it sets end with it
 
 
 def _media(content: Any) -> str | None:
@@ -426,9 +437,31 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
         if (reasoning := next((rest[key] for key in REASONING if key in rest), None)) is not None:
             rest = {"thinking": reasoning, **rest, "reasoning_content": reasoning}
         held.append(rest)
+    tools = record.get(TOOLS)
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise BadRecordError(where, f'"{TOOLS}" must be a list of objects')
     if all(message["role"] != "assistant" for message in held):
         raise BadRecordError(where, "the conversation has no assistant turn to learn from")
     return held, learned
+
+
+def _json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter ``tojson`` of transformers, whose options may be given by position."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _now(day: datetime.date | None) -> datetime.datetime:

@@ -13,6 +13,7 @@ import re
 import stat
 import sysconfig
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import glob, has_magic
@@ -29,8 +30,9 @@ FileFormat = Literal["bytes", "text", "jsonl", "parquet", "dataset"]
 
 Compression = Literal["none", "gzip", "zstd"]
 
-#: Name endings of JSON lines, after the ending of a compression is removed.
-LINES = (".jsonl", ".ndjson")
+#: Name endings of records in JSON, one on each line or in one list, after the ending of a
+#: compression is removed; and of tables in text.
+RECORDS, TABLES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
 COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 #: Marks of a folder that `datasets.Dataset.save_to_disk` has written.
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
@@ -47,6 +49,7 @@ MAGIC = (
     (b"PK\x03\x04", "a zip archive"),
     (b"PAR1", "parquet data"),
     (b"ARROW1", "Arrow data"),
+    (b"%PDF-", "a PDF document"),
 )
 #: Limits of the checks before a source is read: bytes at the beginning of a file, and files.
 HEAD, CHECKED_FILES = 1 << 16, 1000
@@ -233,17 +236,45 @@ def check_head(file: DataFile) -> None:
         )
         kind = "text" if format == "text" else "JSON"
         raise DataError(f"{path} holds {content}, not {kind}: {advice}")
-    # JSON by the name of the file, or by its first line, which is an object.
-    is_json = Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix == ".json"
     line, newline, _ = head.partition(b"\n")
-    if line.lstrip().startswith(b"{") and (newline or len(head) < HEAD):
+    is_object = line.lstrip().startswith(b"{") and (newline or len(head) < HEAD)
+    is_record = False
+    if is_object:
         with suppress(ValueError):
-            is_json = is_json or isinstance(parse_json(line), dict)
-    if format == "text" and not named and is_json:
+            is_record = isinstance(parse_json(line), dict)
+    if named:
+        return
+    suffix = _suffixes(path)[0]
+    if format == "text" and is_record:
         raise DataError(
             f'{path} holds JSON. Set data.format to "jsonl" to read the records of its lines, or '
             'to "text" to train on the JSON text itself'
         )
+    if format == "text" and suffix in TABLES:
+        raise DataError(
+            f'{path} is named as a table. Set data.format to "text" to train on its text as it is, '
+            "or convert it: python -c \"import datasets; datasets.load_dataset('csv', "
+            f"data_files='{path}')['train'].to_parquet('{path.stem}.parquet')\""
+        )
+    if format == "jsonl" and suffix == ".json" and is_object and not is_record:
+        raise DataError(
+            f"{path} holds one JSON object on several lines, and records are JSON lines or the "
+            f"elements of a list: jq -c '.KEY[]' {path.name} > {path.stem}.jsonl writes those of a "
+            'list under KEY; data.format = "text" trains on the JSON text itself'
+        )
+
+
+def holds_list(stream: BinaryIO) -> bool:
+    """Whether the JSON in a stream is a list and not an object on each line."""
+    start: bytes = stream.peek(HEAD)  # pyright: ignore  # all streams of open_stream are buffered
+    return start.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """The last suffix of a name, without that of a compression, and that of the compression."""
+    name = path.name.lower()
+    ending = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
+    return Path(name.removesuffix(ending)).suffix, ending
 
 
 def _classified(path: Path, format: str) -> DataFile:
@@ -254,15 +285,14 @@ def _classified(path: Path, format: str) -> DataFile:
         return DataFile(path, "parquet", named=True)
     if format == "dataset":
         raise DataError(f"{path} is a file: a dataset that was saved to disk is a folder")
-    name = path.name.lower()
-    ending = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
-    name, compression = name.removesuffix(ending), COMPRESSED.get(ending, "none")
+    suffix, ending = _suffixes(path)
+    compression = COMPRESSED.get(ending, "none")
     if format != "auto":
         kind: FileFormat = "jsonl" if format == "jsonl" else "text"
         return DataFile(path, kind, compression, named=True)
-    if name.endswith(".parquet"):
+    if suffix == ".parquet" and not ending:
         return DataFile(path, "parquet")
-    return DataFile(path, "jsonl" if name.endswith(LINES) else "text", compression)
+    return DataFile(path, "jsonl" if suffix in RECORDS else "text", compression)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ time: a file may be larger than memory.
     text      a file; above PIECE bytes in pieces             file, byte
     bytes     the same, of any content and never decompressed file, byte
     jsonl     a line that is not blank                        file, line, byte
+              or, in a file that is one list, an element      file, element
     parquet   a row                                           file, row
     dataset   a row of a folder that datasets has saved,      folder, row
               or of a dataset of the Hub
@@ -24,8 +25,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from moemesh.config.data import BadRecords
-from moemesh.config.limits import parse_json
-from moemesh.data.input_files import HUB, SAVED_DATASETS, DataFile, check_head, open_stream
+from moemesh.config.limits import LARGEST_JSON, parse_json
+from moemesh.data.input_files import (
+    HUB,
+    SAVED_DATASETS,
+    DataFile,
+    check_head,
+    holds_list,
+    open_stream,
+)
 from moemesh.data.tokenizer import DataError
 
 #: Approximate bytes of the pieces of a larger text file, which end at ends of lines.
@@ -40,11 +48,15 @@ NAMED = 5
 ENOUGH = 1000
 #: The key of a conversation, and those of a prompt and its completion.
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
+#: Optional keys of every conversation: its tools, values for the chat template, and those that
+#: must be empty, because they hold data other than text.
+TOOLS, TEMPLATE_VALUES = "tools", "chat_template_kwargs"
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 #: Keys that identify a record of another format -> its optional keys.
 SHAPES = {
-    ("conversations",): ("system", "tools"),
-    ("instruction", "output"): ("input", "system", "history", "tools"),
-    (PROMPT, COMPLETION): ("tools",),
+    ("conversations",): ("system",),
+    ("instruction", "output"): ("input", "system", "history"),
+    (PROMPT, COMPLETION): (),
 }
 #: Keys of questions and answers in unsupported records, for the advice on how to convert them.
 QUESTIONS, ANSWERS = ("question", "query", "problem", "prompt"), ("answer", "response", "solution")
@@ -151,20 +163,11 @@ def read(
                 yield from _texts(stream, file.path)
         case "jsonl":
             with open_stream(file.path, file.compression) as stream:
-                number = place = 0
-                while line := stream.readline(LONGEST_LINE):
-                    number += 1
-                    where = Where(str(file.path), "line", number, place)
-                    place += len(line)
-                    if len(line) == LONGEST_LINE:
-                        raise DataError(
-                            f"{where}: the line has more than {LONGEST_LINE:,} bytes, the limit of "
-                            "a record"
-                        )
-                    if not line.strip():
-                        continue
+                is_list = holds_list(stream)
+                for where, value in (_elements if is_list else _lines)(stream, file.path):
                     try:
-                        yield where, _record(_parsed(line, where), text_key, where)
+                        value = _parsed(value, where) if isinstance(value, bytes) else value
+                        yield where, _record(value, text_key, where)
                     except BadRecordError as error:
                         log.unreadable(error)
         case "parquet":
@@ -172,6 +175,34 @@ def read(
         case "dataset":
             rows = _dataset(file.path, text_key, is_on_hub=file.is_on_hub)
             yield from _rows(rows, file.path, text_key, log)
+
+
+def _lines(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, bytes]]:
+    """The lines that are not blank."""
+    number = place = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        where = Where(str(path), "line", number, place)
+        place += len(line)
+        if len(line) == LONGEST_LINE:
+            raise DataError(
+                f"{where}: the line has more than {LONGEST_LINE:,} bytes, the limit of a record"
+            )
+        if line.strip():
+            yield where, line
+
+
+def _elements(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, object]]:
+    """The elements of a file that is one list, all in memory at once."""
+    try:
+        values = parse_json(stream.read(LARGEST_JSON + 1).decode("utf-8-sig"))
+    except ValueError as error:
+        raise DataError(
+            f"{path}: not a valid list in JSON ({error}); a file of JSON lines has no "
+            "brackets around them"
+        ) from error
+    for number, value in enumerate(values, start=1):
+        yield Where(str(path), "element", number, None), value
 
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
@@ -225,7 +256,7 @@ def _record(found: object, text_key: str, where: Where) -> Record:
             key: value for key, value in cast("dict[str, Any]", found).items() if value is not None
         }
         if MESSAGES in fields:
-            return without_nulls(fields)
+            return _conversation(fields.pop(MESSAGES), fields, where)
         if isinstance(text := fields.get(text_key), str):
             return _encoded(text, where)
         shape = next((keys for keys in SHAPES if all(key in fields for key in keys)), None)
@@ -258,6 +289,20 @@ def _encoded(text: str, where: Where) -> bytes:
     except UnicodeEncodeError as error:
         reason = f"the text is not valid Unicode ({error.reason})"
         raise BadRecordError(where, reason) from error
+
+
+def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Record:
+    """The record of `messages` with its optional keys from `fields`."""
+    for key in MEDIA:
+        if fields.get(key):
+            raise BadRecordError(where, f'"{key}" is not empty; only text is trained')
+    record = {MESSAGES: without_nulls(messages)}
+    for key in (TOOLS, TEMPLATE_VALUES):
+        if (value := fields.get(key)) is not None and value != "":
+            # JSON in a text was written as it is meant; a list may come from a table.
+            is_text = isinstance(value, str)
+            record[key] = _json(value, key, where) if is_text else without_nulls(value)
+    return record
 
 
 # Records of other trainers.
@@ -295,10 +340,7 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
         ]
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": fields["system"]})
-    record: dict[str, Any] = {MESSAGES: messages}
-    if tools := fields.get("tools"):
-        record["tools"] = _json(tools, "tools", where)
-    return record
+    return _conversation(messages, fields, where)
 
 
 def _turn(turn: Any, number: int, where: Where) -> Any:
@@ -391,12 +433,13 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
     """The columns that make a record."""
     held = list(names)
+    optional = (TOOLS, TEMPLATE_VALUES, *MEDIA)
     wanted = [name for name in (MESSAGES, text_key) if name in held]
     if MESSAGES in wanted:
-        wanted.append("tools")
+        wanted += optional
     for keys, others in SHAPES.items() if not wanted else ():
         if all(key in held for key in keys):
-            wanted = [*keys, *others]
+            wanted = [*keys, *others, *optional]
             break
     if not wanted:
         raise DataError(

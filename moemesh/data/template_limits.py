@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce, wraps
 from operator import add
+from string import Formatter
 from typing import Any
 
 from jinja2 import TemplateError, nodes
@@ -30,7 +31,8 @@ PART = 16
 #: Bits of the largest whole number.
 MAX_BITS = 1 << 16
 #: A width or a precision of five digits or more in a format, or one that is an argument.
-_WIDE = re.compile(r"%[-#0 +.\d()\w]*?(?:\d{5}|\*)|:[^}]*(?:\d{5}|\{)")
+_WIDE = re.compile(r"%[-#0 +.\d()\w]*?(?:\d{5}|\*)")
+_WIDE_FIELD = re.compile(r"\d{5}|\{")
 #: Filters whose result is a part of what they are given, or one value of it.
 _SELECTING = frozenset(
     {"abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int"}
@@ -145,7 +147,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _formatted(self, text: str, given: Any) -> int:
         """The most characters of a text in whose places values are written."""
-        if _WIDE.search(text):
+        try:
+            specs = [spec for _, _, spec, _ in Formatter().parse(text) if spec]
+        except ValueError:  # no format in braces
+            specs = []
+        if _WIDE.search(text) or any(map(_WIDE_FIELD.search, specs)):
             raise TemplateLimitError("it formats by a width that is computed or very large")
         return len(text) + (text.count("%") + text.count("{")) * self._size(given)
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,10 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 CLOCK = "strftime_now"
 #: Classes of transformers that use a tokenizer.json unchanged; the first is the default.
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
+#: Vocabularies of other packages, which transformers converts for any class.
+CONVERTED = ("tokenizer.model", "tiktoken.model", "tekken.json")
+#: Key of the settings that lists files in place of tokenizer.json, by version of transformers.
+VERSIONS = "fast_tokenizer_files"
 #: Endings of the files of a tokenizer.
 ENDINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".bpe")
 #: Most characters of another package's error in a message.
@@ -158,7 +163,7 @@ class Tokenizer:
         if self._loaded is None:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
         # "fast": without offsets in the text, which take a tenth of the time.
-        encodings = self._loaded.encode_batch_fast(texts, add_special_tokens=False)
+        encodings = self._encoded(self._loaded.encode_batch_fast, texts)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -176,8 +181,16 @@ class Tokenizer:
                 np.array(encoding.ids, dtype=np.int32),
                 np.fromiter(chain.from_iterable(encoding.offsets), dtype=np.int64).reshape(-1, 2),
             )
-            for encoding in self._loaded.encode_batch(texts, add_special_tokens=False)
+            for encoding in self._encoded(self._loaded.encode_batch, texts)
         ]
+
+    def _encoded(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+        try:
+            return encode(texts, add_special_tokens=False)
+        except DataError:
+            raise
+        except Exception as error:  # of the package, such as for an unknown token
+            raise DataError(f"{self.folder}: the tokenizer fails on a text: {error}") from error
 
     def id_of(self, token: str) -> int:
         """The id of a token by its name. Raises DataError without one."""
@@ -281,10 +294,13 @@ def _read_once(
         )
     except Exception as error:  # the package raises anything for a malformed file
         reason = " ".join(str(error).split())[:LONGEST_REASON]
+        pieces = next(folder.glob("*.model"), None)
+        if pieces is not None and find_spec("sentencepiece") is None:  # it names other packages
+            reason = f"{pieces.name} needs two packages: pip install sentencepiece protobuf"
         raise DataError(f"{folder} is not a usable tokenizer: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)
-    names = [*dict(read.vocab_files_names).values(), FILE]
+    names = [*dict(read.vocab_files_names).values(), FILE, *CONVERTED]
     if read.vocab_files_names and not any((folder / name).is_file() for name in names):
         # Without a file, the class makes a vocabulary of a few tokens.
         held = f"{', '.join(dict.fromkeys(names))} of a {type(read).__name__}"
@@ -355,9 +371,9 @@ def _change(folder: Path, file: Path, loaded: Any) -> str | None:
         return (
             f'{file} is filled up with the token "{padding["pad_token"]}", which it does not have'
         )
-    if settings_of(folder / SETTINGS).get("split_special_tokens"):
-        return f"{folder / SETTINGS} sets split_special_tokens"
-    return None
+    settings = settings_of(folder / SETTINGS)
+    changing = [key for key in ("split_special_tokens", VERSIONS) if settings.get(key)]
+    return f"{folder / SETTINGS} sets {changing[0]}" if changing else None
 
 
 def _settings(folder: Path) -> TokenizerSettings:

@@ -148,6 +148,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         "message 2 holds audio data",
     ),
     "no list": ({"messages": "x"}, "at least one message"),
+    "tools by name": ({"messages": TALK, "tools": ["f"]}, '"tools" must be a list of objects'),
+    "values": (
+        {"messages": TALK, "chat_template_kwargs": [1]},
+        '"chat_template_kwargs" must be an object',
+    ),
 }
 
 
@@ -166,6 +171,9 @@ def test_templates_that_fail(folder: Path, tmp_path: Path) -> None:
         Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(DataError, match="is broken"):
+        Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
+    (folder / "chat_template.jinja").write_text("{% break %}")
+    with pytest.raises(DataError, match="is broken: 'break' outside loop"):
         Corpus.open(str(data), tokenizer=str(folder), vocab_size=300)
     (folder / "chat_template.jinja").write_text(
         "{{ messages.__class__.__mro__[1].__subclasses__() }}"
@@ -194,6 +202,30 @@ def test_generation_blocks_are_their_body() -> None:
         ChatTemplate(source, {}, "test"), {"messages": talk}, Tokenizer.open("bytes")
     )
     assert bytes(encoded.ids).decode() == "ab"
+
+
+#: Templates with constructs that few use.
+RARE = {
+    "values of a block": "{% for m in messages %}{% set c = m.content %}{% generation %}"
+    "{% set c = '[' ~ c ~ ']' %}{{ c }}{% endgeneration %}{{ c }}{% endfor %}",
+    "options by position": "{% for m in messages %}{{ m | tojson(True) }}{{ m | tojson(False, 2) }}"
+    "{{ m | tojson(sort_keys=True, separators=(',', ':')) }}{% endfor %}",
+    "two formats": "{% for m in messages %}{{ '{}:{:>4}'.format(m.role, m.content) }}{% endfor %}",
+    "values of the record": "{% if think is defined and not think %}-{% endif %}{{ think }}"
+    "{{ style.tone }}{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_rare_constructs_are_those_of_transformers(folder: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    values = {"think": False, "style": {"tone": "ü"}, "eos_token": "<e>"}
+    expected = theirs.apply_chat_template(TALK, chat_template=RARE[name], tokenize=False, **values)
+    record = {"messages": TALK, "chat_template_kwargs": values}
+    assert (
+        ChatTemplate(RARE[name], {"eos_token": "</s>"}, "x").render(record, HERE).text == expected
+    )
 
 
 def test_special_tokens_of_the_settings(folder: Path) -> None:

@@ -79,7 +79,9 @@ def test_names_that_lie_are_refused(tmp_path: Path) -> None:
         "a.parquet": (b'{"text": "x"}', "does not begin as such"),
         "b.txt": (b"PAR1....", "parquet data"),
         "a.safetensors": (b"\x40\0\0\0\0\0\0\0{}", "binary data"),
-        "tokenizer.json": (b'{\n "a": 1}', "holds JSON"),
+        "tokenizer.json": (b'{\n "a": 1}', "holds one JSON object on several lines"),
+        "a.csv": (b"text,label\none,1\n", "named as a table.*to_parquet"),
+        "a.pdf": (b"%PDF-1.7\n1 0 obj", "a PDF document"),
         "b": (b'{"text": "one"}\n{"text": "two"}\n', "holds JSON"),
         "c": (b'{"messages": []}', "holds JSON"),
     }
@@ -89,6 +91,7 @@ def test_names_that_lie_are_refused(tmp_path: Path) -> None:
             texts(tmp_path / name)
     # A format that is given by name overrides the check.
     assert texts(tmp_path / "b", "jsonl") == [b"one", b"two"]
+    assert texts(tmp_path / "a.csv", "text") == [b"text,label\none,1\n"]
     assert texts(tmp_path / "c", "text") == [b'{"messages": []}']
     assert texts(tmp_path / "a.safetensors", "bytes") == [b"\x40\0\0\0\0\0\0\0{}"]
     with pytest.raises(DataError, match="gzip data"):
@@ -99,6 +102,30 @@ def test_text_that_begins_with_a_brace_is_text(tmp_path: Path) -> None:
     for content in (b"{% if x %}\nhello\n", b"{\n  not json\n", b"[1, 2]\n", b"{"):
         (tmp_path / "a.txt").write_bytes(content)
         assert texts(tmp_path / "a.txt") == [content]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_of_records(tmp_path: Path, name: str, indent: int | None) -> None:
+    """Alpaca's and LLaMA-Factory's files: one list instead of a record on each line."""
+    content = "\ufeff\n" + json.dumps([{"text": "ü"}, {"text": 5}, {"text": "two"}], indent=indent)
+    data = content.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    log = BadRecordLog("skip", 0.5)
+    [file] = find(str(tmp_path / name))
+    assert [record for _, record in read(file, log=log)] == ["ü".encode(), b"two"]
+    assert log.places == [
+        f'{tmp_path / name}, element 2: expected an object with a text under the key "text", or '
+        'a conversation under the key "messages"; found "text" with a number'
+    ]
+
+
+def test_json_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    assert texts(tmp_path / "a.json") == [b"one", b"two"]
+    (tmp_path / "a.json").write_text('[{"text": "one"},\n{"text": "two"},\n]')
+    with pytest.raises(DataError, match=r"a\.json: not a valid list in JSON \(.*line 3 column 1"):
+        texts(tmp_path / "a.json")
 
 
 def test_a_folder_of_mixed_files(tmp_path: Path) -> None:
@@ -457,6 +484,20 @@ SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
             ]
         },
     ),
+    "tools and values in a text": (
+        {
+            "messages": [{"role": "assistant", "content": "a"}],
+            "tools": '[{"name": "f", "default": null}]',
+            "chat_template_kwargs": {"enable_thinking": False, "unset": None},
+            "images": [],
+            "score": 1.5,
+        },
+        {
+            "messages": [{"role": "assistant", "content": "a"}],
+            "tools": [{"name": "f", "default": None}],
+            "chat_template_kwargs": {"enable_thinking": False},
+        },
+    ),
     "prompt": ({"prompt": "a", "completion": " b"}, {"prompt": "a", "completion": " b"}),
 }
 
@@ -488,6 +529,12 @@ def test_a_completion_carries_the_loss(folder: Path, tmp_path: Path) -> None:
         ({"conversations": [{"from": "narrator", "value": "x"}]}, 'turn 1 is from "narrator"'),
         ({"prompt": "a", "completion": ["b"]}, "two texts or two lists"),
         ({"conversations": "x"}, "must be a list, and is a string"),
+        ({"messages": [], "tools": "f(x)"}, "tools: not valid JSON"),
+        ({"messages": [], "images": ["a.png"]}, '"images" is not empty; only text is trained'),
+        (
+            {"instruction": "a", "output": "b", "audio": {"path": "x.wav"}},
+            '"audio" is not empty; only text is trained',
+        ),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "turn 1: not valid JSON"),
     ],
 )

@@ -34,6 +34,7 @@ ENDLESS: dict[str, str] = {
     "a precision": "{{ '%.1000000000f' | format(1.0) }}",
     "format": "{{ '{:>1000000000}'.format(1) }}",
     "format of a format": "{{ '{:>{w}}'.format(1, w=10**9) }}",
+    "format with a bracket": "{{ '{a[}]:>{w}}'.format(a={'}': 1}, w=10**9) }}",
     "format_map": "{{ '{a:{w}}'.format_map({'a': 1, 'w': 10**9}) }}",
     "places of a format": "{{ ('%(x)s' * 10**5) % {'x': 'a' * 10**6} }}",
     "a text": "{{ 'a' * 10**10 }}",

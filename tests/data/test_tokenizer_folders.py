@@ -27,6 +27,11 @@ START = {
     "special": True,
 }
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+#: A whole tokenizer of two tokens.
+VERSION = {
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"},
+}
 #: Files next to a tokenizer.json that lacks the tokens.
 WAYS: dict[str, dict[str, Any]] = {
     "eos_token": {CONFIG: {"eos_token": "<|im_end|>"}},
@@ -50,6 +55,10 @@ WAYS: dict[str, dict[str, Any]] = {
         CONFIG: {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}
     },
     "padding": {CONFIG: {"pad_token": "[PAD]"}},
+    "a file for a version": {
+        CONFIG: {"fast_tokenizer_files": ["tokenizer.5.0.0.json", "tokenizer.99.0.0.json"]},
+        "tokenizer.5.0.0.json": VERSION,
+    },
     "a class by the model": {"config.json": {"model_type": "qwen2"}},
 }
 
@@ -147,6 +156,25 @@ def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
     data.write_text(json.dumps({"messages": [{"role": "assistant", "content": "x"}]}))
     with pytest.raises(DataError, match="ByT5Tokenizer of transformers has no offsets"):
         Corpus.open(str(data), tokenizer=str(folder), vocab_size=1000)
+
+
+def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
+    """A model without its unknown token fails on some texts only."""
+    model = VERSION["model"] | {"unk_token": "[no]"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(VERSION | {"model": model}))
+    tokenizer = Tokenizer.open(str(tmp_path))
+    assert tokenizer.encode(b"a", "").tolist() == [0]
+    for encode in (tokenizer.encode_batch, tokenizer.encode_with_offsets):
+        with pytest.raises(DataError, match=rf"{tmp_path}: the tokenizer fails on a text: .*UNK"):
+            encode(["b"])
+
+
+def test_pieces_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    (tmp_path / CONFIG).write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setattr("moemesh.data.tokenizer.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"tokenizer\.model needs two packages: pip install sent"):
+        Tokenizer.open(str(tmp_path))
 
 
 def test_code_of_a_folder_is_never_run(tmp_path: Path) -> None:
