@@ -1,6 +1,7 @@
 """Every test starts alike, in a place of its own; long grids run their representatives."""
 
 import functools
+import gc
 import signal
 import sys
 from collections.abc import Generator
@@ -27,6 +28,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     sandbox.end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports make objects that stay: no search for garbage among them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -60,7 +72,10 @@ def _same_start() -> Generator[None]:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
-        torch.manual_seed(0)
+        # Not `manual_seed`, which writes down the stack for GPUs that nothing has used yet.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
     # A run in this process may leave signals ignored, which processes of later tests would inherit.
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     with sandbox.place():

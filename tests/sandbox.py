@@ -51,6 +51,8 @@ _SHARED = "MOEMESH_TEST_SHARED"
 #: Variables to restore after the session, and the folder that holds all places.
 _sessions: list[tuple[pytest.MonkeyPatch, Path]] = []
 _numbers = count()
+#: Places that were left empty, for the next tests: a disk takes milliseconds to remove a folder.
+_empty: list[Path] = []
 
 
 def begin(config: pytest.Config) -> None:
@@ -85,12 +87,14 @@ def begin(config: pytest.Config) -> None:
     if (temporary := Path(tempfile.gettempdir())).is_relative_to(ROOT):
         may_write.append(temporary)
     patch.setenv(_MAY_WRITE, os.pathsep.join(str(path) for path in may_write if path))
-    _set_home(patch, base)
+    (base / "home").mkdir()
+    patch.setenv("HOME", str(base / "home"))
 
 
 def end() -> None:
     patch, base = _sessions.pop()
     patch.undo()
+    _empty.clear()
     shutil.rmtree(base, ignore_errors=True)
 
 
@@ -118,17 +122,21 @@ def once(name: str, make: Callable[[], T]) -> T:
 @contextmanager
 def place() -> Iterator[None]:
     """An empty directory to be in, and a home."""
-    folder = _sessions[-1][1] / str(next(_numbers))
+    folder = _empty.pop() if _empty else _new_place()
     with pytest.MonkeyPatch.context() as patch:
-        (folder / "here").mkdir(parents=True)
         patch.chdir(folder / "here")
-        _set_home(patch, folder)
+        patch.setenv("HOME", str(folder / "home"))
         yield
+    with suppress(FileNotFoundError):
+        if not os.listdir(folder / "here") and not os.listdir(folder / "home"):
+            _empty.append(folder)
 
 
-def _set_home(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    (folder / "home").mkdir()
-    patch.setenv("HOME", str(folder / "home"))
+def _new_place() -> Path:
+    folder = _sessions[-1][1] / str(next(_numbers))
+    for name in ("here", "home"):
+        (folder / name).mkdir(parents=True)
+    return folder
 
 
 def use_plain_loops() -> None:
