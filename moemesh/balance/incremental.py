@@ -239,10 +239,9 @@ def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
 
     node_gpus = num_gpus // num_nodes
     # Replicas of a new GPU that an old one does not hold [new GPUs, old GPUs].
-    experts = np.arange(max(slots.max(), previous.max()) + 1)
-    new, old = (
-        (table.reshape(num_gpus, -1, 1) == experts).sum(axis=1) for table in (slots, previous)
-    )
+    experts: Ints = np.arange(int(max(slots.max(), previous.max())) + 1, dtype=np.int64)
+    new: Ints = np.sum(slots.reshape(num_gpus, -1, 1) == experts, axis=1)
+    old: Ints = np.sum(previous.reshape(num_gpus, -1, 1) == experts, axis=1)
     missing = np.stack([np.maximum(counts - old, 0).sum(axis=1) for counts in new])
     blocks = missing.reshape(num_nodes, node_gpus, num_nodes, node_gpus).transpose(2, 0, 3, 1)
     inside = np.empty((num_nodes, num_nodes, node_gpus), np.int64)

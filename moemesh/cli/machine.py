@@ -307,7 +307,8 @@ def _facts(cluster: "Cluster") -> dict[str, Any]:
 
 def _of_device(name: str) -> "tuple[Cluster, str]":
     """A node of devices from their data sheet."""
-    from moemesh.config.devices import ACCELERATORS, accelerator_of, cluster_of_device
+    from moemesh.config.cluster import cluster_of_device
+    from moemesh.config.devices import ACCELERATORS, accelerator_of
     from moemesh.config.errors import ConfigError, Problem
     from moemesh.config.suggest import nearest_choice
 

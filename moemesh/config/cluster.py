@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import Field, ValidationError
 
@@ -15,6 +15,9 @@ from moemesh.config.section import NotNegative, Positive, Range, Section, Size
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice, nearest_name
 from moemesh.config.toml import format_key, format_value, unreadable
+
+if TYPE_CHECKING:
+    from moemesh.config.devices import Accelerator
 
 # Meanings, units and examples of the keys of a cluster file.
 
@@ -229,9 +232,43 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
     return _build(table, source)
 
 
+#: Seconds that a message needs on NVLink and on InfiniBand, typical values: data sheets lack them.
+_INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
+
+
+def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cluster:
+    """Cluster "8xH100-80G" of `num_devices` devices (by default one node of them): a part of one
+    node, or several whole ones. Raises ValueError for another number."""
+    size = device.node_size
+    count = size if num_devices is None else num_devices
+    if not count or (count > size and count % size):
+        nearest = max(size, round(count / size) * size) if count else 1
+        raise ValueError(
+            f"{count} {device.name} are neither a part of a node of {size} nor whole nodes: "
+            f"{nearest}x{device.name}"
+        )
+    half, eight, four = device.peak_flops
+    peaks = {"bfloat16": half}
+    peaks |= {"float8": eight} if eight > half else {}
+    peaks |= {"float4": four} if four > eight else {}
+    return Cluster(
+        name=f"{count}x{device.name}",
+        nodes=max(1, count // size),
+        gpus_per_node=min(count, size),
+        memory_bytes=int(device.memory_bytes),
+        memory_bandwidth=device.memory_bandwidth,
+        peak_flops=peaks,
+        intra_node_bandwidth=device.intra_node_bandwidth,
+        intra_node_latency=_INTRA_LATENCY,
+        inter_node_bandwidth=device.inter_node_bandwidth,
+        inter_node_latency=_INTER_LATENCY,
+        accelerator=device.name,
+    )
+
+
 def _cluster_of_devices(source: str) -> Cluster:
     """The cluster of "8xH100". Raises ConfigError for a text that names no device."""
-    from moemesh.config.devices import ACCELERATORS, cluster_of_device, counted_device
+    from moemesh.config.devices import ACCELERATORS, counted_device
 
     if counted := counted_device(source):
         count, device = counted

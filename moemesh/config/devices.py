@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from moemesh.config.sources import read_preset_table
-
-if TYPE_CHECKING:
-    from moemesh.config.cluster import Cluster
 
 GIB = 2**30
 
@@ -66,41 +63,6 @@ _NAMES = {_named(name): name for name in ACCELERATORS} | {
     _named(name.partition("-")[0]): name for name in ACCELERATORS if name[-1] == "G"
 }
 
-#: Seconds that a message needs on NVLink and on InfiniBand, typical values: data sheets lack them.
-_INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
-
-
-def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cluster:
-    """Cluster "8xH100-80G" of `num_devices` devices (by default one node of them): a part of one
-    node, or several whole ones. Raises ValueError for another number."""
-    from moemesh.config.cluster import Cluster
-
-    size = device.node_size
-    count = size if num_devices is None else num_devices
-    if not count or (count > size and count % size):
-        nearest = max(size, round(count / size) * size) if count else 1
-        raise ValueError(
-            f"{count} {device.name} are neither a part of a node of {size} nor whole nodes: "
-            f"{nearest}x{device.name}"
-        )
-    half, eight, four = device.peak_flops
-    peaks = {"bfloat16": half}
-    peaks |= {"float8": eight} if eight > half else {}
-    peaks |= {"float4": four} if four > eight else {}
-    return Cluster(
-        name=f"{count}x{device.name}",
-        nodes=max(1, count // size),
-        gpus_per_node=min(count, size),
-        memory_bytes=int(device.memory_bytes),
-        memory_bandwidth=device.memory_bandwidth,
-        peak_flops=peaks,
-        intra_node_bandwidth=device.intra_node_bandwidth,
-        intra_node_latency=_INTRA_LATENCY,
-        inter_node_bandwidth=device.inter_node_bandwidth,
-        inter_node_latency=_INTER_LATENCY,
-        accelerator=device.name,
-    )
-
 
 def counted_device(text: str) -> tuple[int | None, Accelerator] | None:
     """Number and device of "MI300X", "8xH100" or "64 x RTX 4090"; None for any other text."""
@@ -153,21 +115,3 @@ def accelerator_of(text: str) -> Accelerator | None:
         return device
     per_node = int(number) * float(rate) * (1e9 if unit == "GB/s" else 1e9 / 8)
     return replace(device, inter_node_bandwidth=per_node / device.node_size)
-
-
-def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
-    """The accelerator of a Cluster, with the cluster's numbers."""
-    peaks = cluster.peak_flops
-    half = peaks.get("bfloat16") or peaks.get("float16") or max(peaks.values())
-    eight = peaks.get("float8") or half
-    known = accelerator_of(cluster.accelerator or cluster.name)
-    return Accelerator(
-        name=known.name if known else cluster.name,
-        generation=known.generation if known else "",
-        peak_flops=(half, eight, peaks.get("float4") or eight),
-        memory_bytes=float(cluster.memory_bytes),
-        memory_bandwidth=cluster.memory_bandwidth,
-        intra_node_bandwidth=cluster.intra_node_bandwidth,
-        inter_node_bandwidth=cluster.inter_node_bandwidth,
-        node_size=cluster.gpus_per_node,
-    )

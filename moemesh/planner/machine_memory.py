@@ -110,7 +110,7 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
         batch //= 2
     length = data.seq_len // 2
     while length >= _SHORTEST:
-        shorter = {"global_batch": least, "seq_len": length}
+        shorter: dict[str, object] = {"global_batch": least, "seq_len": length}
         smaller.append({"plan": {"recompute": "full"}, "data": shorter})
         length //= 2
     for changes in [] if is_hopeless else smaller:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.devices import accelerator_of
+from moemesh.config.devices import Accelerator, accelerator_of
 from moemesh.planner.parameters import training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
@@ -48,6 +48,24 @@ def device_peak_flops(name: str, dtype: str) -> float | None:
     device = accelerator_of(name)
     places = {"bfloat16": 0, "float16": 0, "float8": 1, "float4": 2}
     return device.peak_flops[places[dtype]] if device and dtype in places else None
+
+
+def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
+    """The accelerator of a Cluster, with the cluster's numbers."""
+    peaks = cluster.peak_flops
+    half = peaks.get("bfloat16") or peaks.get("float16") or max(peaks.values())
+    eight = peaks.get("float8") or half
+    known = accelerator_of(cluster.accelerator or cluster.name)
+    return Accelerator(
+        name=known.name if known else cluster.name,
+        generation=known.generation if known else "",
+        peak_flops=(half, eight, peaks.get("float4") or eight),
+        memory_bytes=float(cluster.memory_bytes),
+        memory_bandwidth=cluster.memory_bandwidth,
+        intra_node_bandwidth=cluster.intra_node_bandwidth,
+        inter_node_bandwidth=cluster.inter_node_bandwidth,
+        node_size=cluster.gpus_per_node,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

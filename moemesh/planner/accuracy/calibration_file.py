@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from moemesh.config.cluster import Cluster, OwnRun
-from moemesh.config.devices import accelerator_of_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
 from moemesh.planner.accuracy.calibrate import NO_RUN
 from moemesh.planner.accuracy.published import PublishedRun
+from moemesh.planner.speed import accelerator_of_cluster
 from moemesh.planner.timing.calibration import EFFICIENCIES, NAMES, Calibration
 from moemesh.planner.timing.own_runs import OwnRuns
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.config.cluster import Cluster, OwnRun
-from moemesh.config.devices import accelerator_of_cluster
 from moemesh.config.errors import UserError
 from moemesh.config.sources import RUN_CONFIG
 from moemesh.planner.accuracy.calibrate import (
@@ -36,6 +35,7 @@ from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.intervals import own_width, shipped_intervals
 from moemesh.planner.layout_sources import from_plan, trained_shares
 from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.speed import accelerator_of_cluster
 from moemesh.planner.timing.calibration import (
     NAMES,
     SPREADS,

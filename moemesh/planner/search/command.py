@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.data import read_tokens
-from moemesh.config.devices import accelerator_of_cluster
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
@@ -37,7 +36,7 @@ from moemesh.planner.search.search import (
 )
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
-from moemesh.planner.speed import Speed
+from moemesh.planner.speed import Speed, accelerator_of_cluster
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes

@@ -10,7 +10,7 @@ from math import exp, inf
 import numpy as np
 
 from moemesh.config.cluster import Cluster
-from moemesh.config.devices import Accelerator, accelerator_of_cluster
+from moemesh.config.devices import Accelerator
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.schedule_table import SCHEDULES
@@ -19,6 +19,7 @@ from moemesh.planner.arithmetic import Number
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.speed import accelerator_of_cluster
 from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.calibration import EFFICIENCIES, NAMES, Constants, shipped_calibration
 from moemesh.planner.timing.columns import (
