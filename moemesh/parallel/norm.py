@@ -28,7 +28,55 @@ class GradientNorm:
     is_finite: bool
 
 
-@torch.no_grad()
+@dataclass(frozen=True, kw_only=True)
+class Addends:
+    """Rows of the norm's vector, and the pieces of gradients whose squares this rank adds to them.
+
+    Every logical tensor (each expert of a stack by itself) has a row; each rank adds the squares of
+    what it owns and counts. Nothing here depends on the gradients' values, so one record serves all
+    steps in which placements are the same.
+    """
+
+    num_rows: int
+    #: Row of each row of each piece.
+    rows: tuple[int, ...]
+    #: Name, rows of the piece, and its numbers of the local tensor (None: all that the rank owns).
+    pieces: tuple[tuple[str, int, range | None], ...]
+    owned: Mapping[str, OwnRange]
+
+    @classmethod
+    def of(
+        cls, placements: Mapping[str, Placement], owned: Mapping[str, OwnRange], mesh: Mesh
+    ) -> Addends:
+        """Those of the parameters in `placements`, of which this rank owns the ranges `owned`."""
+        places: list[int] = []
+        pieces: list[tuple[str, int, range | None]] = []
+        start = 0
+        for name, where in placements.items():
+            own = owned.get(name)
+            if own is not None and where.counts(own, mesh):
+                local = math.prod(map(len, where.slices(mesh)))
+                own_rows = where.rows(mesh) if where.is_expert else [0]
+                if len(own.numbers) == local and local:
+                    places += [start + row for row in own_rows]
+                    pieces.append((name, len(own_rows), None))
+                else:
+                    for row, numbers in rows(len(own_rows), local // len(own_rows), own.numbers):
+                        places.append(start + own_rows[row])
+                        pieces.append((name, 1, numbers))
+            start += where.shape[0] if where.is_expert else 1
+        return cls(num_rows=start, rows=tuple(places), pieces=tuple(pieces), owned=owned)
+
+    def of_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+        """The pieces [rows, numbers]."""
+        return [
+            gradients[name].view(num_rows, -1)
+            if numbers is None
+            else part_of(gradients[name], self.owned[name], numbers)[None]
+            for name, num_rows, numbers in self.pieces
+        ]
+
+
 def gradient_norm(
     gradients: Mapping[str, Tensor],
     placements: Mapping[str, Placement],
@@ -40,20 +88,19 @@ def gradient_norm(
 ) -> GradientNorm:
     """The norm of all (already summed) gradients in `placements`, whose holders make up `axis`.
 
-    Every logical tensor (each expert of a stack by itself) has a place in one float64 vector; each
-    rank adds the squares of what it owns and counts (`owned`, `gradients`: those of its reducer).
-    One SUM over the axis, one sum over the vector in its fixed order, one square root: the bits do
-    not depend on which rank holds which expert. Norms are never averaged: sharded experts with
-    norms a and b have the norm sqrt(a^2 + b^2). `others`: see :func:`gradient_squares`.
+    One SUM of the vector of :class:`Addends` over the axis, one sum over the vector in its fixed
+    order, one square root: the bits do not depend on which rank holds which expert. Norms are never
+    averaged: sharded experts with norms a and b have the norm sqrt(a^2 + b^2). `others`: see
+    :func:`gradient_squares`.
     """
-    return norm_of(gradient_squares(gradients, placements, owned, mesh, others, axis=axis))
+    addends = Addends.of(placements, owned, mesh)
+    return norm_of(gradient_squares(gradients, addends, mesh, others, axis=axis))
 
 
 @torch.no_grad()
 def gradient_squares(
     gradients: Mapping[str, Tensor],
-    placements: Mapping[str, Placement],
-    owned: Mapping[str, OwnRange],
+    addends: Addends,
     mesh: Mesh,
     others: Tensor | None = None,
     *,
@@ -62,28 +109,12 @@ def gradient_squares(
     """The float64 vector of :func:`gradient_norm`, summed over `axis` (None: this rank's addend),
     without a wait of the host. The norm is non-finite, too, if any of `others` on any rank (its
     losses, for example) is: ranks agree on both in one sum."""
-    sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
     # The sums stay where the gradients are: no rank waits for its device, tensor by tensor.
-    places: list[int] = []
-    pieces: list[Tensor] = []
-    start = 0
-    for (name, where), size in zip(placements.items(), sizes, strict=True):
-        own = owned.get(name)
-        if own is not None and where.counts(own, mesh):
-            local = math.prod(map(len, where.slices(mesh)))
-            own_rows = where.rows(mesh) if where.is_expert else [0]
-            if len(own.numbers) == local and local:
-                places += [start + row for row in own_rows]
-                pieces.append(gradients[name].view(len(own_rows), -1))
-            else:
-                for row, numbers in rows(len(own_rows), local // len(own_rows), own.numbers):
-                    places.append(start + own_rows[row])
-                    pieces.append(part_of(gradients[name], own, numbers)[None])
-        start += size
-    squares = torch.zeros(sum(sizes), dtype=torch.float64, device=mesh.device)
-    if pieces:
-        squares[constant(places, mesh.device)] = sums_of_squares(pieces)
-    if others is not None and len(squares):
+    squares = torch.zeros(addends.num_rows, dtype=torch.float64, device=mesh.device)
+    if addends.pieces:
+        pieces = addends.of_gradients(gradients)
+        squares[constant(addends.rows, mesh.device)] = sums_of_squares(pieces)
+    if others is not None and addends.num_rows:
         # Finite numbers add nothing: 0 x is 0, 0 NaN and 0 infinity are NaN.
         squares[:1] += (0.0 * others.double()).sum()
     if axis is not None:

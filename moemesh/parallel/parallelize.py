@@ -32,6 +32,7 @@ from moemesh.parallel.data.buckets import GatheredBucket, GatheredWeights
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.build import set_experts, spreads_replicas
 from moemesh.parallel.expert.homes import Homes
+from moemesh.parallel.norm import Addends
 from moemesh.parallel.pipeline.pipeline import Pipeline, holders, parts_of, stage_parts, stages_of
 from moemesh.parallel.placement import Placement, placements
 from moemesh.parallel.recompute import set_recompute
@@ -122,11 +123,23 @@ class RankModel:
     has_replicas: bool = False
     homes: Homes = field(default_factory=dict)
     tuning: Tuning = FULL
+    #: Homes of experts, and the addends to the gradient norm with these homes.
+    _addends: dict[tuple[tuple[int, tuple[int, ...]], ...], Addends] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def trained(self) -> dict[str, Placement]:
         """The placements of the parameters that train."""
         return {name: one for name, one in self.placements.items() if one.trains}
+
+    def norm_addends(self) -> Addends:
+        """What this rank adds to the norm of all gradients; computed when experts have moved."""
+        homes = tuple(self.homes.items())
+        if homes not in self._addends:
+            self._addends.clear()
+            self._addends[homes] = Addends.of(self.trained, self.reducer.owned, self.mesh)
+        return self._addends[homes]
 
     def close(self) -> None:
         """Free what a dispatcher holds outside of torch; all ranks call it, at the end."""

@@ -183,7 +183,7 @@ class PostValidation:
             # the loads (exact in float64), and the squares.
             reducer = parallel.reducer
             squares = gradient_squares(
-                reducer.gradients, parallel.trained, reducer.owned, parallel.mesh, step.sums.losses
+                reducer.gradients, parallel.norm_addends(), parallel.mesh, step.sums.losses
             )
             stop = squares.new_tensor([float(self._stop_requested())])
             vector = torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])

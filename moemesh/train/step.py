@@ -343,8 +343,9 @@ def gradients_of_step(
     with recorder.span("reduce"):
         reducer.finish()
         sums.reduce()
-        inputs = (reducer.gradients, parallel.trained, reducer.owned, mesh)
-        squares = gradient_squares(*inputs, sums.losses, axis="world")
+        squares = gradient_squares(
+            reducer.gradients, parallel.norm_addends(), mesh, sums.losses, axis="world"
+        )
         # All numbers that the host needs of the step, in one copy, so that it waits once.
         total = squares.sum(0, keepdim=True)
         copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(sums.loads)])).tensor()

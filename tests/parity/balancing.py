@@ -21,10 +21,10 @@ from moemesh.model.batch import Batch
 from moemesh.model.moe import MoE
 from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
+from moemesh.parallel.norm import Addends
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train import migration
-from moemesh.train import step as step_module
 from moemesh.train.migration import ExpertMigration
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
@@ -173,18 +173,13 @@ def replica_gradients_averaged() -> Any:
 
 def norm_counts_replicas() -> Any:
     """A mistake: replicas count as parameters, so the norm has gradients of busy experts twice."""
-    squares = step_module.gradient_squares
+    pieces_of = Addends.of_gradients
 
-    def changed(gradients: Any, placements: Any, *others: Any, axis: str) -> Tensor:
-        sums = squares(gradients, placements, *others, axis=axis)
-        experts = {name: where for name, where in placements.items() if where.is_expert}
-        sizes = [where.shape[0] if where.is_expert else 1 for where in placements.values()]
-        starts = dict(zip(placements, [sum(sizes[:i]) for i in range(len(sizes))], strict=True))
-        for name, where in experts.items():
-            sums[starts[name] : starts[name] + where.shape[0]] *= 2
-        return sums
+    def changed(addends: Addends, gradients: Any) -> list[Tensor]:
+        pieces = zip(addends.pieces, pieces_of(addends, gradients), strict=True)
+        return [2**0.5 * part if ".experts." in name else part for (name, _, _), part in pieces]
 
-    return mock.patch.object(step_module, "gradient_squares", changed)
+    return mock.patch.object(Addends, "of_gradients", changed)
 
 
 def moments_stay_behind() -> Any:

@@ -76,19 +76,20 @@ class ReplicatedBucket:
     def allocate_gradients(self) -> None:
         self.total = self.zeros(self.rule.numbers)
         self._views = self.views_of(self.total)
-        #: Members whose view has a gradient of this step: the first is copied, not added to zeros.
-        self._filled: set[nn.Parameter] = set()
+        #: Ids of the members whose view has a gradient of this step: the first is copied, not added
+        #: to zeros.
+        self._filled: set[int] = set()
 
     def zeros(self, numbers: int) -> Tensor:
         """Memory for `numbers` gradients: none if nothing trains."""
         numbers = numbers if self.rule.trains else 0
         return torch.zeros(numbers, dtype=self.dtype, device=self.device)
 
-    def views_of(self, flat: Tensor) -> dict[nn.Parameter, Tensor]:
-        """:meth:`views` by parameter; empty if nothing trains."""
+    def views_of(self, flat: Tensor) -> dict[int, Tensor]:
+        """:meth:`views` by the `id` of the parameter; empty if nothing trains."""
         if not self.rule.trains:
             return {}
-        return dict(zip(self.parameters, self.views(flat), strict=True))
+        return dict(zip(map(id, self.parameters), self.views(flat), strict=True))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """A flat vector of the bucket as tensors with the members' local shapes."""
@@ -149,18 +150,19 @@ class ReplicatedBucket:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add one microbatch's gradient of a member, of any dtype."""
-        if parameter in self._filled:
-            self._views[parameter] += gradient
+        key = id(parameter)
+        if key in self._filled:
+            self._views[key] += gradient
         else:
-            self._views[parameter].copy_(gradient)
-            self._filled.add(parameter)
+            self._views[key].copy_(gradient)
+            self._filled.add(key)
 
     def zero_missing(self) -> None:
         """Set gradients that did not come to zero."""
         if len(self._filled) == len(self._views):
             return
-        for parameter, view in self._views.items():
-            if parameter not in self._filled:
+        for key, view in self._views.items():
+            if key not in self._filled:
                 view.zero_()
         self._filled.update(self._views)
 

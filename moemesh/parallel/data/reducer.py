@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
-from weakref import WeakMethod
+from types import MethodType
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +43,17 @@ BUCKETS: dict[str, type[ReplicatedBucket]] = {
 FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 
-def call_after_gradients(leaf: Tensor, take: Callable[[Any], None]) -> None:
+def call_after_gradients(leaf: Tensor, take: MethodType) -> None:
     """Call the method `take` with the leaf after each of its gradients, while its object lives.
 
     torch (2.13) never frees a leaf and its hooks where they refer to each other: a hook that held
     the object, which knows the leaf, would keep a model for as long as the process.
     """
-    method = WeakMethod(take)
+    owner, function = ref(take.__self__), take.__func__
 
     def call(leaf: Tensor) -> None:
-        if (take_ := method()) is not None:
-            take_(leaf)
+        if (living := owner()) is not None:
+            function(living, leaf)
 
     leaf.register_post_accumulate_grad_hook(call)
 
@@ -116,7 +116,8 @@ class GradientReducer:
         #: Buckets of trainable and of frozen parameters.
         self.buckets = [bucket for bucket in made if bucket.rule.trains]
         self.frozen = [bucket for bucket in made if not bucket.rule.trains]
-        self._home: dict[nn.Parameter, ReplicatedBucket] = {}
+        #: Bucket of each parameter, by `id`: torch computes the hash of a tensor in Python.
+        self._home: dict[int, ReplicatedBucket] = {}
         #: Complete gradients and weights to update that this rank owns, by name.
         self.gradients: dict[str, Tensor] = {}
         self.weights: dict[str, nn.Parameter] = {}
@@ -135,7 +136,7 @@ class GradientReducer:
             self.weights |= bucket.own_weights()
             self.owned |= bucket.owned()
             for parameter in bucket.parameters:
-                self._home[parameter] = bucket
+                self._home[id(parameter)] = bucket
                 parameter.grad_dtype = None  # any: the bucket converts while it adds
                 call_after_gradients(parameter, self._take)
         # Everything that has an order has that of the model.
@@ -144,8 +145,8 @@ class GradientReducer:
         self.weights = {name: self.weights[name] for name in order if name in self.weights}
         #: Whether ranks sum what every backward has given, not what a step has.
         self.is_per_backward = data in ("zero2", "zero3")
-        #: Parameters whose next gradient is their last before the next sum over ranks.
-        self._armed: set[nn.Parameter] = set()
+        #: Ids of the parameters whose next gradient is their last before the next sum over ranks.
+        self._armed: set[int] = set()
         #: Buckets whose sums have not started, in order; those that have, and hold memory for it.
         self._queue: deque[ReplicatedBucket] = deque()
         self._in_flight: deque[ReplicatedBucket] = deque()
@@ -173,7 +174,7 @@ class GradientReducer:
 
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has a gradient here."""
-        return parameter in self._home
+        return id(parameter) in self._home
 
     def _take(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -184,13 +185,16 @@ class GradientReducer:
         """Add one microbatch's gradient; deferred weight gradients come here directly."""
         if self.watch is not None:
             self.watch(parameter, gradient)
-        bucket = self._home[parameter]
+        key = id(parameter)
+        bucket = self._home[key]
         bucket.add(parameter, gradient)
-        self._count_buffers(bucket)
-        if parameter in self._armed:
-            self._armed.remove(parameter)
+        if self.is_per_backward:  # other buckets hold the gradients themselves
+            self._count_buffers(bucket)
+        if key in self._armed:
+            self._armed.remove(key)
             bucket.waiting -= 1
-            self._launch(only_full=True)
+            if not bucket.waiting or self._launched:
+                self._launch(only_full=True)
 
     def begin(self) -> None:
         """Discard the last step's gradients."""
@@ -201,13 +205,15 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.begin()
         if not self.is_per_backward:
-            self.expect(self._home)
+            self._queue.extend(self.buckets)
+            for bucket in self.buckets:
+                bucket.waiting = len(bucket.parameters)
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
         """The next sums over ranks are those of the buckets of these, when all of these have had
         their last gradient before: called before every backward under zero2 and zero3."""
         assert not self._queue
-        counts = Counter(self._home[parameter] for parameter in parameters)
+        counts = Counter(map(self._home.__getitem__, map(id, parameters)))
         for bucket in self.buckets:
             if counts[bucket]:
                 bucket.waiting = counts[bucket]
@@ -215,12 +221,12 @@ class GradientReducer:
 
     def arm(self, parameters: Iterable[nn.Parameter]) -> None:
         """The next gradient of each of these is its last: buckets may start."""
-        self._armed.update(parameters)
+        self._armed.update(map(id, parameters))
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """These have had their last gradient."""
         for parameter in parameters:
-            self._home[parameter].waiting -= 1
+            self._home[id(parameter)].waiting -= 1
         self._launch(only_full=True)
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class GradientHooks:
         reducer: GradientReducer,
         in_parts: Collection[nn.Parameter] = (),
     ) -> None:
-        self._reducer, self._in_parts = reducer, set(in_parts)
+        self._reducer = reducer
         #: Optional hook, called with each operation before it begins.
         self.watch: Callable[[Op], None] | None = None
         #: Operations after which gradients are complete, and these parameters.
@@ -51,12 +51,16 @@ class GradientHooks:
         completing = [op for op in schedule.ops(rank) if op.kind in ("B", "W")]
         if reducer.is_per_backward:
             self._last = {op: list(parameters[op.stage]) for op in completing}
-            return
-        last: dict[nn.Parameter, Op] = {}
-        for op in completing:
-            last.update(dict.fromkeys(parameters[op.stage], op))
-        for parameter, op in last.items():
-            self._last.setdefault(op, []).append(parameter)
+        else:
+            last: dict[nn.Parameter, Op] = {}
+            for op in completing:
+                last.update(dict.fromkeys(parameters[op.stage], op))
+            for parameter, op in last.items():
+                self._last.setdefault(op, []).append(parameter)
+        #: Of these, the parameters whose gradient comes in one part, and the others.
+        parts = set(in_parts)
+        self._whole = {op: [p for p in ended if p not in parts] for op, ended in self._last.items()}
+        self._in_parts = {op: [p for p in ended if p in parts] for op, ended in self._last.items()}
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
         """Take a weight gradient that did not come through autograd."""
@@ -69,7 +73,7 @@ class GradientHooks:
             self.watch(op)
         if op.kind == "B" and op in self._last:
             self._expect(op)
-            self._reducer.arm(p for p in self._last[op] if p not in self._in_parts)
+            self._reducer.arm(self._whole[op])
 
     def finished(self, op: Op) -> None:
         """After a weight-gradient half everything of the microbatch has been added."""
@@ -78,8 +82,8 @@ class GradientHooks:
         if op.kind == "W":
             self._expect(op)
             self._reducer.complete(self._last[op])
-        elif self._in_parts:
-            self._reducer.complete(p for p in self._last[op] if p in self._in_parts)
+        elif self._in_parts[op]:
+            self._reducer.complete(self._in_parts[op])
         if self._reducer.is_per_backward:
             self._reducer.close()
 
