@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +31,7 @@ from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, slots_per_p
 
 class OverlappedExchange:
     """A :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks, that pauses twice.
-
-    `defers`: weight gradients are computed after the gradients of tokens have been sent.
-    """
+    `defers`: weight gradients are computed after the gradients of tokens have been sent."""
 
     def __init__(
         self, dispatcher: Dispatcher, flow: Flow, *, num_chunks: int, defers: bool
@@ -83,8 +80,7 @@ class OverlappedExchange:
 
 def overlapped(num_chunks: int = 1, *, defers: bool = True) -> Runner:
     """A value for :attr:`MoE.runner`."""
-    options: dict[str, Any] = {"num_chunks": num_chunks, "defers": defers}
-    return partial(OverlappedExchange, **options)
+    return partial(OverlappedExchange, num_chunks=num_chunks, defers=defers)
 
 
 #: Row width of the self-test at start, unless the dispatcher is `tested_as_trained`.
@@ -165,11 +161,9 @@ def spreads_replicas(plan: Plan) -> bool:
 def make_dispatcher(
     name: str, config: ModelConfig, plan: Plan, mesh: Mesh, tokens_per_rank: int
 ) -> Dispatcher:
-    """The dispatcher called `name` over the mesh's expert axes.
-
-    The exact combine wraps a dispatcher that counts the owners of rows. On one rank it wraps
-    all_to_all in place of the local dispatcher, and nothing is sent.
-    """
+    """The dispatcher called `name` over the mesh's expert axes. The exact combine wraps a
+    dispatcher that counts the owners of rows. On one rank it wraps all_to_all in place of the local
+    dispatcher, and nothing is sent."""
     ep, etp, row = mesh["ep"], mesh["etp"], DISPATCHERS[name]
     exact = plan.combine == "exact"
     if mesh["ep_etp"].size == 1:
