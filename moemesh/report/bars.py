@@ -18,8 +18,14 @@ from moemesh.trace.memory_profile import (
     format_bytes,
 )
 from moemesh.trace.run import PlannedStep, Run
-from moemesh.trace.step_seconds import PASSES, TOGETHER, StepSeconds, is_communication
-from moemesh.trace.timeline import Timeline
+from moemesh.trace.step_seconds import (
+    PASSES,
+    TOGETHER,
+    StepSeconds,
+    flop_rate,
+    is_communication,
+)
+from moemesh.trace.timeline import Timeline, of_blocks
 
 #: Names of the records of a step that are not operations of the pipeline.
 _SPANS = ("data", "reduce", "optimizer")
@@ -151,16 +157,11 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     """
     last, ranks = timeline.last_step(), max(len(timeline.ranks), 1)
     parts = dict.fromkeys(("data", "forward and backward", "waiting", "reduce", "optimizer"), 0.0)
-    seen: set[tuple[int, float, float]] = set()
+    for record in of_blocks(one for one in last.records if one.kind in KINDS):
+        parts["forward and backward"] += record.duration / ranks
+        parts["waiting"] += record.wait / ranks
     for record in last.records:
-        if record.kind in KINDS:
-            # The operations of a block share its time.
-            moment = record.rank, record.start, record.end
-            if moment not in seen:
-                seen.add(moment)
-                parts["forward and backward"] += record.duration / ranks
-                parts["waiting"] += record.wait / ranks
-        elif record.name in _SPANS:
+        if record.kind not in KINDS and record.name in _SPANS:
             parts[record.name] += record.duration / ranks
     spans = sum(rank.span for rank in last.statistics()) / ranks
     rest = spans - sum(parts.values())
@@ -267,14 +268,24 @@ def large_differences(
 
 
 def about_seconds(seconds: StepSeconds) -> list[str]:
-    """Sentences on parts that take far more or far less time than predicted."""
+    """Sentences on the source of the predicted seconds, and on parts that take far more or far
+    less."""
+    if not seconds.predicted:
+        return []
+    rates = [(part, seconds.rates[part]) for part in PASSES if part in seconds.rates]
+    flops = [f"{part} {flop_rate(rate / 1e12)}" for part, rate in rates]
+    source = (
+        "Predicted are the FLOPs, bytes and operations of each part over the rates that all ranks "
+        f"reached at the same time before the first step ({', '.join(flops)}, of rank 0)."
+    )
 
     def reason(part: str, times: float) -> str:
         if times < 1:
             return "the rates before the first step were lower than those during the steps"
         return _WAITS_TOO if is_communication(part) else _LEFT_OUT
 
-    return large_differences(seconds.mean_predicted(), seconds.mean(), _LARGE_TIME, reason)
+    predicted, measured = seconds.mean_predicted(), seconds.mean()
+    return [source, *large_differences(predicted, measured, _LARGE_TIME, reason)]
 
 
 def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) -> list[str]:
