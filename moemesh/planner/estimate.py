@@ -19,14 +19,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import exact_plan, from_plan, read_plan, trained_shares
-from moemesh.planner.memory import (
-    CacheSize,
-    MemoryEstimate,
-    PeakMemory,
-    RankMemory,
-    estimate_memory,
-    kv_cache_bytes,
-)
+from moemesh.planner.memory import MemoryEstimate, PeakMemory, RankMemory, estimate_memory
 from moemesh.planner.parameters import (
     Flops,
     Parameters,
@@ -37,7 +30,13 @@ from moemesh.planner.parameters import (
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.speed import Speed, device_balance, layer_intensities
+from moemesh.planner.speed import (
+    CacheSize,
+    Speed,
+    device_balance,
+    kv_cache_bytes,
+    layer_intensities,
+)
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.ledger import predict_ledger
@@ -332,15 +331,12 @@ class Estimate:
     @property
     def seconds_interval(self) -> Interval:
         """80 % interval of a step's seconds."""
-        errors = tuple(run.left_out for run in self.cluster.own_runs)
-        generation = self.pricing.device.generation
-        return shipped_intervals().of_seconds(self.seconds["total"], generation, errors)
+        return self.pricing.seconds_interval(self.seconds["total"])
 
     @property
     def memory_interval(self) -> Interval:
         """80 % interval of the bytes that a device needs."""
-        known = bool(self.pricing.device.generation)
-        return shipped_intervals().of_memory(self.peak.needed, known=known)
+        return self.pricing.memory_interval(self.peak.needed)
 
     @property
     def fits_chance(self) -> float:
@@ -505,14 +501,6 @@ def estimate_named(
     return replace(priced, text=planned.text)
 
 
-def _mean_states(config: RunConfig) -> float:
-    """State tensors that the optimizer keeps of a trained number, on average."""
-    trained = [one for one in tuned_tensors(config.model, config.plan, config.tuning) if one.trains]
-    numbers = sum(prod(one.shape) for one in trained)
-    kept = sum(prod(one.shape) * config.train.num_states(one.name) for one in trained)
-    return kept / numbers if numbers else 2.0
-
-
 def estimate_run(
     config: RunConfig,
     cluster: str | Path | Cluster,
@@ -531,7 +519,11 @@ def estimate_run(
     train, data = config.train, config.data
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)
-    if layout.optimizer_bytes and (fewer := 2 - _mean_states(config)):
+    # State tensors that the optimizer keeps of a trained number, on average.
+    weights = tuned_tensors(config.model, config.plan, config.tuning)
+    sizes_of = {one.name: prod(one.shape) for one in weights if one.trains}
+    kept = sum(size * train.num_states(name) for name, size in sizes_of.items())
+    if layout.optimizer_bytes and sizes_of and (fewer := 2 - kept / sum(sizes_of.values())):
         size = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
         layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))
