@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from jinja2 import Environment
 
 from moemesh.balance import compiled
 
@@ -143,6 +144,21 @@ def use_plain_loops() -> None:
     """The balancer is not compiled in this process, which would take half a minute;
     `tests.balance.test_compiled` compiles it."""
     compiled._plain = ContextVar("plain loops", default=True)
+
+
+def compile_pages_once() -> None:
+    """Pages share one template in this process, and in those that are forked from it."""
+    compile_page = Environment.compile
+    templates: dict[str | None, Any] = {}
+
+    def compiled(
+        environment: Environment, source: str, name: str | None = None, filename: str | None = None
+    ) -> Any:
+        if filename not in templates:
+            templates[filename] = compile_page(environment, source, name, filename)
+        return templates[filename]
+
+    Environment.compile = compiled  # type: ignore[assignment,method-assign]
 
 
 # The checkout, which no test may change.
