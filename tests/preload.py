@@ -14,6 +14,8 @@ import moemesh
 from moemesh.trace.machine import limit_spinning
 from tests import sandbox
 
+# What is loaded here stays: no search for garbage among it, now or in the children.
+gc.disable()
 # Before torch loads OpenMP, as `moemesh train` does for the processes that it starts.
 limit_spinning(os.environ)
 
@@ -59,5 +61,5 @@ for _name in [*_OTHERS, *_OURS]:
 sandbox.use_plain_loops()
 _make_what_commands_share()
 sandbox.watch("a process of a test")
-# Collections of the children then neither visit nor copy what is loaded here.
 gc.freeze()
+gc.enable()
