@@ -22,6 +22,7 @@ import socket
 import sys
 import tempfile
 import threading
+import warnings
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import wait
@@ -195,6 +196,7 @@ def _run(arguments: list[str]) -> None:
         case ["-m", module, *rest]:
             sys.argv = [module, *rest]
             sys.path[:0] = paths
+            warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", program, *rest]:
             sys.argv = ["-c", *rest]

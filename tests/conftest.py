@@ -14,6 +14,7 @@ from moemesh.cli import terminal
 from tests import sandbox
 
 sandbox.use_plain_loops()
+sandbox.compile_pages_once()
 # Whether a verb works for a second depends on the machine: no verb prints its progress by chance.
 terminal.FIRST = 1e6
 #: Signals that a run handles.

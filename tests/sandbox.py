@@ -27,8 +27,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from jinja2 import Environment
 
 from moemesh.balance import compiled
+from moemesh.trace.machine import OPENMP_WAITING
 
 T = TypeVar("T")
 
@@ -61,6 +63,8 @@ def begin(config: pytest.Config) -> None:
     _sessions.append((patch, base))
     for name in filter(FOREIGN.match, list(os.environ)):
         patch.delenv(name)
+    for name, value in OPENMP_WAITING.items():  # torch is not loaded yet
+        patch.setenv(name, value)
     # Without kept bytecode every process of a test compiles three hundred files.
     patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     patch.setattr(sys, "dont_write_bytecode", False)
@@ -143,6 +147,23 @@ def use_plain_loops() -> None:
     """The balancer is not compiled in this process, which would take half a minute;
     `tests.balance.test_compiled` compiles it."""
     compiled._plain = ContextVar("plain loops", default=True)
+
+
+def compile_pages_once() -> None:
+    """Pages share one template in this process, and in those that are forked from it."""
+    compile_page = Environment.compile
+    pages: dict[tuple[str, str], Any] = {}
+
+    def compiled(
+        environment: Environment, source: str, name: str | None = None, filename: str | None = None
+    ) -> Any:
+        if filename is None:  # of a model's conversations
+            return compile_page(environment, source, name, filename)
+        if (filename, source) not in pages:
+            pages[filename, source] = compile_page(environment, source, name, filename)
+        return pages[filename, source]
+
+    Environment.compile = compiled  # type: ignore[assignment,method-assign]
 
 
 # The checkout, which no test may change.

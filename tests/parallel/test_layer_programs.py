@@ -274,8 +274,9 @@ def compiled(rank: int, backend: str) -> Any:
 @pytest.mark.parametrize(
     ("backend", "ranks"),
     [
-        ("eager", 1),
-        ("aot_eager", 2),
+        ("aot_eager", 1),
+        ("eager", 2),
+        pytest.param("aot_eager", 2, marks=pytest.mark.slow),
         pytest.param("inductor", 1, marks=pytest.mark.slow),
         pytest.param("inductor", 2, marks=pytest.mark.slow),
     ],

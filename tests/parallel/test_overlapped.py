@@ -24,7 +24,7 @@ from tests.ranks import RankFailed, end_meshes, run_on_ranks
 
 #: Several MoE layers in a stage: what ends one layer begins the next.
 DEEP: dict[str, dict[str, Any]] = {
-    "moe": MODEL | {"num_layers": 6, "first_dense_layers": 0},
+    "moe": MODEL | {"num_layers": 4, "first_dense_layers": 0},
     "eight": MODEL | {"num_layers": 8},
     "dense_first": MODEL | {"num_layers": 6, "first_dense_layers": 3},
     "no_shared": MODELS["no_shared"] | {"num_layers": 6},

@@ -130,10 +130,10 @@ def test_recorded_orders_replay(case: Any) -> None:
     "schedule", [STREAM, AMPNET | {"update_window": 2}], ids=["stash", "ampnet"]
 )
 def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
-    plan = schedule | {"pp": 2, "tp": 2, "ep": 2}
-    streamed = stream(BIASED, plan, SGD, SHAPE)
+    plan, keys = schedule | {"pp": 2, "tp": 2, "ep": 2}, SGD | {"steps": 3}
+    streamed = stream(BIASED, plan, keys, SHAPE)
     assert streamed.schedule is not None
-    reference = Reference(BIASED, plan, SGD, SHAPE)
+    reference = Reference(BIASED, plan, keys, SHAPE)
     if schedule["schedule"] == "pipedream":
         expected = delayed_gradients(reference)
     else:

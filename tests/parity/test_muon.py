@@ -18,7 +18,7 @@ MUON = TRAIN | {"optimizer": "muon", "lr": 0.05, "weight_decay": 0.1, "steps": 3
 
 CASES = rows(
     """
-    *moe | tp=2 dp=2 ep=4
+    moe | tp=2 dp=2 ep=4
     moe | tp=2 dp=2 ep=2 etp=2 data=zero1
     *moe | dp=2 ep=2 data=zero3
     moe | dp=4 ep=2 data=zero2 microbatches=2

@@ -42,7 +42,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 PLANS = rows(
     """
-    *moe | dp=2 tp=2 ep=4 dispatch_chunks=3 | 6x8 padded
+    moe | dp=2 tp=2 ep=4 dispatch_chunks=3 | 6x8 padded
     moe | pp=2 tp=2 ep=2 schedule=zb_h1 microbatches=3 dispatch_chunks=2 | 6x8 padded
     moe | tp=2 ep=2 dispatcher=all_gather | 6x8 padded
     moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 payload=fp8 | 6x8 padded

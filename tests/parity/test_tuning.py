@@ -72,7 +72,7 @@ CASES = rows(
     layer:deep | pp=2 dp=2 schedule=zb_v microbatches=4
     late:deep | pp=2 microbatches=4 schedule=chimera dp=2 data=zero1
     experts:deep | pp=2 microbatches=4 schedule=zb_h2 dp=2 ep=2
-    *some_experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
+    some_experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
     *uneven_experts:moe | dp=4 ep=4 data=zero3 microbatches=2
     some_downs:biased | dp=4 ep=2 data=zero2 microbatches=2
     *uneven_experts:biased | pp=2 microbatches=4 schedule=zb_h1 dp=2 ep=2

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -73,10 +75,12 @@ def arguments(out: Path, **keys: Any) -> list[str]:
     return ["train", "--out", str(out), *sets(*settings(given))]
 
 
-def start(*args: str, python: str = sys.executable, **options: Any) -> subprocess.Popen[str]:
+def start(
+    *args: str, python: str = sys.executable, module: str = "moemesh", **options: Any
+) -> subprocess.Popen[str]:
     """A process of the interpreter itself by default, so that a kill hits the right process."""
     return subprocess.Popen(
-        [python, "-m", "moemesh", *args],
+        [python, "-m", module, *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -112,12 +116,14 @@ def torchrun(
 
 
 def killed(out: Path, is_so: Callable[[], object], **keys: Any) -> None:
-    """A run that is killed when `is_so()`; its ranks have left, too."""
-    process = start(*arguments(out, **keys))
+    """A run that is killed, with its ranks, when `is_so()`."""
+    process = start(*arguments(out, **keys), python=commands.python())
     until(is_so, process)
     process.kill()
-    process.communicate()
-    until(lambda: not processes_of(out))  # they leave when they notice
+    process.wait()
+    for number in processes_of(out):
+        os.kill(number, signal.SIGKILL)
+    process.communicate()  # until no process has its streams
 
 
 def processes_of(out: Path) -> dict[int, list[str]]:
