@@ -21,7 +21,7 @@ from moemesh.planner.operators.strategies import (
 )
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
-from moemesh.planner.stages.placement import two_branch_network
+from moemesh.planner.stages.placement import branching_network
 
 
 def roofline(flops: float, moved_bytes: float) -> float:
@@ -89,7 +89,7 @@ def test_expert_parallelism_comes_out(cluster: Cluster) -> None:
 
 def test_one_weird_trick_comes_out(cluster: Cluster) -> None:
     """Two branches: convolutions by batch, the wide dense layers by channels."""
-    graph = two_branch_network(1024, cost_model(cluster, {"devices": 8}))
+    graph = branching_network(1024, cost_model(cluster, {"devices": 8}))
     names = strategies_of(graph, solve(graph).choices)
     convolutions = {way for name, way in names.items() if name.startswith("conv")}
     assert convolutions == {"devices=batch"}

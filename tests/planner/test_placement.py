@@ -15,12 +15,13 @@ from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.stages.division import StageError
 from moemesh.planner.stages.placement import (
     ALEXNET,
+    NetworkLayer,
     PlacementProblem,
     baseline_placement,
     best_placement,
+    branching_network,
     placement_problem,
     solve_placement,
-    two_branch_network,
 )
 from tests.planner.graphs import brute_force_placement, placement_seconds
 
@@ -76,7 +77,7 @@ Problem = tuple[tuple[str, ...], PlacementProblem]
 
 def branches(batch: int, num_devices: int = 2, **sizes: Any) -> Problem:
     cluster = load_cluster("dgx_h100")
-    graph = two_branch_network(batch, cost_model(cluster, {"devices": 1}), **sizes)
+    graph = branching_network(batch, cost_model(cluster, {"devices": 1}), **sizes)
     return placement_problem(graph, cluster, num_devices, np.inf)
 
 
@@ -92,7 +93,14 @@ def test_the_branch_network_on_two_devices_equals_brute_force(batch: int) -> Non
 
 
 def test_a_short_branch_network_on_three_devices_equals_brute_force() -> None:
-    _, problem = branches(64, 3, layers=ALEXNET[:2], crossing=1, dense=(1000,))
+    crossing = ("conv1a", "conv1b")
+    layers = [
+        *ALEXNET[:2],
+        *(NetworkLayer(f"conv2{branch}", crossing, 48, 128, 5, 27, 13) for branch in "ab"),
+        NetworkLayer("concatenate", ("conv2a", "conv2b"), 128 * 13**2, 2 * 128 * 13**2, 0),
+        NetworkLayer("dense1", ("concatenate",), 2 * 128 * 13**2, 1000),
+    ]
+    _, problem = branches(64, 3, layers=layers)
     assert best_placement(problem).seconds == pytest.approx(brute_force_placement(problem))
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from moemesh.planner.stages.answer import (
     Stage,
 )
 from moemesh.planner.stages.division import (
+    BestDraw,
     Division,
     StageError,
     baseline_division,
@@ -45,11 +46,11 @@ from moemesh.planner.stages.division import (
 from moemesh.planner.stages.placement import (
     baseline_placement,
     best_placement,
+    branching_network,
     placement_problem,
     solve_placement,
-    two_branch_network,
 )
-from moemesh.planner.stages.two_level import TwoLevelSearch
+from moemesh.planner.stages.two_level import StageMesh, TwoLevelSearch
 from moemesh.planner.timing.price import pricing
 from moemesh.trace.memory_profile import format_bytes
 
@@ -297,96 +298,119 @@ def compare(request: PartitionRequest) -> list[Partition]:
         problems += _counts(known, machine, request)
     if problems:
         raise ConfigError(problems)
-    if known is None:
-        return _placements(methods, machine, request)
     started = time.perf_counter()
-    search = TwoLevelSearch(known.shape, machine, request)
-    exact = search.best(best_division)
+    problem = _Network(machine, request) if known is None else _Pipeline(known, machine, request)
     shared = time.perf_counter() - started
     partitions: list[Partition] = []
     for method in methods:
         started = time.perf_counter()
-        mesh, division = exact
-        if method == "ilp":
-            mesh, division = search.best(partial(solve_division, time_limit=_TIME_LIMIT))
-        elif method != "dp":
-            table, count = mesh.refined.table(), request.evaluations
-            tried = baseline_division(method, table, mesh.microbatches, count, request.seed)
-            if tried is None:
-                raise StageError(
-                    f"{method}: none of {count} divisions into {mesh.num_stages} "
-                    f"stages fits in {format_bytes(round(search.cap_bytes))} a device; the exact "
-                    f"one ({division.layers_per_stage} layers) does\nfix: --method dp"
-                )
-            division = tried
+        solution = problem.exact if method == "dp" else problem.solve(method)
         wall = time.perf_counter() - started + (shared if method == "dp" else 0.0)
-        stages, sizes = mesh.stages(division), division.layers_per_stage
-        assignments = mesh.describe(stages)
-        plan = Plan(
-            pp=mesh.num_stages,
-            microbatches=mesh.microbatches,
-            schedule=cast("PipelineSchedule", request.schedule),
-            layers_per_stage=sizes if len(sizes) > 1 else None,
-        )
-        operators = [operator for assignment in assignments for operator in assignment.operators]
+        if solution is None:
+            raise StageError(
+                f"{method}: none of {request.evaluations} {problem.tried} fits in "
+                f"{format_bytes(round(problem.cap_bytes))} a device; {problem.counterexample} does"
+                "\nfix: --method dp"
+            )
         partitions.append(
             Partition(
-                model=known.shape.name,
                 cluster=machine.name,
-                num_devices=machine.num_devices,
                 method=method,
                 global_batch=request.global_batch,
-                microbatches=mesh.microbatches,
-                mesh=mesh.axes,
-                seconds=division.seconds,
-                optimum_seconds=exact[1].seconds,
-                evaluations=division.evaluations,
                 wall_seconds=wall,
-                stages=stages,
-                assignments=assignments,
-                implied=imply(known, machine, plan, request, mesh.axes, operators),
+                **problem.described(solution),
             )
         )
     return partitions
 
 
-def _placements(
-    methods: Sequence[str], cluster: Cluster, request: PartitionRequest
-) -> list[Partition]:
-    batch, num_devices = request.global_batch, request.stages or 2
-    evaluations, seed = request.evaluations, request.seed
-    graph = two_branch_network(batch, cost_model(cluster, {"devices": 1}))
-    cut = two_branch_network(batch, cost_model(cluster, {"devices": num_devices}))
-    cap = cluster.memory_bytes * pricing(cluster).usable_share
-    names, problem = placement_problem(graph, cluster, num_devices, cap)
-    exact = best_placement(problem)
-    partitions: list[Partition] = []
-    for method in methods:
-        started = time.perf_counter()
-        if method == "dp":
-            placed = best_placement(problem)
-        elif method == "ilp":
-            placed = solve_placement(problem, time_limit=_TIME_LIMIT)
-        else:
-            placed = baseline_placement(method, problem, evaluations, seed)
-        if not placed.choices:
-            raise StageError(
-                f"{method}: none of {evaluations} placements fits in "
-                f"{format_bytes(round(cap))} a device; the exact one does\nfix: --method dp"
-            )
-        wall = time.perf_counter() - started
-        devices, seconds = placed.choices, problem.seconds.sum(axis=0)
+class _Pipeline:
+    """A model in stages: the exact division, divisions by other methods, and their description."""
+
+    def __init__(self, model: Model, cluster: Cluster, request: PartitionRequest) -> None:
+        self.model, self.cluster, self.request = model, cluster, request
+        self.search = TwoLevelSearch(model.shape, cluster, request)
+        self.cap_bytes = self.search.cap_bytes
+        self.exact = self.search.best(best_division)
+        mesh, division = self.exact
+        self.tried = f"divisions into {mesh.num_stages} stages"
+        self.counterexample = f"the exact one ({division.layers_per_stage} layers)"
+
+    def solve(self, method: str) -> tuple[StageMesh, Division] | None:
+        """The mesh and the division by `method`; None if no division that it tried fits."""
+        if method == "ilp":
+            return self.search.best(partial(solve_division, time_limit=_TIME_LIMIT))
+        mesh, request = self.exact[0], self.request
+        draws = request.evaluations, request.seed
+        division = baseline_division(method, mesh.refined.table(), mesh.microbatches, *draws)
+        return division and (mesh, division)
+
+    def described(self, solution: tuple[StageMesh, Division]) -> dict[str, Any]:
+        """Fields of the answer."""
+        mesh, division = solution
+        stages, sizes = mesh.stages(division), division.layers_per_stage
+        assignments = mesh.describe(stages)
+        plan = Plan(
+            pp=mesh.num_stages,
+            microbatches=mesh.microbatches,
+            schedule=cast("PipelineSchedule", self.request.schedule),
+            layers_per_stage=sizes if len(sizes) > 1 else None,
+        )
+        operators = [operator for assignment in assignments for operator in assignment.operators]
+        return {
+            "model": self.model.shape.name,
+            "num_devices": self.cluster.num_devices,
+            "microbatches": mesh.microbatches,
+            "mesh": mesh.axes,
+            "seconds": division.seconds,
+            "optimum_seconds": self.exact[1].seconds,
+            "evaluations": division.evaluations,
+            "stages": stages,
+            "assignments": assignments,
+            "implied": imply(self.model, self.cluster, plan, self.request, mesh.axes, operators),
+        }
+
+
+class _Network:
+    """The branching network: the same for placements of its operators on devices."""
+
+    tried, counterexample = "placements", "the exact one"
+
+    def __init__(self, cluster: Cluster, request: PartitionRequest) -> None:
+        self.request, self.num_devices = request, request.stages or 2
+        self.cap_bytes = cluster.memory_bytes * pricing(cluster).usable_share
+        one, every = (
+            branching_network(request.global_batch, cost_model(cluster, {"devices": count}))
+            for count in (1, self.num_devices)
+        )
+        self.cut_seconds = solve(every).cost.seconds
+        self.names, self.problem = placement_problem(one, cluster, self.num_devices, self.cap_bytes)
+        self.exact = best_placement(self.problem)
+
+    def solve(self, method: str) -> BestDraw | None:
+        """The placement by `method`; None if no placement that it tried fits."""
+        if method == "ilp":
+            return solve_placement(self.problem, time_limit=_TIME_LIMIT)
+        draws = self.request.evaluations, self.request.seed
+        placed = baseline_placement(method, self.problem, *draws)
+        return placed if placed.choices else None
+
+    def described(self, solution: BestDraw) -> dict[str, Any]:
+        """Fields of the answer."""
+        names, problem, devices = self.names, self.problem, solution.choices
         operators = [
             OperatorChoice(
                 group="",
                 operator=name,
                 strategy=f"device {device}",
                 count=1,
-                seconds=float(seconds[place]),
-                state_bytes=float(problem.num_bytes[place]),
+                seconds=float(seconds),
+                state_bytes=float(num_bytes),
                 saved_bytes=0.0,
             )
-            for place, (name, device) in enumerate(zip(names, devices, strict=True))
+            for name, device, seconds, num_bytes in zip(
+                names, devices, problem.seconds.sum(axis=0), problem.num_bytes, strict=True
+            )
         ]
         edges = [
             LayoutChange(
@@ -399,38 +423,29 @@ def _placements(
             )
             for edge, (source, target) in enumerate(problem.edges)
         ]
-        operators_by_device = [
-            np.flatnonzero(np.array(devices) == device) for device in range(num_devices)
-        ]
-        stages = tuple(
+        places = [np.flatnonzero(np.array(devices) == one) for one in range(self.num_devices)]
+        stages = [
             Stage(
-                operators=tuple(names[place] for place in places),
+                operators=tuple(names[place] for place in held),
                 ranks=range(device, device + 1),
-                seconds=float(problem.seconds[:, places].sum()),
-                memory_bytes=float(problem.num_bytes[places].sum()),
+                seconds=float(problem.seconds[:, held].sum()),
+                memory_bytes=float(problem.num_bytes[held].sum()),
                 in_flight=1.0,
             )
-            for device, places in enumerate(operators_by_device)
-        )
-        partitions.append(
-            Partition(
-                model=BRANCHING,
-                cluster=cluster.name,
-                num_devices=num_devices,
-                method=method,
-                global_batch=batch,
-                microbatches=1,
-                mesh={"devices": num_devices},
-                seconds=placed.seconds,
-                optimum_seconds=exact.seconds,
-                evaluations=placed.evaluations,
-                wall_seconds=wall,
-                stages=stages,
-                assignments=(OperatorAssignment(operators=tuple(operators), edges=tuple(edges)),),
-                cut_seconds=solve(cut).cost.seconds,
-            )
-        )
-    return partitions
+            for device, held in enumerate(places)
+        ]
+        return {
+            "model": BRANCHING,
+            "num_devices": self.num_devices,
+            "microbatches": 1,
+            "mesh": {"devices": self.num_devices},
+            "seconds": solution.seconds,
+            "optimum_seconds": self.exact.seconds,
+            "evaluations": solution.evaluations,
+            "stages": tuple(stages),
+            "assignments": (OperatorAssignment(operators=tuple(operators), edges=tuple(edges)),),
+            "cut_seconds": self.cut_seconds,
+        }
 
 
 def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) -> Iterator[Problem]:

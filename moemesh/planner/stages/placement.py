@@ -10,6 +10,7 @@ every placement of the outputs still to be read, the undominated times and bytes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, product
@@ -296,110 +297,76 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
 # layers. It keeps the planner general: graphs of other networks than transformers are placed too.
 
 
-class Convolution(NamedTuple):
-    """Output channels of one branch, kernel side, and side of the map before and after pooling."""
+class NetworkLayer(NamedTuple):
+    """One layer: the layers that it reads, its channels (`inner` of each that it reads), kernel
+    side (0: no weights), and side of the map before and after pooling."""
 
-    channels: int
-    kernel: int
-    side: int
-    pooled_side: int
+    name: str
+    reads: tuple[str, ...]
+    inner: int
+    outer: int
+    kernel: int = 1
+    side: int = 1
+    pooled_side: int = 1
 
 
-#: Channels are those of one branch (A. Krizhevsky, I. Sutskever, G. Hinton, 2012).
+#: Channels are those of A. Krizhevsky, I. Sutskever, G. Hinton (2012).
 ALEXNET = (
-    Convolution(48, 11, 55, 27),
-    Convolution(128, 5, 27, 13),
-    Convolution(192, 3, 13, 13),
-    Convolution(192, 3, 13, 13),
-    Convolution(128, 3, 13, 6),
+    NetworkLayer("conv1a", ("images",), 3, 48, 11, 55, 27),
+    NetworkLayer("conv1b", ("images",), 3, 48, 11, 55, 27),
+    NetworkLayer("conv2a", ("conv1a",), 48, 128, 5, 27, 13),
+    NetworkLayer("conv2b", ("conv1b",), 48, 128, 5, 27, 13),
+    NetworkLayer("conv3a", ("conv2a", "conv2b"), 128, 192, 3, 13, 13),
+    NetworkLayer("conv3b", ("conv2a", "conv2b"), 128, 192, 3, 13, 13),
+    NetworkLayer("conv4a", ("conv3a",), 192, 192, 3, 13, 13),
+    NetworkLayer("conv4b", ("conv3b",), 192, 192, 3, 13, 13),
+    NetworkLayer("conv5a", ("conv4a",), 192, 128, 3, 13, 6),
+    NetworkLayer("conv5b", ("conv4b",), 192, 128, 3, 13, 6),
+    NetworkLayer("concatenate", ("conv5a", "conv5b"), 128 * 6**2, 2 * 128 * 6**2, 0),
+    NetworkLayer("dense1", ("concatenate",), 2 * 128 * 6**2, 4096),
+    NetworkLayer("dense2", ("dense1",), 4096, 4096),
+    NetworkLayer("dense3", ("dense2",), 4096, 1000),
 )
-_DENSE = (4096, 4096, 1000)
-_IMAGE_CHANNELS, _IMAGE_SIDE, _ELEMENT_BYTES = 3, 224, 2
+_IMAGE_BYTES, _ELEMENT_BYTES = 3 * 224**2 * 2, 2
 
 
-def two_branch_network(
-    batch: int,
-    costs: CostModel,
-    *,
-    layers: tuple[Convolution, ...] = ALEXNET,
-    dense: tuple[int, ...] = _DENSE,
-    crossing: int = 2,
+def branching_network(
+    batch: int, costs: CostModel, layers: Sequence[NetworkLayer] = ALEXNET
 ) -> OperatorGraph:
-    """Two branches of convolutions; layer number `crossing` reads both, then dense layers.
-
-    `crossing` is at least 1.
-    """
+    """The graph of `layers`, which read earlier ones or the "images", and of a loss."""
     builder = GraphBuilder(costs)
-    image_bytes = float(batch * _IMAGE_CHANNELS * _IMAGE_SIDE**2 * _ELEMENT_BYTES)
-    images = builder.port("images", {0: batch}, image_bytes, constant=True)
-    ends = [images, images]
-    for index, layer in enumerate(layers):
-        before = layers[index - 1].channels if index else _IMAGE_CHANNELS
-        sources = [ends, ends] if index == crossing else [[end] for end in ends]
-        # Convolution, activation and pooling, over one branch's maps or both.
-        read = len(sources[0])
-        elements = float(layer.channels * before * read * layer.kernel**2)
-        computed = float(batch * layer.channels * layer.side**2)
-        convolution = OperatorSpec(
-            name=f"conv{index + 1}",
-            sizes={"batch": batch, "in": before, "out": layer.channels},
-            inputs=(("batch", "in"),) * read,
+    images = builder.port("images", {0: batch}, float(batch * _IMAGE_BYTES), constant=True)
+    places = {"images": images}
+    for name, reads, inner, outer, kernel, side, pooled_side in layers:
+        elements = float(outer * inner * len(reads) * kernel**2)
+        computed = float(batch * outer * side**2)
+        # Convolution, activation and pooling; the maps of several branches as one row an image.
+        spec = OperatorSpec(
+            name=name,
+            sizes={"batch": batch, "in": inner, "out": outer},
+            inputs=(("batch", "in"),) * len(reads),
             output=("batch", "out"),
-            # Two inputs have channels of their own, which no single cut divides.
-            cut=("batch", "in", "out") if read == 1 else ("batch", "out"),
+            # Several inputs have channels of their own, which no single cut divides.
+            cut=("batch", "in", "out") if len(reads) == 1 else ("batch", "out"),
             weight=("in", "out"),
             weight_elements=elements,
-            flops=2.0 * computed * elements / layer.channels,
-            moved_bytes=2.0 * computed * _ELEMENT_BYTES,
-            output_bytes=float(batch * layer.channels * layer.pooled_side**2 * _ELEMENT_BYTES),
+            flops=2.0 * computed * elements / outer,
+            moved_bytes=(1.0 if side == kernel == 1 else 2.0) * computed * _ELEMENT_BYTES,
+            output_bytes=float(batch * outer * pooled_side**2 * _ELEMENT_BYTES),
             kept_bytes=computed * _ELEMENT_BYTES,
         )
-        ends = [
-            builder.add(replace(convolution, name=convolution.name + branch), *inputs)
-            for branch, inputs in zip("ab", sources, strict=True)
-        ]
+        if not kernel:  # a cut of channels would mix the orders of the branches
+            spec = replace(spec, cut=("batch",), weight=())
+        places[name] = builder.add(spec, *(places[source] for source in reads))
     last = layers[-1]
-    width = 2 * last.channels * last.pooled_side**2
-    # Both branches as one row an image; a cut of channels would mix the branches' orders.
-    num_bytes = float(batch * width * _ELEMENT_BYTES)
-    joined = builder.add(
-        OperatorSpec(
-            name="concatenate",
-            sizes={"batch": batch},
-            inputs=(("batch", "branch"),) * 2,
-            output=("batch", "channels"),
-            cut=("batch",),
-            moved_bytes=2 * num_bytes,
-            output_bytes=num_bytes,
-            kept_bytes=num_bytes,
-        ),
-        *ends,
-    )
-    for index, out in enumerate(dense):
-        elements = float(width * out)
-        dense_bytes = float(batch * out * _ELEMENT_BYTES)
-        spec = OperatorSpec(
-            name=f"dense{index + 1}",
-            sizes={"batch": batch, "in": width, "out": out},
-            inputs=(("batch", "in"),),
-            output=("batch", "out"),
-            cut=("batch", "in", "out"),
-            weight=("in", "out"),
-            weight_elements=elements,
-            flops=2.0 * batch * elements,
-            moved_bytes=dense_bytes,
-            output_bytes=dense_bytes,
-            kept_bytes=dense_bytes,
-        )
-        joined, width = builder.add(spec, joined), out
     loss = OperatorSpec(
         name="loss",
-        sizes={"batch": batch, "out": width},
+        sizes={"batch": batch, "out": last.outer},
         inputs=(("batch", "out"),),
         output=("batch",),
         cut=("batch", "out"),
-        moved_bytes=4.0 * batch * width,
+        moved_bytes=4.0 * batch * last.outer,
         output_bytes=4.0 * batch,
     )
-    builder.add(loss, joined)
+    builder.add(loss, places[last.name])
     return builder
