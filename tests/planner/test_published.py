@@ -56,10 +56,11 @@ def test_hardware_descriptions(text, name, intra, inter, node):
 
 
 def test_notes_become_software():
-    fused = parse_run(llama(1, 1, 1, 1, 26.5), ARCHS).software
-    assert (fused.kernel, fused.fused_norm, fused.balanced_stages) == ("flash", True, True)
-    old = parse_run(llama(1, 1, 1, 1, 26.5, notes="attention kernel: torch"), ARCHS).software
-    assert (old.kernel, old.fused_norm) == ("eager", False)
+    fused = parse_run(llama(1, 1, 1, 1, 26.5), ARCHS)
+    assert (fused.software.kernel, fused.software.balanced_stages) == ("flash", True)
+    old = parse_run(llama(1, 1, 1, 1, 26.5, notes="attention kernel: torch"), ARCHS)
+    assert old.software.kernel == "eager"
+    assert (fused.layout.fused_norm, old.layout.fused_norm) == (True, False)
     first = parse_run(
         llama(1, 1, 1, 1, 26.5, notes="attention kernel: flash_attentionv1.0.8"), ARCHS
     ).software

@@ -307,7 +307,7 @@ def test_columns_give_what_single_rows_give():
         (shape, PlannedLayout(tp=tp, pp=pp, dp=64 // tp // pp, seq_len=2048, global_batch=512))
         for shape, tp, pp in itertools.product((DENSE, MOE), (1, 4), (1, 4, 8))
     ]
-    software = [Software(fused_norm=index % 2 == 1) for index in range(len(cases))]
+    software = [Software(native_kernel=index % 2 == 1) for index in range(len(cases))]
     device = ACCELERATORS["H100-80G"]
     rows = zip(cases, software, strict=True)
     together = step_time(

@@ -10,7 +10,7 @@ import csv
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,73 +20,54 @@ from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_json
 from moemesh.config.plan import ScheduleName
 from moemesh.config.sources import read_preset_table
-from moemesh.planner.parameters import Convention, count_flops
+from moemesh.planner.parameters import count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.load_shape import from_arch_table
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import cut_by_weight, even_cut
-from moemesh.planner.timing.columns import KERNELS, Kernel, Software
+from moemesh.planner.timing.columns import KERNELS, Software
 from moemesh.schedule.build import require_defined
 
 # Rows of run tables: uniform spellings, columns from notes and sources, and the layout.
 #
 # Tables of other teams write "OOM" or "out of memory", "ZeRO-1" or "1", "4k" or "4096", "n/a" or
 # nothing. An unknown spelling is left unchanged, and is reported in the row's reason. Facts that
-# only a remark or the source of a table contains are added as columns by the rules of
-# ``presets/calibration/rows.toml``; a table may also have these columns itself.
+# only a remark or the source of a table contains are added as columns; a table may also have these
+# columns itself. Spellings and rules are those of ``presets/calibration/rows.toml``.
 
 
 #: Software stack of runs whose table names none: the author's own.
 OWN_STACK = "own"
-_BLANK = "|-|--|n/a|na|nan|null|none|unknown|\\?"
 _COUNTS = ("gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs", "gbs", "seq")
-_COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*([kK]?)")
-#: Column -> (pattern, uniform spelling); the first pattern that matches the whole cell counts.
-_SPELLINGS: dict[str, tuple[tuple[str, str], ...]] = {
-    "status": (
-        ("ok|success|succeeded|completed|finished", "ok"),
-        (r"(?:.*\b)?(?:oom|out[ -]of[ -]memory)\b.*", "OOM"),
-    ),
-    "zero": (
-        (f"{_BLANK}|ddp|no|off", ""),
-        (r"(?:zero[ _-]?)?([0-3])\s*\((?:.*\D)?(\d+)\s*\)", r"\1(shard within \2)"),
-        (r"(?:zero[ _-]?)?(?:stage[ _-]?)?([0-3])(?:\.0)?", r"\1"),
-        (".*(?:fsdp|full[ _-]?shard|hsdp).*", "3"),
-    ),
-    "sp": ((r"1|1\.0|true|yes|on", "1"), (r"0|0\.0|false|no|off", "0")),
-    "vpp": ((f"{_BLANK}|0|1f1b|gpipe|no|off", ""),),
-    "recompute": (
-        ("none|no|off|false|0|disabled", "none"),
-        (r"yes|on|true|1|all|full\b.*", "full"),
-        ("selective", "selective"),
-        (_BLANK, ""),
-    ),
-}
+_COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*(k?)", re.IGNORECASE)
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    """``spelling``: column -> (pattern of a whole cell, uniform spelling), the first match counts;
+    ``recompute``: word -> part of a layout's recomputation; ``rule``: in order, "when" (column ->
+    pattern) and "set" (column -> value)."""
+    return read_preset_table("rows", "calibration")
 
 
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
     """The row with uniform spellings; other columns are unchanged."""
-    uniform = dict(row)
-    for name in _COUNTS:
-        if name in uniform:
-            uniform[name] = _count(uniform[name])
-    for name, spellings in _SPELLINGS.items():
-        if name in uniform:
-            text = uniform[name].strip()
-            known = (
-                match.expand(word)
-                for spelling, word in spellings
-                if (match := re.fullmatch(spelling, text, re.IGNORECASE))
-            )
-            uniform[name] = next(known, text)
+    uniform, spellings = dict(row), _tables()["spelling"]
+    for name in uniform.keys() & {*spellings, *_COUNTS}:
+        text = uniform[name].strip()
+        known = (
+            match.expand(word)
+            for pattern, word in spellings.get(name, spellings["count"])
+            if (match := re.fullmatch(pattern, text, re.IGNORECASE))
+        )
+        uniform[name] = next(known, text)
+        if name in _COUNTS and (number := _COUNT.fullmatch(uniform[name])):
+            digits, unit = number[1].replace(",", ""), number[2]
+            # Sequences are counted in 1024 tokens: "4k" is 4096.
+            tokens = float(digits) * 1024
+            if not unit or tokens.is_integer():
+                uniform[name] = str(int(tokens)) if unit else digits
     return uniform
-
-
-@cache
-def _rules() -> list[dict[str, dict[str, str]]]:
-    """Rules in order: "when" (column -> what it must match), "set" (column -> value)."""
-    table: dict[str, Any] = read_preset_table("rows", "calibration")
-    return table["rule"]
 
 
 def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
@@ -96,7 +77,7 @@ def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
     """
     columns = dict(row) | {"generation": generation}
     flags = re.IGNORECASE | re.DOTALL
-    for rule in _rules():
+    for rule in _tables()["rule"]:
         when = rule.get("when", {}).items()
         matches = [re.search(pattern, columns.get(name, ""), flags) for name, pattern in when]
         if all(matches):
@@ -108,42 +89,17 @@ def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
     return columns
 
 
-def _count(text: str) -> str:
-    folded = text.strip()
-    if re.fullmatch(_BLANK, folded, re.IGNORECASE):
-        return ""
-    if not (number := _COUNT.fullmatch(folded)):
-        return text
-    digits = number.group(1).replace(",", "")
-    if not number.group(2):
-        return digits
-    # Sequences are counted in 1024 tokens: "4k" is 4096.
-    value = float(digits) * 1024
-    return str(int(value)) if value.is_integer() else text
-
-
-#: Word for recomputation in published tables -> part of a layout's recomputation.
-_RECOMPUTE_WORDS: dict[str, str] = {
-    "none": "", "full": "full", "selective": "attention",
-    "attn": "attention", "core_attn": "attention", "attention": "attention", "core": "attention",
-    "layernorm": "norm", "norm": "norm", "rmsnorm": "norm", "act": "activation",
-    "moe_act": "activation", "activation": "activation", "moe": "moe", "mla_up_proj": "mla_up",
-    "mla up-proj": "mla_up", "op": "operators", "ops": "operators",
-    "shared_expert": "shared_expert", "shared_experts": "shared_expert", "mlp": "activation",
-    "attn core": "attention", "selective checkpointing": "attention",
-}  # fmt: skip
-
-
 def recompute_from_words(text: str) -> frozenset[str]:
     """The recomputation in a table's column `recompute`; raises ConfigError for unknown words."""
+    known = _tables()["recompute"]
     inner = re.sub(r"^selective\s*\((.*)\)$", r"\1", text.strip().lower())
     parts = [part.strip() for part in re.split(r"[,+;]", inner or "none")]
-    if unknown := [part for part in parts if part not in _RECOMPUTE_WORDS]:
+    if unknown := [part for part in parts if part not in known]:
         message = f"`{unknown[0]}` names nothing that can be recomputed"
-        known = {"none", "full", "selective"}
-        fix = f"known: none, full, selective, {', '.join(sorted(_RECOMPUTE_WORDS.keys() - known))}"
+        first = ("none", "full", "selective")
+        fix = f"known: {', '.join((*first, *sorted(known.keys() - set(first))))}"
         raise ConfigError([Problem.of("not-a-choice", "recompute", text.strip(), message, fix)])
-    return frozenset(_RECOMPUTE_WORDS[part] for part in parts) - {""}
+    return frozenset(known[part] for part in parts) - {""}
 
 
 def from_run(row: Mapping[str, str]) -> PlannedLayout:
@@ -166,11 +122,7 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     tp, pp, cp = (_int(row, name, 1) for name in ("tp", "pp", "cp"))
     others = tp * pp * cp
     dp = _int(row, "dp", 0) or max(_int(row, "gpus", others) // others, 1)
-    schedule: ScheduleName = "1f1b"
-    if dualpipe:
-        schedule = "dualpipe"
-    elif stages > 1:
-        schedule = "interleaved_1f1b"
+    several: ScheduleName = "interleaved_1f1b" if stages > 1 else "1f1b"
     # Wordings such as "MXFP8" and "amp_bf16".
     widths: dict[str, Precision] = {
         "fp4": "float4", "fp8": "float8", "fp16": "float16", "": "bfloat16",
@@ -188,7 +140,7 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         seq_len=_int(row, "seq", 0),
         global_batch=_int(row, "gbs", 0),
         microbatch=_int(row, "mbs", 1),
-        schedule=schedule,
+        schedule="dualpipe" if dualpipe else several,
         stages_per_rank=stages,
         sequence_parallel=row.get("sp", "").strip() == "1",
         context="all_to_all" if row.get("context") == "all_to_all" else "ring",
@@ -461,35 +413,29 @@ def _check(
         )
 
 
+#: Field of Software -> its column, where that has another name.
+_COLUMNS = {
+    "balanced_stages": "balanced", "deduplicated": "dedup", "overlapped_exchange": "overlap",
+    "overlapped_tensor": "tensor_overlap", "natural_routing": "natural",
+    "recomputed_share": "",
+}  # fmt: skip
+
+
 def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
     """Properties of the framework from the columns of :func:`annotated_row`."""
-
-    def has(column: str, usual: str = "0") -> bool:
-        return (row.get(column) or usual) == "1"
-
-    stages = layout.pp * layout.stages_per_rank
-    kernels: dict[str, Kernel] = {known: known for known in KERNELS}
-    return Software(
-        kernel=kernels.get(row.get("kernel", ""), "flash"),
-        native_kernel=has("native_kernel", "1"),
-        fused_norm=has("fused_norm", "1"),
-        balanced_stages=has("balanced") or shape.num_layers % stages != 0,
-        scatter_gather=has("scatter_gather", "1"),
-        deduplicated=has("dedup"),
-        overlapped_exchange=has("overlap") or layout.schedule == "dualpipe",
-        overlapped_tensor=has("tensor_overlap"),
-        natural_routing=has("natural"),
-        token_drop=has("token_drop"),
-        capacity=float(row.get("capacity") or 0),
-        padded=has("padded"),
-        wide_share=float(row.get("wide_share") or 0),
-        graphs=has("graphs"),
-        block_scales=has("block_scales"),
-        adapters=has("adapters"),
-        parallel_block=has("parallel_block"),
-        window=int(row.get("window") or 0),
-        fsdp=layout.zero == 3 or has("fsdp"),
-        slow_startup=has("slow_startup"),
+    values: dict[str, Any] = {}
+    for item in fields(Software):
+        kind = type(item.default)
+        if text := row.get(_COLUMNS.get(item.name, item.name)):
+            values[item.name] = text == "1" if kind is bool else kind(text)
+    software = Software(**values)
+    is_uneven = shape.num_layers % (layout.pp * layout.stages_per_rank) != 0
+    return replace(
+        software,
+        kernel=software.kernel if software.kernel in KERNELS else "flash",
+        balanced_stages=software.balanced_stages or is_uneven,
+        overlapped_exchange=software.overlapped_exchange or layout.schedule == "dualpipe",
+        fsdp=software.fsdp or layout.zero == 3,
     )
 
 
@@ -541,14 +487,10 @@ def _measured_seconds(
 def step_flops(convention: str, shape: ModelShape, layout: PlannedLayout) -> float:
     """FLOPs of one step in the convention of a source: full or causal attention, with or without
     recomputation. Without a convention: causal attention."""
-    folded = convention.lower()
-    words: tuple[str, ...] = ("causal", "halved")
+    folded = convention.lower() or "causal"
     recomputed = "incl. recompute" in folded or "sc21" in folded
-    causal = any(word in folded for word in words) and "non-causal" not in folded
-    if not folded:
-        causal = True
-    kind: Convention = "causal" if causal else "full"
-    counted = count_flops(shape, layout.seq_len, kind)
+    causal = ("causal" in folded or "halved" in folded) and "non-causal" not in folded
+    counted = count_flops(shape, layout.seq_len, "causal" if causal else "full")
     per_token = counted.training
     if recomputed and "full" in layout.recompute:
         # The forward of all layers is recomputed, that of the head is not.

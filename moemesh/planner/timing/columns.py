@@ -38,7 +38,6 @@ class Software:
     #: The attention kernel was written for the device's generation; FlashAttention-2 was not for
     #: Hopper (35 % of its peak where FlashAttention-3 reaches 75 %, arXiv:2407.08608).
     native_kernel: bool = True
-    fused_norm: bool = True
     #: Stages hold equal weights, embedding and head counted, instead of equal numbers of layers.
     #: Only for descriptions of runs: the cut itself is in the layout.
     balanced_stages: bool = False
@@ -212,7 +211,7 @@ class LayoutColumns(Software):
     recompute_shared: Number = column(lambda row: row.recomputes("shared_expert"))
     #: Index in :data:`KERNELS`.
     kernel: Number = column("kernel")
-    fused_norm: Number = column(lambda row: row.traits.fused_norm and row.layout.fused_norm)
+    fused_norm: Number
     fsdp: Number = column(lambda row: row.traits.fsdp or row.layout.zero == 3)
 
 
