@@ -13,7 +13,6 @@ from moemesh.config.plan import DEGREES, Plan
 from moemesh.planner.estimate import Estimate, by_axis, estimate, worst_routing
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import plan_of, untrained
-from moemesh.planner.memory import CacheSize, kv_cache_bytes
 from moemesh.planner.planned_layout import PlannedLayout, shown
 from moemesh.planner.search.command import (
     PlannedAnswer,
@@ -24,7 +23,13 @@ from moemesh.planner.search.command import (
 )
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival
 from moemesh.planner.search.search import Candidate, counted
-from moemesh.planner.speed import Speed, decoding_intensity, layer_intensities
+from moemesh.planner.speed import (
+    CacheSize,
+    Speed,
+    decoding_intensity,
+    kv_cache_bytes,
+    layer_intensities,
+)
 from moemesh.planner.timing.price import pricing
 from moemesh.report.bars import StackedBar, stacked_bars
 from moemesh.report.document import Chapter, PageDocument, Table, figures, glossary, plural

@@ -32,7 +32,7 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
         moemesh estimate --config first.toml --cluster laptop_cpu
     """
     from moemesh.planner import estimate as planner
-    from moemesh.planner.memory import read_cache_size
+    from moemesh.planner.speed import read_cache_size
 
     model, plan = request.model, request.plan
     if request.config is not None:

@@ -20,12 +20,10 @@ from moemesh.config.suggest import nearest_choice
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import exact_plan, from_plan, read_plan, trained_shares
 from moemesh.planner.memory import (
-    CacheSize,
     MemoryEstimate,
     PeakMemory,
     RankMemory,
     estimate_memory,
-    kv_cache_bytes,
 )
 from moemesh.planner.parameters import (
     Flops,
@@ -37,7 +35,13 @@ from moemesh.planner.parameters import (
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import Model, load_both
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.speed import Speed, device_balance, layer_intensities
+from moemesh.planner.speed import (
+    CacheSize,
+    Speed,
+    device_balance,
+    kv_cache_bytes,
+    layer_intensities,
+)
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.ledger import predict_ledger
@@ -332,15 +336,12 @@ class Estimate:
     @property
     def seconds_interval(self) -> Interval:
         """80 % interval of a step's seconds."""
-        errors = tuple(run.left_out for run in self.cluster.own_runs)
-        generation = self.pricing.device.generation
-        return shipped_intervals().of_seconds(self.seconds["total"], generation, errors)
+        return self.pricing.seconds_interval(self.seconds["total"])
 
     @property
     def memory_interval(self) -> Interval:
         """80 % interval of the bytes that a device needs."""
-        known = bool(self.pricing.device.generation)
-        return shipped_intervals().of_memory(self.peak.needed, known=known)
+        return self.pricing.memory_interval(self.peak.needed)
 
     @property
     def fits_chance(self) -> float:

@@ -1,4 +1,4 @@
-"""Bytes of one pipeline rank: required tensors of a step, the allocator's peak, the KV cache.
+"""Bytes of one pipeline rank: required tensors of a step, and the allocator's peak.
 
 Model states, bytes per parameter that a rank holds after tp, pp, ep and etp have cut the model:
 
@@ -32,10 +32,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from moemesh.config.data import read_tokens
-from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.lora import NF4_BLOCK, NF4_BLOCK_BYTES, NF4_NUMBERS_AT_ONCE
-from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.parameters import WeightCounts, end_weights, layer_parts, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
@@ -349,23 +346,21 @@ def _rank_states(
     cut_w, cut_g, cut_o = (shards if layout.zero >= level else (1, 1) for level in (3, 2, 1))
     if layout.parameter_server:
         cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
+    numbers = trained[0] / cut_o[0] + trained[1] / cut_o[1]
+    optimizer: dict[str, Number] = {"optimizer": layout.optimizer_bytes * numbers}
+    if layout.offload != "none":
+        # The host also gets the gradients, and masters of weights that are as wide as these.
+        wide = layout.gradient_bytes
+        masters = 0 if layout.element_bytes < wide else wide
+        host = (layout.optimizer_bytes + masters + wide) * numbers
+        optimizer = {"optimizer": 0.0, "host": host}
     return weights, {
         "dense_weights": (versions * (dense + layout.adapters * trained[0]) - saved[0]) / cut_w[0],
         "expert_weights": (versions * (expert + layout.adapters * trained[1]) - saved[1])
         / cut_w[1],
         "gradients": layout.gradient_bytes * (trained[0] / cut_g[0] + trained[1] / cut_g[1]),
-        **_optimizer_bytes(layout, trained[0] / cut_o[0] + trained[1] / cut_o[1]),
+        **optimizer,
     }
-
-
-def _optimizer_bytes(layout: PlannedLayout, numbers: Number) -> dict[str, Number]:
-    """Bytes of the optimizer of trained `numbers` on the device and on its host, which also gets
-    the gradients, and has masters of weights that are as wide as these."""
-    if layout.offload == "none":
-        return {"optimizer": layout.optimizer_bytes * numbers}
-    wide = layout.gradient_bytes
-    masters = 0 if layout.element_bytes < wide else wide
-    return {"optimizer": 0.0, "host": (layout.optimizer_bytes + masters + wide) * numbers}
 
 
 def rank_memory(
@@ -448,9 +443,8 @@ class MemoryEstimate:
 
 def estimate_memory(shape: ModelShape, layout: PlannedLayout) -> MemoryEstimate:
     """The memory of every pipeline rank."""
-    chunks = ChunkBytes(shape, layout)
-    ranks = (rank_memory(shape, layout, rank, chunks) for rank in range(layout.pp))
-    return MemoryEstimate(ranks=tuple(ranks))
+    memory = partial(rank_memory, shape, layout, chunks=ChunkBytes(shape, layout))
+    return MemoryEstimate(ranks=tuple(map(memory, range(layout.pp))))
 
 
 # Peak of the allocator on the worst rank: exact tensors and a framework's overhead.
@@ -459,9 +453,6 @@ def estimate_memory(shape: ModelShape, layout: PlannedLayout) -> MemoryEstimate:
 # set of the running layer, unfused or gathered copies, the gradient of a large matrix before it is
 # accumulated, libraries. An :class:`Allocation` describes this overhead by a few calibrated numbers
 # per software stack.
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,7 +491,7 @@ class Allocation:
     #: Bytes per weight that FSDP keeps unsharded in a pipelined step: gathered weights, gradients.
     whole_bytes: float = 0.0
     #: Device bytes outside of allocator statistics: libraries, communicators, fragmentation.
-    workspace_bytes: float = 2.0 * GIB
+    workspace_bytes: float = 2.0 * 2**30
     #: Share of the device's memory that a job may use.
     usable_share: float = 0.985
 
@@ -657,41 +648,3 @@ def worst_ranks(stages: Stages) -> tuple[int, ...]:
         if not any(exceeds(rival, rank) for rival in (*kept, *range(rank + 1, step.ranks))):
             kept.append(rank)
     return tuple(kept)
-
-
-# Bytes of the key-value cache of a model that generates.
-#
-# Bytes per token: GQA 2 L h_kv w; MLA L (r_kv + d_r) w, because all heads share the latent and the
-# rotary key. ``4 b L h (s + n)`` is the multi-head 16-bit case.
-
-
-class CacheSize(NamedTuple):
-    """Number of sequences, and tokens of each: s of the prompt plus n generated ones."""
-
-    batch: int
-    tokens: int
-
-
-def read_cache_size(text: str) -> CacheSize:
-    """The size in a user's text: "32x4096", "32x4k". Raises ConfigError."""
-    parts = text.lower().replace("×", "x").split("x")
-    try:
-        numbers = [read_tokens(part, 1024) for part in parts]
-    except ConfigError:
-        numbers = []
-    if len(numbers) != 2 or not all(n <= LARGEST_SIZE and n == int(n) for n in numbers):
-        message = "a cache has at least 1 sequence of at least 1 token (prompt and answer)"
-        fix = "such as --kv-cache 32x4096"
-        raise ConfigError([Problem.of("out-of-range", "kv_cache", text, message, fix)])
-    return CacheSize(*map(int, numbers))
-
-
-def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int) -> int:
-    """Bytes of the cache of `batch` sequences of `tokens` (s + n: prompt and generated tokens) over
-    all ranks, in 16 bit; a layer with a window keeps only the last tokens of it."""
-    each = 2 * shape.num_kv_heads * shape.head_dim
-    if shape.attention == "mla":
-        each = shape.kv_lora_rank + shape.qk_rotary_head_dim
-    windows = (kind.window for kind in shape.kinds)
-    kept = sum(min(tokens, window) if window else tokens for window in windows)
-    return 2 * batch * kept * each

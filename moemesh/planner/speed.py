@@ -1,4 +1,5 @@
-"""Speed of a step: tokens a second, MFU, days and device-hours; and its arithmetic intensity.
+"""Speed of a step: tokens a second, MFU, days and device-hours; its arithmetic intensity; the
+key-value cache of a model that generates.
 
     MFU = model FLOPs of a step / (seconds of it * devices * peak of one device)
 
@@ -10,9 +11,13 @@ of the matrix products, from the cluster file.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.data import read_tokens
 from moemesh.config.devices import Accelerator, accelerator_of
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.planner.parameters import training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
@@ -185,3 +190,41 @@ def layer_intensities(shape: ModelShape, layout: PlannedLayout) -> dict[str, flo
         wide = gates * shape.expert_intermediate_size / layout.etp
         intensities["experts"] = product_intensity(rows, h, wide, w)
     return intensities
+
+
+# Bytes of the key-value cache of a model that generates.
+#
+# Bytes per token: GQA 2 L h_kv w; MLA L (r_kv + d_r) w, because all heads share the latent and the
+# rotary key. ``4 b L h (s + n)`` is the multi-head 16-bit case.
+
+
+class CacheSize(NamedTuple):
+    """Number of sequences, and tokens of each: s of the prompt plus n generated ones."""
+
+    batch: int
+    tokens: int
+
+
+def read_cache_size(text: str) -> CacheSize:
+    """The size in a user's text: "32x4096", "32x4k". Raises ConfigError."""
+    parts = text.lower().replace("×", "x").split("x")
+    try:
+        numbers = [read_tokens(part, 1024) for part in parts]
+    except ConfigError:
+        numbers = []
+    if len(numbers) != 2 or not all(n <= LARGEST_SIZE and n == int(n) for n in numbers):
+        message = "a cache has at least 1 sequence of at least 1 token (prompt and answer)"
+        fix = "such as --kv-cache 32x4096"
+        raise ConfigError([Problem.of("out-of-range", "kv_cache", text, message, fix)])
+    return CacheSize(*map(int, numbers))
+
+
+def kv_cache_bytes(shape: ModelShape, batch: int, tokens: int) -> int:
+    """Bytes of the cache of `batch` sequences of `tokens` (s + n: prompt and generated tokens) over
+    all ranks, in 16 bit; a layer with a window keeps only the last tokens of it."""
+    each = 2 * shape.num_kv_heads * shape.head_dim
+    if shape.attention == "mla":
+        each = shape.kv_lora_rank + shape.qk_rotary_head_dim
+    windows = (kind.window for kind in shape.kinds)
+    kept = sum(min(tokens, window) if window else tokens for window in windows)
+    return 2 * batch * kept * each

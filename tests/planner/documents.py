@@ -8,10 +8,11 @@ from typing import Any
 
 from moemesh.config.plan import Plan
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.memory import kv_cache_bytes, layer_kept, rank_memory
+from moemesh.planner.memory import layer_kept, rank_memory
 from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
+from moemesh.planner.speed import kv_cache_bytes
 from moemesh.planner.traffic.volumes import volumes_ledger
 from tests.planner.test_traffic import MIB, TABLE, table_rows
 

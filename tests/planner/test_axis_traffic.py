@@ -10,12 +10,13 @@ import pytest
 from moemesh.cli.plan_text import estimate_text
 from moemesh.config.cluster import load_cluster
 from moemesh.planner.estimate import Estimate, by_axis, estimate_named, pipeline_rank
-from moemesh.planner.memory import CacheSize, kv_cache_bytes
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import (
+    CacheSize,
     decoding_intensity,
     device_balance,
+    kv_cache_bytes,
     layer_intensities,
     product_intensity,
 )

@@ -8,7 +8,6 @@ import pytest
 
 from moemesh.planner.memory import (
     estimate_memory,
-    kv_cache_bytes,
     layer_kept,
     rank_memory,
     rank_weights,
@@ -17,6 +16,7 @@ from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import gpt, load_model
 from moemesh.planner.shapes.shape import LayerKind
+from moemesh.planner.speed import kv_cache_bytes
 
 GIB = 2**30
 

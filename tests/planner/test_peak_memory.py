@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moemesh.config.devices import GIB
 from moemesh.planner import memory as module
 from moemesh.planner.memory import (
     GIB,

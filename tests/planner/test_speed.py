@@ -11,11 +11,10 @@ from moemesh.cli.application import app
 from moemesh.config.cluster import load_cluster
 from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError
-from moemesh.planner.memory import read_cache_size
 from moemesh.planner.parameters import count_flops, training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
-from moemesh.planner.speed import Speed, device_peak_flops, peak_flops
+from moemesh.planner.speed import Speed, device_peak_flops, peak_flops, read_cache_size
 from moemesh.planner.timing.price import with_headroom
 from moemesh.sharding.load_run import load_run
 

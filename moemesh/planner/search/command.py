@@ -14,12 +14,11 @@ from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
-from moemesh.config.run import RunConfig
 from moemesh.config.section import LARGEST_SIZE, Section
 from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig
-from moemesh.planner.intervals import Interval, shipped_intervals
+from moemesh.planner.intervals import Interval
 from moemesh.planner.layout_sources import plan_of, read_plan, trained_shares, untrained
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.requests import PlanRequest
@@ -131,14 +130,11 @@ class PlannedAnswer:
 
     def seconds_interval(self, candidate: Candidate) -> Interval:
         """80 % interval of a candidate's seconds per step."""
-        errors = tuple(run.left_out for run in self.cluster.own_runs)
-        generation = self.pricing.device.generation
-        return shipped_intervals().of_seconds(candidate.seconds, generation, errors)
+        return self.pricing.seconds_interval(candidate.seconds)
 
     def memory_interval(self, candidate: Candidate) -> Interval:
         """80 % interval of the bytes that a candidate needs."""
-        known = bool(self.pricing.device.generation)
-        return shipped_intervals().of_memory(candidate.memory.needed, known=known)
+        return self.pricing.memory_interval(candidate.memory.needed)
 
     @property
     def fastest_first(self) -> list[Candidate]:
@@ -162,8 +158,7 @@ def plan(
     """The `top` best layouts (:func:`choose`), and comparisons of `rivals` ("tp=8,ep=64") with the
     best. Raises ConfigError if no layout is legal, NothingFits if none fits in memory."""
     search = SearchSpace(model.shape, cluster, space, progress)
-    known = bool(search.pricing.device.generation)
-    safe = cluster.memory_bytes / shipped_intervals().of_memory(1.0, known=known).high
+    safe = cluster.memory_bytes / search.pricing.memory_interval(1.0).high
     if not (chosen := choose(search, top, safe)):
         # A shorter sequence is suggested only if some layout would fit with it.
         fixes, short = ["more --nodes", "devices with more memory"], min(_SHORT, space.seq_len)
@@ -202,12 +197,6 @@ def plan(
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
         rivals=tuple(why_not(search, model, candidates[0], asked) for asked in rivals),
     )
-
-
-def _given(run: RunConfig) -> dict[str, Any]:
-    """Fields of every layout that a request sets: what trains, and where the optimizer is."""
-    offload = {"offload": run.plan.offload} if run.plan.offload != "none" else {}
-    return {**trained_shares(run), **offload}
 
 
 def _tunings(model: Model, space: Space) -> dict[str, Mapping[str, Any]]:
@@ -307,8 +296,12 @@ def plan_named(
         # Commands take [plan] from the layout.
         settings = (setting for setting in request.settings if not setting.startswith("plan."))
         known = known._replace(settings=tuple(settings), run=run)
+    # Fields of every layout: what trains, and where the optimizer is.
+    trained = {} if known.run is None else trained_shares(known.run)
+    if known.run is not None and (host := known.run.plan.offload) != "none":
+        trained["offload"] = host
     space = Space(
-        trained={} if known.run is None else _given(known.run),
+        trained=trained,
         num_devices=machine.num_devices,
         node_size=machine.gpus_per_node,
         seq_len=seq_len,

@@ -22,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moemesh.config.cluster import Cluster
+from moemesh.config.devices import GIB
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.plan import DEGREES
 from moemesh.planner.arithmetic import FloatArray
-from moemesh.planner.memory import GIB, PeakMemory
+from moemesh.planner.memory import PeakMemory
 from moemesh.planner.planned_layout import TRAINED, PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape

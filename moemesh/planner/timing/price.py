@@ -16,6 +16,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
+from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
@@ -143,6 +144,15 @@ class Pricing:
     def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
         """Line on the correction of a layout by the cluster's own runs; "" without runs."""
         return self.own.describe(model_row(shape), layout_row(shape, layout, software_of(layout)))
+
+    def seconds_interval(self, seconds: float) -> Interval:
+        """80 % interval of predicted seconds of a step."""
+        errors = tuple(run.left_out for run in self.own.runs)
+        return shipped_intervals().of_seconds(seconds, self.device.generation, errors)
+
+    def memory_interval(self, needed: float) -> Interval:
+        """80 % interval of the bytes that a device needs."""
+        return shipped_intervals().of_memory(needed, known=bool(self.device.generation))
 
     def price(
         self, shape: ModelShape, layout: PlannedLayout
