@@ -10,7 +10,6 @@ import pytest
 from moemesh.config.devices import GIB
 from moemesh.planner import memory as module
 from moemesh.planner.memory import (
-    GIB,
     Allocation,
     estimate_memory,
     needed_bytes,
@@ -21,6 +20,7 @@ from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import from_arch_table, gpt, load_model
 from moemesh.planner.stage_cut import with_values
+from moemesh.planner.timing.hardware import GIB
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
