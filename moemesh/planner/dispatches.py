@@ -4,8 +4,9 @@ cluster."""
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -98,58 +99,47 @@ class RoutingExample:
     about: str = ""
 
     def __post_init__(self) -> None:
-        plan, problems = self.plan, list[Problem]()
-        if plan.pp > 1:
-            message = "a dispatch is inside one pipeline stage"
-            problems.append(Problem.of("not-available", "plan.pp", plan.pp, message, "pp = 1"))
-        if plan.ep * plan.etp == 1:
-            message = "with ep = 1 and etp = 1 every rank keeps its rows: there is nothing to show"
-            problems.append(Problem.of("too-small", "plan.ep", 1, message, "ep = 2"))
-        if self.num_experts < 1 or self.num_experts % plan.ep:
-            message = f"num_experts ({self.num_experts}) must be a positive multiple of ep"
-            fix = f"num_experts = {max(1, -(-self.num_experts // plan.ep)) * plan.ep}"
-            key, value = "num_experts", self.num_experts
-            problems.append(Problem.of("not-divisible", key, value, message, fix))
-        if len(self.choices) != plan.world_size:
-            message = f"experts has {len(self.choices)} ranks, the plan {plan.world_size}"
-            problems.append(Problem.of("shape", "experts", len(self.choices), message))
-        if self.hidden_size < 1:
-            message = "a row has at least one channel"
-            problems.append(Problem.of("out-of-range", "hidden_size", self.hidden_size, message))
-        if self.dtype not in DTYPES:
-            message = f"dtype is one of {', '.join(DTYPES)}"
-            fix = nearest_choice(self.dtype, DTYPES)
-            problems.append(Problem.of("not-a-choice", "dtype", self.dtype, message, fix))
-        for name in self.dispatchers:
-            if name not in PREDICTED:
-                message = f"dispatcher is one of {', '.join(PREDICTED)}"
-                fix = nearest_choice(name, tuple(PREDICTED))
-                problems.append(Problem.of("not-a-choice", "dispatcher", name, message, fix))
-        for rank, token, chosen in (
-            (rank, token, chosen)
-            for rank, tokens in enumerate(self.choices)
-            for token, chosen in enumerate(tokens)
-        ):
-            real, where = (
-                [expert for expert in chosen if expert != -1],
-                f"rank {rank}, token {token}",
-            )
-            if wrong := [expert for expert in real if not 0 <= expert < self.num_experts]:
-                message = f"{where} chose expert {wrong[0]}; experts are 0 to "
-                message += f"{self.num_experts - 1}, and -1 is none"
-                problems.append(Problem.of("out-of-range", "experts", list(chosen), message, ""))
-            elif len(set(real)) < len(real):
-                message = f"{where} chose an expert twice"
-                problems.append(Problem.of("duplicate", "experts", list(chosen), message, ""))
-            elif len(chosen) != len(first := self.choices[rank][0]):
-                message = f"{where} has {len(chosen)} slots, token 0 {len(first)}; fill with -1"
-                fix = "fill with -1"
-                problems.append(Problem.of("shape", "experts", list(chosen), message, fix))
-            else:
-                continue
-            break
+        plan, experts, ranks = self.plan, self.num_experts, len(self.choices)
+        multiple = max(1, -(-experts // plan.ep)) * plan.ep
+        rules: list[tuple[bool, str, str, object, str, str]] = [
+            (plan.pp > 1, "not-available", "plan.pp", plan.pp,
+             "a dispatch is inside one pipeline stage", "pp = 1"),
+            (plan.ep * plan.etp == 1, "too-small", "plan.ep", 1,
+             "with ep = 1 and etp = 1 every rank keeps its rows: there is nothing to show",
+             "ep = 2"),
+            (experts < 1 or experts % plan.ep > 0, "not-divisible", "num_experts", experts,
+             f"num_experts ({experts}) must be a positive multiple of ep",
+             f"num_experts = {multiple}"),
+            (ranks != plan.world_size, "shape", "experts", ranks,
+             f"experts has {ranks} ranks, the plan {plan.world_size}", ""),
+            (self.hidden_size < 1, "out-of-range", "hidden_size", self.hidden_size,
+             "a row has at least one channel", ""),
+            (self.dtype not in DTYPES, "not-a-choice", "dtype", self.dtype,
+             f"dtype is one of {', '.join(DTYPES)}", nearest_choice(self.dtype, DTYPES)),
+            *((name not in PREDICTED, "not-a-choice", "dispatcher", name,
+               f"dispatcher is one of {', '.join(PREDICTED)}",
+               nearest_choice(name, tuple(PREDICTED))) for name in self.dispatchers),
+        ]  # fmt: skip
+        problems = [Problem.of(*rest) for is_broken, *rest in rules if is_broken]
+        if problem := next(self._wrong_tokens(), None):
+            problems.append(problem)
         if problems:
             raise ConfigError(problems)
+
+    def _wrong_tokens(self) -> Iterator[Problem]:
+        for rank, tokens in enumerate(self.choices):
+            for token, chosen in enumerate(tokens):
+                real, where = [one for one in chosen if one != -1], f"rank {rank}, token {token}"
+                problem = partial(Problem.of, key="experts", value=list(chosen))
+                if wrong := [one for one in real if not 0 <= one < self.num_experts]:
+                    message = f"{where} chose expert {wrong[0]}; experts are 0 to "
+                    message += f"{self.num_experts - 1}, and -1 is none"
+                    yield problem("out-of-range", message=message)
+                elif len(set(real)) < len(real):
+                    yield problem("duplicate", message=f"{where} chose an expert twice")
+                elif len(chosen) != len(tokens[0]):
+                    message = f"{where} has {len(chosen)} slots, token 0 {len(tokens[0])}; fill"
+                    yield problem("shape", message=f"{message} with -1", fix="fill with -1")
 
     @property
     def slots(self) -> int:
@@ -214,32 +204,30 @@ def random_example(
 ) -> RoutingExample:
     """`tokens` tokens on each rank of `plan`, with experts drawn with equal chance."""
     read = _plan(plan)
-    if not 1 <= experts_per_token <= num_experts:
-        message = f"a token has 1 to {num_experts} experts, not {experts_per_token}"
-        fix = f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"
-        key, value = "experts_per_token", experts_per_token
-        raise ConfigError([Problem.of("out-of-range", key, value, message, fix)])
-    if num_experts > MOST_DRAWN:
-        message = f"{num_experts} experts are more than {MOST_DRAWN}"
-        fix = f"--experts {MOST_DRAWN}"
-        raise ConfigError([Problem.of("out-of-range", "num_experts", num_experts, message, fix)])
     each = experts_per_token * read.world_size
-    if tokens * each > MOST_DRAWN:
-        most = max(1, MOST_DRAWN // each)
-        message = (
-            f"{tokens} tokens on each of {read.world_size} ranks with {experts_per_token} experts "
-            f"are {tokens * each} choices, more than {MOST_DRAWN}"
-        )
-        fix = f"--tokens {most}"
-        raise ConfigError([Problem.of("out-of-range", "tokens", tokens, message, fix)])
+    choices = tokens * each
+    most = max(1, MOST_DRAWN // each) if each > 0 else 1
+    rules: list[tuple[bool, str, int, str, str]] = [
+        (not 1 <= experts_per_token <= num_experts, "experts_per_token", experts_per_token,
+         f"a token has 1 to {num_experts} experts, not {experts_per_token}",
+         f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"),
+        (num_experts > MOST_DRAWN, "num_experts", num_experts,
+         f"{num_experts} experts are more than {MOST_DRAWN}", f"--experts {MOST_DRAWN}"),
+        (choices > MOST_DRAWN, "tokens", tokens,
+         f"{tokens} tokens on each of {read.world_size} ranks with {experts_per_token} experts "
+         f"are {choices} choices, more than {MOST_DRAWN}", f"--tokens {most}"),
+    ]  # fmt: skip
+    for is_broken, *rest in rules:
+        if is_broken:
+            raise ConfigError([Problem.of("out-of-range", *rest)])
     draw = random.Random(seed)
-    choices = [
+    drawn = [
         [sorted(draw.sample(range(num_experts), experts_per_token)) for _ in range(tokens)]
         for _ in range(read.world_size)
     ]
     return RoutingExample(
         plan=read,
-        choices=choices,
+        choices=drawn,
         num_experts=num_experts,
         hidden_size=hidden_size,
         dtype=dtype,
