@@ -19,12 +19,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.layout_sources import exact_plan, from_plan, read_plan, trained_shares
-from moemesh.planner.memory import (
-    MemoryEstimate,
-    PeakMemory,
-    RankMemory,
-    estimate_memory,
-)
+from moemesh.planner.memory import MemoryEstimate, PeakMemory, RankMemory, estimate_memory
 from moemesh.planner.parameters import (
     Flops,
     Parameters,

@@ -9,14 +9,7 @@ from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout
-from moemesh.config.plan import (
-    DEGREES,
-    AttentionExit,
-    Context,
-    DataStrategy,
-    Offload,
-    ScheduleName,
-)
+from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, Offload, ScheduleName
 from moemesh.config.rules import (
     V_SCHEDULES,
     CutSizes,

@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moemesh.config.run import RunConfig
-from moemesh.planner.parameters import (
-    attention_products,
-    core_flops,
-    mlp_matmul,
-    training_flops,
-)
+from moemesh.planner.parameters import attention_products, core_flops, mlp_matmul, training_flops
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.trace import step_seconds as parts
 from moemesh.trace.ledger import Ledger

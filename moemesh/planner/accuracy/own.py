@@ -36,21 +36,8 @@ from moemesh.planner.intervals import own_width, shipped_intervals
 from moemesh.planner.layout_sources import from_plan, trained_shares
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import accelerator_of_cluster
-from moemesh.planner.timing.calibration import (
-    NAMES,
-    SPREADS,
-    Calibration,
-    release_years,
-    stack_of,
-)
-from moemesh.planner.timing.own_runs import (
-    NOISE,
-    OwnRuns,
-    covariance,
-    distances,
-    features,
-    places,
-)
+from moemesh.planner.timing.calibration import NAMES, SPREADS, Calibration, release_years, stack_of
+from moemesh.planner.timing.own_runs import NOISE, OwnRuns, covariance, distances, features, places
 from moemesh.planner.timing.price import DEFAULT_STACK, software_of
 from moemesh.sharding.load_run import load_recorded
 from moemesh.trace.run import Run, RunError, median_of
@@ -340,8 +327,7 @@ def lessons(
                     left_out = tuple(run.left_out for run in learned.runs)
                 device = members[0].device
                 width = own_width(
-                    left_out,
-                    shipped_intervals().seconds_width(device.generation if device else ""),
+                    left_out, shipped_intervals().seconds_width(device.generation if device else "")
                 )
                 others = predict(rest, fitted)
                 first = first or tuple(others)

@@ -15,12 +15,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.architecture import hub_values, read_refused
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
-from moemesh.planner.shapes.shape import (
-    Counted,
-    ModelShape,
-    from_huggingface,
-    from_model_config,
-)
+from moemesh.planner.shapes.shape import Counted, ModelShape, from_huggingface, from_model_config
 
 #: Head size of a model whose configuration names none.
 _HEAD = 128

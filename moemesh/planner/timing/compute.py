@@ -445,11 +445,7 @@ def longer(device: Number, host: Number) -> Number:
 
 
 def _block_time(
-    work: PricedStep,
-    block: BlockTime,
-    forward: Number,
-    backward: Number,
-    extra: Number = 0.0,
+    work: PricedStep, block: BlockTime, forward: Number, backward: Number, extra: Number = 0.0
 ) -> LayerTime:
     """A block with the seconds of its transfers, `forward` and `backward`, and of selective
     recomputation: its norms and activations, and `extra`."""

@@ -111,11 +111,7 @@ def _shard_groups(work: PricedStep) -> tuple[Number, Number]:
 
 
 def _moved(
-    work: PricedStep,
-    links: Links,
-    dense: Number,
-    expert: Number,
-    groups: tuple[Number, Number],
+    work: PricedStep, links: Links, dense: Number, expert: Number, groups: tuple[Number, Number]
 ) -> tuple[Number, tuple[Number, Number]]:
     """Seconds per byte for `groups` of ranks to gather or scatter `dense` and `expert` weights, and
     the two rates in bytes per second."""

@@ -33,11 +33,7 @@ from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.traffic.ledger_lines import BOTH, LedgerLines, Transfer
-from moemesh.sharding.dispatchers import (
-    packed_bytes,
-    slots_per_pair,
-    visit_probability,
-)
+from moemesh.sharding.dispatchers import packed_bytes, slots_per_pair, visit_probability
 
 # Token counts per expert and rank, expected or chosen, which determine the traffic.
 #
