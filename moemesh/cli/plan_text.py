@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import count
 from math import floor
 from textwrap import indent
+from typing import NamedTuple
 
 from moemesh.cli.terminal import folded, table, wrapped
 from moemesh.config.plan import DEGREES, Plan
@@ -63,6 +64,10 @@ _PARTS = (
     "dense_weights", "expert_weights", "gradients", "optimizer", "activations", "logits",
     "buffers", "total",
 )  # fmt: skip
+_MEMORY_NOTE = (
+    "states: weights, gradients and optimizer; activations: kept for the backward; working: what "
+    "exists while one layer runs; libraries: of device, collectives, kernels"
+)
 _LARGE = (("T", 10**12), ("B", 10**9), ("M", 10**6))
 
 
@@ -203,11 +208,12 @@ def plan_text(
     capacity = cluster.memory_bytes * planned.pricing.usable_share
     # Figures of every layout, each above its roles and keys: all keys of the first layout, and the
     # differing keys of the others.
-    heads = ("#", "seconds", "80 %", memory_unit(planned)[0], "80 %", "tokens/s", "a GPU", "MFU")
-    numbered = [(str(number), *row) for number, row in enumerate(speeds(planned), start=1)]
+    columns = layout_figures(planned)
     if planned.tokens:  # the costs replace the speed of one device, to keep the line short
-        heads = (*heads[:6], "MFU", "days", "GPU-hours", *_money_head(planned))
-        numbered = [(*row[:6], *row[7:]) for row in numbered]
+        columns = [column for column in columns if column.head != "a GPU"]
+    cells = zip(*(column.cells for column in columns), strict=True)
+    numbered = [(str(number), *row) for number, row in enumerate(cells, start=1)]
+    heads = ("#", *(column.head for column in columns))
     top, *rows = table(heads, numbered).split("\n")
     lines = [*wrapped(", ".join(heading(planned))), top]
     for row, one in zip(rows, planned.candidates, strict=True):
@@ -293,34 +299,39 @@ def heading(planned: PlannedAnswer) -> tuple[str, str]:
     )
 
 
-def speeds(planned: PlannedAnswer) -> list[tuple[str, ...]]:
-    """Table rows: step time and memory with intervals, throughput, MFU, days and GPU-hours."""
-    unit, tokens = memory_unit(planned)[1], planned.tokens
-    rows: list[tuple[str, ...]] = []
-    for candidate in planned.candidates:
-        speed = planned.speed(candidate)
-        costs: list[str] = []
-        if tokens:
-            costs = [f"{speed.days(tokens):,.1f}", f"{speed.gpu_hours(tokens):,.0f}"]
-            money = speed.money(tokens)
-            costs += [] if money is None else [f"{money:,.0f}"]
-        rows.append(
-            (
-                *(f"{candidate.seconds:.3f}", between(planned.seconds_interval(candidate), 1)),
-                *(
-                    f"{candidate.memory.needed / unit:.1f}",
-                    between(planned.memory_interval(candidate), unit),
-                ),
-                f"{speed.tokens_per_second:,.0f}",
-                f"{speed.tokens_per_second_per_gpu:,.1f}",
-                *(f"{speed.mfu:.1%}", *costs),
-            )
-        )
-    return rows
+class FigureColumn(NamedTuple):
+    """A figure of every layout, with its head in the text and on the page."""
+
+    head: str
+    page_head: str
+    cells: list[str]
 
 
-def _money_head(planned: PlannedAnswer) -> list[str]:
-    return [] if planned.cluster.gpu_hour_price is None else ["money"]
+def layout_figures(planned: PlannedAnswer) -> list[FigureColumn]:
+    """Step time and memory with intervals, throughput, MFU, days, GPU-hours and money."""
+    (unit, size), tokens, layouts = memory_unit(planned), planned.tokens, planned.candidates
+    seconds = [between(planned.seconds_interval(one), 1) for one in layouts]
+    memory = [between(planned.memory_interval(one), size) for one in layouts]
+    needed = [f"{one.memory.needed / size:.1f}" for one in layouts]
+    speeds = [planned.speed(one) for one in layouts]
+    columns = [
+        FigureColumn("seconds", "Seconds a step", [f"{one.seconds:.3f}" for one in layouts]),
+        FigureColumn("80 %", "80 % interval, s", seconds),
+        FigureColumn(unit, f"Memory, {unit}", needed),
+        FigureColumn("80 %", f"80 % interval, {unit}", memory),
+        FigureColumn("tokens/s", "Tokens/s", [f"{x.tokens_per_second:,.0f}" for x in speeds]),
+        FigureColumn("a GPU", "Tokens/s a device",
+                     [f"{x.tokens_per_second_per_gpu:,.1f}" for x in speeds]),
+        FigureColumn("MFU", "MFU", [f"{x.mfu:.1%}" for x in speeds]),
+    ]  # fmt: skip
+    if tokens:
+        hours = [f"{x.gpu_hours(tokens):,.0f}" for x in speeds]
+        columns.append(FigureColumn("days", "Days", [f"{x.days(tokens):,.1f}" for x in speeds]))
+        columns.append(FigureColumn("GPU-hours", "GPU-hours", hours))
+        if planned.cluster.gpu_hour_price is not None:
+            money = [f"{x.money(tokens) or 0:,.0f}" for x in speeds]
+            columns.append(FigureColumn("money", "money", money))
+    return columns
 
 
 def keys_text(layout: PlannedLayout, usual: PlannedLayout | None = None) -> str:
@@ -512,10 +523,9 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
     """The page of a plan; `arguments`: options that `moemesh estimate` accepts, too."""
     best = planned.candidates[0]
     capacity = planned.cluster.memory_bytes * planned.pricing.usable_share
-    (title, batch), rows, unit = heading(planned), speeds(planned), memory_unit(planned)[0]
-    heads = ["Seconds a step", "80 % interval, s", f"Memory, {unit}", f"80 % interval, {unit}"]
-    heads += ["Tokens/s", "Tokens/s a device", "MFU"]
-    heads += ["Days", "GPU-hours", *_money_head(planned)] if planned.tokens else []
+    (title, batch), columns = heading(planned), layout_figures(planned)
+    heads = [column.page_head for column in columns]
+    rows = list(zip(*(column.cells for column in columns), strict=True))
     # Values of every layout by key of [plan]; "-" for keys without an effect.
     choices: list[dict[str, str]] = []
     for one in planned.candidates:
@@ -565,44 +575,15 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
         rows=_axis_rows(priced.traffic),
         num_names=2,
     )
-    cards = [("Layout", [*effective.items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
-    code = "\n".join(command_lines(planned, best, arguments))
-    pairs = (line.rpartition(": ") for line in planned.advice.why_not)
-    near = [(change, [rest.strip()]) for change, _, rest in pairs]
-    chapters = [
-        Chapter("choice", "The choice", cards=cards),
-        Chapter("command", "The command", code=("", code)),
-        Chapter("alternatives", "Alternatives", tables=[layouts, of_each], lists=[("", legend)]),
-        _time_chapter(planned),
-        _memory_chapter(planned, capacity),
-        *([Chapter("traffic", "Traffic by axis", tables=[traffic])] if traffic.rows else []),
-        Chapter("why-not", "Why not another layout", lists=[*named, *near]),
-        Chapter("notes", "How far to trust it", lists=[("", notes)]),
-    ]
-    chapters.append(glossary(chapters))
-    return PageDocument(
-        kind="moemesh plan", title=title, lines=[batch], chapters=chapters, source="plan"
-    )
-
-
-def _time_chapter(planned: PlannedAnswer) -> Chapter:
-    """Chapter on the seconds of each layout by part."""
-    bars, order = list[StackedBar](), {name: place for place, name in enumerate(PARTS)}
+    order, bars = {name: place for place, name in enumerate(PARTS)}, list[StackedBar]()
     for number, one in enumerate(planned.candidates, start=1):
         shares = sorted(step_parts(one.breakdown), key=lambda share: order.get(share[0], 99))
         pieces = [(name, x, f"{x:.4g} s ({percent:.1f} %)") for name, x, percent in shares if x > 0]
         bars.append(StackedBar(f"layout {number}", pieces, f"{one.seconds:.4g} s"))
-    title = "Seconds of a step, by part"
-    picture = stacked_bars(
-        "layout-times", title, f"{title}, of {len(bars)} layouts.", bars, unit="s"
-    )
-    drawn = {name for bar in bars for name, _, _ in bar.pieces}
-    note = "; ".join(f"{name}: {text}" for name, text in PARTS.items() if name in drawn)
-    return Chapter("chart-1", title, note=note, figures=figures((title, picture)))
-
-
-def _memory_chapter(planned: PlannedAnswer, capacity: float) -> Chapter:
-    """Chapter on the bytes of the fullest device of each layout by part, and the usable bytes."""
+    times, drawn = "Seconds of a step, by part", {name for bar in bars for name, *_ in bar.pieces}
+    summary = f"{times}, of {len(bars)} layouts."
+    time_picture = stacked_bars("layout-times", times, summary, bars, unit="s")
+    parts = "; ".join(f"{name}: {text}" for name, text in PARTS.items() if name in drawn)
     bars = [
         StackedBar(
             f"layout {number}, pipeline rank {one.memory.rank}",
@@ -612,13 +593,25 @@ def _memory_chapter(planned: PlannedAnswer, capacity: float) -> Chapter:
         )
         for number, one in enumerate(planned.candidates, start=1)
     ]
-    title = f"Memory of the fullest device ({PREDICTED_PEAK}), by part"
+    memory = f"Memory of the fullest device ({PREDICTED_PEAK}), by part"
     usable = f"usable: {_size(capacity)} ({planned.pricing.usable_share:.1%})"
-    picture = stacked_bars("layout-memory", title, f"{title}; {usable}.", bars, mark=usable)
-    return Chapter(
-        "chart-2",
-        title,
-        note="states: weights, gradients and optimizer; activations: kept for the backward; "
-        "working: what exists while one layer runs; libraries: of device, collectives, kernels",
-        figures=figures((title, picture)),
+    summary = f"{memory}; {usable}."
+    memory_picture = stacked_bars("layout-memory", memory, summary, bars, mark=usable)
+    cards = [("Layout", [*effective.items()]), ("Figures", [*zip(heads, rows[0], strict=True)])]
+    code = "\n".join(command_lines(planned, best, arguments))
+    pairs = (line.rpartition(": ") for line in planned.advice.why_not)
+    near = [(change, [rest.strip()]) for change, _, rest in pairs]
+    chapters = [
+        Chapter("choice", "The choice", cards=cards),
+        Chapter("command", "The command", code=("", code)),
+        Chapter("alternatives", "Alternatives", tables=[layouts, of_each], lists=[("", legend)]),
+        Chapter("chart-1", times, note=parts, figures=figures((times, time_picture))),
+        Chapter("chart-2", memory, note=_MEMORY_NOTE, figures=figures((memory, memory_picture))),
+        *([Chapter("traffic", "Traffic by axis", tables=[traffic])] if traffic.rows else []),
+        Chapter("why-not", "Why not another layout", lists=[*named, *near]),
+        Chapter("notes", "How far to trust it", lists=[("", notes)]),
+    ]
+    chapters.append(glossary(chapters))
+    return PageDocument(
+        kind="moemesh plan", title=title, lines=[batch], chapters=chapters, source="plan"
     )
