@@ -501,14 +501,6 @@ def estimate_named(
     return replace(priced, text=planned.text)
 
 
-def _mean_states(config: RunConfig) -> float:
-    """State tensors that the optimizer keeps of a trained number, on average."""
-    trained = [one for one in tuned_tensors(config.model, config.plan, config.tuning) if one.trains]
-    numbers = sum(prod(one.shape) for one in trained)
-    kept = sum(prod(one.shape) * config.train.num_states(one.name) for one in trained)
-    return kept / numbers if numbers else 2.0
-
-
 def estimate_run(
     config: RunConfig,
     cluster: str | Path | Cluster,
@@ -527,7 +519,11 @@ def estimate_run(
     train, data = config.train, config.data
     sizes = {"seq_len": data.seq_len, "global_batch": data.global_batch}
     layout = from_plan(config.plan, config.model, **sizes, dtype=train.dtype)
-    if layout.optimizer_bytes and (fewer := 2 - _mean_states(config)):
+    # State tensors that the optimizer keeps of a trained number, on average.
+    weights = tuned_tensors(config.model, config.plan, config.tuning)
+    sizes_of = {one.name: prod(one.shape) for one in weights if one.trains}
+    kept = sum(size * train.num_states(name) for name, size in sizes_of.items())
+    if layout.optimizer_bytes and sizes_of and (fewer := 2 - kept / sum(sizes_of.values())):
         size = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
         layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))

@@ -241,17 +241,6 @@ def rank_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightC
 _PACKED = ("attention", "dense_mlp", "shared_experts", "experts")
 
 
-def packed_weights(shape: ModelShape, layout: PlannedLayout, rank: int) -> WeightCounts:
-    """Parameters of a pipeline rank that are held in NF4, before tp, ep and etp."""
-    weights, whole = WeightCounts(), layout.attention_exit == "all_to_all"
-    if layout.base == "nf4":
-        for kind, number in Stages.of(shape, layout, microbatches=1).contents[rank].kinds.items():
-            parts = layer_parts(shape, kind.moe, whole)
-            for part in (parts[name] for name in _PACKED if name in parts):
-                weights = weights.plus(part, number)
-    return weights
-
-
 def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
     """Peak bytes that pipeline rank `rank` keeps, if a microbatch keeps `kept` on each of its
     stages."""
@@ -340,7 +329,13 @@ def _rank_states(
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
     per_number = layout.element_bytes - NF4_BLOCK_BYTES / NF4_BLOCK
-    saved = [per_number * number for number in packed_weights(shape, layout, rank).on_rank(layout)]
+    packed, whole = WeightCounts(), layout.attention_exit == "all_to_all"
+    if layout.base == "nf4":
+        for kind, number in Stages.of(shape, layout, microbatches=1).contents[rank].kinds.items():
+            parts = layer_parts(shape, kind.moe, whole)
+            for part in (parts[name] for name in _PACKED if name in parts):
+                packed = packed.plus(part, number)
+    saved = [per_number * number for number in packed.on_rank(layout)]
     # ZeRO 1 cuts optimizer states, ZeRO 2 also gradients, ZeRO 3 also weights.
     shards = layout.dense_shards, layout.expert_shards
     cut_w, cut_g, cut_o = (shards if layout.zero >= level else (1, 1) for level in (3, 2, 1))

@@ -15,6 +15,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.architecture import hub_values, read_refused
 from moemesh.config.lora import NO_ADAPTERS
 from moemesh.config.model import ModelConfig
+from moemesh.config.suggest import divisors
 from moemesh.planner.shapes.shape import Counted, ModelShape, from_huggingface, from_model_config
 
 #: Head size of a model whose configuration names none.
@@ -31,6 +32,8 @@ def counted_shape(architecture: Architecture, name: str) -> ModelShape:
     per_key: Sequence[float] = costs["flops_per_key"]
     head = text.get("head_dim") if isinstance(text.get("head_dim"), int) else _HEAD
     heads = max(1, round(max(per_key) / (4 * (head or _HEAD))))
+    given = text.get("num_key_value_heads")
+    wanted = given if isinstance(given, int) else heads
     window = text.get("sliding_window")
     kinds = text.get("layer_types") or [""] * architecture.num_layers
     windowed = ["sliding" in str(kind) and isinstance(window, int) for kind in kinds]
@@ -45,7 +48,7 @@ def counted_shape(architecture: Architecture, name: str) -> ModelShape:
         hidden_size=architecture.hidden_size,
         vocab_size=architecture.vocab_size,
         num_heads=heads,
-        num_kv_heads=_kv_heads(text.get("num_key_value_heads"), heads),
+        num_kv_heads=min(divisors(heads), key=lambda number: abs(number - wanted)),
         head_dim=head or _HEAD,
         intermediate_size=architecture.expert_width,
         activation="swiglu" if is_gated else "gelu",
@@ -108,9 +111,3 @@ def _counted(shape: ModelShape, architecture: Architecture) -> tuple[Counted, Co
         rest -= round(sum((moe if kind.moe else dense)[:2]))
     # The ends, and what means round off, so that the sum is exact.
     return dense, moe, Counted(weights=rest)
-
-
-def _kv_heads(given: object, heads: int) -> int:
-    """The divisor of `heads` nearest to the configuration's number of key heads."""
-    wanted = given if isinstance(given, int) else heads
-    return min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - wanted))

@@ -40,7 +40,7 @@ from moemesh.trace.memory_profile import format_bytes
 # Quantities as users write them: memory to leave free ("10%", "6GiB").
 
 
-_MEMORY_UNITS = {"%": 0.01, "mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9}
+_MEMORY_UNITS = {"": 1.0, "%": 0.01, "mib": 2.0**20, "gib": 2.0**30, "mb": 1e6, "gb": 1e9}
 _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(%|mib|gib|mb|gb)?", re.IGNORECASE)
 
 
@@ -57,8 +57,12 @@ def with_headroom(
         cluster = cluster.model_copy(update={"gpu_hour_price": price})
     if headroom is None:
         return cluster
-    share = _share(str(headroom), cluster.memory_bytes)
-    if share is None or not 0 <= share < 1:
+    share = -1.0
+    if match := _FORM.fullmatch(str(headroom).strip()):
+        unit = (match[2] or "").lower()
+        whole = 1 if unit in ("%", "") else cluster.memory_bytes
+        share = float(match[1]) * _MEMORY_UNITS[unit] / whole
+    if not 0 <= share < 1:
         whole = format_bytes(cluster.memory_bytes)
         message = (
             f"it is a share of a device's memory below 1, or a size below its {whole}, with a unit"
@@ -66,17 +70,6 @@ def with_headroom(
         fix = "such as --headroom 10% or --headroom 6GiB"
         raise ConfigError([Problem.of("out-of-range", "headroom", headroom, message, fix)])
     return cluster.model_copy(update={"usable_share": 1 - share})
-
-
-def _share(text: str, memory_bytes: int) -> float | None:
-    """Share of the memory; None if the text is neither a share nor a size."""
-    match = _FORM.fullmatch(text.strip())
-    if match is None:
-        return None
-    number, unit = float(match[1]), (match[2] or "").lower()
-    if unit == "%" or not unit:
-        return number * _MEMORY_UNITS.get(unit, 1.0)
-    return number * _MEMORY_UNITS[unit] / memory_bytes
 
 
 #: Software stack whose calibration is used for the user's clusters.
