@@ -20,7 +20,6 @@ from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import from_arch_table, gpt, load_model
 from moemesh.planner.stage_cut import with_values
-from moemesh.planner.timing.hardware import GIB
 from tests.planner.published_rows import ARCHS
 
 LLAMA = from_arch_table("llama3-70b#L12", ARCHS)
