@@ -246,10 +246,9 @@ def read_plan(
     including those with `model`.
     """
     table = plan_table(source)
-    batch: dict[str, Any] = {"seq_len": seq_len, "global_batch": global_batch}
-    for name in _BATCH:
-        written = table.pop(name, None)
-        batch[name] = written if batch[name] is None else batch[name]
+    batch = {name: table.pop(name, None) for name in _BATCH}
+    given = {"seq_len": seq_len, "global_batch": global_batch}
+    batch |= {name: size for name, size in given.items() if size is not None}
     problems: list[Problem] = []
     for key, value in table.items():
         if key not in _KNOWN:
@@ -260,55 +259,82 @@ def read_plan(
             problems.append(Problem.of("unknown-key", f"plan.{key}", value, message, fix))
     problems += _batch_problems(batch, table)
     known = {key: value for key, value in table.items() if key in _KNOWN}
+    # If the batch is invalid, the other keys are checked with legal numbers in its place.
+    if any(problem.key == "seq_len" for problem in problems):
+        batch["seq_len"] = 1
+    if problems:
+        batch["global_batch"] = smallest_batch(known)
     planned = None
     try:
-        # If the batch is invalid, the other keys are checked with legal numbers in its place.
-        legal = smallest_batch(known) if problems else batch["global_batch"]
-        is_broken = any(problem.key == "seq_len" for problem in problems)
-        sequence = 1 if is_broken else batch["seq_len"]
-        # Recomputed parts of a list like "norm+moe"; None for a value of plan.recompute.
-        parts, recompute = None, known.get("recompute", "none")
-        if isinstance(recompute, str) and recompute not in _RECOMPUTE_CHOICES:
-            parts = frozenset(part.strip() for part in recompute.split("+"))
-            if unknown := sorted(parts - set(RECOMPUTABLE)):
-                message = f"`{unknown[0]}` names nothing that can be recomputed"
-                fix = nearest_choice(unknown[0], (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:]))
-                problem = Problem.of("not-a-choice", "plan.recompute", recompute, message, fix)
-                raise ConfigError([problem])
-        dtype = known.get("dtype", "bfloat16")
-        beyond = set(known) - set(Plan.model_fields) - {"dtype", "microbatch"}
-        is_plan = not beyond and parts is None
-        plan_keys, config = dict(known), None if model is None else model.config
-        # Keys of a Plan are translated first, except for a list of recomputed parts. The default of
-        # a microbatch is one sequence.
-        if parts is not None:
-            del plan_keys["recompute"]
-        if not is_plan and "microbatches" in plan_keys:
-            plan_keys.pop("microbatch", None)
-        elif not is_plan:
-            plan_keys.setdefault("microbatch", 1)
-        plan = _plan(plan_keys, legal, sequence if is_plan else None)
-        if not is_plan or (config is not None and plan.num_stages > config.num_layers):
-            config = None
-        layout = from_plan(plan, config, seq_len=sequence, global_batch=legal, dtype=dtype)
-        if not is_plan:
-            layout = _changed(layout, known, layout.recompute if parts is None else parts)
-        unread: dict[str, object] = {
-            name: value
-            for name, item in Plan.model_fields.items()
-            if name not in _LAYOUT_FIELDS
-            and name not in _TRANSLATED
-            and (value := getattr(plan, name)) != item.default
-        }
-        planned = ReadLayout(layout, plan if is_plan else None, unread)
+        planned = _read(known, batch, None if model is None else model.config)
     except ConfigError as error:
         problems += error.problems
     if planned is not None and model is not None:
         problems += planned.layout.check(model.shape.sizes)
+    if problems or planned is None:
+        raise ConfigError(problems)
+    return planned
+
+
+def _read(
+    known: Mapping[str, Any], batch: Mapping[str, int], config: ModelConfig | None
+) -> ReadLayout:
+    """The layout of legal names of keys, whose stages are cut as those of `config`."""
+    # Recomputed parts of a list like "norm+moe"; None for a value of plan.recompute.
+    parts, recompute = None, known.get("recompute", "none")
+    if isinstance(recompute, str) and recompute not in _RECOMPUTE_CHOICES:
+        parts = frozenset(part.strip() for part in recompute.split("+"))
+        if unknown := sorted(parts - set(RECOMPUTABLE)):
+            message = f"`{unknown[0]}` names nothing that can be recomputed"
+            fix = nearest_choice(unknown[0], (*_RECOMPUTE_CHOICES, *RECOMPUTABLE[1:]))
+            problem = Problem.of("not-a-choice", "plan.recompute", recompute, message, fix)
+            raise ConfigError([problem])
+    extra = {key: value for key, value in known.items() if key not in Plan.model_fields}
+    is_plan = parts is None and extra.keys() <= {"dtype", "microbatch"}
+    # Keys of a Plan are read first, except for a list of recomputed parts. The default of a
+    # microbatch is one sequence.
+    values = {key: value for key, value in known.items() if key not in extra}
+    if parts is not None:
+        del values["recompute"]
+    each = known.get("microbatch", None if is_plan else 1)
+    if isinstance(each, int) and each > 0 and (is_plan or "microbatches" not in known):
+        values["microbatches"] = batch["global_batch"] // max(values.get("dp", 1), 1) // each
+    leaves = {f"plan.{key}": Leaf(value=value, origin="") for key, value in values.items()}
+    plan, problems = build_section(Plan, leaves)
+    if not problems:
+        problems = plan.check(seq_len=batch["seq_len"] if is_plan else None)
+        dtype = known.get("dtype", "bfloat16")
+        is_legal = all(problem.key.removeprefix("plan.") not in DEGREES for problem in problems)
+        if is_legal and dtype not in ELEMENT_BYTES:
+            problems.append(_bad_choice("dtype", dtype, tuple(ELEMENT_BYTES)))
     if problems:
         raise ConfigError(problems)
-    assert planned is not None
-    return planned
+    if not is_plan or (config is not None and plan.num_stages > config.num_layers):
+        config = None
+    layout = from_plan(plan, config, **batch, dtype=known.get("dtype", "bfloat16"))
+    if not is_plan:
+        # Fields that a Plan lacks.
+        hints = get_type_hints(PlannedLayout)
+        for key, value in extra.items():
+            default: object = _LAYOUT_FIELDS[key].default
+            is_whole = isinstance(default, float) and isinstance(value, int)
+            if default is not None and type(value) is not type(default) and not is_whole:
+                message = f"{key} is a {type(default).__name__}"
+                problems.append(Problem.of("wrong-type", f"plan.{key}", value, message))
+        for key, value in extra.items():
+            if (choices := choices_of(hints[key])) and value not in choices:
+                problems.append(_bad_choice(key, value, choices))
+        if problems:
+            raise ConfigError(problems)
+        layout = layout.changed(**extra, recompute=layout.recompute if parts is None else parts)
+    unread: dict[str, object] = {
+        name: value
+        for name, item in Plan.model_fields.items()
+        if name not in _LAYOUT_FIELDS
+        and name not in _TRANSLATED
+        and (value := getattr(plan, name)) != item.default
+    }
+    return ReadLayout(layout, plan if is_plan else None, unread)
 
 
 def smallest_batch(source: str | Mapping[str, Any]) -> int:
@@ -417,47 +443,6 @@ def _batch_problems(batch: Mapping[str, Any], table: Mapping[str, Any]) -> list[
     return problems
 
 
-def _plan(table: Mapping[str, Any], global_batch: int, seq_len: int | None = None) -> Plan:
-    values = {key: value for key, value in table.items() if key in Plan.model_fields}
-    if "microbatch" in table and isinstance(table["microbatch"], int) and table["microbatch"] > 0:
-        values["microbatches"] = global_batch // max(values.get("dp", 1), 1) // table["microbatch"]
-    leaves = {f"plan.{key}": Leaf(value=value, origin="") for key, value in values.items()}
-    plan, broken = build_section(Plan, leaves)
-    if broken:
-        raise ConfigError(broken)
-    problems = plan.check(seq_len=seq_len)
-    if any(problem.key.removeprefix("plan.") in DEGREES for problem in problems):
-        # A layout needs legal degrees.
-        raise ConfigError(problems)
-    if (dtype := table.get("dtype", "bfloat16")) not in ELEMENT_BYTES:
-        problems.append(_bad_choice("dtype", dtype, tuple(ELEMENT_BYTES)))
-    if problems:
-        raise ConfigError(problems)
-    return plan
-
-
 def _bad_choice(key: str, value: object, choices: tuple[str, ...]) -> Problem:
     message, near = f"{key} is one of {', '.join(choices)}", nearest_choice(str(value), choices)
     return Problem.of("not-a-choice", f"plan.{key}", value, message, near)
-
-
-def _changed(
-    base: PlannedLayout, table: Mapping[str, Any], recompute: frozenset[str]
-) -> PlannedLayout:
-    """The layout with those fields of `table` that a Plan lacks."""
-    extra = _LAYOUT_FIELDS.keys() - Plan.model_fields.keys()
-    values = {key: value for key, value in table.items() if key in extra}
-    problems: list[Problem] = []
-    for key, value in values.items():
-        default: object = _LAYOUT_FIELDS[key].default
-        is_whole = isinstance(default, float) and isinstance(value, int)
-        if default is not None and type(value) is not type(default) and not is_whole:
-            message = f"{key} is a {type(default).__name__}"
-            problems.append(Problem.of("wrong-type", f"plan.{key}", value, message))
-    hints = get_type_hints(PlannedLayout)
-    for key, value in values.items():
-        if (choices := choices_of(hints[key])) and value not in choices:
-            problems.append(_bad_choice(key, value, choices))
-    if problems:
-        raise ConfigError(problems)
-    return base.changed(**values, recompute=recompute)
