@@ -317,9 +317,11 @@ def _read(
         hints = get_type_hints(PlannedLayout)
         for key, value in extra.items():
             default: object = _LAYOUT_FIELDS[key].default
-            is_whole = isinstance(default, float) and isinstance(value, int)
-            if default is not None and type(value) is not type(default) and not is_whole:
-                message = f"{key} is a {type(default).__name__}"
+            # A field without a value by default has the first type of its annotation.
+            kind = get_args(hints[key])[0] if default is None else type(default)
+            is_whole = kind is float and isinstance(value, int)
+            if type(value) is not kind and value is not default and not is_whole:
+                message = f"{key} is a {kind.__name__}"
                 problems.append(Problem.of("wrong-type", f"plan.{key}", value, message))
         for key, value in extra.items():
             if (choices := choices_of(hints[key])) and value not in choices:

@@ -148,3 +148,12 @@ def test_a_parameter_server_is_priced_and_echoed() -> None:
     assert seconds[8] == pytest.approx(7 * seconds[2], rel=0.05)
     ring = estimate_named("tiny", "laptop_cpu", "dp=4,microbatch=2", 64, 16).to_json()
     assert seconds[4] > 2 * ring["seconds"]["data"]
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), [("recompute_layers", "int"), ("dropout", "bool"), ("imbalance", "float")]
+)
+def test_a_field_of_another_type_is_named(key: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is a {kind}"):
+        read_plan(f"pp=2,{key}=few", seq_len=64, global_batch=8)
+    assert read_plan("pp=2,recompute_layers=3,dropout=true", **BATCH).layout.recompute_layers == 3
