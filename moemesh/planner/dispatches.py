@@ -7,6 +7,7 @@ import random
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -101,28 +102,28 @@ class RoutingExample:
     def __post_init__(self) -> None:
         plan, experts, ranks = self.plan, self.num_experts, len(self.choices)
         multiple = max(1, -(-experts // plan.ep)) * plan.ep
-        rules: list[tuple[bool, str, str, object, str, str]] = [
-            (plan.pp > 1, "not-available", "plan.pp", plan.pp,
-             "a dispatch is inside one pipeline stage", "pp = 1"),
-            (plan.ep * plan.etp == 1, "too-small", "plan.ep", 1,
+        problem = Problem.of
+        rules = [
+            (plan.pp > 1, problem("not-available", "plan.pp", plan.pp,
+             "a dispatch is inside one pipeline stage", "pp = 1")),
+            (plan.ep * plan.etp == 1, problem("too-small", "plan.ep", 1,
              "with ep = 1 and etp = 1 every rank keeps its rows: there is nothing to show",
-             "ep = 2"),
-            (experts < 1 or experts % plan.ep > 0, "not-divisible", "num_experts", experts,
+             "ep = 2")),
+            (experts < 1 or experts % plan.ep > 0, problem("not-divisible", "num_experts", experts,
              f"num_experts ({experts}) must be a positive multiple of ep",
-             f"num_experts = {multiple}"),
-            (ranks != plan.world_size, "shape", "experts", ranks,
-             f"experts has {ranks} ranks, the plan {plan.world_size}", ""),
-            (self.hidden_size < 1, "out-of-range", "hidden_size", self.hidden_size,
-             "a row has at least one channel", ""),
-            (self.dtype not in DTYPES, "not-a-choice", "dtype", self.dtype,
-             f"dtype is one of {', '.join(DTYPES)}", nearest_choice(self.dtype, DTYPES)),
-            *((name not in PREDICTED, "not-a-choice", "dispatcher", name,
+             f"num_experts = {multiple}")),
+            (ranks != plan.world_size, problem("shape", "experts", ranks,
+             f"experts has {ranks} ranks, the plan {plan.world_size}")),
+            (self.hidden_size < 1, problem("out-of-range", "hidden_size", self.hidden_size,
+             "a row has at least one channel")),
+            (self.dtype not in DTYPES, problem("not-a-choice", "dtype", self.dtype,
+             f"dtype is one of {', '.join(DTYPES)}", nearest_choice(self.dtype, DTYPES))),
+            *((name not in PREDICTED, problem("not-a-choice", "dispatcher", name,
                f"dispatcher is one of {', '.join(PREDICTED)}",
-               nearest_choice(name, tuple(PREDICTED))) for name in self.dispatchers),
+               nearest_choice(name, tuple(PREDICTED)))) for name in self.dispatchers),
         ]  # fmt: skip
-        problems = [Problem.of(*rest) for is_broken, *rest in rules if is_broken]
-        if problem := next(self._wrong_tokens(), None):
-            problems.append(problem)
+        problems = [problem for is_broken, problem in rules if is_broken]
+        problems += islice(self._wrong_tokens(), 1)
         if problems:
             raise ConfigError(problems)
 
@@ -207,19 +208,20 @@ def random_example(
     each = experts_per_token * read.world_size
     choices = tokens * each
     most = max(1, MOST_DRAWN // each) if each > 0 else 1
-    rules: list[tuple[bool, str, int, str, str]] = [
-        (not 1 <= experts_per_token <= num_experts, "experts_per_token", experts_per_token,
+    problem = partial(Problem.of, "out-of-range")
+    rules = [
+        (not 1 <= experts_per_token <= num_experts, problem("experts_per_token", experts_per_token,
          f"a token has 1 to {num_experts} experts, not {experts_per_token}",
-         f"--experts-per-token {max(1, min(num_experts, experts_per_token))}"),
-        (num_experts > MOST_DRAWN, "num_experts", num_experts,
-         f"{num_experts} experts are more than {MOST_DRAWN}", f"--experts {MOST_DRAWN}"),
-        (choices > MOST_DRAWN, "tokens", tokens,
+         f"--experts-per-token {max(1, min(num_experts, experts_per_token))}")),
+        (num_experts > MOST_DRAWN, problem("num_experts", num_experts,
+         f"{num_experts} experts are more than {MOST_DRAWN}", f"--experts {MOST_DRAWN}")),
+        (choices > MOST_DRAWN, problem("tokens", tokens,
          f"{tokens} tokens on each of {read.world_size} ranks with {experts_per_token} experts "
-         f"are {choices} choices, more than {MOST_DRAWN}", f"--tokens {most}"),
+         f"are {choices} choices, more than {MOST_DRAWN}", f"--tokens {most}")),
     ]  # fmt: skip
-    for is_broken, *rest in rules:
+    for is_broken, broken in rules:
         if is_broken:
-            raise ConfigError([Problem.of("out-of-range", *rest)])
+            raise ConfigError([broken])
     draw = random.Random(seed)
     drawn = [
         [sorted(draw.sample(range(num_experts), experts_per_token)) for _ in range(tokens)]

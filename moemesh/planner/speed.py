@@ -1,5 +1,4 @@
-"""Speed of a step: tokens a second, MFU, days and device-hours; its arithmetic intensity; the
-key-value cache of a model that generates.
+"""Tokens a second, MFU, days and device-hours of a step; arithmetic intensity; the KV cache.
 
     MFU = model FLOPs of a step / (seconds of it * devices * peak of one device)
 

@@ -10,7 +10,7 @@ import csv
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -424,10 +424,11 @@ _COLUMNS = {
 def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
     """Properties of the framework from the columns of :func:`annotated_row`."""
     values: dict[str, Any] = {}
-    for item in fields(Software):
-        kind = type(item.default)
-        if text := row.get(_COLUMNS.get(item.name, item.name)):
-            values[item.name] = text == "1" if kind is bool else kind(text)
+    defaults: dict[str, Any] = vars(Software())
+    for name, default in defaults.items():
+        if text := row.get(_COLUMNS.get(name, name)):
+            is_switch = isinstance(default, bool)
+            values[name] = text == "1" if is_switch else type(default)(text)
     software = Software(**values)
     is_uneven = shape.num_layers % (layout.pp * layout.stages_per_rank) != 0
     return replace(

@@ -304,7 +304,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
     partitions: list[Partition] = []
     for method in methods:
         started = time.perf_counter()
-        solution = problem.exact if method == "dp" else problem.solve(method)
+        solution: Any = problem.exact if method == "dp" else problem.solve(method)
         wall = time.perf_counter() - started + (shared if method == "dp" else 0.0)
         if solution is None:
             raise StageError(
