@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,28 +23,150 @@ def lost_contact() -> list[RankStatus]:
     return [replace(waiting(rank, failed=True), error=one) for rank, one in enumerate(errors)]
 
 
-def test_a_killed_rank_is_blamed_before_those_that_lost_it() -> None:
-    clock = Clock()
-    ranks = lost_contact()
-    ranks[2] = status(2, exit_code=-9, record=record(2, at=collective(7)))
-    verdict = clock.poll(ranks, 1.0)
-    assert verdict is not None and (verdict.kind, verdict.rank, verdict.exit_code) == (
-        "killed",
-        2,
-        137,
-    )
-    assert clock.now < 100.5 and verdict.message == "rank 2 was killed by SIGKILL"
+class Case(NamedTuple):
+    """Ranks that a detector sees for `seconds` after `trained` steps without a fault, and its
+    verdict (None: none), `after` these seconds. `more`: settings of the detector."""
+
+    ranks: list[RankStatus]
+    kind: str | None
+    rank: int = 0
+    code: int = 1
+    words: str = ""
+    seconds: float = 4.0
+    trained: int = 0
+    after: float | None = None
+    waits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    more: Mapping[str, Any] = MappingProxyType({})
 
 
-@pytest.mark.parametrize("code", [0, 3])
-@pytest.mark.parametrize("at", [None, collective(7)])
-def test_a_silent_exit_is_blamed_before_those_that_lost_it(code: int, at: Any) -> None:
+def raised(rank: int, text: str, time: float, **more: Any) -> RankStatus:
+    """A rank that left with an exception."""
+    return status(rank, exit_code=1, error=error("E", text, time), record=record(rank, **more))
+
+
+def on_device(rank: int, **more: Any) -> RankStatus:
+    return status(rank, record=record(rank, on_device=True, **more))
+
+
+def among(ranks: list[RankStatus], changed: RankStatus) -> list[RankStatus]:
+    """`ranks` with one of them replaced."""
+    return [changed if one.rank == changed.rank else one for one in ranks]
+
+
+AT, PAIR, NODE = collective(7), collective(7, "0-1"), {"patience": 30.0, "ranks": 2}
+WAITING = [waiting(rank) for rank in range(4)]
+NEVER = "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and"
+JOINING = {"step": 0, "phase": "setup", "at": collective(1, op="rendezvous")}
+PEERS = [record(0, at=AT, on_device=True), *(record(r, counts={GROUP: 7}) for r in (1, 2))]
+ABORTED = [*(status(r.rank, exit_code=-6, record=r) for r in PEERS), status(3, "R")]
+LOST = {"lost": (LostHost(name="b", ranks=(2, 3)),)}
+NAMED = {"facts": {"rank": 2}}
+STARTING = record(0, step=0, phase="setup")
+# fmt: off
+CASES = {
+    # Ranks that ended, among others that lost them in one operation.
+    "killed": Case(among(lost_contact(), status(2, exit_code=-9, record=record(2, at=AT))),
+                   "killed", 2, 137, "rank 2 was killed by SIGKILL", after=0.2),
+    **{f"exit {code}, {at}": Case(
+        among(lost_contact(), status(1, exit_code=code, record=record(1, at=at))),
+        "exited", 1, code or 1, f"exit code {code}") for code in (0, 3) for at in (None, AT)},
+    "its parent has the exit code": Case(among(lost_contact(), replace(waiting(2), exit_code=GONE)),
+                                         "exited", 2),
+    "the earliest in user code": Case(
+        [raised(0, RESET, 99.1, at=AT), raised(1, "'x'", 99.9), raised(2, "bad", 99.5)],
+        "exception", 2, 1, "rank 2 failed with exit code 1: E: bad"),
+    "all ranks raise it and name one": Case(
+        [status(r, exit_code=1, error=error("E", "x", 99.0 + r, **NAMED)) for r in range(4)],
+        "exception", 2, 1, "rank 2 failed with exit code 1: E: x"),
+    "never joined": Case([*(status(r, record=record(r, **JOINING)) for r in range(3)),
+                          RankStatus(rank=3, exit_code=1)], "exited", 3),
+    "timeouts of peers": Case(
+        [*(raised(r, "Timed out", 98.0, at=AT) for r in range(3)), status(3, "R")], "busy", 3, 1,
+        "never entered all_reduce #7 of dp"),
+    "all in the network": Case([raised(r, RESET, 99.0, at=AT) for r in range(2)], "lost-contact"),
+    "its own device": Case(
+        [raised(0, RESET, 98.0, at=AT), raised(1, "illegal access", 99.0, at=AT, on_device=True)],
+        "exception", 1),
+    # Hosts of ranks with NCCL are anywhere when their watchdogs abort them.
+    "watchdogs abort the peers": Case(ABORTED, "busy", 3, more={"aborts_follow": True}),
+    "peers abort": Case(ABORTED, "killed", 1, 134),
+    # Ranks that are stopped, do not start, or get no core (R) or disk (D).
+    "stopped": Case(among(WAITING, status(1, "T")), "stopped", 1, trained=5,
+                    waits=((0, 2, 3), (1,))),
+    "a suspended job": Case([status(r, "T") for r in range(4)], None, seconds=600.0, trained=5),
+    "not started": Case([status(0, record=STARTING), RankStatus(rank=1, state="S")],
+                        "hung", 1, 1, "did not start", 100.0, more={"patience": 30.0}),
+    **{f"no core {state}": Case(among(WAITING, status(2, state, cpu_seconds=5.0)), None,
+                                seconds=300.0, trained=20) for state in "RD"},
+    # Limits of steps and of other phases.
+    "ten usual steps": Case(among(WAITING, status(0)), "hung", seconds=60.0, trained=20, after=20.0,
+                            more={"step": 2.0}),
+    "first steps": Case(
+        [*(waiting(r, step=2) for r in (0, 2, 3)), status(1, record=record(1, step=2))],
+        "hung", 1, 1, "", 100.0, 2, 30.0, more={"patience": 30.0}),
+    **{f"phase {phase}": Case([*(waiting(r, phase=phase) for r in (0, 2, 3)),
+                               status(1, record=record(1, phase=phase))],
+                              "hung", 1, 1, "", 100.0, 20, 30.0, more={"patience": 30.0})
+       for phase in ("setup", "data", "validate", "save", "finish")},
+    "sleeps": Case(among(WAITING, status(2)), "hung", 2, 1, f"{NEVER} 3 wait", 30.0, 20, 3.0,
+                   ((0, 1, 3), (2,))),
+    # The watcher of ranks 0 and 1 of four gives no verdict on 2 and 3, which another watches.
+    "waits for another node": Case(WAITING[:2], None, seconds=100.0, trained=20, more=NODE),
+    "one waits for another node": Case([waiting(0), status(1)], "hung", 1, 1, "", 100.0, 20,
+                                       more=NODE),
+    # Devices. An operation of this node alone may follow a sum over both nodes.
+    "devices wait for a rank": Case([*(on_device(r, at=AT) for r in range(3)), status(3)],
+                                    "hung", 3, 1, f"{NEVER} 2", 10.0, more={"patience": 5.0}),
+    "all devices wait": Case([on_device(r, at=collective(7, "0-2")) for r in range(3)], "hung", 0,
+                             1, "s for its device, behind all_reduce #7 of dp", 10.0,
+                             more={"patience": 5.0}),
+    "one device waits": Case([on_device(0, inside=True, counts={})], "hung", 0, 1, "for its device",
+                             10.0, more={"patience": 5.0}),
+    "after another node": Case(
+        [on_device(r, at=PAIR, counts={"0-1": 7, GROUP: 5}) for r in range(2)],
+        None, seconds=100.0, more={"patience": 5.0}),
+    "after this node": Case([on_device(r, at=PAIR) for r in range(2)], "hung", seconds=100.0,
+                            more={"patience": 5.0}),
+    # A host that does not answer.
+    "a device waits for it": Case([on_device(0, counts={"0-1": 9, "1,2": 3})], "network-cut",
+                                  seconds=9.0, waits=((), (2,)), more=LOST),
+    "no device waits for it": Case([on_device(0, counts={"0-1": 9})], None, seconds=9.0, more=LOST),
+    "failed because of it": Case([raised(r, "Timed out waiting", 99.0, at=AT) for r in (0, 1)],
+                                 "network-cut", waits=((0,), (2, 3)), more=LOST),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verdicts(name: str) -> None:
+    case, more = CASES[name], {"patience": 600.0, "aborts_follow": False, **CASES[name].more}
+    clock = Clock(more["patience"])
+    clock.train(case.trained, more.get("step", 0.1), more.get("ranks", 4))
+    clock.detector.lost = more.get("lost", ())
+    clock.detector.limits = replace(clock.detector.limits, aborts_follow=more["aborts_follow"])
+    start = clock.now
+    verdict = clock.poll(case.ranks, case.seconds)
+    if case.kind is None or verdict is None:
+        assert verdict is case.kind is None
+        return
+    assert (verdict.kind, verdict.rank, verdict.exit_code) == (case.kind, case.rank, case.code)
+    assert case.words in verdict.message
+    assert case.after in (None, pytest.approx(clock.now - start, abs=0.5))
+    assert case.waits in (None, (verdict.entered, verdict.missing))
+
+
+def test_a_rank_that_loops_is_busy() -> None:
     clock = Clock()
-    ranks = lost_contact()
-    ranks[1] = status(1, exit_code=code, record=record(1, at=at))
-    verdict = clock.poll(ranks, 1.0)
-    assert verdict is not None and (verdict.kind, verdict.rank) == ("exited", 1)
-    assert verdict.exit_code == (code or 1) and str(code) in verdict.message
+    clock.train(20)
+    start, used = clock.now, 0.0
+    verdict = None
+    while verdict is None and clock.now < start + 30:
+        used += 0.03
+        verdict = clock.poll(among(WAITING, status(2, "R", cpu_seconds=used)))
+    assert verdict is not None and (verdict.kind, verdict.rank) == ("busy", 2)
+    assert f"{NEVER} 3 wait" in verdict.message
+    assert clock.now - start == pytest.approx(3.0, abs=0.3)
+    assert on_device(0, inside=True).record.place().endswith("layer 1, waiting for its device")
 
 
 def test_a_clean_end_is_none() -> None:
@@ -53,59 +177,6 @@ def test_a_clean_end_is_none() -> None:
         for r in range(left):
             ranks[r] = status(r, state="", exit_code=0, record=record(r, done=True))
         assert clock.poll(ranks, 2.0) is None and not clock.detector.is_deciding
-
-
-def test_the_earliest_exception_in_user_code_is_the_cause() -> None:
-    clock = Clock()
-    ranks = [
-        RankStatus(
-            rank=0, exit_code=1, record=record(0, at=collective(7)), error=error("E", RESET, 99.1)
-        ),
-        RankStatus(rank=1, exit_code=1, record=record(1), error=error("KeyError", "'x'", 99.9)),
-        RankStatus(rank=2, exit_code=1, record=record(2), error=error("ValueError", "bad", 99.5)),
-    ]
-    verdict = clock.poll(ranks, 1.0)
-    assert verdict is not None and (verdict.kind, verdict.rank) == ("exception", 2)
-    assert "ValueError: bad" in verdict.message
-
-
-def test_an_exception_of_all_ranks_names_the_rank_at_fault() -> None:
-    facts = {"rank": 2, "layer": 1}
-    errors = [replace(error("E", "x", 99.0 + rank), facts=facts) for rank in range(4)]
-    ranks = [
-        RankStatus(rank=rank, exit_code=1, record=record(rank), error=one)
-        for rank, one in enumerate(errors)
-    ]
-    verdict = Clock().poll(ranks, 1.0)
-    assert verdict is not None and verdict.rank == 2
-    assert verdict.message == "rank 2 failed with exit code 1: E: x"
-
-
-def test_a_rank_that_never_joined_is_found_at_once() -> None:
-    clock = Clock()
-    at = collective(1, op="rendezvous")
-    ranks = [status(r, record=record(r, step=0, phase="setup", at=at)) for r in range(4)]
-    ranks[3] = RankStatus(rank=3, exit_code=1)
-    verdict = clock.poll(ranks, 1.0)
-    assert verdict is not None and (verdict.kind, verdict.rank) == ("exited", 3)
-
-
-def test_a_timeout_of_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> None:
-    clock = Clock()
-    clock.now = 200.0
-    ranks = [
-        RankStatus(
-            rank=r,
-            exit_code=1,
-            record=record(r, at=collective(7)),
-            error=error("E", "Timed out", 200.0),
-        )
-        for r in range(3)
-    ]
-    ranks.append(status(3, state="R", record=record(3, moved=100.0)))
-    verdict = clock.poll(ranks, 4.0)
-    assert verdict is not None and (verdict.kind, verdict.rank) == ("busy", 3)
-    assert "never entered all_reduce #7 of dp" in verdict.message
 
 
 def test_a_rank_that_gets_no_core_to_leave_keeps_its_exit_code() -> None:
@@ -124,36 +195,6 @@ def test_a_rank_that_gets_no_core_to_leave_keeps_its_exit_code() -> None:
         assert verdict is not None and (verdict.kind, verdict.exit_code) == ("exception", 1)
 
 
-def test_peers_that_all_fail_in_the_network_lost_contact() -> None:
-    clock = Clock()
-    ranks = [
-        RankStatus(
-            rank=r, exit_code=1, record=record(r, at=collective(7)), error=error("E", RESET, 99.0)
-        )
-        for r in range(2)
-    ]
-    verdict = clock.poll(ranks, 4.0)
-    assert verdict is not None and verdict.kind == "lost-contact"
-
-
-def test_a_stopped_rank() -> None:
-    clock = Clock()
-    clock.train(5)
-    ranks = [waiting(r) for r in range(4)]
-    ranks[1] = status(1, state="T")
-    verdict = clock.poll(ranks, 5.0)
-    assert verdict is not None and (verdict.kind, verdict.rank) == ("stopped", 1)
-    assert (
-        verdict.collective is not None and verdict.entered == (0, 2, 3) and verdict.missing == (1,)
-    )
-
-
-def test_a_job_that_was_suspended_whole_is_left_alone() -> None:
-    clock = Clock()
-    clock.train(5)
-    assert clock.poll([status(r, state="T") for r in range(4)], 600.0) is None
-
-
 def test_a_supervisor_that_slept_has_seen_nothing() -> None:
     clock = Clock()
     clock.train(5)
@@ -161,89 +202,6 @@ def test_a_supervisor_that_slept_has_seen_nothing() -> None:
     assert clock.poll(ranks) is None
     clock.now += 3600.0
     assert clock.detector.poll(clock.now, ranks) is None
-
-
-@pytest.mark.parametrize(("state", "kind"), [("R", "busy"), ("S", "hung")])
-def test_who_did_not_enter_is_named_with_those_who_did(state: str, kind: str) -> None:
-    clock = Clock()
-    clock.train(20)
-    start = clock.now
-    for n in range(1000):
-        ranks = [waiting(r) for r in range(4)]
-        ranks[2] = status(2, state=state, cpu_seconds=0.03 * n)
-        if (verdict := clock.poll(ranks, 0.03)) is not None:
-            break
-    else:
-        raise AssertionError("no verdict")
-    assert (verdict.kind, verdict.rank, verdict.entered, verdict.missing) == (
-        kind,
-        2,
-        (0, 1, 3),
-        (2,),
-    )
-    assert "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 3 wait" in (
-        verdict.message
-    )
-    assert clock.now - start == pytest.approx(3.0, abs=0.3)
-
-
-def test_a_rank_that_gets_no_core_is_not_busy() -> None:
-    """The machine is loaded: the rank is ready to run, and gets no CPU time."""
-    clock = Clock()
-    clock.train(20)
-    ranks = [waiting(r) for r in range(4)]
-    ranks[2] = status(2, state="R", cpu_seconds=5.0)
-    assert clock.poll(ranks, 300.0) is None
-    ranks[2] = status(2, state="D", cpu_seconds=5.0)
-    assert clock.poll(ranks, 300.0) is None
-
-
-def test_steps_have_the_time_that_they_took_before() -> None:
-    clock = Clock()
-    clock.train(20, seconds=2.0)
-    ranks = [waiting(r) for r in range(4)]
-    ranks[0] = status(0)
-    start = clock.now
-    assert clock.poll(ranks, 60.0) is not None
-    assert clock.now - start == pytest.approx(20.0, abs=0.5)
-
-
-@pytest.mark.parametrize("phase", ["setup", "data", "validate", "save", "finish"])
-def test_other_phases_have_the_patience_of_the_run(phase: str) -> None:
-    clock = Clock(patience=30.0)
-    clock.train(20)
-    ranks = [waiting(r, phase=phase) for r in range(4)]
-    ranks[1] = status(1, record=record(1, phase=phase))
-    start = clock.now
-    verdict = clock.poll(ranks, 100.0)
-    assert verdict is not None and verdict.rank == 1
-    assert clock.now - start == pytest.approx(30.0, abs=0.5)
-
-
-def test_the_first_steps_have_the_patience_of_the_run() -> None:
-    clock = Clock(patience=30.0)
-    clock.train(2)
-    ranks = [waiting(r, step=2) for r in range(4)]
-    ranks[1] = status(1, record=record(1, step=2))
-    start = clock.now
-    assert clock.poll(ranks, 100.0) is not None
-    assert clock.now - start == pytest.approx(30.0, abs=0.5)
-
-
-def test_a_rank_that_is_gone_is_blamed_before_those_that_lost_it() -> None:
-    """Its parent has its exit code, and it was inside of an operation, too."""
-    ranks = lost_contact()
-    ranks[2] = replace(waiting(2), exit_code=GONE)
-    verdict = Clock().poll(ranks, 1.0)
-    assert verdict is not None and verdict.rank == 2
-
-
-def test_a_rank_that_does_not_start() -> None:
-    clock = Clock(patience=30.0)
-    ranks = [status(0, record=record(0, step=0, phase="setup")), RankStatus(rank=1, state="S")]
-    verdict = clock.poll(ranks, 100.0)
-    assert verdict is not None and (verdict.kind, verdict.rank) == ("hung", 1)
-    assert "did not start" in verdict.message
 
 
 def test_no_verdict_on_ranks_that_leave_as_they_were_asked_to() -> None:
@@ -277,57 +235,6 @@ def test_no_alarm_in_ten_thousand_seconds_of_uneven_steps() -> None:
                 clock.now += 0.03
                 assert clock.detector.poll(clock.now, ranks) is None
     assert clock.now > 10_000 and detector.LONGEST_GAP > 0
-
-
-def test_a_watchdog_that_aborts_the_peers_is_the_fault_of_the_rank_that_did_not_come() -> None:
-    """Hosts of ranks with NCCL are anywhere when their watchdogs abort them."""
-    ranks = [
-        status(r, state="", exit_code=-6, record=record(r, counts={GROUP: 7})) for r in range(3)
-    ]
-    ranks[0] = status(0, state="", exit_code=-6, record=record(0, at=collective(7), on_device=True))
-    ranks.append(status(3, state="R", record=record(3, moved=100.0)))
-    for follows, rank in ((True, 3), (False, 1)):
-        clock = Clock()
-        clock.now, clock.detector.limits = 200.0, Limits(patience=600.0, aborts_follow=follows)
-        verdict = clock.poll(ranks, 4.0)
-        assert verdict is not None and verdict.rank == rank
-
-
-def test_ranks_that_wait_for_their_devices() -> None:
-    ranks = [
-        status(r, state="R", record=record(r, at=collective(7), on_device=True), cpu_seconds=0.0)
-        for r in range(3)
-    ]
-    late = status(3, record=record(3))
-    clock = Clock(patience=5.0)
-    verdict = clock.poll([*(replace(one, state="S") for one in ranks), late], 10.0)
-    assert verdict is not None and (verdict.kind, verdict.rank) == ("hung", 3)
-    assert (
-        "never entered all_reduce #7 of dp (gradients), in which ranks 0, 1 and 2"
-        in verdict.message
-    )
-    clock = Clock(patience=5.0)
-    at = collective(7, "0-2")
-    together = [status(r, record=record(r, at=at, on_device=True)) for r in range(3)]
-    verdict = clock.poll(together, 10.0)
-    assert verdict is not None and verdict.kind == "hung"
-    assert "s for its device, behind all_reduce #7 of dp (gradients)" in verdict.message
-    alone = record(0, inside=True, on_device=True, counts={})
-    assert (
-        Clock(patience=5.0).poll([status(0, record=alone)], 10.0).message.endswith("for its device")
-    )
-    assert alone.place() == "step 5, microbatch 0, layer 1, waiting for its device"
-
-
-def test_an_error_of_the_own_device_is_a_cause() -> None:
-    failed = error("AcceleratorError", "CUDA error: an illegal memory access", 99.0)
-    at = collective(7)
-    ranks = [
-        RankStatus(rank=0, exit_code=1, record=record(0, at=at), error=error("E", RESET, 98.0)),
-        RankStatus(rank=1, exit_code=1, record=record(1, at=at, on_device=True), error=failed),
-    ]
-    verdict = Clock().poll(ranks, 4.0)
-    assert verdict is not None and verdict.rank == 1
 
 
 def test_a_rank_that_has_said_goodbye_has_left_after_a_while() -> None:
@@ -411,25 +318,6 @@ def _hung(generator: random.Random, world: int, culprit: int) -> list[ProgressRe
     ]
 
 
-def test_a_rank_that_waits_for_another_node_is_not_at_fault() -> None:
-    """The watcher of ranks 0 and 1 of four gives no verdict on 2 and 3, which another watches."""
-    clock = Clock(patience=30.0)
-    clock.train(20, ranks=2)
-    assert clock.poll([waiting(0), waiting(1)], 100.0) is None
-    verdict = clock.poll([waiting(0), status(1)], 100.0)
-    assert verdict is not None and verdict.rank == 1
-
-
-def test_a_device_may_stand_behind_an_operation_with_another_node() -> None:
-    """The last operation is one of this node alone; the sum over both was begun before it."""
-    at = collective(7, "0-1")
-    counts = {"0-1": 7, GROUP: 5}
-    ranks = [status(r, record=record(r, at=at, on_device=True, counts=counts)) for r in range(2)]
-    assert Clock(patience=5.0).poll(ranks, 100.0) is None
-    alone = [status(r, record=record(r, at=at, on_device=True)) for r in range(2)]
-    assert Clock(patience=5.0).poll(alone, 100.0) is not None
-
-
 def test_ranks_that_wait_for_a_host_that_does_not_answer() -> None:
     """No verdict while they move, while they wait for one another, and after the host answers."""
     waiting_ranks = [status(r, record=record(r, at=collective(7), changes=200)) for r in (0, 1)]
@@ -453,24 +341,3 @@ def test_ranks_that_wait_for_a_host_that_does_not_answer() -> None:
     assert (verdict.entered, verdict.missing, verdict.lost) == ((0, 1), (2, 3), (host,))
     assert "b (10.0.0.2) with ranks 2 and 3 cannot be reached" in verdict.message
     assert "rank 0 waits for ranks 2 and 3 in all_reduce #7 of dp" in verdict.message
-
-
-def test_a_device_waits_for_a_host_that_does_not_answer() -> None:
-    clock = Clock()
-    clock.detector.lost = (LostHost(name="b", ranks=(2, 3)),)
-    on_device = {"on_device": True, "counts": {"0-1": 9, "1,2": 3}}
-    assert (
-        clock.poll([status(0, record=record(0, **on_device | {"counts": {"0-1": 9}}))], 9.0) is None
-    )
-    verdict = clock.poll([status(0, record=record(0, **on_device))], 9.0)
-    assert verdict is not None and (verdict.kind, verdict.missing) == ("network-cut", (2,))
-
-
-def test_ranks_that_failed_in_the_network_because_a_host_does_not_answer() -> None:
-    clock = Clock()
-    clock.detector.lost = (LostHost(name="b", ranks=(2, 3)),)
-    failed = {"error": error("E", "Timed out waiting", 99.0), "exit_code": 1}
-    verdict = clock.poll(
-        [status(r, record=record(r, at=collective(7)), **failed) for r in (0, 1)], 3.0
-    )
-    assert verdict is not None and (verdict.kind, verdict.missing) == ("network-cut", (2, 3))
