@@ -18,7 +18,13 @@ from moemesh.trace.memory_profile import (
     format_bytes,
 )
 from moemesh.trace.run import PlannedStep, Run
-from moemesh.trace.step_seconds import PASSES, TOGETHER, StepSeconds, is_communication
+from moemesh.trace.step_seconds import (
+    PASSES,
+    TOGETHER,
+    StepSeconds,
+    flop_rate,
+    is_communication,
+)
 from moemesh.trace.timeline import Timeline
 
 #: Names of the records of a step that are not operations of the pipeline.
@@ -267,14 +273,24 @@ def large_differences(
 
 
 def about_seconds(seconds: StepSeconds) -> list[str]:
-    """Sentences on parts that take far more or far less time than predicted."""
+    """Sentences on the source of the predicted seconds, and on parts that take far more or far
+    less."""
+    if not seconds.predicted:
+        return []
+    rates = [(part, seconds.rates[part]) for part in PASSES if part in seconds.rates]
+    flops = [f"{part} {flop_rate(rate / 1e12)}" for part, rate in rates]
+    source = (
+        "Predicted are the FLOPs, bytes and operations of each part over the rates that all ranks "
+        f"reached at the same time before the first step ({', '.join(flops)}, of rank 0)."
+    )
 
     def reason(part: str, times: float) -> str:
         if times < 1:
             return "the rates before the first step were lower than those during the steps"
         return _WAITS_TOO if is_communication(part) else _LEFT_OUT
 
-    return large_differences(seconds.mean_predicted(), seconds.mean(), _LARGE_TIME, reason)
+    predicted, measured = seconds.mean_predicted(), seconds.mean()
+    return [source, *large_differences(predicted, measured, _LARGE_TIME, reason)]
 
 
 def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) -> list[str]:

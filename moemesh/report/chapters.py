@@ -33,7 +33,6 @@ from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import Event, Run, median_of
-from moemesh.trace.step_seconds import PASSES, StepSeconds, flop_rate
 from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 
@@ -252,7 +251,13 @@ def timeline(run: Run) -> Chapter:
         )
     tables: list[Table] = []
     if run.seconds is not None:
-        tables.append(_seconds(run.seconds))
+        steps = plural(run.seconds.steps, "step")
+        caption = (
+            "Seconds of a step by part, mean rank, in milliseconds: predicted from rates measured "
+            f"before the first step, and the mean of {steps}"
+        )
+        header = ("Part", "Predicted", "Measured", "Difference", "Share, measured")
+        tables.append(Table(caption=caption, header=header, rows=bars.seconds_rows(run.seconds)))
     if run.seconds is None or run.simulated is not None:
         caption = "Parts of the last step, mean rank, in milliseconds"
         if run.simulated is not None:
@@ -287,36 +292,14 @@ def timeline(run: Run) -> Chapter:
             ("Pipeline of the last step, simulated above measured", pipeline),
         ),
         tables=[*tables, *medians, of_ranks, _by_name(last, factor, unit)],
-        lists=_sentences([] if run.seconds is None else _about_seconds(run.seconds)),
+        lists=_sentences([] if run.seconds is None else bars.about_seconds(run.seconds)),
         note=note + left_out(len(ranks), "ranks"),
-    )
-
-
-def _seconds(seconds: StepSeconds) -> Table:
-    return Table(
-        caption="Seconds of a step by part, mean rank, in milliseconds: predicted from rates "
-        f"measured before the first step, and the mean of {plural(seconds.steps, 'step')}",
-        header=("Part", "Predicted", "Measured", "Difference", "Share, measured"),
-        rows=bars.seconds_rows(seconds),
     )
 
 
 def _sentences(sentences: list[str]) -> list[tuple[str, list[str]]]:
     """A list below the tables of a chapter; nothing without sentences."""
     return [("About the predictions", sentences)] if sentences else []
-
-
-def _about_seconds(seconds: StepSeconds) -> list[str]:
-    """Sentences on the source of the predicted seconds, and on large differences."""
-    if not seconds.predicted:
-        return []
-    rates = [(part, seconds.rates[part]) for part in PASSES if part in seconds.rates]
-    flops = [f"{part} {flop_rate(rate / 1e12)}" for part, rate in rates]
-    source = (
-        "Predicted are the FLOPs, bytes and operations of each part over the rates that all ranks "
-        f"reached at the same time before the first step ({', '.join(flops)}, of rank 0)."
-    )
-    return [source, *bars.about_seconds(seconds)]
 
 
 #: Begin of the name of a field of metrics -> its seconds in words.

@@ -15,7 +15,7 @@ rank collects the parts, orthogonalizes the matrix and sends the parts of O back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -122,12 +122,15 @@ class MatrixUpdates:
 
     def __call__(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Scaled updates, in the shapes of `directions`."""
+        rank = self._axis.index
         updates = {name: torch.zeros_like(tensor) for name, tensor in directions.items()}
         given = {part_of(shard): shard.tensor for shard in self._shards(directions)}
         taken = {part_of(shard): shard.tensor for shard in self._shards(updates)}
         if self._exchanges is None:
             gathered = gather_json(list(given), self._axis)
-            self._exchanges = exchanges([[_part(*one) for one in parts] for parts in gathered])
+            self._exchanges = exchanges(
+                [[Part(name, *map(tuple, sizes)) for name, *sizes in parts] for parts in gathered]
+            )
         local: dict[str, list[Part]] = {}
         for part in given:
             unit = self._exchanges.get(unit_of(part.name))
@@ -137,37 +140,27 @@ class MatrixUpdates:
             whole = {part.name: given[part] for part in local.get(unit, ())}
             exchange = self._exchanges.get(unit)
             if exchange is not None:
-                whole |= self._collect(exchange, given)
+                # The tensors that this rank owns, from the parts of all ranks.
+                own = [one for one in given.items() if exchange.owners.get(one[0].name) == rank]
+                for part, tensor in (*own, *self._send(exchange.there, given.__getitem__)):
+                    if part.name not in whole:
+                        whole[part.name] = tensor.new_zeros(part.shape)
+                    _cut(whole[part.name], part).copy_(tensor)
             results = orthogonalize_all(whole)
             for part in local.get(unit, ()):
                 taken[part].copy_(results[part.name])
             if exchange is not None:
-                self._distribute(exchange, results, taken)
+                # Their updates, in the parts of all ranks.
+                for part, tensor in taken.items():
+                    if exchange.owners.get(part.name) == rank:
+                        tensor.copy_(_cut(results[part.name], part))
+
+                def update_of(part: Part, results: Mapping[str, Tensor] = results) -> Tensor:
+                    return _cut(results[part.name], part)
+
+                for part, tensor in self._send(exchange.back, update_of):
+                    taken[part].copy_(tensor)
         return updates
-
-    def _collect(self, exchange: MatrixExchange, given: Mapping[Part, Tensor]) -> dict[str, Tensor]:
-        """The tensors that this rank owns, from the parts of all ranks."""
-        rank = self._axis.index
-        whole: dict[str, Tensor] = {}
-        for part, tensor in given.items():
-            if exchange.owners.get(part.name) == rank:
-                _place(whole, part, tensor)
-        for part, tensor in self._send(exchange.there, given.__getitem__):
-            _place(whole, part, tensor)
-        return whole
-
-    def _distribute(
-        self,
-        exchange: MatrixExchange,
-        results: Mapping[str, Tensor],
-        taken: Mapping[Part, Tensor],
-    ) -> None:
-        """Copy the updates of owned tensors into the parts of all ranks."""
-        for part, tensor in taken.items():
-            if exchange.owners.get(part.name) == self._axis.index:
-                tensor.copy_(_cut(results[part.name], part))
-        for part, tensor in self._send(exchange.back, lambda part: _cut(results[part.name], part)):
-            taken[part].copy_(tensor)
 
     def _send(
         self,
@@ -208,18 +201,6 @@ def orthogonalize_all(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def part_of(shard: Shard) -> Part:
     return Part(shard.name, tuple(shard.shape), tuple(shard.offset), tuple(shard.tensor.shape))
-
-
-def _part(name: str, *sizes: Sequence[int]) -> Part:
-    shape, offset, own = map(tuple, sizes)
-    return Part(name, shape, offset, own)
-
-
-def _place(whole: dict[str, Tensor], part: Part, tensor: Tensor) -> None:
-    """Copy a part into its tensor, which begins as zeros."""
-    if part.name not in whole:
-        whole[part.name] = tensor.new_zeros(part.shape)
-    _cut(whole[part.name], part).copy_(tensor)
 
 
 def _cut(tensor: Tensor, part: Part) -> Tensor:

@@ -204,23 +204,18 @@ def _difference(alone: _Alone, tuning: Tuning, plan: Plan, mesh: Mesh) -> tuple[
     )
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd"))
     saving.load_weights(_Weights(alone.weights), parallel, optimizer)
-    result = gradients_of_step(
-        parallel, _batches(alone.tokens, plan, mesh), TimelineRecorder(mesh.rank), refuses=False
-    )
-    differences = [(abs(result.loss - alone.loss), "the loss")]
-    for shard in owned_shards(parallel, parallel.reducer.gradients):
-        difference = (shard.tensor - _part(alone.gradients, shard)).abs().max().item()
-        differences.append((difference, f"the gradient of {shard.name}"))
-    return max(differences, key=lambda pair: (not pair[0] <= MOST, pair[0]))
-
-
-def _batches(tokens: Tensor, plan: Plan, mesh: Mesh) -> list[Batch]:
-    mine = shard_range(len(tokens), plan.dp, mesh["dp"].index)
-    return [
+    tokens = alone.tokens
+    batches = [
         Batch(
             tokens_BS=tokens[row : row + 1, :-1],
             targets_BS=tokens[row : row + 1, 1:],
             sequences_B=torch.tensor([row], device=tokens.device),
         )
-        for row in mine
+        for row in shard_range(len(tokens), plan.dp, mesh["dp"].index)
     ]
+    result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank), refuses=False)
+    differences = [(abs(result.loss - alone.loss), "the loss")]
+    for shard in owned_shards(parallel, parallel.reducer.gradients):
+        difference = (shard.tensor - _part(alone.gradients, shard)).abs().max().item()
+        differences.append((difference, f"the gradient of {shard.name}"))
+    return max(differences, key=lambda pair: (not pair[0] <= MOST, pair[0]))

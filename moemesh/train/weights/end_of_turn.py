@@ -83,7 +83,10 @@ def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> st
     """Add the end of a turn to the ends of a text in the folder `out`; returns a sentence for the
     user. With `carries_tokenizer` the folder gets the tokenizer of the run."""
     if carries_tokenizer and end.tokenizer.folder is not None:
-        _copy_tokenizer(end.tokenizer.folder, out)
+        for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
+            (out / name).unlink(missing_ok=True)
+        folder = end.tokenizer.folder
+        carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name != GENERATION)
     if end.id is None:
         text = json.dumps(end.text)
         return (
@@ -124,10 +127,3 @@ def _name_in_tokenizer(out: Path, end: EndOfTurn) -> bool:
         if name == SETTINGS or (out / name).exists():
             write_json(out / name, {**settings_of(out / name), "eos_token": end.token})
     return True
-
-
-def _copy_tokenizer(folder: Path, out: Path) -> None:
-    """Replace the tokenizer files of `out` by those of a tokenizer's folder."""
-    for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
-        (out / name).unlink(missing_ok=True)
-    carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name != GENERATION)

@@ -204,7 +204,10 @@ def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> st
     dtypes = Counter(dtype for dtype, _ in held)
     given = {"path": str(out), "rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
     given |= {"rslora": True} if lora.rslora else {}
-    words = (shlex.quote(f"lora.{key}={_word(value)}") for key, value in given.items())
+    words = (
+        shlex.quote(f"lora.{key}={value if isinstance(value, str) else format_value(value)}")
+        for key, value in given.items()
+    )
     follow = {
         "run": f"moemesh train {out / 'config.toml'} --out {out}",
         "folder": f"moemesh generate {out} --prompt TEXT",
@@ -216,11 +219,6 @@ def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> st
     if len(dtypes) == 1:
         kinds = next(iter(dtypes))
     return f"wrote {len(held):,} tensors ({kinds}), {size}, into {out}\nnext: {follow}"
-
-
-def _word(value: object) -> str:
-    """A value in the form of ``--set``."""
-    return value if isinstance(value, str) else format_value(value)
 
 
 def target_of(
