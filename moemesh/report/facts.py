@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
+from moemesh.report.bars import sent_in_training
 from moemesh.trace.run import MetricsRow, Run, State, median_of, state_of
 
 #: Fields of a row of metrics whose medians are kept.
@@ -29,18 +31,23 @@ NO_STEP: dict[State, str] = {
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """`last`: row of the newest step; `progress`: "30 of 160" steps. `validation` and `lowest`:
-    (step, loss) of the newest and of the lowest validation loss. `medians`: field of a row ->
-    median over the steps of the current plan without the first. `peak_bytes`: memory of the fullest
-    rank. `command`: of the newest start. `shared_cores`: (ranks, cores) of a host whose CPU ranks
-    outnumber its cores. Unknown figures are None, "" or absent."""
+    (step, loss) of the newest and of the lowest validation loss. `end_loss`: mean training loss of
+    the last tenth of the steps, at most 100, since one step's loss is noisy. `medians`: field of a
+    row -> median over the steps of the current plan without the first; `totals`: sum over all
+    steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`: those of all ranks in a step of
+    training. `command`: of the newest start. `shared_cores`: (ranks, cores) of a host whose CPU
+    ranks outnumber its cores. Unknown figures are None, "" or absent."""
 
     state: State
     last: MetricsRow | None
     progress: str
     validation: tuple[int, float] | None
     lowest: tuple[int, float] | None
+    end_loss: float | None
     medians: Mapping[str, float]
+    totals: Mapping[str, float]
     peak_bytes: int | None
+    sent_bytes: float | None
     command: str
     shared_cores: tuple[int, int] | None
 
@@ -50,6 +57,8 @@ class RunFacts:
         wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
         validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
         medians = {name: median_of(run.current, name) for name in _MEDIANS}
+        totals = {name: sum(getattr(row, name) for row in rows) for name in ("tokens", "seconds")}
+        ends = [row.loss for row in rows[-max(1, min(len(rows) // 10, 100)) :]]
         words = cast("list[object]", argv) if isinstance(argv, list) else []
         return cls(
             state=state_of(run),
@@ -57,8 +66,11 @@ class RunFacts:
             progress=f"{rows[-1].step:,}{wanted}" if rows else "",
             validation=validated[-1] if validated else None,
             lowest=min(validated, key=lambda pair: pair[1], default=None),
+            end_loss=statistics.fmean(ends) if ends else None,
             medians={name: value for name, value in medians.items() if value is not None},
+            totals=totals if rows else {},
             peak_bytes=run.memory.peak if run.memory is not None and run.memory.ranks else None,
+            sent_bytes=sum(sent_in_training(run).values()) if run.ledgers else None,
             command=shlex.join(map(str, words)),
             shared_cores=_shared_cores(run),
         )

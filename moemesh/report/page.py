@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -99,8 +98,8 @@ def document(run: Run) -> PageDocument:
             facts.append((f"MFU, {median}", f"{mfu:.1%}"))
         if (rate := medians.get("tflops_per_rank")) is not None:
             facts.append((f"Model FLOP/s of a rank, {median}", svg.short(rate * 1e12)))
-        facts.append(("Tokens", svg.short(sum(row.tokens for row in run.metrics))))
-        facts.append(("Time in steps", _clock(sum(row.seconds for row in run.metrics))))
+        facts.append(("Tokens", svg.short(of_run.totals["tokens"])))
+        facts.append(("Time in steps", _clock(of_run.totals["seconds"])))
     if run.memory is not None and of_run.peak_bytes is not None:
         facts.append((f"Memory: {run.memory.peak_words}", format_bytes(of_run.peak_bytes)))
     if run.loads:
@@ -251,49 +250,33 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     return Chapter(tables=[table], note=left_out(len(rows), "keys"))
 
 
-#: Lines of the table of results: name, kind of value (:func:`_value`), key in a row, format.
-_LINES: tuple[tuple[str, str, str, Callable[[float], str]], ...] = (
-    ("Steps", "last", "step", "{:,.0f}".format),
-    ("Tokens", "total", "tokens", svg.short),
-    ("Training loss, mean of the last tenth", "end", "loss", "{:.4f}".format),
-    ("Last validation loss", "last", "validation_loss", "{:.4f}".format),
-    ("Tokens per second, median", "median", "tokens_per_second", svg.short),
-    ("Seconds of a step, median", "median", "seconds", "{:.4g}".format),
-    ("Time in steps, seconds", "total", "seconds", "{:,.1f}".format),
-    ("MFU, median", "median", "mfu", "{:.2%}".format),
-    ("Waiting for data in a step, seconds", "median", "data_seconds", "{:.3g}".format),
-    ("Exposed communication, seconds", "median", "communication_seconds", "{:.3g}".format),
-    (f"Memory: {MEASURED_PEAKS['']}", "peak", "", format_bytes),
-    ("Sent in a step of training, all ranks", "sent", "", format_bytes),
+#: Lines that are left out where seconds by part have a chapter of their own.
+_OF_PARTS = ("Waiting for data in a step, seconds", "Exposed communication, seconds")
+#: Lines of the table of results: name, number of a run (None: unknown), its text.
+_LINES: tuple[tuple[str, Callable[[RunFacts], float | None], Callable[[float], str]], ...] = (
+    ("Steps", lambda run: run.last and run.last.step, "{:,.0f}".format),
+    ("Tokens", lambda run: run.totals.get("tokens"), svg.short),
+    ("Training loss, mean of the last tenth", lambda run: run.end_loss, "{:.4f}".format),
+    ("Last validation loss", lambda run: run.validation and run.validation[1], "{:.4f}".format),
+    ("Tokens per second, median", lambda run: run.medians.get("tokens_per_second"), svg.short),
+    ("Seconds of a step, median", lambda run: run.medians.get("seconds"), "{:.4g}".format),
+    ("Time in steps, seconds", lambda run: run.totals.get("seconds"), "{:,.1f}".format),
+    ("MFU, median", lambda run: run.medians.get("mfu"), "{:.2%}".format),
+    (_OF_PARTS[0], lambda run: run.medians.get("data_seconds"), "{:.3g}".format),
+    (_OF_PARTS[1], lambda run: run.medians.get("communication_seconds"), "{:.3g}".format),
+    (f"Memory: {MEASURED_PEAKS['']}", lambda run: run.peak_bytes, format_bytes),
+    ("Sent in a step of training, all ranks", lambda run: run.sent_bytes, format_bytes),
 )
-
-
-def _value(run: Run, of_run: RunFacts, which: str, key: str) -> float | None:
-    """A number of a run; None if it is unknown."""
-    if which == "peak":
-        return of_run.peak_bytes
-    if which == "sent":
-        return sum(bars.sent_in_training(run).values()) if run.ledgers else None
-    if which == "median":
-        return of_run.medians.get(key)
-    values = [value for row in run.metrics if (value := getattr(row, key)) is not None]
-    if not values or which == "last":
-        return values[-1] if values else None
-    if which == "total":
-        return sum(values)
-    # One step's loss is noisy: take the mean of the last tenth of the steps, at most 100.
-    return statistics.fmean(values[-max(1, min(len(values) // 10, 100)) :])
 
 
 def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     facts = [RunFacts.of(run) for run in runs]
     rows: list[tuple[str, ...]] = [("State", *(of_run.state for of_run in facts), "")]
-    # Seconds by part have a chapter of their own.
     have_parts = all(run.seconds is not None for run in runs)
-    for label, which, key, form in _LINES:
-        if have_parts and key in ("data_seconds", "communication_seconds"):
+    for label, number, form in _LINES:
+        if have_parts and label in _OF_PARTS:
             continue
-        values = [_value(run, of, which, key) for run, of in zip(runs, facts, strict=True)]
+        values = [number(of_run) for of_run in facts]
         if any(value is not None for value in values):
             shown = ("" if value is None else form(value) for value in values)
             rows.append((label, *shown, _change(*values)))
