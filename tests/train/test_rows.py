@@ -13,9 +13,6 @@ from moemesh.train.records import rows as row_log
 from moemesh.train.records.rows import Cut, RowLog, cut_after
 from tests.train import runs
 
-METRICS = {"loss": 1.0, "grad_norm": 1.0, "aux_loss": 0.0, "tokens": 1, "tokens_per_second": 1.0,
-           "lr": 0.1, "seconds": 1.0}  # fmt: skip
-
 
 class FullDisk:
     """Takes `room` bytes, then none, as write(2) does it: the last write is cut short."""
@@ -89,38 +86,49 @@ def test_rows_behind_a_torn_one_stand_alone(tmp_path: Path) -> None:
     assert file.read_text() == '{"step": 1}\n{"ste\n{"step": 2}\n'
 
 
-def test_rows_keep_full_precision_and_are_cut_back(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert cut_after(file, 3) == Cut(missing="metrics.jsonl: 3 steps are missing (1 to 3)")
-    log = RowLog(file)
-    for step in range(1, 6):
-        log.append([{"step": step, "loss": 0.1 + step / 3}])
-    whole = file.read_bytes()
-    with file.open("a") as handle:
-        handle.write('{"step": 6, "lo')  # a crash in the middle of a row
-    assert cut_after(file, 9)._replace(missing="") == Cut(damaged=1, first_damaged=6)
-    assert file.read_bytes() == whole
-    assert cut_after(file, 3)._replace(missing="") == Cut(rows=2)
-    rows = runs.rows_of(file)
-    assert rows == [{"step": step, "loss": 0.1 + step / 3} for step in (1, 2, 3)]
-    assert cut_after(file, -1) == Cut(rows=3)
-    assert file.read_bytes() == b""
+def row(step: int, steps: int = 1) -> str:
+    return json.dumps({"step": step} if steps == 1 else {"step": step, "steps": steps}) + "\n"
 
 
-def test_a_whole_last_row_without_its_newline_stays(tmp_path: Path) -> None:
+ONE_TO_FOUR = "".join(map(row, range(1, 5)))
+BINS = "".join(row(step, 4) for step in (4, 8, 12))
+
+
+@pytest.mark.parametrize(
+    ("text", "step", "cut", "left"),
+    [
+        (None, 3, Cut(missing="rows.jsonl: 3 steps are missing (1 to 3)"), None),
+        (ONE_TO_FOUR, 2, Cut(rows=2), row(1) + row(2)),
+        (ONE_TO_FOUR, -1, Cut(rows=4), ""),
+        (ONE_TO_FOUR + '{"step": 5, "lo', 4, Cut(damaged=1, first_damaged=5), ONE_TO_FOUR),
+        (row(1) + row(2)[:-1], 2, Cut(), row(1) + row(2)),
+        *(
+            (f"{row(1)}{line}\n{row(2)}{row(3)}", 2, Cut(1, 1, 2), row(1) + row(2))
+            for line in ("{broken", "3", "{}", '{"step": "1"}', "\xff\xfe", "[" * 9999)
+        ),
+        (BINS, 6, Cut(2, lost=range(5, 7), missing="rows.jsonl: 2 steps are missing (5 to 6)"),
+         row(4, 4)),
+        (row(1) + row(2) + row(5) + row(8) + row(9), 10,
+         Cut(missing="rows.jsonl: 5 steps are missing (3 to 4, 6 to 7, 10)"), ...),
+        (row(4, 4) + row(6, 2), 6, Cut(), ...),
+    ],
+)  # fmt: skip
+def test_rows_are_cut_back(
+    tmp_path: Path, text: str | None, step: int, cut: Cut, left: object
+) -> None:
+    """`left`: the file afterwards; ...: as before."""
+    file = tmp_path / "rows.jsonl"
+    if text is not None:
+        file.write_text(text, encoding="latin-1")
+    assert cut_after(file, step) == cut
+    assert (file.read_text() if file.exists() else None) == (text if left is ... else left)
+
+
+def test_rows_keep_full_precision_and_begin_on_a_line_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "loads.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}')
-    assert cut_after(file, 2)._replace(missing="") == Cut()
-    RowLog(file).append([{"step": 3}])
-    assert file.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-
-
-@pytest.mark.parametrize("line", ["{broken", "3", "{}", '{"step": "1"}', "\xff\xfe", "[" * 9999])
-def test_a_damaged_row_blocks_no_resume(tmp_path: Path, line: str) -> None:
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n{"step": 3}\n', encoding="latin-1")
-    assert cut_after(file, 2)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=2)
-    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    RowLog(file).append([{"step": 3, "loss": 0.1 + 1 / 3}])
+    assert runs.rows_of(file) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 0.1 + 1 / 3}]
 
 
 def test_a_cut_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,18 +136,8 @@ def test_a_cut_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     file.write_text('{"step": 1}\n{"step": 2}\n{"st')
     monkeypatch.setattr(row_log.os, "replace", None)  # no second file
     monkeypatch.setattr(row_log.os, "fsync", None)
-    assert cut_after(file, 1)._replace(missing="") == Cut(rows=1, damaged=1, first_damaged=3)
+    assert cut_after(file, 1) == Cut(rows=1, damaged=1, first_damaged=3)
     assert file.read_text() == '{"step": 1}\n'
-
-
-def test_a_sum_across_the_cut_goes(tmp_path: Path) -> None:
-    file = tmp_path / "loads.jsonl"
-    rows = [{"step": 4, "steps": 4}, {"step": 8, "steps": 4}, {"step": 12, "steps": 4}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert cut_after(file, 6) == Cut(
-        rows=2, lost=range(5, 7), missing="loads.jsonl: 2 steps are missing (5 to 6)"
-    )
-    assert rows_of(file) == [4]
 
 
 def test_the_rates_of_an_extended_run_are_named(tmp_path: Path) -> None:
@@ -153,12 +151,3 @@ def test_the_rates_of_an_extended_run_are_named(tmp_path: Path) -> None:
     note = f"note: the learning rate of step 4 was 1.00e-04, that of step 5 is {after:.2e}: "
     assert note + "its decay ends at step 10 now, not at 4" in output, output
     assert runs.metrics(out)[4]["lr"] == pytest.approx(after)
-
-
-def test_rows_that_are_missing_at_a_resume_are_named(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    assert cut_after(file, 3).missing == "metrics.jsonl: 3 steps are missing (1 to 3)"
-    file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 5, 8, 9)))
-    assert cut_after(file, 10).missing == "metrics.jsonl: 5 steps are missing (3 to 4, 6 to 7, 10)"
-    file.write_text('{"step": 4, "steps": 4}\n{"step": 6, "steps": 2}\n')
-    assert cut_after(file, 6).missing == ""

@@ -64,41 +64,37 @@ def failed(
     return Verdict(kind=kind, rank=rank, message="", status=status)
 
 
-def test_restarts_without_progress_come_to_an_end() -> None:
-    budget = Budget(2)
-    assert [budget.refuses(failed(), 4) for _ in range(2)] == [None, None]
-    assert budget.refuses(failed(), 4) == "no progress between restarts"
-    assert Budget(0).refuses(failed(), 4) == "train.restarts is 0"
+FINAL = ReportedError(kind="ConfigError", message="", at=0.0, is_final=True)
+RAISED = ReportedError(kind="KeyError", message="'x'", at=0.0)
+LIKE = "a restart would fail in the same way"
+STUCK = "no progress between restarts"
+SIXTH = failed("exception", error=RAISED, step=6)
 
 
-def test_a_newer_checkpoint_renews_the_budget() -> None:
-    budget = Budget(1)
-    assert budget.refuses(failed(), None) is None
-    assert budget.refuses(failed(), 0) is None  # the first checkpoint
-    assert budget.refuses(failed(), 2) is None
-    assert budget.refuses(failed(), 2) == "no progress between restarts"
-    # An older checkpoint, because the newest was damaged, does not count as progress.
-    assert budget.refuses(failed(), 1) == "no progress between restarts"
-
-
-def test_what_would_come_again_is_not_tried_again() -> None:
-    final = ReportedError(kind="ConfigError", message="", at=0.0, is_final=True)
-    assert (
-        Budget(2).refuses(failed("exception", error=final), 4)
-        == "a restart would fail in the same way"
-    )
-    raised = ReportedError(kind="KeyError", message="'x'", at=0.0)
-    budget = Budget(5)
-    assert budget.refuses(failed("exception", error=raised), 4) is None
-    assert budget.refuses(failed("exception", error=raised, code=None), 4) == CAME_TWICE
-    # In another place it is another failure, and also after a newer checkpoint.
-    budget = Budget(5)
-    assert budget.refuses(failed("exception", error=raised), 4) is None
-    assert budget.refuses(failed("exception", error=raised, step=6), 4) is None
-    assert budget.refuses(failed("exception", error=raised, step=6), 5) is None
-    # A signal does not count as a mistake of the program.
-    budget = Budget(5)
-    assert [budget.refuses(failed(), 4) for _ in range(3)] == [None] * 3
+@pytest.mark.parametrize(
+    ("restarts", "failures"),
+    [
+        (2, [(failed(), 4, None), (failed(), 4, None), (failed(), 4, STUCK)]),
+        (0, [(failed(), 4, "train.restarts is 0")]),
+        # The first checkpoint and a newer one renew the budget; an older one, because the newest
+        # was damaged, does not.
+        (1, [(failed(), None, None), (failed(), 0, None), (failed(), 2, None), (failed(), 2, STUCK),
+             (failed(), 1, STUCK)]),
+        (2, [(failed("exception", error=FINAL), 4, LIKE)]),
+        (5, [(failed("exception", error=RAISED), 4, None),
+             (failed("exception", error=RAISED, code=None), 4, CAME_TWICE)]),
+        # In another place, and after a newer checkpoint, it is another failure.
+        (5, [(failed("exception", error=RAISED), 4, None), (SIXTH, 4, None), (SIXTH, 5, None)]),
+        # A signal does not count as a mistake of the program.
+        (5, [(failed(), 4, None)] * 3),
+    ],
+)  # fmt: skip
+def test_restarts(restarts: int, failures: list[tuple[Verdict, int | None, str | None]]) -> None:
+    """Of each failure: the step of the newest checkpoint, and why the ranks do not restart."""
+    budget = Budget(restarts)
+    assert [budget.refuses(verdict, step) for verdict, step, _ in failures] == [
+        reason for *_, reason in failures
+    ]
 
 
 def test_each_verdict_has_one_cause_and_its_advice() -> None:
