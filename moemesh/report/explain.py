@@ -11,13 +11,11 @@ import statistics
 import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.config.changes import compare
-from moemesh.config.errors import ConfigError, UserError
+from moemesh.config.errors import UserError
 from moemesh.config.load import resolved_toml, with_recorded
 from moemesh.config.train import usual_rate
 from moemesh.monitor.failures import CAUSES, cause_of, culprit_of, is_disk_full
@@ -384,7 +382,7 @@ def explain(run: Run) -> Explanation:
             sentences[0] = sentences[0].replace(_KILLED, "while a disk was full")
             sentences.append(f"The last event: {one_line(event, _MAX_MESSAGE)}.")
         advice = next(one.advice for one in CAUSES if one.name == cause)
-        sentences += [_checkpoint(run.folder), advice]
+        sentences += [_checkpoint(run), advice]
         command = _resume(run, of_run)
     elif state == "stopped":
         command = _resume(run, of_run)
@@ -532,7 +530,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     if advice := one_line("; ".join(filter(None, map(str.strip, advised))), _MAX_MESSAGE):
         sentences.append(f"{advice[:1].upper()}{advice[1:]}.")
     else:
-        sentences += [cause.advice, _checkpoint(run.folder)]
+        sentences += [cause.advice, _checkpoint(run)]
     command = _resume(run, evidence.of_run, arguments)
     finite, newest = failure.get("finite_step"), newest_checkpoint(run.folder)
     if cause.name == "diverged" and isinstance(finite, int) and newest >= finite:
@@ -559,13 +557,10 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
     )
 
 
-def _checkpoint(folder: Path) -> str:
-    step = newest_checkpoint(folder)
-    with suppress(OSError, ConfigError):
-        config = load_run([folder / "config.toml"], [], environ={}).config
-        if place := config.train.checkpoint_folder:
-            return f"The next start resumes from the newest checkpoint in {place}, if one exists."
-    if not step:
+def _checkpoint(run: Run) -> str:
+    if place := run.section("train").get("checkpoint_folder"):
+        return f"The next start resumes from the newest checkpoint in {place}, if one exists."
+    if not (step := newest_checkpoint(run.folder)):
         return "The run has no checkpoint: the next start begins at step 1."
     return f"The next start resumes from the checkpoint of step {step:,}."
 
