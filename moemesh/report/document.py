@@ -136,8 +136,7 @@ class PageDocument:
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             autoescape=True,
-            # Texts other than markup have their control characters replaced.
-            finalize=lambda value: visible(value) if type(value) is str else value,
+            finalize=_visible,
             undefined=StrictUndefined,
             trim_blocks=True,
             lstrip_blocks=True,
@@ -146,6 +145,11 @@ class PageDocument:
         return environment.get_template("page.html").render(
             document=self, ground=svg.DARK_GROUND, colours=colours.items()
         )
+
+
+def _visible(value: object) -> object:
+    """A value for the page; texts other than markup have their control characters replaced."""
+    return visible(value) if type(value) is str else value
 
 
 def glossary(chapters: Sequence[Chapter], *more: str) -> Chapter:
