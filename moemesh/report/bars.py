@@ -25,7 +25,7 @@ from moemesh.trace.step_seconds import (
     flop_rate,
     is_communication,
 )
-from moemesh.trace.timeline import Timeline
+from moemesh.trace.timeline import Timeline, of_blocks
 
 #: Names of the records of a step that are not operations of the pipeline.
 _SPANS = ("data", "reduce", "optimizer")
@@ -157,16 +157,11 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     """
     last, ranks = timeline.last_step(), max(len(timeline.ranks), 1)
     parts = dict.fromkeys(("data", "forward and backward", "waiting", "reduce", "optimizer"), 0.0)
-    seen: set[tuple[int, float, float]] = set()
+    for record in of_blocks(one for one in last.records if one.kind in KINDS):
+        parts["forward and backward"] += record.duration / ranks
+        parts["waiting"] += record.wait / ranks
     for record in last.records:
-        if record.kind in KINDS:
-            # The operations of a block share its time.
-            moment = record.rank, record.start, record.end
-            if moment not in seen:
-                seen.add(moment)
-                parts["forward and backward"] += record.duration / ranks
-                parts["waiting"] += record.wait / ranks
-        elif record.name in _SPANS:
+        if record.kind not in KINDS and record.name in _SPANS:
             parts[record.name] += record.duration / ranks
     spans = sum(rank.span for rank in last.statistics()) / ranks
     rest = spans - sum(parts.values())

@@ -19,7 +19,7 @@ from moemesh.report.timeline_picture import KINDS
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import Run
 from moemesh.trace.step_seconds import DATA, OPTIMIZER, flop_rate, is_communication
-from moemesh.trace.timeline import Timeline
+from moemesh.trace.timeline import Timeline, of_blocks
 
 #: Smallest efficient matrix product. With fewer rows or columns it is bound by reading its weights
 #: or by its launch: a current GPU does about 300 bfloat16 operations while it reads one byte.
@@ -131,12 +131,8 @@ def _from_timeline(
     pp = run.section("plan").get("pp", 1)
     stages = pp if isinstance(pp, int) and pp > 0 else 1
     of_rank: defaultdict[int, float] = defaultdict(float)
-    seen: set[tuple[int, float, float]] = set()
-    for record in last.records:
-        moment = record.rank, record.start, record.end
-        if record.kind in KINDS and moment not in seen:
-            seen.add(moment)
-            of_rank[record.rank] += record.duration
+    for record in of_blocks(one for one in last.records if one.kind in KINDS):
+        of_rank[record.rank] += record.duration
     per_stage = max(len(last.ranks) // stages, 1)
     lost = 0.0
     for first in range(0, len(last.ranks), per_stage):

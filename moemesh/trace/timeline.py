@@ -86,6 +86,15 @@ class WorkRecord:
         return read_fields(cls, data)
 
 
+def of_blocks(records: Iterable[WorkRecord]) -> Iterable[WorkRecord]:
+    """The records, of each overlapped block (equal rank, start and end) the first only: the others
+    share its time."""
+    firsts: dict[tuple[int, float, float], WorkRecord] = {}
+    for record in records:
+        firsts.setdefault((record.rank, record.start, record.end), record)
+    return firsts.values()
+
+
 class RankStatistics(NamedTuple):
     """The work of one rank: ``span = end - start = busy + idle``; `wait` explains idle time."""
 
