@@ -14,7 +14,6 @@ import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app, print_answer
 from moemesh.cli.terminal import table
-from moemesh.config.limits import parse_toml
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -258,6 +257,7 @@ def prune(
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.remote import place_of
     from moemesh.config.train import TrainConfig
+    from moemesh.trace.run import recorded
 
     selected = find(place)
     if len(selected.steps) == 1 and place.rstrip("/").endswith(f"/step-{selected.steps[0]}"):
@@ -272,9 +272,8 @@ def prune(
             why = "give the run, or --keep: how many stay is not known here"
             raise CheckpointError(f"{place}: {why}")
         keep = TrainConfig().checkpoints_kept  # default without a readable config.toml
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            text = (run / "config.toml").read_text(encoding="utf-8")
-            keep = max(int(parse_toml(text)["train"]["checkpoints_kept"]), 1)
+        with suppress(ValueError, TypeError):
+            keep = max(int(recorded(run, "train", "checkpoints_kept")), 1)
     is_on_disk = run is not None
     with nullcontext(lambda: None) if dry_run else held(selected.folder, run) as check:
         plan = retention.plan_pruning(selected.folder, keep, with_leftovers=is_on_disk)

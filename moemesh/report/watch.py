@@ -20,8 +20,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from moemesh.config.limits import parse_json, parse_toml, visible
-from moemesh.trace.run import Event, MetricsRow, missing_steps, newest_checkpoint
+from moemesh.config.limits import parse_json, visible
+from moemesh.trace.run import (
+    Event,
+    MetricsRow,
+    missing_steps,
+    newest_checkpoint,
+    read_failure,
+    recorded,
+)
 from moemesh.trace.step_seconds import duration, flop_rate
 
 #: Most points of a curve; beyond, neighbours are averaged.
@@ -308,19 +315,12 @@ class Watched:
         return False, f"the run has failed: {reason}" if reason else "the run has stopped running"
 
     def _failure(self) -> str | None:
-        try:
-            failure: Any = parse_json((self.folder / "failure.json").read_text(encoding="utf-8"))
-            return " ".join(str(failure["message"]).split())
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+        message = read_failure(self.folder).get("message")
+        return None if message is None else " ".join(str(message).split())
 
     def _read_total(self) -> None:
         if self._has_read_config:
             return
-        try:
-            text = (self.folder / "config.toml").read_text(encoding="utf-8")
-            total = parse_toml(text)["train"]["steps"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        self._has_read_config = True
-        self.view.total = total if isinstance(total, int) else None
+        if (total := recorded(self.folder, "train", "steps")) is not None:
+            self._has_read_config = True
+            self.view.total = total if isinstance(total, int) else None

@@ -351,6 +351,22 @@ class Run(Shown):
         )
 
 
+def recorded(folder: Path, section: str, key: str) -> Any:
+    """A key of the configuration of the run in `folder`; None if it is unset or unreadable."""
+    try:
+        return parse_toml((folder / "config.toml").read_text(encoding="utf-8"))[section][key]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def read_failure(folder: Path) -> dict[str, Any]:
+    """The newest failure report of the run in `folder`; empty without a readable one."""
+    try:
+        return _object(parse_json((folder / "failure.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
 def newest_checkpoint(folder: Path) -> int:
     """Step of the newest checkpoint in the folder of a run; 0 without one."""
     names = (path.name.removeprefix("step-") for path in folder.glob("checkpoints/step-*"))

@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 
 from moemesh.config.errors import public
-from moemesh.config.limits import parse_json
 from moemesh.config.load import FOLLOWING, config_values
 from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.machine import limit_spinning
-from moemesh.trace.run import Run
+from moemesh.trace.run import Run, read_failure
 
 
 class TrainingError(RuntimeError):
@@ -59,11 +58,9 @@ def train(
     if code == 130:
         raise KeyboardInterrupt
     if code:
-        try:
-            report = parse_json((folder / "failure.json").read_text(encoding="utf-8"))
+        reason, report = "the run did not come to its end", read_failure(folder)
+        if {"rank", "message"} <= report.keys():
             reason = f"rank {report['rank']} failed: {report['message']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            reason = "the run did not come to its end"
         raise TrainingError(f"{folder}: {reason} (exit code {code})", code)
     return Run.load(folder)
 

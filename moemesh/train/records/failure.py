@@ -19,11 +19,11 @@ from typing import Any
 
 from moemesh.checkpoint.stored import candidates
 from moemesh.config.errors import UserError
-from moemesh.config.limits import parse_json
 from moemesh.monitor.detector import Verdict
 from moemesh.monitor.failures import cause_of
 from moemesh.monitor.progress import Collective, ProgressRecord, own_record
 from moemesh.monitor.supervisor import Straggler, SupervisorResult
+from moemesh.trace.run import read_failure
 from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
 
 FILE, EARLIER = "failure.json", "failures"
@@ -80,7 +80,7 @@ def write_verdict(
         os.replace(_temporary(folder, content), place)
     if first_rank is None:
         return True
-    if _epoch_of(folder / FILE) != epoch or report_id(folder) == earlier:
+    if _epoch_of(folder) != epoch or report_id(folder) == earlier:
         keep_failure(folder)
     return _link(folder, content)
 
@@ -141,7 +141,7 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
     with suppress(OSError, ValueError):
         if not file.exists():
             return None
-        place = kept_in(folder, _epoch_of(file))
+        place = kept_in(folder, _epoch_of(folder))
         place.mkdir(parents=True, exist_ok=True)
         report = place / FILE
         if report.exists():
@@ -157,11 +157,10 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
     return None
 
 
-def _epoch_of(file: Path) -> int | None:
-    try:
-        return int(parse_json(file.read_text(encoding="utf-8"))["epoch"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _epoch_of(folder: Path) -> int | None:
+    with suppress(ValueError, KeyError, TypeError):
+        return int(read_failure(folder)["epoch"])
+    return None
 
 
 def hint_on(verdict: Verdict) -> str:

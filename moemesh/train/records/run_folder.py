@@ -30,7 +30,7 @@ from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import VERIFIED
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
-from moemesh.config.limits import parse_json, parse_toml
+from moemesh.config.limits import parse_json
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
@@ -44,7 +44,7 @@ from moemesh.monitor.lease import (
     why_lost,
 )
 from moemesh.trace.machine import file_of
-from moemesh.trace.run import Run
+from moemesh.trace.run import Run, recorded
 from moemesh.train.records.rows import RowLog
 
 CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
@@ -404,11 +404,7 @@ def names_in(path: Path) -> set[str]:
 
 def checkpoints_of(run: Path) -> Place:
     """The checkpoint folder of the run in a folder, from its config.toml."""
-    try:
-        with (run / CONFIG).open("rb") as file:
-            kept_at = parse_toml(file.read().decode())["train"]["checkpoint_folder"]
-    except (OSError, ValueError, KeyError, TypeError):
-        kept_at = ""
+    kept_at = recorded(run, "train", "checkpoint_folder")
     return place_of(kept_at) if isinstance(kept_at, str) and kept_at else run / CHECKPOINTS
 
 
