@@ -90,7 +90,7 @@ SIXTH = failed("exception", error=RAISED, step=6)
     ],
 )  # fmt: skip
 def test_restarts(restarts: int, failures: list[tuple[Verdict, int | None, str | None]]) -> None:
-    """Of each failure: the step of the newest checkpoint, and why the ranks do not restart."""
+    """Rows are failures: step of the newest checkpoint, and why the ranks do not restart."""
     budget = Budget(restarts)
     assert [budget.refuses(verdict, step) for verdict, step, _ in failures] == [
         reason for *_, reason in failures
