@@ -43,9 +43,8 @@ _OURS = [
 
 def _make_what_commands_share() -> None:
     """The tree of verbs, the template of pages, the versions of packages; and measured rates of the
-    machine, which take a moment less. Small products are faster in one thread."""
+    machine, which take a moment less."""
     from moemesh import cli
-    from moemesh.comm import launch
     from moemesh.report.document import PageDocument
     from moemesh.train.records import machine_rates, provenance
 
@@ -57,7 +56,6 @@ def _make_what_commands_share() -> None:
     provenance.packages = functools.cache(provenance.packages)
     provenance.packages()
     machine_rates._SECONDS = 1e-3
-    launch.usable_cores = lambda: 1
 
 
 for _name in [*_OTHERS, *_OURS]:

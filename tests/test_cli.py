@@ -33,14 +33,17 @@ class Guard(MetaPathFinder):
             raise SystemExit(f"forbidden import: {{name}}")
 
 sys.meta_path.insert(0, Guard())
-sys.argv = ["moemesh", *{arguments!r}]
+sys.argv, sys.executable = ["moemesh", *{arguments!r}], {python!r}
 from moemesh.cli import main
 main()
 """
 
 
-def run_guarded(forbidden: set[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = GUARD.format(forbidden=forbidden, arguments=list(arguments))
+def run_guarded(
+    forbidden: set[str], *arguments: str, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter of its own, whose processes run in `python`."""
+    script = GUARD.format(forbidden=forbidden, arguments=list(arguments), python=python)
     return subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,

@@ -75,7 +75,9 @@ def test_one_process_does_the_flops_of_the_formula_and_sends_nothing() -> None:
     assert set(result["seconds"]) == {"layer", "gemm"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_two_ranks_share_the_flops_and_send_what_the_router_says(dtype: torch.dtype) -> None:
     results = mesh_on_ranks(Layout(dp=2, ep=2), _measure_on_rank, dtype)
     result, between = results[0][0], _rows_between(2)

@@ -113,19 +113,19 @@ def test_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_large_placement_is_a_summary_and_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """60 layers of 64 experts, layer 41 the worst: its figure is printed, its map is saved."""
-    loads = np.ones((60, 64))
-    loads[41, :2] = 40
+    """20 layers of 32 experts, layer 11 the worst: its figure is printed, its map is saved."""
+    loads = np.ones((20, 32))
+    loads[11, :2] = 40
     path, out = tmp_path / "a.npy", tmp_path / "placement.json"
     np.save(path, loads)
     text = command(path, capsys, gpus=16, redundant=16, effort="fast", out=out)
     lines = text.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 100
-    assert lines[0] == "60 layers: 64 experts in 80 slots (16 redundant) on 16 GPUs"
-    assert "mean over layers: " in lines[1] and "(layer 41) -> " in lines[2]
-    assert lines[-1].startswith("(the first 8 of 60 layers; ") and "--out FILE" in lines[-1]
+    assert lines[0] == "20 layers: 32 experts in 48 slots (16 redundant) on 16 GPUs"
+    assert "mean over layers: " in lines[1] and "(layer 11) -> " in lines[2]
+    assert lines[-1].startswith("(the first 8 of 20 layers; ") and "--out FILE" in lines[-1]
     written = json.loads(out.read_text())
-    assert np.shape(written["physical_to_logical"]) == (60, 80)
+    assert np.shape(written["physical_to_logical"]) == (20, 48)
     assert "replicas move, in at most" in command(path, capsys, gpus=16, previous=out)
 
 

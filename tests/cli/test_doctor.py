@@ -16,6 +16,7 @@ import pytest
 
 from moemesh.bench import examination
 from moemesh.bench.examination import Diagnosis
+from tests import commands
 from tests.test_cli import run_guarded
 
 FACTS: dict[str, Any] = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.0", "devices": [],
@@ -30,7 +31,8 @@ def of(findings: Any) -> dict[str, tuple[str, str, str]]:
 
 def test_this_machine_is_examined_without_torch_in_the_process(tmp_path: Path) -> None:
     for _ in range(5):  # a busy machine may not load torch in the time that doctor gives it
-        done = run_guarded({"torch"}, "doctor", "--json", "--out", str(tmp_path / "runs"))
+        words = ("doctor", "--json", "--out", str(tmp_path / "runs"))
+        done = run_guarded({"torch"}, *words, python=commands.python())
         assert done.returncode in (0, 1), done.stderr
         findings = {one["name"]: one for one in json.loads(done.stdout)}
         if "no end in" not in findings["torch"]["text"]:

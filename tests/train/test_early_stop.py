@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
     return out, train(out, **OVERFITS)
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same run with a patience of 2, which no test changes, and its output."""
+    out = tmp_path_factory.mktemp("stopped") / "run"
+    return out, said(*arguments(out, **OVERFITS, train__patience=2))
+
+
 def test_the_run_ends_and_its_best_checkpoint_stays(
-    whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+    whole: tuple[Path, list[dict[str, Any]]], stopped: tuple[Path, str], tmp_path: Path
 ) -> None:
     last, best = expected_stop(whole[1], 2)
-    out = tmp_path / "run"
-    text = said(*arguments(out, **OVERFITS, train__patience=2))
+    text, out = stopped[1], shutil.copytree(stopped[0], tmp_path / "run")
+    keys = OVERFITS | {"data__path": str(stopped[0].parent / "corpus.txt")}
     rows = metrics(out)
     assert [row["loss"] for row in rows] == [row["loss"] for row in whole[1][:last]]
     assert f"no lower validation loss since step {best}" in text
@@ -65,9 +73,9 @@ def test_the_run_ends_and_its_best_checkpoint_stays(
     assert f"ended early: no lower validation loss since step {best}" in explained
     assert "Early stop" in (out / "report.html").read_text()
     # The same command does not train further; a larger patience does.
-    assert f"already trained to step {last}" in said(*arguments(out, **OVERFITS, train__patience=2))
+    assert f"already trained to step {last}" in said(*arguments(out, **keys, train__patience=2))
     assert len(metrics(out)) == last
-    longer = train(out, **OVERFITS, train__patience=3)
+    longer = train(out, **keys, train__patience=3)
     assert len(longer) == expected_stop(whole[1], 3)[0]
 
 
@@ -96,9 +104,8 @@ def test_without_a_patience_the_best_checkpoint_stays(
     assert validated(out / "checkpoints")[0] == (losses[best], best)
 
 
-def test_verbs_read_the_best_checkpoint(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    said(*arguments(out, **OVERFITS, train__patience=2))
+def test_verbs_read_the_best_checkpoint(stopped: tuple[Path, str], tmp_path: Path) -> None:
+    out = stopped[0]
     best = candidates(out / "checkpoints")[-1]
     said("convert", out, tmp_path / "best", "--best")
     said("convert", out / "checkpoints" / f"step-{best}", tmp_path / "named")
@@ -108,7 +115,7 @@ def test_verbs_read_the_best_checkpoint(tmp_path: Path) -> None:
     )
     assert all(torch.equal(tensors[name], named[name]) for name in named)
     assert not all(torch.equal(tensors[name], newest[name]) for name in newest)
-    text = tmp_path / "corpus.txt"
+    text = out.parent / "corpus.txt"
     options = ("--data", str(text), "--seq-len", "16", "--json")
     scored = [
         json.loads(moemesh("evaluate", str(source), *options, *more).stdout)

@@ -34,6 +34,7 @@ def matrices_of(run: Path, name: str) -> dict[int, tuple[int, int]]:
     return sums
 
 
+@pytest.mark.representative("all")
 @pytest.mark.parametrize("keys", [{}, SOME], ids=["all", "some experts"])
 def test_a_run_resumes_under_other_plans(keys: dict[str, Any], tmp_path: Path) -> None:
     expected = runs.losses(runs.train(tmp_path / "one", **MUON, **keys))
