@@ -12,12 +12,14 @@ Numbers = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Condition:
-    """A rule over the numbers it names: how it is written, whether it holds, what was found."""
+    """A rule over the numbers it names: its text, and what breaks it ("" where it holds)."""
 
     text: str
     names: tuple[str, ...]
-    holds: Callable[[Numbers], bool]
     found: Callable[[Numbers], str]
+
+    def holds(self, numbers: Numbers) -> bool:
+        return not self.found(numbers)
 
 
 class ScheduleConditionError(UserError):
@@ -28,53 +30,42 @@ def at_least(name: str, bound: int, of: str = "") -> Condition:
     """``name >= bound``, or ``name >= bound * of`` for another number `of`."""
     limit = str(bound) if not of else of if bound == 1 else f"{bound} * {of}"
 
-    def least(numbers: Numbers) -> int:
-        return bound * (numbers[of] if of else 1)
+    def found(numbers: Numbers) -> str:
+        least = bound * (numbers[of] if of else 1)
+        return f"{numbers[name]} < {least}" if numbers[name] < least else ""
 
-    return Condition(
-        f"{name} >= {limit}",
-        (name, of) if of else (name,),
-        lambda numbers: numbers[name] >= least(numbers),
-        lambda numbers: f"{numbers[name]} < {least(numbers)}",
-    )
+    return Condition(f"{name} >= {limit}", (name, of) if of else (name,), found)
 
 
 def at_most(name: str, bound: int) -> Condition:
     """``name <= bound``."""
-    return Condition(
-        f"{name} <= {bound}",
-        (name,),
-        lambda numbers: numbers[name] <= bound,
-        lambda numbers: f"{numbers[name]} > {bound}",
-    )
+
+    def found(numbers: Numbers) -> str:
+        return f"{numbers[name]} > {bound}" if numbers[name] > bound else ""
+
+    return Condition(f"{name} <= {bound}", (name,), found)
 
 
 def divisible(name: str, by: int | str) -> Condition:
     """``name % by == 0`` for a number or the name of one; of 2, an even number."""
 
-    def divisor(numbers: Numbers) -> int:
-        return numbers[by] if isinstance(by, str) else by
-
-    def holds(numbers: Numbers) -> bool:
-        # A divisor below 1 breaks a rule of its own.
-        return divisor(numbers) < 1 or numbers[name] % divisor(numbers) == 0
-
     def found(numbers: Numbers) -> str:
-        value, of = numbers[name], divisor(numbers)
+        value, of = numbers[name], numbers[by] if isinstance(by, str) else by
+        if of < 1 or value % of == 0:  # a divisor below 1 breaks a rule of its own
+            return ""
         return str(value) if by == 2 else f"{value} % {of} == {value % of}"
 
     text = f"an even number of {name}" if by == 2 else f"{name} % {by} == 0"
-    return Condition(text, (name, by) if isinstance(by, str) else (name,), holds, found)
+    return Condition(text, (name, by) if isinstance(by, str) else (name,), found)
 
 
 def one_of(name: str, *values: int) -> Condition:
     """``name`` is one of `values`."""
-    return Condition(
-        f"{name} == {' or '.join(map(str, values))}",
-        (name,),
-        lambda numbers: numbers[name] in values,
-        lambda numbers: str(numbers[name]),
-    )
+
+    def found(numbers: Numbers) -> str:
+        return "" if numbers[name] in values else str(numbers[name])
+
+    return Condition(f"{name} == {' or '.join(map(str, values))}", (name,), found)
 
 
 #: Every schedule: a pipeline has a rank, a step a microbatch.
