@@ -181,9 +181,7 @@ def corners(
     load: float, per_gpu: int, limit: float, family: int, at: float, most: int, points: Ints
 ) -> int:
     """Fill `points` with ascending counts between which an expert's weight is linear or rises.
-
-    Returns their number, 0 if even `most` replicas are over the limit.
-    """
+    Returns their number, 0 if even `most` replicas are over the limit."""
     fewest = max(1, int(np.ceil(load / limit - SLACK)))
     if fewest > most:
         return 0

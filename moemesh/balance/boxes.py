@@ -58,10 +58,8 @@ def companions(
     weight: Floats, limit: int, target: float, num_steps: int, seed: int, counts: Ints
 ) -> None:
     """Move slots between random experts until every heavy replica has a companion at `target`.
-
     Threshold accepting: a step may increase the number of missing companions by a threshold that
-    falls to zero. `counts` are the best ones at the end.
-    """
+    falls to zero. `counts` are the best ones at the end."""
     num_experts = len(weight)
     balance = np.zeros(CELLS, np.int64)
     trial = np.empty(CELLS, np.int64)
@@ -115,10 +113,8 @@ def companions(
 @compiled
 def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slots: Ints) -> float:
     """Fill `slots` with the experts 0 .. len(weight) - 1; returns the largest load of a GPU.
-
     Quotient counts, folded and swapped until the load is within `tolerance` of the bound or of
-    `floor`, the load of another box, below which an improvement has no effect.
-    """
+    `floor`, the load of another box, below which an improvement has no effect."""
     num_experts = len(weight)
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
@@ -144,11 +140,9 @@ def pack_pairs(
     seed: int,
     slots: Ints,
 ) -> float:
-    """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load.
-
-    The search lowers the largest folded pair to `bound` (1 + tolerance) by bisection: a target that
-    is reached is the new top, one that is not the new bottom.
-    """
+    """Fill `slots`, two per GPU, after a search over counts; returns the hottest GPU's load. The
+    search lowers the largest folded pair to `bound` (1 + tolerance) by bisection: a target that is
+    reached is the new top, one that is not the new bottom."""
     counts = counts_by_quotient(weight, len(slots), num_gpus)
     best = heaviest_pair(weight, counts)
     trial = counts.copy()
@@ -237,10 +231,8 @@ def exact_box(
     weight: Floats, num_gpus: int, top: float, twins: bool, slots: Ints
 ) -> tuple[float, bool]:
     """Search for a load below `top`, and fill `slots` if one exists. An expert may be twice on one
-    GPU only if `twins` are allowed.
-
-    Returns the best load of the hottest GPU and whether it is the optimum.
-    """
+    GPU only if `twins` are allowed. Returns the best load of the hottest GPU and whether it is the
+    optimum."""
     num_experts = len(weight)
     extra = np.zeros(num_experts, np.int64)
     extra[0] = len(slots) - num_experts
@@ -281,10 +273,8 @@ def exact_packing(
     slots: Ints,
 ) -> tuple[float, int]:
     """Fill `slots` with the best packing of given counts below `top`, heaviest replica first. An
-    expert may be twice on one GPU only if `twins` are allowed.
-
-    Returns the load reached (`top` if nothing better exists) and the number of remaining steps.
-    """
+    expert may be twice on one GPU only if `twins` are allowed. Returns the load reached (`top` if
+    nothing better exists) and the number of remaining steps."""
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
     replicas = np.empty(num_slots, np.int64)

@@ -111,11 +111,9 @@ def _unchanged(value: Any) -> Any:
 
 
 def _cache_folder(numba: Any) -> Path | None:
-    """The folder for compiled code; None if it is not writable.
-
-    The folder's name holds a hash of all sources of this package: numba checks only the file of a
-    function, and would keep an old version of the functions that it calls.
-    """
+    """The folder for compiled code; None if it is not writable. The folder's name holds a hash of
+    all sources of this package: numba checks only the file of a function, and would keep an old
+    version of the functions that it calls."""
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     version = f"{numba.__version__} {np.__version__} {sys.version}".encode()
     name = f"moemesh-{hashlib.sha256(sources + version).hexdigest()[:16]}"

@@ -25,11 +25,9 @@ MAX_DIVISIONS = 128
 def divide_groups(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, precision: float, members: Ints
 ) -> float:
-    """Fill `members`; returns the largest of the nodes' quick bounds.
-
-    `num_slots` and `num_gpus` are those of one node. The search continues until no division is
-    better than the best by more than `precision`.
-    """
+    """Fill `members`; returns the largest of the nodes' quick bounds. `num_slots` and `num_gpus`
+    are those of one node. The search continues until no division is better than the best by more
+    than `precision`."""
     num_nodes, per_node = members.shape
     sums = group_sums(weight, num_groups)
     slots = np.arange(num_groups)
@@ -115,10 +113,8 @@ def next_division(
     sums: Floats, need: Ints, room: float, num_slots: int, state: Ints, members: Ints
 ) -> int:
     """Depth-first search for the next division in which all nodes keep to `room` and `num_slots`.
-
     Heaviest group first. `state` [groups + 1] holds the position of the search between calls: the
-    node at each depth, and last the depth. Fills `members`.
-    """
+    node at each depth, and last the depth. Fills `members`."""
     num_nodes, per_node = members.shape
     num_groups = len(sums)
     order = np.argsort(-sums, kind="mergesort")
@@ -196,9 +192,7 @@ def first_division(
     weight: Floats, num_groups: int, num_slots: int, num_gpus: int, members: Ints
 ) -> tuple[float, float]:
     """Fill `members` with a good division; returns its quick bound, and a bound for all divisions.
-
-    The latter is the smallest quick bound of all divisions, or a proven lower bound of it.
-    """
+    The latter is the smallest quick bound of all divisions, or a proven lower bound of it."""
     num_nodes = len(members)
     reached = divide_groups(weight, num_groups, num_slots, num_gpus, 1e-4, members)
     sums = group_sums(weight, num_groups)

@@ -179,10 +179,8 @@ def _keeps_groups(slots: Ints, shape: Shape) -> bool:
 
 
 def _repair(weight: Floats, slots: Ints, old: Ints, shape: Shape, aim: float) -> float:
-    """Move few replicas inside the nodes until no GPU is over `aim`; returns the largest load.
-
-    The best of several settings: least load, then fewest moves.
-    """
+    """Move few replicas inside the nodes until no GPU is over `aim`; returns the largest load. The
+    best of several settings: least load, then fewest moves."""
     top, fewest = np.inf, len(slots) + 1
     for lower, swap_price in WAYS:
         trial = old.copy()
@@ -230,10 +228,8 @@ def undo_moves(
 
 def relabel(slots: Ints, previous: Ints, num_nodes: int, num_gpus: int) -> int:
     """Permute the GPUs (inside nodes, and whole nodes) of one layer's `slots`: fewest moved copies.
-
     Two levels of assignment: GPUs for each pair of nodes, then nodes. Replicas that stay on a GPU
-    keep their slot. Returns the number of moved copies.
-    """
+    keep their slot. Returns the number of moved copies."""
     # The import takes 0.2 s, and few runs need it.
     assign: Any = importlib.import_module("scipy.optimize").linear_sum_assignment
 

@@ -22,10 +22,8 @@ MOST_SECONDS = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Experts, slots, groups of experts, nodes and GPUs.
-
-    The global policy is one group and one node.
-    """
+    """Experts, slots, groups of experts, nodes and GPUs. The global policy is one group and one
+    node."""
 
     num_experts: int
     num_slots: int
@@ -137,10 +135,8 @@ def check_shape(
     num_gpus: Any,
     policy: Policy | None,
 ) -> Shape:
-    """The shape of the problem under a policy; None is hierarchical if groups fit the nodes.
-
-    Raises BalanceError with the numbers and the nearest legal value.
-    """
+    """The shape of the problem under a policy; None is hierarchical if groups fit the nodes. Raises
+    BalanceError with the numbers and the nearest legal value."""
     num_replicas = check_count(num_replicas, "num_replicas")
     num_groups = check_count(num_groups, "num_groups")
     num_nodes = check_count(num_nodes, "num_nodes")

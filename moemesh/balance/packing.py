@@ -15,11 +15,9 @@ from moemesh.balance.compiled import Floats, Ints, compiled
 
 @compiled
 def counts_by_quotient(weight: Floats, num_slots: int, limit: int) -> Ints:
-    """Counts [experts]: one each, every further slot to the largest load per replica.
-
-    This minimises the largest replica (Adams' method of apportionment). No count exceeds `limit`;
-    ties go to the lowest expert. With a heap it takes O(experts + slots log experts).
-    """
+    """Counts [experts]: one each, every further slot to the largest load per replica. This
+    minimises the largest replica (Adams' method of apportionment). No count exceeds `limit`; ties
+    go to the lowest expert. With a heap it takes O(experts + slots log experts)."""
     num_experts = len(weight)
     key = weight.copy()
     heap = np.arange(num_experts)
@@ -74,10 +72,8 @@ def counts_with_companions(
     weight: Floats, num_slots: int, num_free: int, limit: int, ascending: Ints, start: int
 ) -> Ints:
     """Counts [experts]: all but `num_free` slots by quotient, the free ones split light experts.
-
     Heavy replicas need light companions on their GPU, such as the halves of light experts. Experts
-    are split from place `start` of `ascending` (experts by load), unsplit ones first.
-    """
+    are split from place `start` of `ascending` (experts by load), unsplit ones first."""
     num_experts = len(weight)
     counts = counts_by_quotient(weight, num_slots - num_free, limit)
     step = 0
@@ -130,11 +126,9 @@ def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) 
 
 @compiled
 def fold(counts: Ints, unit: Floats, num_gpus: int, slots: Ints, load: Floats) -> None:
-    """Deal the replicas to the GPUs row by row (balanced largest differencing).
-
-    Rows of `num_gpus` replicas, heaviest row first; inside a row the heaviest replica goes to the
-    least loaded GPU. Two rows (two slots per GPU) are paired optimally.
-    """
+    """Deal the replicas to the GPUs row by row (balanced largest differencing). Rows of `num_gpus`
+    replicas, heaviest row first; inside a row the heaviest replica goes to the least loaded GPU.
+    Two rows (two slots per GPU) are paired optimally."""
     per_gpu = len(slots) // num_gpus
     lightest = np.empty(num_gpus, np.int64)
     load[:] = 0.0
@@ -220,10 +214,8 @@ def best_swap(
     slots: Ints, unit: Floats, load: Floats, start: int, stop: int, there: int, best: float
 ) -> tuple[float, int, int]:
     """The swap of a slot in [start, stop), all of one GPU, with a slot of GPU `there` that
-    minimises the heavier of their two loads.
-
-    Returns that load and the two slots; -1 for both slots if no load is below `best`.
-    """
+    minimises the heavier of their two loads. Returns that load and the two slots; -1 for both slots
+    if no load is below `best`."""
     per_gpu = len(slots) // len(load)
     gpu = start // per_gpu
     give = -1

@@ -21,11 +21,9 @@ MAX_DOUBLE_SWAPS = 200_000
 
 
 class PlacedReplicas(NamedTuple):
-    """A placement with derived tables.
-
-    `weight` [experts] are loads, `counts` [experts] numbers of replicas; `where` [experts, at least
-    GPUs] lists the GPUs of each expert's replicas; `slots`, `unit` and `load` are as in `packing`.
-    """
+    """A placement with derived tables. `weight` [experts] are loads, `counts` [experts] numbers of
+    replicas; `where` [experts, at least GPUs] lists the GPUs of each expert's replicas; `slots`,
+    `unit` and `load` are as in `packing`."""
 
     weight: Floats
     counts: Ints
@@ -170,10 +168,7 @@ def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
 @compiled
 def price_splits(replicas: PlacedReplicas, limit: float) -> tuple[Floats, Floats]:
     """Changes of the potential of other GPUs by one more (<= 0) or one less (>= 0) replica of each
-    expert.
-
-    An expert that cannot get (or lose) a replica has an infinite price.
-    """
+    expert. An expert that cannot get (or lose) a replica has an infinite price."""
     weight, counts, where, _, unit, load = replicas
     gain = np.empty(len(weight))
     cost = np.empty(len(weight))
@@ -253,9 +248,7 @@ def best_move(
 @compiled
 def best_double_swap(replicas: PlacedReplicas, hot: int, limit: float) -> tuple[int, int, int, int]:
     """Slots of the best exchange of two replicas for two of another GPU: hot, other, hot, other.
-
-    All are -1 if none lowers the potential, or if there are too many to try.
-    """
+    All are -1 if none lowers the potential, or if there are too many to try."""
     slots, unit, load = replicas.slots, replicas.unit, replicas.load
     per_gpu = len(slots) // len(load)
     best_slots = (-1, -1, -1, -1)
@@ -319,11 +312,9 @@ def shift(replicas: PlacedReplicas, slot: int, winner: int) -> None:
 
 @compiled
 def part_twins(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slots: Ints) -> int:
-    """Remove second replicas of an expert from a GPU; returns the number that remain.
-
-    Slots are given to other experts, with no GPU over `limit`; or replicas are swapped (`by_swaps`)
-    with any load.
-    """
+    """Remove second replicas of an expert from a GPU; returns the number that remain. Slots are
+    given to other experts, with no GPU over `limit`; or replicas are swapped (`by_swaps`) with any
+    load."""
     per_gpu = len(slots) // num_gpus
     replicas = placed(weight, num_gpus, slots)
     if by_swaps:

@@ -25,9 +25,7 @@ def single(value: float) -> float:
 @compiled
 def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) -> None:
     """Pack values, heaviest first, into the lightest pack with room; all packs get equal numbers.
-
-    Fills `pack_of` with the pack of each value and `rank_of` with its place in the pack.
-    """
+    Fills `pack_of` with the pack of each value and `rank_of` with its place in the pack."""
     per_pack = len(values) // num_packs
     load = np.zeros(num_packs)
     held = np.zeros(num_packs, np.int64)

@@ -161,11 +161,9 @@ def permute_experts(
     num_nodes: int = 1,
     effort: Effort = "quality",
 ) -> Any:
-    """Homes without replicas: slots [layers, experts] of logical experts, equal for `num_gpus`.
-
-    A permutation already helps with skewed loads and needs no memory: try it first. Types and
-    errors as in `rebalance_experts`.
-    """
+    """Homes without replicas: slots [layers, experts] of logical experts, equal for `num_gpus`. A
+    permutation already helps with skewed loads and needs no memory: try it first. Types and errors
+    as in `rebalance_experts`."""
     num_experts = check_loads(loads, "loads").shape[1]
     return rebalance_experts(loads, num_experts, num_groups, num_nodes, num_gpus, effort=effort)[0]
 

@@ -66,11 +66,8 @@ FEW_SLOTS_IN_ALL = 12
 
 
 def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | float) -> Ints:
-    """Slots [layers, slots] of logical experts for loads [layers, experts].
-
-    A number as effort is a time budget in seconds: the result of "fast", improved until it is used
-    up.
-    """
+    """Slots [layers, slots] of logical experts for loads [layers, experts]. A number as effort is a
+    time budget in seconds: the result of "fast", improved until it is used up."""
     started = time.perf_counter()
     # A layer without any load gets equal loads, and so equal numbers of replicas.
     weights = np.where(weights.any(axis=1, keepdims=True), weights, 1.0)
@@ -94,11 +91,8 @@ def first_packing(weights: Floats, shape: Shape) -> Ints:
 
 
 class _Layers:
-    """State of a search over some layers.
-
-    `members` [layers, nodes, groups per node], `slots` [layers, slots], `floors` [layers] and
-    `tops` [layers, nodes] are as in `pack_layers`.
-    """
+    """State of a search over some layers. `members` [layers, nodes, groups per node], `slots`
+    [layers, slots], `floors` [layers] and `tops` [layers, nodes] are as in `pack_layers`."""
 
     def __init__(
         self, weights: Floats, shape: Shape, effort: SearchEffort, members: Ints | None = None
@@ -195,11 +189,9 @@ def search_box(
     seed: int,
     slots: Ints,
 ) -> float:
-    """Improve the packing of one box in `slots`; returns the load of the hottest GPU.
-
-    `bound` is a lower bound, or a load below which an improvement has no effect; the search raises
-    it and ends within its tolerance. It ends at once if the bound reaches `ceiling`.
-    """
+    """Improve the packing of one box in `slots`; returns the load of the hottest GPU. `bound` is a
+    lower bound, or a load below which an improvement has no effect; the search raises it and ends
+    within its tolerance. It ends at once if the bound reaches `ceiling`."""
     num_slots = len(slots)
     top = heaviest_gpu(weight, slots, num_gpus)
     if num_slots <= MOST_EXACT_SLOTS and effort.polished:
@@ -260,9 +252,7 @@ def _spend(layers: _Layers, deadline: float) -> None:
 
 def published(weights: Floats, shape: Shape, enough: Floats | None = None) -> tuple[Ints, Floats]:
     """Slots [layers, slots] of the published algorithm and the load of its hottest GPU [layers].
-
-    Slots of a layer whose hottest GPU carries `enough` [layers] or more are not filled.
-    """
+    Slots of a layer whose hottest GPU carries `enough` [layers] or more are not filled."""
     slots = np.empty((len(weights), shape.num_slots), np.int64)
     tops = np.empty(len(weights))
     if enough is None:

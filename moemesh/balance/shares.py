@@ -24,11 +24,9 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class LoadSplit(Shown):
-    """Split of known loads over the replicas of a placement.
-
-    `shares` [layers, slots] of its expert's load that each slot takes (an expert's sum to 1),
-    `gpu_loads` [layers, GPUs], and `balance` [layers], the most loaded GPU's load over the mean.
-    """
+    """Split of known loads over the replicas of a placement. `shares` [layers, slots] of its
+    expert's load that each slot takes (an expert's sum to 1), `gpu_loads` [layers, GPUs], and
+    `balance` [layers], the most loaded GPU's load over the mean."""
 
     shares: Any
     gpu_loads: Any

@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 
 class ReplicaTransfer(NamedTuple):
-    """Transfer of the weights of `expert` from a slot of the old placement to one of the new.
-
-    Slots are numbered over all GPUs. A GPU must keep received weights separate from its old
-    replicas until the last round, because a slot may be a source after it was a target.
-    """
+    """Transfer of the weights of `expert` from a slot of the old placement to one of the new. Slots
+    are numbered over all GPUs. A GPU must keep received weights separate from its old replicas
+    until the last round, because a slot may be a source after it was a target."""
 
     expert: int
     source_gpu: int

@@ -65,10 +65,8 @@ def why_not() -> str | None:
 
 @contextmanager
 def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
-    """Namespaces of `num_hosts` hosts joined at rate `link`; yields their names.
-
-    Raises HostsError when this machine does not allow it.
-    """
+    """Namespaces of `num_hosts` hosts joined at rate `link`; yields their names. Raises HostsError
+    when this machine does not allow it."""
     rate = link_rate(link)
     if not 2 <= num_hosts <= _MOST_HOSTS:
         raise HostsError(f"hosts ({num_hosts}) must lie between 2 and {_MOST_HOSTS}")
@@ -114,9 +112,7 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
 
 def _shape(name: str, device: str, rate: float) -> None:
     """A bucket of one millisecond, at least a few packets, and a queue that never drops a packet.
-
-    Packets larger than the bucket are cut on the way, which costs time on the processor.
-    """
+    Packets larger than the bucket are cut on the way, which costs time on the processor."""
     bucket = max(16384, int(rate / 8 * 0.001))
     _command(
         *("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf"),
@@ -127,11 +123,9 @@ def _shape(name: str, device: str, rate: float) -> None:
 def run_ranks(
     names: Sequence[str], *, ranks_per_host: int, command: Sequence[str], timeout: float
 ) -> str:
-    """Run `command` as ``len(names) * ranks_per_host`` ranks; returns what rank 0 printed.
-
-    The ranks find each other as torchrun's do. Raises HostsError with the last words of the first
-    rank that failed, or after `timeout` seconds; no rank outlives the call.
-    """
+    """Run `command` as ``len(names) * ranks_per_host`` ranks; returns what rank 0 printed. The
+    ranks find each other as torchrun's do. Raises HostsError with the last words of the first rank
+    that failed, or after `timeout` seconds; no rank outlives the call."""
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="moemesh-hosts-") as folder:
         try:

@@ -139,10 +139,8 @@ def cluster_of(found: dict[str, Any], name: str) -> Cluster:
 
 
 def _typical(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """(latency of a hop, bytes/s of one rank) as the medians over operations and shapes.
-
-    A ring of m members a node leaves it over m links: each has an m-th of the group's rate.
-    """
+    """(latency of a hop, bytes/s of one rank) as the medians over operations and shapes. A ring of
+    m members a node leaves it over m links: each has an m-th of the group's rate."""
     fits = [(LinkFit(**row["fit"]), row) for row in rows]
     latency = median(one.alpha for one, _ in fits)
     rates: list[float] = []

@@ -43,9 +43,7 @@ TRASH = re.compile(r"\.trash-step-(0|[1-9][0-9]{0,17})-[0-9a-f]{32}")
 
 class CheckpointError(UserError):
     """A checkpoint cannot be written, or is damaged; the message names the file and the fault.
-
-    `facts`: keys of failure.json.
-    """
+    `facts`: keys of failure.json."""
 
     def __init__(self, message: str, facts: Mapping[str, object] | None = None) -> None:
         super().__init__(message)
@@ -354,11 +352,9 @@ def map_in_thread(
     chunks: Iterable[_Chunk],
     size: Callable[[_Chunk], int] = lambda chunk: len(chunk) if isinstance(chunk, Sized) else 0,
 ) -> Iterator[_Result]:
-    """Yields ``work(chunk)`` of each chunk, in order; `size` returns the bytes of a chunk.
-
-    A thread works on one chunk while `chunks` is advanced to the next, and thus overlaps with the
-    code after its ``yield``, for example a write. Functions that hold the GIL gain nothing.
-    """
+    """Yields ``work(chunk)`` of each chunk, in order; `size` returns the bytes of a chunk. A thread
+    works on one chunk while `chunks` is advanced to the next, and thus overlaps with the code after
+    its ``yield``, for example a write. Functions that hold the GIL gain nothing."""
     # Executors of the standard library take no work while a process exits, and an exiting process
     # waits for its save.
     tasks: SimpleQueue[tuple[_Chunk] | None] = SimpleQueue()

@@ -30,11 +30,8 @@ class HeaderEntry(NamedTuple):
 
 
 def read_header(path: Place) -> dict[str, HeaderEntry]:
-    """The tensors of a file, stored one after the other without a gap.
-
-    Raises CheckpointError naming the file if its header is too long, damaged, or does not describe
-    the file.
-    """
+    """The tensors of a file, stored one after the other without a gap. Raises CheckpointError
+    naming the file if its header is too long, damaged, or does not describe the file."""
     size, start = file_size(path), read_start(path, 8)
     if start == _POINTER:
         raise CheckpointError(

@@ -66,9 +66,7 @@ class _Strict(BaseModel):
 
 class Slice(_Strict):
     """Rectangle ``offset .. offset + shape`` of a logical tensor, stored under `key` in `file`.
-
-    `chunks`: digests of its bytes, in chunks of the manifest's `chunk_bytes`; empty in format 1.
-    """
+    `chunks`: digests of its bytes, in chunks of the manifest's `chunk_bytes`; empty in format 1."""
 
     file: FileName
     key: str
@@ -169,10 +167,8 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(raw: bytes) -> Manifest:
-    """Reads and checks manifest.json: size, own digest, schema, completeness.
-
-    Raises CheckpointError (without the folder's name; the caller adds it).
-    """
+    """Reads and checks manifest.json: size, own digest, schema, completeness. Raises
+    CheckpointError (without the folder's name; the caller adds it)."""
     if len(raw) > MANIFEST_LIMIT:
         raise CheckpointError(f"{MANIFEST}: larger than the limit of {MANIFEST_LIMIT} bytes")
     try:

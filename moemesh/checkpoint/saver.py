@@ -207,9 +207,7 @@ class Saver:
 
     def finish(self, *, hurry: bool = False) -> SaveOutcome | None:
         """Wait for the pending save and return its outcome, None without one; all ranks call it.
-
-        `hurry`: do not retry after a failed attempt. Every rank returns the same.
-        """
+        `hurry`: do not retry after a failed attempt. Every rank returns the same."""
         if (job := self._job) is None:
             return None
         if hurry:
@@ -467,11 +465,9 @@ def _report_name(rank: int) -> str:
 
 
 class Staging:
-    """Copies of a rank's shards in host memory; a save writes them while training continues.
-
-    One buffer, as large as the largest set of shards so far, is reused by all saves: allocating
-    fresh memory costs more than the copy.
-    """
+    """Copies of a rank's shards in host memory; a save writes them while training continues. One
+    buffer, as large as the largest set of shards so far, is reused by all saves: allocating fresh
+    memory costs more than the copy."""
 
     def __init__(self, ranks_on_machine: int = 1) -> None:
         self._ranks = ranks_on_machine
@@ -484,11 +480,9 @@ class Staging:
         return 0 if self._buffer is None else self._buffer.numel()
 
     def reserve(self, keyed: Mapping[str, Shard]) -> str | None:
-        """Allocate space for the copies; returns the reason if that fails, else None.
-
-        Copies from a device are faster into page-locked memory. ``pin_memory`` is not used: torch
-        rounds pinned allocations up to powers of two and never returns them to the system.
-        """
+        """Allocate space for the copies; returns the reason if that fails, else None. Copies from a
+        device are faster into page-locked memory. ``pin_memory`` is not used: torch rounds pinned
+        allocations up to powers of two and never returns them to the system."""
         needed = sum(map(_num_bytes, keyed.values()))
         if needed <= self.num_bytes:
             return None

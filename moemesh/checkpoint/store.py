@@ -37,10 +37,7 @@ def save_together(
     folder: Place, step: int, shards: Sequence[Shard], state: dict[str, Any], axis: Axis
 ) -> Place:
     """Write ``folder/step-<step>``: the shards of all ranks of `axis`, the state of the lowest
-    rank.
-
-    Raises CheckpointError on every rank when one fails; older checkpoints are unchanged.
-    """
+    rank. Raises CheckpointError on every rank when one fails; older checkpoints are unchanged."""
     gather = partial(gather_json, axis=axis)
     return save(folder, step, shards, state, rank=axis.index, world_size=axis.size, gather=gather)
 
@@ -186,10 +183,8 @@ def shard_of(name: str, leaf: Any) -> Shard:
 
 
 def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
-    """Returns the shards that this rank saves; the lowest rank saves a part held by several.
-
-    Raises CheckpointError on every rank if the copies of such a part differ.
-    """
+    """Returns the shards that this rank saves; the lowest rank saves a part held by several. Raises
+    CheckpointError on every rank if the copies of such a part differ."""
     mine = {
         (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
         for shard in shards

@@ -35,11 +35,9 @@ Bits = np.ndarray[Any, np.dtype[Any]]
 
 
 class Damage(NamedTuple):
-    """Damaged part of a file: its bytes differ from those written.
-
-    `tensor` and `chunk` (counted from 0 in the slice at `offset`) are None if the damage is not in
-    a tensor, and for checkpoints of format 1, which do not locate it.
-    """
+    """Damaged part of a file: its bytes differ from those written. `tensor` and `chunk` (counted
+    from 0 in the slice at `offset`) are None if the damage is not in a tensor, and for checkpoints
+    of format 1, which do not locate it."""
 
     file: str
     reason: str
@@ -141,10 +139,7 @@ class StoredCheckpoint:
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
         """Checks the digests of every `parts`-th file, starting at file `part`: ranks share the
-        work.
-
-        Raises CheckpointError for the first damage.
-        """
+        work. Raises CheckpointError for the first damage."""
         for file in sorted(self.manifest.files)[part::parts]:
             for damage in self.damages(file):
                 raise CheckpointError(f"{self.path}/{damage}")
@@ -328,10 +323,8 @@ def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
 
 class NumberDifference(NamedTuple):
     """Difference of two tensors of one name, shape and dtype, over the numbers finite in both.
-
     `num_different` counts numbers whose bits differ, all of them; `largest` is the largest absolute
-    difference, `relative` the same over the largest magnitude of the first tensor.
-    """
+    difference, `relative` the same over the largest magnitude of the first tensor."""
 
     num_different: int
     num_elements: int

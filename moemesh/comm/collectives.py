@@ -50,10 +50,8 @@ __all__ = [
 
 
 def all_gather(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
-    """all_gather along axis; backward: reduce_scatter. [own rows, ...] to [all rows, ...].
-
-    `sizes` are the rows of each rank, None when all ranks hold the same number.
-    """
+    """all_gather along axis; backward: reduce_scatter. [own rows, ...] to [all rows, ...]. `sizes`
+    are the rows of each rank, None when all ranks hold the same number."""
     run = partial(transfers.all_gather, axis=axis, sizes=sizes, caller=caller)
     pair = partial(transfers.reduce_scatter, axis=axis, sizes=sizes, caller=caller)
     return _pair(x, axis, run, pair)
@@ -63,39 +61,30 @@ def reduce_scatter(
     x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str
 ) -> Tensor:
     """reduce_scatter along axis; backward: all_gather. [all rows, ...] to [own rows, ...], summed.
-
-    `sizes` are the rows that each rank keeps, None when all keep the same number.
-    """
+    `sizes` are the rows that each rank keeps, None when all keep the same number."""
     run = partial(transfers.reduce_scatter, axis=axis, sizes=sizes, caller=caller)
     pair = partial(transfers.all_gather, axis=axis, sizes=sizes, caller=caller)
     return _pair(x, axis, run, pair)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
-    """all_reduce (sum) along axis; backward: identity.
-
-    For consumers that are the same on every rank and so hold the same full gradient (g in
-    M. Shoeybi et al., "Megatron-LM", 2019).
-    """
+    """all_reduce (sum) along axis; backward: identity. For consumers that are the same on every
+    rank and so hold the same full gradient (g in M. Shoeybi et al., "Megatron-LM", 2019)."""
     run = partial(transfers.all_reduce, axis=axis, caller=caller)
     return _pair(x, axis, run, lambda gradient, phase: gradient.view_as(gradient))
 
 
 def all_reduce_both(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
-    """all_reduce (sum) along axis; backward: all_reduce.
-
-    For consumers that differ between the ranks, whose gradients are parts of the whole.
-    """
+    """all_reduce (sum) along axis; backward: all_reduce. For consumers that differ between the
+    ranks, whose gradients are parts of the whole."""
     run = partial(transfers.all_reduce, axis=axis, caller=caller)
     return _pair(x, axis, run, run)
 
 
 def take_shard(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
-    """own rows of a tensor that is the same on every rank; backward: all_gather along axis.
-
-    `sizes` are the rows that each rank takes, None when all take the same number. The result is a
-    copy, so that the full tensor can be freed.
-    """
+    """own rows of a tensor that is the same on every rank; backward: all_gather along axis. `sizes`
+    are the rows that each rank takes, None when all take the same number. The result is a copy, so
+    that the full tensor can be freed."""
     if axis.size == 1:
         return x
     blocks = list(sizes) if sizes is not None else transfers.equal_blocks(x.shape[0], axis)
@@ -130,10 +119,8 @@ def all_to_all(
 
 
 def exchange_counts(counts: Tensor, axis: Axis, *, caller: str) -> Tensor:
-    """all_to_all of row i to rank i; no gradient. counts [n, ...] int64 to the same shape.
-
-    Row i of the result is what rank i wrote in its row for this rank.
-    """
+    """all_to_all of row i to rank i; no gradient. counts [n, ...] int64 to the same shape. Row i of
+    the result is what rank i wrote in its row for this rank."""
     assert counts.dtype == torch.int64 and counts.shape[0] == axis.size
     return transfers.all_to_all(counts, axis, phase="forward", caller=caller)
 
@@ -148,11 +135,9 @@ def barrier(axis: Axis) -> None:
 
 
 def gather_json(value: Any, axis: Axis) -> list[Any]:
-    """`value` of every rank of axis, in rank order, on every rank.
-
-    Travels as JSON, never as pickle: tuples come back as lists and keys as strings, also over an
-    axis of size 1. Not entered in the ledger: the prediction of a plan excludes control messages.
-    """
+    """`value` of every rank of axis, in rank order, on every rank. Travels as JSON, never as
+    pickle: tuples come back as lists and keys as strings, also over an axis of size 1. Not entered
+    in the ledger: the prediction of a plan excludes control messages."""
     text = json.dumps(value).encode()
     if axis.size == 1:
         return [json.loads(text)]

@@ -26,11 +26,8 @@ _ANSWER_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """The outcome of one rank: `problem` is None for success.
-
-    `raised`: the work did not run to its end there; `followed`: only because another rank's did
-    not.
-    """
+    """The outcome of one rank: `problem` is None for success. `raised`: the work did not run to its
+    end there; `followed`: only because another rank's did not."""
 
     problem: str | None
     raised: bool = False

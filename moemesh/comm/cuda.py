@@ -96,11 +96,9 @@ def check(device: Device, num_ranks: int, dtype: str = "float32", *, shares: boo
 def choose(
     device: Device, local_rank: int, ranks_per_node: int, dtype: str, *, shares: bool = False
 ) -> torch.device:
-    """The device of a rank, which becomes the current one; raises as :func:`check`. `shares`:
-    ranks take turns with the devices of this machine.
-
-    A launcher may show each rank a single device of its own: that is device 0 to all of them.
-    """
+    """The device of a rank, which becomes the current one; raises as :func:`check`. `shares`: ranks
+    take turns with the devices of this machine. A launcher may show each rank a single device of
+    its own: that is device 0 to all of them."""
     if resolved(device) == "cpu":
         return torch.device("cpu")
     has_own = ranks_per_node > 1 and num_devices() == 1

@@ -394,10 +394,8 @@ def launch(
     **watching: Any,
 ) -> int:
     """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here; returns the exit code.
-
     Calls :func:`run_ranks` and prints the failure to stderr. `log_folder` None: the output of ranks
-    other than 0 is shown only if that rank fails.
-    """
+    other than 0 is shown only if that rank fails."""
     with tempfile.TemporaryDirectory(prefix="moemesh-logs-") as scratch:
         logs = Path(scratch) if log_folder is None else log_folder
         ended = run_ranks(num_ranks, arguments, logs=logs, entry=entry, **watching)

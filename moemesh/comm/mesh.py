@@ -66,11 +66,9 @@ class Axis:
         device: torch.device | str | None = None,
         ledger: Ledger | None = None,
     ) -> Axis:
-        """The ranks of an existing process group, or of a DeviceMesh of one dimension.
-
-        `device` defaults to the current CUDA device for NCCL, to the CPU for other backends.
-        Raises ValueError on a rank that is not in the group.
-        """
+        """The ranks of an existing process group, or of a DeviceMesh of one dimension. `device`
+        defaults to the current CUDA device for NCCL, to the CPU for other backends. Raises
+        ValueError on a rank that is not in the group."""
         group = _process_group(group)
         ranks = tuple(dist.get_process_group_ranks(group))
         if device is None:

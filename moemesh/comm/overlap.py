@@ -99,10 +99,8 @@ def overlapped_all_to_all(
     codec: Codec | None = None,
 ) -> Pending[Tensor]:
     """Asynchronous all_to_all along axis; `wait()` returns the rows. Backward: the transposed
-    all_to_all, also asynchronous.
-
-    Splits as in :func:`moemesh.comm.collectives.all_to_all`; else as :func:`overlapped_exchange`.
-    """
+    all_to_all, also asynchronous. Splits as in :func:`moemesh.comm.collectives.all_to_all`; else as
+    :func:`overlapped_exchange`."""
     if axis.size == 1:
         return Pending.ready(x)
     begin = partial(transfers.all_to_all_start, axis=axis, caller=caller)

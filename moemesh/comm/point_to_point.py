@@ -72,9 +72,7 @@ def exchange(
     tag: int = 0,
 ) -> list[dist.Work]:
     """Start all `sends` (tensor, destination index) and `receives` (tensor, source index) at once.
-
-    Wait for every work returned. The only safe way on NCCL when two ranks send to each other.
-    """
+    Wait for every work returned. The only safe way on NCCL when two ranks send to each other."""
     if any(staged.is_staged(x, axis) for x, _ in (*sends, *receives)):
         keys: dict[str, Any] = {"phase": phase, "caller": caller, "tag": tag}
         works = [start_send(x, axis, index, **keys) for x, index in sends]

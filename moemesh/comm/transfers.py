@@ -137,10 +137,8 @@ def all_gather_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """Asynchronous all_gather: call the returned function exactly once for the result.
-
-    `into`: where it goes, contiguous; `x` may be this rank's rows of it. None makes a new tensor.
-    """
+    """Asynchronous all_gather: call the returned function exactly once for the result. `into`:
+    where it goes, contiguous; `x` may be this rank's rows of it. None makes a new tensor."""
     if axis.size == 1:
         return lambda: x if into is None else into.copy_(x)
     blocks = _blocks(x.shape[0] * axis.size, axis, sizes)
@@ -182,10 +180,8 @@ def reduce_scatter_start(
     caller: str,
 ) -> Callable[[], Tensor]:
     """Asynchronous reduce_scatter: call the returned function exactly once for the result.
-
     `in_tree`: added in a balanced binary tree over the ranks, as in :func:`all_reduce_in_tree_`.
-    `in_place`: the result may lie in the memory of all that was received, for who reads it once.
-    """
+    `in_place`: the result may lie in the memory of all that was received, for who reads it once."""
     if axis.size == 1:
         return lambda: x
     blocks = _blocks(x.shape[0], axis, sizes)
@@ -255,10 +251,8 @@ def all_reduce_(
     phase: str,
     async_op: bool = False,
 ) -> Any:
-    """Reduce `tensor` over the axis in place; `op`: "sum", "max" or "min".
-
-    Returns the work to wait for when `async_op` (None over an axis of size 1), else None.
-    """
+    """Reduce `tensor` over the axis in place; `op`: "sum", "max" or "min". Returns the work to wait
+    for when `async_op` (None over an axis of size 1), else None."""
     if axis.size == 1:
         return None
     moved = wire.all_reduce(tensor.numel(), tensor.element_size(), axis.size, axis.index)
@@ -276,11 +270,9 @@ def all_reduce_(
 
 
 def all_reduce_in_tree_(tensor: Tensor, axis: Axis, *, phase: str, caller: str) -> None:
-    """Sum over the axis in place, added in a balanced binary tree over its ranks.
-
-    The bits depend on the ranks' order alone: reduce-scatter as an all-to-all, then all-gather. The
-    same bytes as a ring; slower, because nothing of it overlaps.
-    """
+    """Sum over the axis in place, added in a balanced binary tree over its ranks. The bits depend
+    on the ranks' order alone: reduce-scatter as an all-to-all, then all-gather. The same bytes as a
+    ring; slower, because nothing of it overlaps."""
     if axis.size == 1:
         return
     flat = tensor.view(-1)
@@ -354,10 +346,8 @@ def exchange_start(
     *,
     tag: int,
 ) -> Work | None:
-    """all_to_all into a preallocated tensor; the caller records it in the ledger.
-
-    Exchanges of different `tag` (below 2^20) may be started in any order, by any thread.
-    """
+    """all_to_all into a preallocated tensor; the caller records it in the ledger. Exchanges of
+    different `tag` (below 2^20) may be started in any order, by any thread."""
     if axis.size == 1:
         into.copy_(x)
         return None
@@ -394,11 +384,8 @@ def record(
     *,
     pair: tuple[int, int] | None = None,
 ) -> Ticket | None:
-    """Enter one operation in the ledger of `axis` and in this rank's progress word.
-
-    Returns what :func:`moemesh.monitor.progress.waiting` wants. `pair`: of a message, from
-    :func:`pair_of`.
-    """
+    """Enter one operation in the ledger of `axis` and in this rank's progress word. Returns what
+    :func:`moemesh.monitor.progress.waiting` wants. `pair`: of a message, from :func:`pair_of`."""
     axis.ledger.record(axis=axis.name, op=op, phase=phase, caller=caller, **moved._asdict())
     if pair is not None:
         return progress.entered(op, axis.name, caller, pair, moved.payload_bytes, separator=">")

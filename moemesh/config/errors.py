@@ -56,10 +56,8 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
     """A function whose TypeError for a keyword that it does not have names the nearest one.
-
     Keywords may be those of a TypedDict: ``**options: Unpack[Options]``. A function that all ranks
-    call checks its arguments itself, so that all ranks fail alike.
-    """
+    call checks its arguments itself, so that all ranks fail alike."""
     parameters = signature(function).parameters
 
     @wraps(function)
@@ -207,11 +205,9 @@ class UserError(ValueError):
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether `error` is a message for the user rather than a fault of ours.
-
-    True for every UserError and for every kind of ValueError that a package of ours defines; a bare
-    ValueError from a library has no message that the user could act on.
-    """
+    """Whether `error` is a message for the user rather than a fault of ours. True for every
+    UserError and for every kind of ValueError that a package of ours defines; a bare ValueError
+    from a library has no message that the user could act on."""
     ours = type(error).__module__.partition(".")[0] == "moemesh"
     return isinstance(error, UserError) or (isinstance(error, ValueError) and ours)
 

@@ -82,11 +82,8 @@ def snapshot(
 
 
 def local_folder(name: str, kind: Kind, key: str, only: Sequence[str] | None = None) -> Path:
-    """The folder `name`, or the :func:`snapshot` of the repository of that name.
-
-    Raises ConfigError under `key` for a repository that cannot be had, with the command that
-    fetches it.
-    """
+    """The folder `name`, or the :func:`snapshot` of the repository of that name. Raises ConfigError
+    under `key` for a repository that cannot be had, with the command that fetches it."""
     if not is_hub_name(name):
         return Path(name)
     repository, _, revision = name.partition("@")

@@ -72,9 +72,7 @@ def shard_range(size: int, parts: int, index: int) -> range:
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Layout(Shown):
     """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks.
-
-    ``ranks_per_node = 0`` means that all ranks share one node.
-    """
+    ``ranks_per_node = 0`` means that all ranks share one node."""
 
     pp: int = 1
     dp: int = 1

@@ -15,11 +15,9 @@ Row = TypeVar("Row")
 
 
 class Names(Collection[str], Generic[Row]):
-    """The names of the rows in `table` that `where` accepts, in their order, then `others`.
-
-    In `Annotated[str, Names(TABLE)]` a pydantic field takes these values alone, and reports another
-    one as it does for a Literal. The table is read at every use.
-    """
+    """The names of the rows in `table` that `where` accepts, in their order, then `others`. In
+    `Annotated[str, Names(TABLE)]` a pydantic field takes these values alone, and reports another
+    one as it does for a Literal. The table is read at every use."""
 
     def __init__(
         self,

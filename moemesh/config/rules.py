@@ -40,11 +40,9 @@ _SHARED_KEYS = ("num_shared_experts", "shared_intermediate_size", "expert_interm
 
 
 class CutSizes(NamedTuple):
-    """The sizes of a model that degrees cut; 0 for what it does not have.
-
-    `num_kv_heads` is 0 with latent attention, `intermediate_size` the width of dense MLPs,
-    `shared_width` that of all shared experts of a layer.
-    """
+    """The sizes of a model that degrees cut; 0 for what it does not have. `num_kv_heads` is 0 with
+    latent attention, `intermediate_size` the width of dense MLPs, `shared_width` that of all shared
+    experts of a layer."""
 
     num_layers: int
     num_heads: int
@@ -82,10 +80,8 @@ def degree_problems(
     values: object, sizes: CutSizes | None, *, copied_kv_heads: bool = False
 ) -> Iterator[Problem]:
     """Every rule between the degrees in `values` and, with `sizes`, between them and a model.
-
     `copied_kv_heads`: where there are fewer key/value heads than tp ranks, each rank holds a copy
-    of one, as other trainers do; ours shards them and never copies. Degrees must be at least 1.
-    """
+    of one, as other trainers do; ours shards them and never copies. Degrees must be at least 1."""
     plan = Degrees.of(values)
     yield from _mesh_rules(plan, 0 if sizes is None else max(sizes.num_experts, 0))
     if sizes is not None:

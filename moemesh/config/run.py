@@ -107,10 +107,8 @@ DEFAULT_PRESET = "tiny"
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunConfig(Shown):
     """The whole configuration of a run. Fields of `model` include those of the preset, and `model`
-    has the adapters of `lora`.
-
-    `model_path` is the Hugging Face folder whose weights the run starts from, as given.
-    """
+    has the adapters of `lora`. `model_path` is the Hugging Face folder whose weights the run starts
+    from, as given."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     plan: Plan = field(default_factory=Plan)

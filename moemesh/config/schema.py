@@ -53,11 +53,9 @@ def all_keys() -> tuple[str, ...]:
 
 
 def explain_unknown_key(key: str) -> tuple[str, str]:
-    """(fault, suggestion) for a dotted key that no section has.
-
-    Order: the name of another trainer, a key of the section that differs by a letter or two, the
-    same key in another section, then weaker resemblances.
-    """
+    """(fault, suggestion) for a dotted key that no section has. Order: the name of another trainer,
+    a key of the section that differs by a letter or two, the same key in another section, then
+    weaker resemblances."""
     section, _, leaf = key.rpartition(".")
     if not section and (close := close_names(leaf, SECTIONS)) and not alias_hint(leaf):
         return f"no section is named [{leaf}]", f"did you mean [{close[0]}]?"

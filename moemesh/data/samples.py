@@ -218,11 +218,9 @@ class WindowSplit(NamedTuple):
 
 
 class Samples(Windows):
-    """The windows of all sources, split into training and validation, in a seeded order.
-
-    All methods are pure functions of (sources, validation, seq_len, seed, held_out): ranks, layout
-    and earlier calls have no effect.
-    """
+    """The windows of all sources, split into training and validation, in a seeded order. All
+    methods are pure functions of (sources, validation, seq_len, seed, held_out): ranks, layout and
+    earlier calls have no effect."""
 
     def __init__(
         self,

@@ -204,10 +204,8 @@ def attend(
     value_BSMD: Tensor,
     context: Context,
 ) -> Tensor:
-    """Attention of heads that have their positions, over this and earlier slices: [T, A].
-
-    The heads of a token are contiguous in memory, so the output needs no copy.
-    """
+    """Attention of heads that have their positions, over this and earlier slices: [T, A]. The heads
+    of a token are contiguous in memory, so the output needs no copy."""
     query_BNSD, key_BMSD, value_BMSD = (
         x.transpose(1, 2) for x in (query_BSND, key_BSMD, value_BSMD)
     )

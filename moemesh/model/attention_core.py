@@ -44,11 +44,9 @@ def attention(
     sinks_N: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention [B, N, S, value head size]; every query sees at least one key.
-
-    `sinks_N`: one more logit in the denominator of each head, without a value. `scale` of the
-    logits, None for 1/sqrt(D).
-    """
+    """Softmax attention [B, N, S, value head size]; every query sees at least one key. `sinks_N`:
+    one more logit in the denominator of each head, without a value. `scale` of the logits, None for
+    1/sqrt(D)."""
     if scale is None:
         scale = query_BNSD.shape[-1] ** -0.5
     value_size = value_BMCD.shape[-1]
@@ -241,10 +239,8 @@ class _Tile(NamedTuple):
 
 
 def _plan(visible: Visibility, *, fused: bool) -> Iterator[tuple[slice, list[_Tile]]]:
-    """Places of queries held here, each with the tiles of keys that they see.
-
-    With a kernel for it (`fused`) rectangles and triangles may have any size.
-    """
+    """Places of queries held here, each with the tiles of keys that they see. With a kernel for it
+    (`fused`) rectangles and triangles may have any size."""
     for place, queries in _places(visible.queries):
         if visible.is_triangle and fused:
             # Cut where a run of keys begins or ends.

@@ -132,11 +132,9 @@ class LocalRows(NamedTuple):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are local: sort by expert, compute, sum back. Nothing is sent.
-
-    The host never waits for an accelerator: pairs without an expert become padding rows at the end,
-    neither computed nor read.
-    """
+    """All experts are local: sort by expert, compute, sum back. Nothing is sent. The host never
+    waits for an accelerator: pairs without an expert become padding rows at the end, neither
+    computed nor read."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts

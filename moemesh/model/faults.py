@@ -15,9 +15,7 @@ class RoutingError(ValueError):
 
 def first_fault(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
     """The first logit that is not finite, as ``row * E + expert`` of its place here, else NO_FAULT.
-
-    An int64 scalar, on the device, without waiting for it. Padding is not looked at.
-    """
+    An int64 scalar, on the device, without waiting for it. Padding is not looked at."""
     logits_TE = logits_TE.detach()
     if not logits_TE.numel():
         return torch.full((), NO_FAULT, dtype=torch.int64, device=logits_TE.device)

@@ -57,10 +57,8 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
 
 def rotary_tables(config: AttentionConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines of integer positions [..., S], and what the other of a pair is multiplied by: -sine
-    for the first, sine for the second. float64 [..., S, 1, R]: for all heads.
-
-    In float64 whatever the run's dtype: positions are exact far beyond 2^24.
-    """
+    for the first, sine for the second. float64 [..., S, 1, R]: for all heads. In float64 whatever
+    the run's dtype: positions are exact far beyond 2^24."""
     angles = positions.double()[..., None, None] * frequencies(config, positions.device)
     cosine, sine = angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
     if config.rope_interleave:
@@ -70,9 +68,7 @@ def rotary_tables(config: AttentionConfig, positions: Tensor) -> tuple[Tensor, T
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate the first R channels of x [B, S, heads, D] by tables of [..., S, 1, R] in its dtype.
-
-    Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`.
-    """
+    Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`."""
     if not torch.is_grad_enabled():
         return _turned(x, cosine, sine, interleaved, False)
     return _Rotation.apply(x, cosine, sine, interleaved)

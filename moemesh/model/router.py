@@ -89,10 +89,8 @@ def stable_top_k_sort(scores_TE: Tensor, num_chosen: int) -> Tensor:
 
 
 def keep_best_groups(scores_TE: Tensor, config: ModelConfig) -> Tensor:
-    """Group-limited routing (DeepSeek-V3): all but the best groups of experts become -inf.
-
-    Never 0: scores plus a bias may be negative.
-    """
+    """Group-limited routing (DeepSeek-V3): all but the best groups of experts become -inf. Never 0:
+    scores plus a bias may be negative."""
     num_tokens, num_experts = scores_TE.shape
     grouped = scores_TE.view(num_tokens, config.router_groups, num_experts // config.router_groups)
     if config.router_group_score == "max":
@@ -105,10 +103,8 @@ def keep_best_groups(scores_TE: Tensor, config: ModelConfig) -> Tensor:
 
 
 def capacity_per_sequence(valid_BS: Tensor, config: ModelConfig, factor: float) -> Tensor:
-    """ceil(V * K * factor / E), at most V, for V valid tokens in a sequence: int64 [B].
-
-    In integers: 10 * 1.1 is 11, and not the next larger float, whose ceiling is 12.
-    """
+    """ceil(V * K * factor / E), at most V, for V valid tokens in a sequence: int64 [B]. In
+    integers: 10 * 1.1 is 11, and not the next larger float, whose ceiling is 12."""
     num_B = valid_BS.sum(1)
     exact = Fraction(factor).limit_denominator(10_000)
     wanted = num_B * (config.experts_per_token * exact.numerator)
@@ -117,22 +113,18 @@ def capacity_per_sequence(valid_BS: Tensor, config: ModelConfig, factor: float) 
 
 
 def comparable(scores: Tensor) -> Tensor:
-    """Scores as they are compared between tokens: rounded, fp32 to bf16 and fp64 to fp32.
-
-    Two equal tokens at the start of a sequence have equal scores but for rounding, which differs
-    with the layout. Rounded they tie, and the earlier one wins in every layout.
-    """
+    """Scores as they are compared between tokens: rounded, fp32 to bf16 and fp64 to fp32. Two equal
+    tokens at the start of a sequence have equal scores but for rounding, which differs with the
+    layout. Rounded they tie, and the earlier one wins in every layout."""
     if scores.dtype == torch.float64:
         return scores.to(torch.float32).to(scores.dtype)
     return scores.to(torch.bfloat16).to(scores.dtype)
 
 
 def expert_choice(scores_BSE: Tensor, valid_BS: Tensor, capacity_B: Tensor) -> Tensor:
-    """Each expert takes the `capacity_B` tokens of a sequence that score best: bool [B, S, E].
-
-    Zhou et al., "Mixture-of-Experts with Expert Choice Routing", 2022 (arXiv:2202.09368). Equal
-    scores by ascending position. A token may be taken by any number of experts, or by none.
-    """
+    """Each expert takes the `capacity_B` tokens of a sequence that score best: bool [B, S, E]. Zhou
+    et al., "Mixture-of-Experts with Expert Choice Routing", 2022 (arXiv:2202.09368). Equal scores
+    by ascending position. A token may be taken by any number of experts, or by none."""
     scores_BSE = scores_BSE.masked_fill(~valid_BS[:, :, None], -torch.inf)
     order = torch.sort(scores_BSE, dim=1, descending=True, stable=True).indices
     rank_BSE = torch.argsort(order, dim=1)
@@ -140,10 +132,8 @@ def expert_choice(scores_BSE: Tensor, valid_BS: Tensor, capacity_B: Tensor) -> T
 
 
 def slots(chosen_TE: Tensor, num_slots: int) -> Tensor:
-    """bool [T, E] -> ids of the chosen experts, ascending, then -1: int64 [T, num_slots].
-
-    No row of `chosen_TE` may hold more than `num_slots`.
-    """
+    """bool [T, E] -> ids of the chosen experts, ascending, then -1: int64 [T, num_slots]. No row of
+    `chosen_TE` may hold more than `num_slots`."""
     num_experts = chosen_TE.shape[1]
     ids_E = torch.arange(num_experts, device=chosen_TE.device)
     ids_TE = torch.where(chosen_TE, ids_E, num_experts).sort(dim=1).values[:, :num_slots]
@@ -451,10 +441,8 @@ def weigh(
 def limit_to_capacity(
     routing: Routing, config: ModelConfig, context: Context, tokens: Tokens
 ) -> Routing:
-    """Drop the choices for which their expert has no room (Lepikhin et al., "GShard", 2020).
-
-    The room is counted per sequence, over all ranks that hold its tokens.
-    """
+    """Drop the choices for which their expert has no room (Lepikhin et al., "GShard", 2020). The
+    room is counted per sequence, over all ranks that hold its tokens."""
     keep_TK = context.flow.once(_keep, routing, config, context, tokens)
     dropped_TK = ~keep_TK & (routing.experts_TK >= 0)
     weights_TK = routing.weights_TK.masked_fill(dropped_TK, 0.0)

@@ -72,9 +72,7 @@ class PaddedRows:
 
 def exact_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_EP: Tensor) -> Tensor:
     """``grad.T @ x`` of each expert, [E, O, I], added over owners in a binary tree; at least fp32.
-
-    Rounding a rank's sum to bfloat16 would make it depend on which owners it sums.
-    """
+    Rounding a rank's sum to bfloat16 would make it depend on which owners it sums."""
     wide = torch.promote_types(x_RI.dtype, torch.float32)
     splits = counts_EP.flatten().tolist()
     grads, xs = grad_RO.to(wide).split(splits), x_RI.to(wide).split(splits)

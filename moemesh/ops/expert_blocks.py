@@ -108,10 +108,8 @@ def whole_of_several(blocks: list[Block], like: Tensor, *shape: int) -> Tensor |
 
 class WeightGradient:
     """The gradient of stacked weights, block by block: at once, or deferred until it is needed.
-
     `are_shared`: the rows of an expert may lie in several blocks; then each block is computed and
-    added at once, in fp32 at least.
-    """
+    added at once, in fp32 at least."""
 
     def __init__(
         self,

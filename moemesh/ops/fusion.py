@@ -28,10 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` of tensors, the first argument one of them, compiled where that is possible.
-
-    It must be functional: read its arguments, write none, and be the same for every number of rows.
-    """
+    """`function` of tensors, the first argument one of them, compiled where that is possible. It
+    must be functional: read its arguments, write none, and be the same for every number of rows."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -101,9 +99,7 @@ def num_parts() -> int:
 
 def run_in_one_pass(function: str, *arguments: Any) -> None:
     """Run a function of :mod:`moemesh.ops.cpu_kernels`: every thread does a share of the rows.
-
-    Tensors go as numpy's arrays of the same memory. numba is imported at the first call.
-    """
+    Tensors go as numpy's arrays of the same memory. numba is imported at the first call."""
     from moemesh.ops import cpu_kernels
 
     kernel = getattr(cpu_kernels, function)

@@ -14,10 +14,8 @@ U = TypeVar("U")
 
 @dataclass
 class Started:
-    """A pending exchange: `place` represents its result in the autograd graph.
-
-    Its backward may be cut there: until it is waited for, `place` can be replaced by a leaf.
-    """
+    """A pending exchange: `place` represents its result in the autograd graph. Its backward may be
+    cut there: until it is waited for, `place` can be replaced by a leaf."""
 
     place: Tensor
     is_waited: bool = False

@@ -70,11 +70,9 @@ def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
 
 
 def count_ids(ids: Tensor, num_ids: int) -> Tensor:
-    """Count each of 0 .. num_ids - 1 in `ids` (int64, 1 dim; -1 is not counted): int64.
-
-    Without a wait: ``bincount`` makes the host wait for a device, ``histc`` of integers, which a
-    CPU does not have, does not.
-    """
+    """Count each of 0 .. num_ids - 1 in `ids` (int64, 1 dim; -1 is not counted): int64. Without a
+    wait: ``bincount`` makes the host wait for a device, ``histc`` of integers, which a CPU does not
+    have, does not."""
     if ids.device.type == "cpu":
         return torch.bincount(ids + 1, minlength=num_ids + 1)[1:]
     if not num_ids:
@@ -92,10 +90,8 @@ def places_of_true(mask_N: Tensor, count: int, *, and_others: bool = False) -> T
 
 class SortedByExpert:
     """The (token, slot) pairs of a routing by expert, before anyone knows how many have one.
-
     `counts_E`: the pairs of each expert (int64 [num_experts]). Nothing here waits for a device;
-    :meth:`rows` needs the number of pairs that have an expert, from :attr:`counts_E`.
-    """
+    :meth:`rows` needs the number of pairs that have an expert, from :attr:`counts_E`."""
 
     def __init__(
         self,
@@ -233,11 +229,9 @@ def sum_rows_loop(rows_RH: Tensor, rows: RowMap) -> Tensor:
 
 
 def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
-    """Sum the rows that copy each source row, [N, H], zeros where there are none.
-
-    ``embedding_bag`` adds in the order of the bag without atomics and keeps fp32 partial sums for
-    bfloat16; it is 3 to 5 times faster on CPU than ``index_add_``.
-    """
+    """Sum the rows that copy each source row, [N, H], zeros where there are none. ``embedding_bag``
+    adds in the order of the bag without atomics and keeps fp32 partial sums for bfloat16; it is 3
+    to 5 times faster on CPU than ``index_add_``."""
     if rows.is_permutation:
         return rows_RH.index_select(0, rows.copies_R)
     if rows.num_rows == 0:

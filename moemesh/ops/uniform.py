@@ -18,9 +18,7 @@ _SECOND = 0x94D049BB133111EB - 2**64
 
 def uniform(*keys: int | Tensor) -> Tensor:
     """Numbers in [0, 1), fp32, multiples of 2^-24; int64 keys are broadcast against one another.
-
-    The order of keys matters. Equal keys give equal numbers on every device.
-    """
+    The order of keys matters. Equal keys give equal numbers on every device."""
     state = torch.zeros((), dtype=torch.int64)
     for key in keys:
         state = (state ^ key) + _STEP

@@ -24,10 +24,8 @@ _active: WeightGradientQueue | None = None
 
 class WeightGradientQueue:
     """Collects weight gradients while active (a context manager); :meth:`run` computes them.
-
     Closures run in the order in which the backward met them, so that each weight sees the same
-    additions as in a fused backward, bit for bit.
-    """
+    additions as in a fused backward, bit for bit."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, Callable[[], Tensor], list[Held]]] = []
@@ -85,9 +83,7 @@ def weight_gradient(
     weight: Tensor, compute: Callable[[], Tensor], kept: Sequence[Tensor]
 ) -> Tensor | None:
     """The gradient of the leaf `weight`: ``compute()`` now, or None when a queue has taken it.
-
-    `kept`: the tensors of activation size that `compute` holds.
-    """
+    `kept`: the tensors of activation size that `compute` holds."""
     if _active is None:
         return compute()
     _active.append(weight, compute, kept)

@@ -206,9 +206,7 @@ class HeadShards(KeyValues):
 
     def _to_heads(self, parts: Sequence[tuple[Tensor, list[range]]], length: int) -> list[Tensor]:
         """[B, heads, own positions, D] each -> [B, heads of this rank, all positions, D] each.
-
-        ``parts``: a tensor, and which of its heads each rank gets.
-        """
+        ``parts``: a tensor, and which of its heads each rank gets."""
         sizes, index = context_sizes(length, self.axis.size), self.axis.index
         # Rows of one exchange are equally wide: all head sizes are whole numbers of them.
         width = gcd(*(x.shape[3] for x, _ in parts))

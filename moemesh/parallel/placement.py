@@ -150,11 +150,8 @@ def placements(
     holders: Mapping[str, tuple[int, ...]] | None = None,
     tuning: Tuning = FULL,
 ) -> dict[str, Placement]:
-    """Placements of all parameters of the model of `config`.
-
-    `holders`: parameter name -> pipeline ranks that hold it; None: one pipeline rank. `tuning`: the
-    trained ones.
-    """
+    """Placements of all parameters of the model of `config`. `holders`: parameter name -> pipeline
+    ranks that hold it; None: one pipeline rank. `tuning`: the trained ones."""
     found: dict[str, Placement] = {}
     if config.architecture is not None:
         for tensor in tensors(config, plan):

@@ -56,10 +56,8 @@ class PausingFlow(Flow):
 
 @dataclass(frozen=True)
 class _Crossing:
-    """A tensor that leaves its segment: its edge in the graph, and the leaf that replaces it.
-
-    If it is in flight, its gradient comes with the exchange: the leaf has none.
-    """
+    """A tensor that leaves its segment: its edge in the graph, and the leaf that replaces it. If it
+    is in flight, its gradient comes with the exchange: the leaf has none."""
 
     edge: GradientEdge
     leaf: Tensor
@@ -74,11 +72,9 @@ class _Crossing:
 
 
 class SegmentTape(PausingFlow):
-    """Cuts one forward into segments, and runs their backwards.
-
-    A weight that is used in several segments gets a gradient from each: others must not count on
-    one from the whole backward (``in_parts`` of :mod:`moemesh.parallel.pipeline.program`).
-    """
+    """Cuts one forward into segments, and runs their backwards. A weight that is used in several
+    segments gets a gradient from each: others must not count on one from the whole backward
+    (``in_parts`` of :mod:`moemesh.parallel.pipeline.program`)."""
 
     def __init__(self, on_pause: Callable[[], None]) -> None:
         super().__init__(on_pause)

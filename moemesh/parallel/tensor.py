@@ -70,11 +70,9 @@ class AllReduceBoundary(ReduceScatterBoundary):
 
 
 class AllToAllBoundary(ReduceScatterBoundary):
-    """Swap heads for tokens, then project the own rows with the whole weight.
-
-    Moves N times fewer bytes than a reduce-scatter (for A = H), pays with the weight's memory and
-    with the sum of its gradient over tp once per step. Nothing is summed in low precision.
-    """
+    """Swap heads for tokens, then project the own rows with the whole weight. Moves N times fewer
+    bytes than a reduce-scatter (for A = H), pays with the weight's memory and with the sum of its
+    gradient over tp once per step. Nothing is summed in low precision."""
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         sizes = shard_sizes(len(y_TA), self.axis.size)
@@ -106,10 +104,8 @@ ATTENTION_BOUNDARIES = {
 
 class ShardedTokens(Tokens):
     """Positions are spread over cp (:mod:`moemesh.sharding.context`); the flattened tokens of a
-    rank's positions are cut over tp in contiguous, balanced blocks, in rank order.
-
-    `stage`: the axis of all ranks that run the same layers.
-    """
+    rank's positions are cut over tp in contiguous, balanced blocks, in rank order. `stage`: the
+    axis of all ranks that run the same layers."""
 
     def __init__(self, mesh: Mesh, stage: str = "stage") -> None:
         self.axis, self.context, self.stage = mesh["tp"], mesh["cp"], mesh[stage]

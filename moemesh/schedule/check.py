@@ -58,10 +58,8 @@ class Posted(NamedTuple):
 
 
 def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
-    """The blocked sends and ranks when channels are shared like this; empty without any.
-
-    Expects a complete schedule, in order and free of deadlock with eager sends.
-    """
+    """The blocked sends and ranks when channels are shared like this; empty without any. Expects a
+    complete schedule, in order and free of deadlock with eager sends."""
     if channels not in get_args(ChannelKind):
         raise ValueError(f"channels {channels!r} are none of {', '.join(get_args(ChannelKind))}")
     by_producer = messages(schedule)

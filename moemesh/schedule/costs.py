@@ -144,10 +144,8 @@ class BoundCosts:
 
 
 def exact(value: float, name: str) -> float:
-    """`value` as a Python number that adds exactly: int, Fraction or float64, never float32.
-
-    Raises ValueError when it is negative or not finite.
-    """
+    """`value` as a Python number that adds exactly: int, Fraction or float64, never float32. Raises
+    ValueError when it is negative or not finite."""
     number: float
     if isinstance(value, Integral):
         number = int(cast(int, value))

@@ -33,11 +33,9 @@ class HeldActivations(NamedTuple):
 def peak_memory(
     schedule: Schedule, *, activation: Amount = 1, weight_memory: Amount = 1
 ) -> tuple[HeldActivations, ...]:
-    """Peaks of every rank, for M_a = `activation` and M_w = `weight_memory`.
-
-    The default M_w = M_a never underestimates: nothing is given back before the weight gradient.
-    Raises ValueError for lists of another length than the stages, and for amounts below 0.
-    """
+    """Peaks of every rank, for M_a = `activation` and M_w = `weight_memory`. The default M_w = M_a
+    never underestimates: nothing is given back before the weight gradient. Raises ValueError for
+    lists of another length than the stages, and for amounts below 0."""
     whole, kept, parts = amounts(schedule, activation, weight_memory)
     peaks: list[HeldActivations] = []
     for order in schedule.orders:
@@ -74,10 +72,8 @@ def peak_memory(
 def amounts(
     schedule: Schedule, activation: Amount = 1, weight_memory: Amount = 1
 ) -> tuple[list[float], list[float], float]:
-    """M_a and M_w of every stage in pieces, and how many pieces make the unit of M_a.
-
-    Pieces keep the sums exact: a chunk of a rank's share is one piece, not 1/v.
-    """
+    """M_a and M_w of every stage in pieces, and how many pieces make the unit of M_a. Pieces keep
+    the sums exact: a chunk of a rank's share is one piece, not 1/v."""
     whole, kept = (
         exact_list(amount, name, schedule.num_stages, "amounts", "stages")
         for name, amount in (("activation", activation), ("weight_memory", weight_memory))

@@ -169,10 +169,8 @@ class Deadlock(ValueError):
 
 
 def issue_order(program: LoweredProgram) -> list[int]:
-    """Entries in an order in which all can be issued: program order and every wait hold.
-
-    Raises :class:`Deadlock` when there is none. Each rank runs as far as it can.
-    """
+    """Entries in an order in which all can be issued: program order and every wait hold. Raises
+    :class:`Deadlock` when there is none. Each rank runs as far as it can."""
     first, waits, makes, sent = program.first, program.waits, program.makes, program.sent
     done = bytearray(program.num_slots)
     heads = list(first[:-1])

@@ -37,11 +37,9 @@ Transport = Literal["latency", "blocking", "link"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation(Shown):
-    """Start and end of every entry, ``starts[rank][index]``, and what follows from them.
-
-    `busy` is the sum of each rank's costs, `peaks` what it holds at most. `relaxed` marks a
-    timeline that leaves out wrap-around edges and cannot be executed as drawn.
-    """
+    """Start and end of every entry, ``starts[rank][index]``, and what follows from them. `busy` is
+    the sum of each rank's costs, `peaks` what it holds at most. `relaxed` marks a timeline that
+    leaves out wrap-around edges and cannot be executed as drawn."""
 
     shown = ("schedule", "makespan", "bubble_rate", "rank_idle", "peak_activation", "unit")
 

@@ -94,9 +94,7 @@ def measured_costs(records: Sequence[WorkRecord]) -> Costs:
 
 def costs_of_run(folder: Path) -> tuple[Costs, int]:
     """Seconds of each stage, measured in the last step of the run in `folder`; and how many stages.
-
-    Raises UserError when the folder has no timeline, or one without pipeline operations.
-    """
+    Raises UserError when the folder has no timeline, or one without pipeline operations."""
     path = folder / "timeline.json"
     try:
         timeline = Timeline.from_json(parse_json(path.read_text(encoding="utf-8")))

@@ -124,11 +124,9 @@ def duration(
     weight_gradient: Sequence[float],
     message: float = 0.0,
 ) -> Duration:
-    """Seconds of a step, from the seconds that each stage needs for each part of a microbatch.
-
-    A message between two ranks (of a slice, where there are slices) occupies its sender. Raises
-    ValueError for a schedule that does not exist.
-    """
+    """Seconds of a step, from the seconds that each stage needs for each part of a microbatch. A
+    message between two ranks (of a slice, where there are slices) occupies its sender. Raises
+    ValueError for a schedule that does not exist."""
     costs = Costs(
         forward=forward,
         input_gradient=input_gradient,
@@ -184,11 +182,9 @@ def _schedule(step: PipelineStep) -> Schedule:
 
 @lru_cache(maxsize=4096)
 def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Per rank, how many microbatches each of its stages keeps at the rank's peaks.
-
-    One tuple (a number for each of :meth:`PipelineStep.stages_of`) for every moment that no other
-    exceeds on all stages. Activations live until the weight gradients that need them are computed.
-    """
+    """Per rank, how many microbatches each of its stages keeps at the rank's peaks. One tuple (a
+    number for each of :meth:`PipelineStep.stages_of`) for every moment that no other exceeds on all
+    stages. Activations live until the weight gradients that need them are computed."""
     if step.ranks == 1 and step.schedule in MIRRORED_SCHEDULES:
         return (((1.0,),),)
     row = SCHEDULES[step.schedule]

@@ -117,11 +117,8 @@ def digest(schedule: Schedule) -> str:
 
 
 def from_text(text: str) -> Schedule:
-    """Read the text form. Raises :class:`TextError` naming line and token.
-
-    Only the form is checked here; whether the schedule can run is for
-    :func:`moemesh.schedule.check.check`.
-    """
+    """Read the text form. Raises :class:`TextError` naming line and token. Only the form is checked
+    here; whether the schedule can run is for :func:`moemesh.schedule.check.check`."""
     lines: list[_Line] = []
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0].strip()
@@ -139,11 +136,9 @@ def from_text(text: str) -> Schedule:
 
 
 def from_csv(text: str) -> Schedule:
-    """Read the CSV form, or a bare table with a row of operations for each rank.
-
-    Empty cells are skipped. A bare table gets the name "table"; it must hold every stage, each on
-    one rank. Raises :class:`TextError` naming line and cell.
-    """
+    """Read the CSV form, or a bare table with a row of operations for each rank. Empty cells are
+    skipped. A bare table gets the name "table"; it must hold every stage, each on one rank. Raises
+    :class:`TextError` naming line and cell."""
     lines: list[_Line] = []
     reader = csv.reader(io.StringIO(text))
     for row in reader:

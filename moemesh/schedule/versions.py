@@ -50,11 +50,8 @@ class ScheduleFault(NamedTuple):
 def versions(
     schedule: Schedule,
 ) -> tuple[dict[tuple[int, int], StageVersions], list[ScheduleFault]]:
-    """(pipe, stage) -> versions used there, and every breach of the rule.
-
-    Raises ValueError for a synchronous schedule: it has one version. Expects a schedule that is
-    complete and in order.
-    """
+    """(pipe, stage) -> versions used there, and every breach of the rule. Raises ValueError for a
+    synchronous schedule: it has one version. Expects a schedule that is complete and in order."""
     if schedule.update is None:
         raise ValueError(f"{schedule.name} is synchronous: all operations use one version")
     stages: dict[tuple[int, int], _Stage] = {}
@@ -140,10 +137,8 @@ class _Stage:
 
 
 def in_flight(schedule: Schedule, pipe: int = 0) -> int:
-    """The most microbatches of a pipe between their first forward and their last backward.
-
-    Counted on the rank of stage 0, where both happen.
-    """
+    """The most microbatches of a pipe between their first forward and their last backward. Counted
+    on the rank of stage 0, where both happen."""
     now = most = 0
     for op in schedule.ops(schedule.placement[pipe][0]):
         if op.pipe == pipe and op.stage == 0:

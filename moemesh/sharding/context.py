@@ -16,11 +16,9 @@ from moemesh.config.layout import shard_range
 
 
 def context_runs(length: int, ranks: int, index: int) -> tuple[range, ...]:
-    """The positions of a sequence of `length` that rank `index` holds, as ascending runs.
-
-    Lengths need not divide by anything: chunks may differ by one position, and be empty. Chunks
-    that are neighbours make one run.
-    """
+    """The positions of a sequence of `length` that rank `index` holds, as ascending runs. Lengths
+    need not divide by anything: chunks may differ by one position, and be empty. Chunks that are
+    neighbours make one run."""
     chunks = 2 * ranks
     early = shard_range(length, chunks, index)
     late = shard_range(length, chunks, chunks - 1 - index)
@@ -47,11 +45,9 @@ class HeadShare(NamedTuple):
 
 
 def head_share(num_heads: int, num_kv_heads: int, ranks: int, index: int) -> HeadShare:
-    """The heads of rank `index` where attention is spread over `ranks` by heads.
-
-    `ranks` must divide `num_heads`. Key/value heads that the query heads of several ranks read go
-    to all of them: there may be fewer than ranks.
-    """
+    """The heads of rank `index` where attention is spread over `ranks` by heads. `ranks` must
+    divide `num_heads`. Key/value heads that the query heads of several ranks read go to all of
+    them: there may be fewer than ranks."""
     queries = shard_range(num_heads, ranks, index)
     group = num_heads // num_kv_heads
     return HeadShare(queries, range(queries.start // group, (queries.stop - 1) // group + 1))

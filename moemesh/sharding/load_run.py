@@ -29,9 +29,7 @@ def load_run(
     environ: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Merge defaults, preset, `files`, environment and `overrides` (weakest first) and check all.
-
-    `environ` None reads the process environment. Raises ConfigError with every problem found.
-    """
+    `environ` None reads the process environment. Raises ConfigError with every problem found."""
     return resolve(files, overrides, environ, [contradictions], [tuning_problems])
 
 

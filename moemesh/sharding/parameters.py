@@ -280,11 +280,9 @@ def chosen_experts(model: ModelConfig, tuning: Tuning) -> dict[str, tuple[int, .
 
 
 def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:
-    """The parameters of the whole model, in the order of its list, with what trains.
-
-    Where some experts of a layer train, they are stacks of their own, and the others are stacks
-    below ``rest``, after them.
-    """
+    """The parameters of the whole model, in the order of its list, with what trains. Where some
+    experts of a layer train, they are stacks of their own, and the others are stacks below
+    ``rest``, after them."""
     behind: list[ParameterTensor] = []
     chosen_of = chosen_experts(model, tuning)
     for tensor in tensors(model, plan):

@@ -14,9 +14,7 @@ from moemesh.sharding.parameters import attention_tensors
 
 def layer_costs(model: ModelConfig) -> list[int]:
     """Matrix-product weights that a token meets in each layer: forward work, up to the factor 2.
-
-    Attention scores are left out: they weigh the same in every layer.
-    """
+    Attention scores are left out: they weigh the same in every layer."""
     own = attention_tensors(model, Plan())
     attention = sum(prod(tensor.shape) for tensor in own if len(tensor.shape) > 1)
     dense = 3 * model.hidden_size * model.intermediate_size
@@ -63,10 +61,8 @@ def cut_layers(
 
 def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tuple[int, ...]:
     """Layers per stage that minimise the largest sum of `costs`, the last stage's plus
-    `last_extra`; then the sum of squares, so that no stage is needlessly long.
-
-    Dynamic programming over (stages, layers), from the end: O(stages * layers^2).
-    """
+    `last_extra`; then the sum of squares, so that no stage is needlessly long. Dynamic programming
+    over (stages, layers), from the end: O(stages * layers^2)."""
     if not 1 <= num_stages <= len(costs):
         raise ValueError(
             f"{num_stages} stages need at least as many layers, there are {len(costs)}"

@@ -29,11 +29,9 @@ class StoredSource(Protocol):
 
 
 class TensorPiece(NamedTuple):
-    """Part of a logical tensor at `offset`, held by the stored tensor `source`.
-
-    The stored tensor of shape `stored` is reshaped to `view` (which only splits its dims, or adds
-    dims of size 1); dim i of the part is dim ``order[i]`` of the view.
-    """
+    """Part of a logical tensor at `offset`, held by the stored tensor `source`. The stored tensor
+    of shape `stored` is reshaped to `view` (which only splits its dims, or adds dims of size 1);
+    dim i of the part is dim ``order[i]`` of the view."""
 
     source: str
     stored: tuple[int, ...]

@@ -370,10 +370,8 @@ class ScatteredBucket(ShardedBucket):
 
 class GatheredBucket(ScatteredBucket):
     """Weights are sharded, too: all of them exist only from :meth:`gather` to :meth:`free`.
-
     Parameters stay views of one flat vector, whose memory is freed and reallocated: tensors saved
-    by autograd are valid in the backward.
-    """
+    by autograd are valid in the backward."""
 
     def allocate(self) -> None:
         super().allocate()

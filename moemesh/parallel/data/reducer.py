@@ -45,10 +45,8 @@ FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 def call_after_gradients(leaf: Tensor, take: MethodType) -> None:
     """Call the method `take` with the leaf after each of its gradients, while its object lives.
-
     torch (2.13) never frees a leaf and its hooks where they refer to each other: a hook that held
-    the object, which knows the leaf, would keep a model for as long as the process.
-    """
+    the object, which knows the leaf, would keep a model for as long as the process."""
     owner, function = ref(take.__self__), take.__func__
 
     def call(leaf: Tensor) -> None:

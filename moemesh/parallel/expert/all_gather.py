@@ -69,11 +69,9 @@ class GatheredRows:
 
 
 class AllGatherPlan:
-    """Tokens of each rank, rows of each local expert, and the rows themselves.
-
-    The gather does not need :attr:`kept`, whose sizes depend on the routing: the host waits for
-    them at the first use, after the gather has started and later work is queued.
-    """
+    """Tokens of each rank, rows of each local expert, and the rows themselves. The gather does not
+    need :attr:`kept`, whose sizes depend on the routing: the host waits for them at the first use,
+    after the gather has started and later work is queued."""
 
     def __init__(
         self, sizes: list[int], counts_L: Tensor, decide: Callable[[], GatheredRows]

@@ -32,9 +32,7 @@ from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, slots_per_p
 
 class OverlappedExchange:
     """A :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks, that pauses twice.
-
-    `defers`: weight gradients are computed after the gradients of tokens have been sent.
-    """
+    `defers`: weight gradients are computed after the gradients of tokens have been sent."""
 
     def __init__(
         self, dispatcher: Dispatcher, flow: Flow, *, num_chunks: int, defers: bool
@@ -165,11 +163,9 @@ def spreads_replicas(plan: Plan) -> bool:
 def make_dispatcher(
     name: str, config: ModelConfig, plan: Plan, mesh: Mesh, tokens_per_rank: int
 ) -> Dispatcher:
-    """The dispatcher called `name` over the mesh's expert axes.
-
-    The exact combine wraps a dispatcher that counts the owners of rows. On one rank it wraps
-    all_to_all in place of the local dispatcher, and nothing is sent.
-    """
+    """The dispatcher called `name` over the mesh's expert axes. The exact combine wraps a
+    dispatcher that counts the owners of rows. On one rank it wraps all_to_all in place of the local
+    dispatcher, and nothing is sent."""
     ep, etp, row = mesh["ep"], mesh["etp"], DISPATCHERS[name]
     exact = plan.combine == "exact"
     if mesh["ep_etp"].size == 1:

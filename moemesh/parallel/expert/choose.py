@@ -97,10 +97,8 @@ def predict_seconds(
 
 
 def measure_copying(row_bytes: int, mesh: Mesh) -> float:
-    """Seconds a byte of reordering rows, and of summing two rows at a time: the mean of both.
-
-    Every rank of the mesh calls: all copy at once, as they do in a layer.
-    """
+    """Seconds a byte of reordering rows, and of summing two rows at a time: the mean of both. Every
+    rank of the mesh calls: all copy at once, as they do in a layer."""
     width, device = max(row_bytes // 4, 1), mesh.device
     num_rows = 2 * max(COPY_BYTES // row_bytes // 2, 1)
     rows = torch.ones(num_rows, width, device=device)
@@ -115,10 +113,8 @@ def measure_copying(row_bytes: int, mesh: Mesh) -> float:
 
 
 def measure_link(axis: Axis, mesh: Mesh) -> Link:
-    """Latency and bandwidth of an all-to-all over `axis`; every rank of the mesh calls.
-
-    All groups of the axis exchange at a time, as they do in a layer: they may share a link.
-    """
+    """Latency and bandwidth of an all-to-all over `axis`; every rank of the mesh calls. All groups
+    of the axis exchange at a time, as they do in a layer: they may share a link."""
     if axis.size == 1:
         return Link()
 

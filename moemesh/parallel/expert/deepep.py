@@ -47,10 +47,8 @@ class DeepEPError(UserError):
 
 def connect(ep: Axis, hidden: int) -> Any:
     """A `deep_ep.Buffer` over the ranks of `ep` for rows of `hidden` bfloat16; one for all layers.
-
     All ranks call this at the same point, and :meth:`DeepEPDispatcher.close` at the end. Raises
-    DeepEPError when the package has no such buffer.
-    """
+    DeepEPError when the package has no such buffer."""
     probe = available()
     if probe.interface != "v1" or ep.group is None:
         raise DeepEPError(str(probe) if probe.missing else "deepep needs ep > 1")
@@ -76,10 +74,8 @@ def connect(ep: Axis, hidden: int) -> Any:
 
 
 class _Traffic(NamedTuple):
-    """Rows that this rank sends, and how many of them to itself, for the ledger.
-
-    As if each row went straight to its rank: rows that V1 forwards inside a node are not visible.
-    """
+    """Rows that this rank sends, and how many of them to itself, for the ledger. As if each row
+    went straight to its rank: rows that V1 forwards inside a node are not visible."""
 
     axis: Axis
     num_sent: int
@@ -108,10 +104,8 @@ class DeepEPPlan:
 
 
 class DeepEPDispatcher(Dispatcher):
-    """One copy of a token per rank, over NVLink inside a node and RDMA between nodes.
-
-    `buffer` comes from :func:`connect`.
-    """
+    """One copy of a token per rank, over NVLink inside a node and RDMA between nodes. `buffer`
+    comes from :func:`connect`."""
 
     def __init__(self, ep: Axis, num_experts: int, buffer: Any) -> None:
         self.ep, self.num_experts, self.buffer = ep, num_experts, buffer
@@ -165,10 +159,8 @@ class DeepEPDispatcher(Dispatcher):
         self.buffer.destroy()
 
     def release(self, plan: DeepEPPlan) -> None:
-        """Drop the handle and its GPU memory: after a combine without a backward.
-
-        A backward still to come keeps its own reference.
-        """
+        """Drop the handle and its GPU memory: after a combine without a backward. A backward still
+        to come keeps its own reference."""
         plan.handle = plan.experts_NK = plan.by_expert = None
 
 

@@ -37,11 +37,9 @@ class Probe:
 
 
 def available() -> Probe:
-    """Look for the package, its interface and the GPU that it requires. Never raises.
-
-    Imports `deep_ep` only where it is installed. The requirement of V1 between nodes (NVSHMEM with
-    IBGDA) cannot be checked without using it; its version is reported where a package has one.
-    """
+    """Look for the package, its interface and the GPU that it requires. Never raises. Imports
+    `deep_ep` only where it is installed. The requirement of V1 between nodes (NVSHMEM with IBGDA)
+    cannot be checked without using it; its version is reported where a package has one."""
     if importlib.util.find_spec("deep_ep") is None:
         return Probe(interface=None, missing=(f"the package deep_ep ({HOME}); not found",))
     versions = [f"deep_ep {_version('deep_ep') or 'of unknown version'}"]

@@ -99,9 +99,7 @@ class WorkerThread:
         self, task: Callable[[], T], device: torch.device, *, is_long: bool = True
     ) -> Pending[T]:
         """Run ``task()`` in the thread, without gradient; an exception is raised by the wait.
-
-        `is_long`: exchanges that start meanwhile would slow it down (:attr:`is_idle`).
-        """
+        `is_long`: exchanges that start meanwhile would slow it down (:attr:`is_idle`)."""
         if device.type != "cpu":
             return Pending.ready(task())
         if self._thread is None:
@@ -163,10 +161,8 @@ class Relay:
     def record(
         self, row_bytes: int, phase: str, caller: str, *, is_combine: bool
     ) -> list[Ticket | None]:
-        """Enter both hops in the ledger; what stays counts as sent by a rank to itself.
-
-        Returns the tickets of waits for the rail and for the node, for the progress record.
-        """
+        """Enter both hops in the ledger; what stays counts as sent by a rank to itself. Returns the
+        tickets of waits for the rail and for the node, for the progress record."""
         tickets: list[Ticket | None] = []
         across = self.across.with_own(self.rail.index, self.num_staying)
         for axis, splits in ((self.rail, across), (self.node, self.own.plus(self.onward))):

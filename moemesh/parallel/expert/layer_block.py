@@ -29,10 +29,8 @@ from moemesh.parallel.expert.spread import LayerError
 
 class TransformersBlock:
     """The `config` of the model that a block comes from, and the places of our tensors in it.
-
     Raises LayerError for other modules, and for tensors that contradict the configuration, and
-    ConfigError for an unknown family.
-    """
+    ConfigError for an unknown family."""
 
     def __init__(self, block: nn.Module) -> None:
         check_kind("block", block, nn.Module)

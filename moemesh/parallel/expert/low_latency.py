@@ -79,10 +79,8 @@ class SlotPlan(NamedTuple):
 
 class LowLatencyDispatcher(Dispatcher):
     """Wins with a few tokens per rank, where the latency of an exchange outweighs its bytes.
-
     `num_plans` and `num_fallbacks` count the plans made and those that took the two-phase path; the
-    ranks of an ep*etp group agree on both. Raises UserError for sizes without a slot.
-    """
+    ranks of an ep*etp group agree on both. Raises UserError for sizes without a slot."""
 
     def __init__(
         self,

@@ -213,10 +213,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 class ExpertShare(DTensor):
     """An entry of a state dict: experts of all ranks, of which this rank holds its own.
-
-    `torch.distributed.checkpoint` and :func:`moemesh.save_checkpoint` write those of all ranks.
-    A file of one rank would lack the experts of the others: serialization raises LayerError.
-    """
+    `torch.distributed.checkpoint` and :func:`moemesh.save_checkpoint` write those of all ranks. A
+    file of one rank would lack the experts of the others: serialization raises LayerError."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -157,11 +157,9 @@ class AsynchronousProgram:
 
 
 class StreamExecutor:
-    """The executor of a stream that may end before its schedule does.
-
-    Before each forward the program's stream returns the number of existing microbatches, the same
-    on every rank. Operations after the end are skipped, and receives are never posted for them.
-    """
+    """The executor of a stream that may end before its schedule does. Before each forward the
+    program's stream returns the number of existing microbatches, the same on every rank. Operations
+    after the end are skipped, and receives are never posted for them."""
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:
         placed = [len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)]

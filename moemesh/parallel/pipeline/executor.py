@@ -82,10 +82,8 @@ class Executor:
 
 
 class EntryRunner:
-    """Runs entries on one pipeline rank, and keeps what their backwards need.
-
-    `has_backward`: whether forwards are kept for one; by default whether the rank's list has one.
-    """
+    """Runs entries on one pipeline rank, and keeps what their backwards need. `has_backward`:
+    whether forwards are kept for one; by default whether the rank's list has one."""
 
     def __init__(
         self,

@@ -88,10 +88,8 @@ def _phase(kind: str) -> str:
 
 class OrderedMessenger:
     """Messages of a schedule: both ends of every queue derive its order from the lists.
-
     `may_receive`: whether the message of an operation may be waited for already; of the messages of
-    one sender those that may come before those that may not.
-    """
+    one sender those that may come before those that may not."""
 
     def __init__(
         self,

@@ -121,10 +121,8 @@ class Left:
 
 class EarlierSlices(SliceState):
     """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of earlier slices.
-
     `left` is filled for later slices; not after :meth:`close`, since the forward may be
-    recomputed.
-    """
+    recomputed."""
 
     def __init__(self, earlier: Sequence[Left], *, is_last: bool) -> None:
         self.earlier, self.is_last = list(earlier), is_last
@@ -157,10 +155,8 @@ class EarlierSlices(SliceState):
 
 
 class SlicedProgram(ModelProgram):
-    """The program of a model over slices of its microbatches.
-
-    ``lengths(seq_len)`` are the tokens of the slices of a sequence.
-    """
+    """The program of a model over slices of its microbatches. ``lengths(seq_len)`` are the tokens
+    of the slices of a sequence."""
 
     def __init__(self, *whole: Any, lengths: Callable[[int], tuple[int, ...]]) -> None:
         super().__init__(*whole)
@@ -199,10 +195,8 @@ class SlicedProgram(ModelProgram):
 
 class Pipeline:
     """Runs the microbatches of a step through the stages, by the schedule.
-
-    ``slice_lengths(seq_len)``: where a schedule of slices cuts its sequences. `overlap_blocks`:
-    the forward and the backward of a block take turns, instead of running one after the other.
-    """
+    ``slice_lengths(seq_len)``: where a schedule of slices cuts its sequences. `overlap_blocks`: the
+    forward and the backward of a block take turns, instead of running one after the other."""
 
     def __init__(
         self,

@@ -210,10 +210,8 @@ Objective = Callable[[ModelPart, Output, Batch], Tensor]
 
 
 class ModelProgram:
-    """Stages of the transformer over the microbatches of one step.
-
-    `batches` are ordered by sample; `objective` is this rank's part of what is differentiated.
-    """
+    """Stages of the transformer over the microbatches of one step. `batches` are ordered by sample;
+    `objective` is this rank's part of what is differentiated."""
 
     def __init__(
         self,
@@ -295,10 +293,8 @@ def is_overlapped(entry: Entry) -> bool:
 
 class SteppedModelProgram(ModelProgram):
     """The program of a model in steps; its graph is cut if the backward is in such a block.
-
     Forwards and backwards may take turns: both pause only while an exchange is in flight, equally
-    often on all ranks of the stage.
-    """
+    often on all ranks of the stage."""
 
     def __init__(self, schedule: Schedule, model: Transformer, *rest: Any) -> None:
         super().__init__(schedule, model, *rest)

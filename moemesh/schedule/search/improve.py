@@ -46,10 +46,8 @@ def evaluated(problem: SearchProblem, letters: Letters) -> State | None:
 
 def improve(problem: SearchProblem, start: State, *, budget: int, target: float) -> State:
     """The best state found from `start` within `budget` evaluations or until `target` is reached.
-
     Each step takes the best neighbour that was not visited before, even when it is worse, so that
-    it can leave a local optimum. Deterministic.
-    """
+    it can leave a local optimum. Deterministic."""
     best = current = start
     visited = {_fingerprint(start.letters)}
     spent = stale = 0

@@ -84,11 +84,9 @@ class SearchProblem:
 
     @cached_property
     def origins(self) -> tuple[float, ...]:
-        """Subtracted from each rank's last end: its first start, or 0 for the makespan.
-
-        The first operation of a rank is the forward of microbatch 0 on its first stage, and every
-        rank before it starts with that microbatch too: the first start is the same in any order.
-        """
+        """Subtracted from each rank's last end: its first start, or 0 for the makespan. The first
+        operation of a rank is the forward of microbatch 0 on its first stage, and every rank before
+        it starts with that microbatch too: the first start is the same in any order."""
         if self.objective == "makespan":
             return (0,) * self.num_ranks
         found: list[float] = []
