@@ -246,10 +246,8 @@ class DiskNeed(NamedTuple):
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Size of a checkpoint in bytes: masters and moments of what trains, the weights of the rest
-    unless the base is packed.
-
-    Headers, the manifest and the routers' biases, thousandths of it, are left out.
-    """
+    unless the base is packed. Headers, the manifest and the routers' biases, thousandths of it, are
+    left out."""
     train = config.train
     master, frozen = _MASTER_BYTES[train.dtype], _WEIGHT_BYTES[train.dtype]
     return sum(

@@ -212,10 +212,8 @@ def _shown(value: object) -> str:
 
 def load_cluster(source: str | Path | Cluster) -> Cluster:
     """The preset of that name, the TOML file at that path, or devices of a data sheet ("8xH100",
-    "MI300X" for one node of them); a cluster stays what it is.
-
-    Raises ConfigError with every problem found.
-    """
+    "MI300X" for one node of them); a cluster stays what it is. Raises ConfigError with every
+    problem found."""
     if isinstance(source, Cluster):
         return source
     source = str(source)
