@@ -213,6 +213,8 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
         message = f"`{ctx.command_path}` takes fewer arguments than {' '.join(given)}"
         count = "one" if len(rest) == 1 else str(len(rest))
         fix = f"leave out {count} of them" if len(given) > len(rest) else f"leave out {given[0]}"
+        if "--set" in options and all(re.match(r"\w+\.\w+=", one) for one in given):
+            fix = " ".join(f"--set {shlex.quote(one)}" for one in given)
         yield _problem("unknown-option", " ".join(rest), message, fix)
 
 

@@ -235,4 +235,6 @@ def read_preset(name: str) -> ConfigSource:
 def _not_a_section(section: str, leaf: Leaf) -> Problem:
     message = f"{section} is a section and takes keys, not a value"
     fix = f"set a key in it, such as {section}.{next(iter(SECTIONS[section].model_fields))}"
+    if section in ("model", "data"):
+        fix = f"{section}.path={leaf.value}"
     return leaf.problem("wrong-type", section, message, fix)

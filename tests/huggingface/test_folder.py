@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
 from moemesh.checkpoint.huggingface.convert import carry_along, write_folder
 from moemesh.checkpoint.huggingface.logical import ahead_tensors, logical_tensors
 from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
-from moemesh.config.huggingface.folder import INDEX, SINGLE
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.folder import INDEX, SINGLE, lacks_weights
 from moemesh.config.model import ModelConfig
-from moemesh.train.weights.weight_sources import check_folder
+from moemesh.sharding.load_run import load_run
+from moemesh.train.weights.weight_sources import check_folder, check_weights
 from tests.huggingface import ours
 from tests.huggingface.ours import assert_near, deferred
 from tests.huggingface.tiny import load, logits, make, save
@@ -276,3 +279,48 @@ def test_a_base_model_with_tied_tables(tmp_path: Path) -> None:
     model.model.save_pretrained(tmp_path)
     assert not any(name.startswith("model.") for name in load_file(tmp_path / SINGLE))
     assert_near(ours.logits(ours.load(tmp_path), TOKENS)[0], logits(model, TOKENS))
+
+
+#: Content of a folder, by file -> the kind that a message names, and its remedy.
+OTHERS = {
+    "adapter_config.json": ("adapters of PEFT", "lora.path=[^ ]*other"),
+    "model-Q4.gguf": ("weights in GGUF", "original weights, in safetensors"),
+    "checkpoints/step-2": ("a run of moemesh", "moemesh convert [^ ]*other FOLDER"),
+    "zero_to_fp32.py": ("a checkpoint of DeepSpeed", "python [^ ]*other/zero_to_fp32.py"),
+    "fsdp_0/__0_0.distcp": ("a distributed checkpoint of torch", "merge-weights [^ ]*other/fsdp_0"),
+    "tuned/config.json": ("folders of models", "model.path=[^ ]*other/tuned"),
+    "model-00001-of-00002.safetensors": ("weights alone", "the config.json of the same model"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_folder_of_another_kind_is_named(tmp_path: Path, name: str) -> None:
+    kind, remedy = OTHERS[name]
+    file = tmp_path / "other" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        load_run([], [f"model.path={tmp_path / 'other'}"])
+    assert re.search(f"other holds {kind}, and no config.json", str(caught.value))
+    assert re.search(f"fix: .*{remedy}", str(caught.value))
+    if kind != "a run of moemesh":
+        with pytest.raises(ConfigError, match=kind):
+            check_weights(tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.gguf", "notes.md"])
+def test_a_file_is_no_model(folder: Path, name: str) -> None:
+    with (folder / name).open("ab") as file:
+        file.truncate(8 << 20)
+    with pytest.raises(ConfigError, match=rf"{name} is a file; .*\s+fix: model.path={folder}\b"):
+        load_run([], [f"model.path={folder / name}"])
+    with pytest.raises(CheckpointError, match=rf"weights are in its folder: model.path={folder}$"):
+        raise CheckpointError(lacks_weights(folder / "config.json"))
+
+
+def test_the_address_of_a_model() -> None:
+    address = "https://huggingface.co/Qwen/Qwen3-0.6B/tree/main"
+    with pytest.raises(ConfigError, match=r"fix: model\.path=Qwen/Qwen3-0\.6B"):
+        load_run([], [f"model.path={address}"])
+    with pytest.raises(ConfigError, match=r"fix: model\.path=Qwen3-0\.6B"):
+        load_run([], ["model=Qwen3-0.6B"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +25,35 @@ from moemesh.config.suggest import nearest_path
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 #: All tensors in one file, or the index of the files that hold them.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Remedy for weights in the shards of a trainer, with its command.
+_JOINED = "the folder that `{}` writes, with the config.json of the model"
+#: Content of a folder without a config.json -> its name, and the remedy; there PATH is the folder,
+#: and MATCH the folder of the first such content.
+OTHER_FOLDERS = (
+    ("adapter_config.json", "adapters of PEFT", "their base model; lora.path=PATH reads them"),
+    ("*.gguf", "weights in GGUF", "the folder of the original weights, in safetensors"),
+    ("checkpoints/step-*", "a run of moemesh",
+     "the folder that `moemesh convert PATH FOLDER` writes"),
+    ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron",
+     "the folder that Megatron-Bridge exports of it"),
+    ("zero_to_fp32.py", "a checkpoint of DeepSpeed",
+     _JOINED.format("python PATH/zero_to_fp32.py PATH FOLDER --safe_serialization")),
+    ("*.distcp", "a distributed checkpoint of torch",
+     _JOINED.format("accelerate merge-weights PATH FOLDER")),
+    ("*/*.distcp", "a distributed checkpoint of torch",
+     _JOINED.format("accelerate merge-weights MATCH FOLDER")),
+    ("model_index.json", "a pipeline of diffusers", "the folder of a causal language model"),
+    ("params.json", "weights in their author's own format",
+     "the release of the model for transformers"),
+    ("*/config.json", "folders of models", "model.path=MATCH"),
+    ("*.safetensors", "weights alone", "the config.json of the same model beside them"),
+)  # fmt: skip
 #: Upper bound of a config.json that will be parsed, in bytes.
 CONFIG_LIMIT = 4 << 20
 #: The tables that a model with ``tie_word_embeddings`` has once.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+#: The address of a model's page, whose slashes a path has lost.
+_ON_HUB = r"^https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)"
 _CHUNK_BYTES, _HEADER_LIMIT = 4 << 20, 32 << 20
 #: Place of a tensor: file, its age, first byte and size of the tensor, its dtype and shape.
 _Place = tuple[Path, int, int, int, str]
@@ -39,14 +66,25 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     Raises ConfigError, under `key`, for a file that is missing, too long, or not a JSON object.
     """
     file = path / CONFIG if path.is_dir() else path
+    if path.is_file() and path.suffix != ".json":
+        message = f"{path} is a file; a model is the folder of a {CONFIG} with its weights"
+        if (path.parent / CONFIG).is_file():
+            fix = f"{key}={path.parent}"
+        else:
+            fix = (other_folder(path.parent, path.name) or ("", f"a folder with {CONFIG}"))[1]
+        raise _refused("wrong-type", key, path, message, fix)
     try:
         with file.open("rb") as stream:
             raw = stream.read(CONFIG_LIMIT + 1)
     except OSError as error:
         reason = error.strerror or str(error)
         message, fix = f"cannot read {file}: {reason}", "a folder with config.json"
-        if not path.exists():
+        if (repository := re.search(_ON_HUB, str(path))) is not None:
+            fix = f"{key}={repository[1]}"
+        elif not path.exists():
             fix = f"{fix}; {nearest_path(path)}"
+        elif (other := other_folder(path)) is not None:
+            message, fix = f"{path} holds {other[0]}, and no {CONFIG}", other[1]
         raise _refused("no-file", key, path, message, fix) from None
     if len(raw) > CONFIG_LIMIT:
         raise _refused("too-large", key, path, f"{file} has more than {CONFIG_LIMIT} bytes")
@@ -61,6 +99,16 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if is_tied and path.is_dir() and _has_own_head(path):
         values["tie_word_embeddings"] = False
     return values
+
+
+def other_folder(folder: Path, name: str | None = None) -> tuple[str, str] | None:
+    """What a folder, or its file `name`, holds in place of a model, and the remedy."""
+    for pattern, kind, remedy in OTHER_FOLDERS:
+        match = next(iter(sorted(folder.glob(pattern))), None)
+        if match is not None and (name is None or fnmatch(name, pattern)):
+            remedy = remedy.replace("PATH", str(folder)).replace("MATCH", str(match.parent))
+            return kind, remedy
+    return None
 
 
 def _has_own_head(folder: Path) -> bool:
@@ -117,6 +165,8 @@ def has_weights(path: Path) -> bool:
 
 def lacks_weights(path: Path) -> str:
     """A sentence on a folder without readable weights."""
+    if path.is_file():
+        return f"{path} is a file; the weights are in its folder: model.path={path.parent}"
     text = f"{path} holds no weights: neither {SINGLE} nor {INDEX}"
     pickled = sorted(file.name for kind in ("bin", "pt", "pth") for file in path.glob(f"*.{kind}"))
     if pickled:

@@ -28,6 +28,7 @@ from moemesh.config.huggingface.folder import (
     SINGLE,
     has_weights,
     lacks_weights,
+    other_folder,
     read_config,
 )
 from moemesh.config.huggingface.model import family_of, quantization_of
@@ -79,6 +80,8 @@ def neither(source: Path) -> ConfigError:
     fix = f"a folder with config.toml and {CHECKPOINTS}, or one with {CONFIG} and weights"
     if not source.exists():
         fix += f"; {nearest_path(source)}"
+    elif (other := other_folder(source)) is not None:
+        message, fix = f"{source} holds {other[0]}, and no {CONFIG}", other[1]
     return ConfigError([Problem(code="no-file", key=str(source), message=message, fix=fix)])
 
 
