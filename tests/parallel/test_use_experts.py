@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moemesh as mm
@@ -124,6 +126,83 @@ def test_a_model_without_experts_is_refused() -> None:
         mm.use_experts(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="model must be a Module"):
         mm.use_experts(3)  # type: ignore[arg-type]
+
+
+def with_replicas(rank: int) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    model = model_of("qwen3_moe")
+    # An optimizer that has the parameters already.
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    mm.use_experts(model, mesh)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    with wrapped.no_sync():
+        backward(wrapped, _IDS.chunk(4)[rank])
+    backward(wrapped, _IDS.chunk(4)[rank])
+    norm = float(mm.clip_grad_norm_(model, 1e9))
+    optimizer.step()
+    return norm, mm.full_state_dict(model)
+
+
+def test_replicas_of_experts_train_as_one_device() -> None:
+    one = model_of("qwen3_moe")
+    optimizer = torch.optim.SGD(one.parameters(), 0.1)
+    backward(one, _IDS, times=2)
+    norm = nn.utils.clip_grad_norm_(one.parameters(), 1e9).item()
+    optimizer.step()
+    for norm_of_all, state in run_on_ranks(4, with_replicas, timeout=300):
+        assert norm_of_all == pytest.approx(norm, abs=MOST)
+        for key, value in one.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=MOST, msg=key)
+
+
+def compiled(rank: int) -> float:
+    one, model = model_of("qwen3_moe"), model_of("qwen3_moe")
+    mm.use_experts(model)
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager")
+    with torch.no_grad():
+        return float(
+            (model(_IDS[rank : rank + 1]).logits - one(_IDS[rank : rank + 1]).logits).abs().max()
+        )
+
+
+@pytest.mark.slow
+def test_a_compiled_model_computes_its_experts_between_graphs() -> None:
+    assert max(run_on_ranks(RANKS, compiled, timeout=300)) < MOST
+
+
+def in_a_wrong_order(rank: int) -> None:
+    model = model_of("qwen3_moe")
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(LayerError, match="DistributedDataParallel is not the model of transform"):
+        mm.use_experts(wrapped)
+    with pytest.raises(LayerError, match="of Qwen3MoeExperts belongs to DDP"):
+        mm.use_experts(model)
+    model = model_of("qwen3_moe")
+    fully_shard(model)
+    with pytest.raises(LayerError, match=r"gate_up_proj is sharded already: .* before fully_shard"):
+        mm.use_experts(model)
+    model = model_of("qwen3_moe")
+    mm.use_experts(model)
+    experts = model.model.layers[0].mlp.experts
+    nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+    with pytest.raises(LayerError, match="adapters of PEFT change experts that are spread"):
+        model(_IDS)
+
+
+def under_a_larger_ddp(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    model = model_of("qwen3_moe")
+    mm.use_experts(model, mesh["experts"])
+    with pytest.raises(
+        LayerError, match=r"DDP reduces gradients over 4 ranks, and the experts .* 2:"
+    ):
+        DistributedDataParallel(model)(_IDS)
+
+
+def test_other_programs_are_refused() -> None:
+    run_on_ranks(RANKS, in_a_wrong_order, timeout=300)
+    run_on_ranks(4, under_a_larger_ddp, timeout=300)
 
 
 def refused(rank: int) -> None:

@@ -12,10 +12,13 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrize import is_parametrized
 
-from moemesh.comm.collectives import gather_json
+from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Axis
 from moemesh.config.errors import check_kind, public
 from moemesh.config.plan import Dispatcher as DispatcherName
@@ -48,12 +51,14 @@ def use_experts(
     """Let moemesh compute the experts of `model`, a model of transformers 5, in its place: each
     rank of `group` keeps its share of every stack of experts.
 
-    `group`, `dispatcher` and `gradients` are those of :class:`MoELayer`. All ranks call, with equal
-    models, before the model is wrapped and before an optimizer has its parameters. Without a model
-    the name ``experts_implementation="moemesh"`` of ``from_pretrained`` is registered, and no more.
+    `group`, `dispatcher` and `gradients` are those of :class:`MoELayer`; gradients are reduced over
+    replicas (a DeviceMesh of two dimensions) in the backward. All ranks call, with equal models,
+    before the model is wrapped. Without a model the name ``experts_implementation="moemesh"`` of
+    ``from_pretrained`` is registered, and no more.
 
-    Raises LayerError for a model without experts of transformers' interface, with experts that
-    are spread already, or with a number of experts that the ranks of the group do not divide.
+    Raises LayerError for a model without experts of transformers' interface, in a wrapper, with
+    experts that are spread or sharded already, or with a number of experts that the ranks of the
+    group do not divide.
     """
     try:
         from moemesh.model.hub import experts as seam  # late: it imports transformers
@@ -65,16 +70,16 @@ def use_experts(
     check_choice("dispatcher", dispatcher, choices_of(DispatcherName))
     check_choice("gradients", gradients, ("mean", "sum"))
     ranks, replicas = axes_of(group)
-    if replicas.size > 1:
-        raise LayerError(
-            "use_experts takes a group of ranks, not a mesh of two dimensions: its first one "
-            "would hold replicas of the experts"
-        )
     modules = {name: one for name, one in model.named_modules() if seam.is_experts(one)}
     if not modules:
         raise LayerError(
             f"{type(model).__name__} has no experts that pass through the interface of "
             "transformers 5 (use_experts_implementation)"
+        )
+    if not hasattr(model, "set_experts_implementation"):
+        raise LayerError(
+            f"{type(model).__name__} is not the model of transformers but a wrapper of it: call "
+            "use_experts before the model is wrapped"
         )
     for name, module in modules.items():
         _check(name, cast("Any", module), ranks.size)
@@ -82,7 +87,7 @@ def use_experts(
     for module in modules.values():
         if ranks.size > 1:
             _spread(module, ranks)
-        _Exchange(module, ranks, dispatcher, gradients)
+        _Exchange(module, ranks, replicas, dispatcher, gradients)
     cast("Any", model)._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
 
 
@@ -91,6 +96,8 @@ def _check(name: str, module: Any, size: int) -> None:
     if isinstance(module, Spread) or "exchange" in module.__dict__:
         raise LayerError(f"{name}: moemesh computes these experts already")
     for leaf, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise LayerError(f"{name}.{leaf} is sharded already: use_experts before fully_shard")
         if parameter.shape[0] != module.num_experts and size > 1:
             raise LayerError(
                 f"{name}.{leaf} has the shape {list(parameter.shape)}, not one entry for each of "
@@ -114,10 +121,17 @@ def _spread(module: nn.Module, ranks: Axis) -> None:
     assert isinstance(module, Spread)
     module.ranks = ranks
     held = slice(module.held.start, module.held.stop)
-    for leaf, parameter in list(module._parameters.items()):
-        if parameter is not None:
-            part = nn.Parameter(parameter[held].clone(), parameter.requires_grad)
-            module._parameters[leaf] = part
+    for leaf, parameter in module.named_parameters(recurse=False):
+        # The same object: an optimizer may have it.
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data[held].clone()
+        parameter.grad = None if gradient is None else gradient[held].clone()
+        node = get_gradient_edge(parameter).node if parameter.requires_grad else None
+        if node is not None and node._input_metadata[0].shape != list(parameter.shape):
+            raise LayerError(
+                f"{leaf} of {kind.__name__} belongs to DDP or to a graph of an earlier forward: "
+                "call use_experts before the model is wrapped or runs"
+            )
     module.share_state()
     module.register_state_dict_post_hook(_refuse_one_rank)
 
@@ -131,30 +145,49 @@ def _refuse_one_rank(*_: object) -> None:
         )
 
 
-class _Mean(NamedTuple):
-    """A hook of a parameter's gradient: the sum over ranks becomes their mean."""
+class _Reduction(NamedTuple):
+    """A hook of a parameter's gradient, which is the sum over the ranks of the group: adds those of
+    the replicas, and divides."""
 
-    num_ranks: int
+    replicas: Axis
+    divisor: int
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        return gradient / self.num_ranks
+        gradient = gradient / self.divisor
+        all_reduce_(gradient, self.replicas, caller="moe.sync", phase="backward")
+        return gradient
 
 
 class _Exchange:
     """(x [T, H], experts [T, K], weights [T, K]) -> [T, H] by the experts of all ranks."""
 
-    def __init__(self, module: nn.Module, ranks: Axis, dispatcher: Any, gradients: str) -> None:
+    def __init__(
+        self, module: nn.Module, ranks: Axis, replicas: Axis, dispatcher: Any, gradients: str
+    ) -> None:
         from moemesh.model.hub.experts import HubMoE, set_exchange  # late: it imports transformers
 
-        self.ranks, self.is_mean = ranks, gradients == "mean"
+        self.ranks = ranks
+        num_ranks = ranks.size * replicas.size
+        self.reduction = _Reduction(replicas, num_ranks if gradients == "mean" else 1)
         self.plan = Plan(dp=ranks.size, ep=ranks.size, dispatcher=dispatcher)
         self.moe = HubMoE(module, cast("Any", module).num_experts)
         self._connection: Connection | None = None
         set_exchange(module, self)
 
     def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            # Rows of an expert and messages are data: a graph cannot hold them.
+            return torch.compiler.disable(self._computed)(x_TH, experts_TK, weights_TK)
+        return self._computed(x_TH, experts_TK, weights_TK)
+
+    def _computed(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         module = self.moe.module
         if isinstance(module, Spread):
+            if is_parametrized(module):
+                raise LayerError(
+                    "adapters of PEFT change experts that are spread over ranks: leave its "
+                    "target_parameters out, or train adapters by [lora] of `moemesh train`"
+                )
             if self._connection is None:
                 self._connect(module, x_TH, experts_TK)
             self._mark(module)
@@ -169,7 +202,7 @@ class _Exchange:
 
     def _connect(self, module: Spread, x_TH: Tensor, experts_TK: Tensor) -> None:
         """At the first forward: check that the ranks agree, then choose a dispatcher."""
-        refuse_misuse(module, self.ranks.size)
+        refuse_misuse(module, self.ranks.size, self.reduction.replicas.size)
         connection = Connection.over(self.ranks, x_TH.device)
         (_, hidden), slots = x_TH.shape, experts_TK.shape[1]
         mine = {"call": f"{self.plan} {hidden} {slots} {x_TH.dtype}", "tokens": len(x_TH)}
@@ -186,6 +219,6 @@ class _Exchange:
         module.mark_gradients()
         for parameter in module.parameters():
             hooks = (parameter._backward_hooks or {}).values()
-            is_marked = any(isinstance(hook, _Mean) for hook in hooks)
-            if self.is_mean and parameter.requires_grad and not is_marked:
-                parameter.register_hook(_Mean(self.ranks.size))
+            is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
+            if parameter.requires_grad and not is_marked:
+                parameter.register_hook(self.reduction)

@@ -245,13 +245,19 @@ def _load_block(layer: MoELayer, state: dict[str, Any], prefix: str, *_: object)
         state.update({prefix + name: one for name, one in layer.origin.read(block).items()})
 
 
-def refuse_misuse(experts: nn.Module, size: int) -> None:
+def refuse_misuse(experts: nn.Module, size: int, replicas: int) -> None:
     """Raise LayerError where the program around a forward would overwrite or lose the parameters of
-    `experts` that are spread over `size` ranks."""
+    `experts` that are spread over `size` ranks, or let their `replicas` drift apart."""
     if size == 1:
         return
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None:
+        if (num_ranks := dist.get_world_size(ddp.process_group)) != size * replicas:
+            raise LayerError(
+                f"DDP reduces gradients over {num_ranks} ranks, and the experts over "
+                f"{size * replicas}: group = a DeviceMesh of DDP's ranks with two dimensions, "
+                "(replicas, ranks that share the experts)"
+            )
         reduced = {id(parameter) for parameter in ddp._module_parameters}
         if any(id(parameter) in reduced for parameter in expert_parameters(experts).values()):
             raise LayerError(
@@ -593,7 +599,7 @@ class MoELayer(nn.Module):
 
     def _connect(self, x: Tensor, dtype: torch.dtype) -> None:
         """At the first forward: check that the ranks agree, then choose and test a dispatcher."""
-        refuse_misuse(self, self.ranks.size)
+        refuse_misuse(self, self.ranks.size, self.replicas.size)
         connection = Connection.over(self.ranks, x.device)
         mesh, block = connection.mesh, self._block[0]
         # A copy: FSDP2 resizes the memory of the weight, and numpy forbids that for good.
