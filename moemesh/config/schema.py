@@ -59,6 +59,8 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
     same key in another section, then weaker resemblances.
     """
     section, _, leaf = key.rpartition(".")
+    if section and section not in SECTIONS and leaf in ("enable", "enabled"):  # a switch of a part
+        return explain_unknown_key(section)
     if not section and (close := close_names(leaf, SECTIONS)) and not alias_hint(leaf):
         return f"no section is named [{leaf}]", f"did you mean [{close[0]}]?"
     elsewhere = [f"{name}.{leaf}" for name in sections_with(leaf)]
