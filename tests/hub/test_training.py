@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.architecture import Architecture
+from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.model.hub.architecture import read
@@ -111,6 +112,18 @@ def test_models_of_images_and_text_alone_train_on_text(name: str) -> None:
     encoder = [key for key in trained.weights if "vis" in key]
     assert all(torch.equal(trained.weights[key], weights[key].double()) for key in encoder)
     mesh_on_ranks(Plan(dp=2, ep=2).layout, proof, architecture_of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", text_of_images())
+def test_pipelines_of_models_of_images_and_text_train_as_transformers(name: str) -> None:
+    try:
+        architecture = architecture_of(name)
+    except (AssertionError, RuntimeError, ConfigError) as error:
+        pytest.skip(f"no tiny model: {error}")
+    if architecture.uncut:
+        pytest.skip(architecture.uncut)
+    assert difference(split(name, **LAYOUTS["pp2_ep2"]), plain(name)) < 1e-9
 
 
 def experts_of(name: str) -> set[str]:
