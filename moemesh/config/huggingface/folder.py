@@ -102,7 +102,7 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
 
 
 def other_folder(folder: Path, name: str | None = None) -> tuple[str, str] | None:
-    """What a folder, or its file `name`, holds in place of a model, and the remedy."""
+    """Kind of a folder without a model, or of its file `name`, and the remedy; None if unknown."""
     for pattern, kind, remedy in OTHER_FOLDERS:
         match = next(iter(sorted(folder.glob(pattern))), None)
         if match is not None and (name is None or fnmatch(name, pattern)):
