@@ -123,7 +123,11 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
                 raise DataError(f"data.path {path}: the pattern matches no file") from error
             return [_classified(file, format) for file in files]
         reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"data.path {path}: {reason} ({nearest_path(root)})") from error
+        advice, parts = nearest_path(root), path.split(",")
+        if len(parts) > 1 and all(Path(part).expanduser().exists() for part in parts):
+            sources = ", ".join(f'{{path="{part}"}}' for part in parts)
+            advice = f"several are data.sources=[{sources}]"
+        raise DataError(f"data.path {path}: {reason} ({advice})") from error
     if stat.S_ISREG(mode):
         return [_classified(root, format)]
     if not stat.S_ISDIR(mode):

@@ -128,6 +128,18 @@ def test_json_by_its_name(tmp_path: Path) -> None:
         texts(tmp_path / "a.json")
 
 
+def test_several_paths_in_one(tmp_path: Path) -> None:
+    names = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    for name in names:
+        Path(name).write_text("text")
+    with pytest.raises(
+        DataError, match=rf'data.sources=\[{{path="{names[0]}"}}, {{path="{names[1]}"'
+    ):
+        find(",".join(names))
+    with pytest.raises(DataError, match=r"c\.txt: No such file or directory \((?!several)"):
+        find(f"{names[0]},{tmp_path}/c.txt")
+
+
 def test_a_folder_of_mixed_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "two"}\n'))

@@ -19,6 +19,8 @@ from moemesh.checkpoint.huggingface.weight_folder import torch_dtype
 from moemesh.checkpoint.load import Shard
 from moemesh.checkpoint.store import open_checkpoint
 from moemesh.config.errors import ConfigError
+from moemesh.train.weights.conversion import open_weights
+from moemesh.train.weights.weight_sources import config_of
 from tests.hub.families import family_names, random_model, tiny_folder
 
 #: A stack in the folder, experts by themselves, a text part among images, groups of several
@@ -158,10 +160,17 @@ def test_a_folder_of_the_base_model_has_no_prefix(tmp_path: Path) -> None:
 
 
 def test_tensors_of_no_part_are_carried_and_named(tmp_path: Path) -> None:
-    folder = changed(
-        tiny_folder("qwen3_moe", tmp_path), lambda t: t.update({"mtp.x": torch.zeros(2)})
-    )
-    assert HubWeights(folder).tensors.carried == ["mtp.x"]
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    folder, config = tiny_folder("qwen3_moe", tmp_path), ["model.implementation=transformers"]
+    notes: list[str] = []
+    open_weights(config_of(folder, config), notes.append)
+    assert notes == []
+    changed(folder, lambda t: t.update({"mtp.x": torch.zeros(2), bias: torch.zeros(2)}))
+    assert set(HubWeights(folder).tensors.carried) == {"mtp.x", bias}
+    open_weights(config_of(folder, config), notes.append)
+    assert notes == [
+        f"{bias} and 1 more of {folder}: no part of the trained model; an export has them unchanged"
+    ]
 
 
 def test_a_quantized_folder_is_refused(tmp_path: Path) -> None:

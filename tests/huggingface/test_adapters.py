@@ -307,6 +307,11 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     for key, value in OTHER_METHODS.items():
         path.write_text(json.dumps(given | {key: value}))
         refused(rf"{key}.*(changes the weights|is not known here)")
+    weights = tmp_path / "peft" / WEIGHTS
+    pickled = weights.rename(weights.with_name("adapter_model.bin"))
+    path.write_text(json.dumps(given))
+    refused(r"holds no adapter_model\.safetensors; adapter_model\.bin is never read")
+    pickled.rename(weights)
     path.write_text(json.dumps(given | {"peft_type": "IA3"}))
     refused("is of the type IA3, not LORA")
     path.write_text(json.dumps(given))

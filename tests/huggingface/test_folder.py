@@ -324,3 +324,17 @@ def test_the_address_of_a_model() -> None:
         load_run([], [f"model.path={address}"])
     with pytest.raises(ConfigError, match=r"fix: model\.path=Qwen3-0\.6B"):
         load_run([], ["model=Qwen3-0.6B"])
+
+
+def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
+    """`AutoConfig` changes its family, whose windows alternate; ours has no such windows."""
+    model = make("mistral", sliding_window=24)
+    model.save_pretrained(tmp_path / "plain")
+    exported = ours.there_and_back(tmp_path / "plain", tmp_path)
+    assert load(exported).config.model_type == "mistral"
+    file = tmp_path / "plain" / "config.json"
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": kinds}))
+    assert load(tmp_path / "plain").config.model_type == "ministral"
+    with pytest.raises(ConfigError, match='model_type = "ministral"'):
+        load_run([], [f"model.path={tmp_path / 'plain'}"])

@@ -299,6 +299,11 @@ def check_adapter_folder(
         if value and key not in {*KNOWN_FIELDS, "init_lora_weights"} and (key, value) != _NO_BIAS:
             raise CheckpointError(f"{file}: uses {key}, which is not known here")
     header = path / WEIGHTS
+    if not header.exists() and (pickled := path / "adapter_model.bin").exists():
+        raise CheckpointError(
+            f"{path} holds no {WEIGHTS}; {pickled.name} is never read, since reading it runs code "
+            "of its author: load it with PEFT where that is safe, and write it by save_pretrained"
+        )
     shapes = {name: entry.shape for name, entry in read_header(header).items()}
     of_folder = sorted({match[1] for name in shapes if (match := _LEAF.search(name))})
     advice = f"; the folder has adapters of {', '.join(of_folder)}"

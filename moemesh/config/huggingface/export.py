@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.huggingface.folder import SAME_WINDOWS
 from moemesh.config.huggingface.keys import class_rows, known_families, names
 from moemesh.config.huggingface.model import ROPE_KEYS, ROPE_NEEDS, model_values, trained_families
 from moemesh.config.model import ModelConfig
@@ -199,8 +200,9 @@ def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
             "sliding_attention" if model.window(index) else "full_attention"
             for index in range(model.num_layers)
         ]
-        values |= {"sliding_window": model.sliding_window, "layer_types": kinds}
-        values |= {"use_sliding_window": True}
+        values |= {"sliding_window": model.sliding_window, "use_sliding_window": True}
+        if kind != SAME_WINDOWS:
+            values["layer_types"] = kinds
     else:
         values |= {"sliding_window": None, "use_sliding_window": False}
     return values

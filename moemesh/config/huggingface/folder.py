@@ -22,6 +22,8 @@ from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import ConfigSource, Leaf
 from moemesh.config.suggest import nearest_path
 
+#: Family whose layers all have the window, or none.
+SAME_WINDOWS = "mistral"
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 #: All tensors in one file, or the index of the files that hold them.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -61,7 +63,8 @@ _Place = tuple[Path, int, int, int, str]
 
 def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     """The JSON object of a ``config.json``, or of that in a folder. As in transformers, a folder
-    whose weights have a head that differs from the embedding is untied, whatever the file contains.
+    whose weights have a head that differs from the embedding is untied, whatever the file contains,
+    and a mistral with ``layer_types`` is a ministral.
 
     Raises ConfigError, under `key`, for a file that is missing, too long, or not a JSON object.
     """
@@ -95,6 +98,8 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise _refused("wrong-type", key, path, f"{file} is not a JSON object")
     values = cast("dict[str, Any]", parsed)
+    if values.get("model_type") == SAME_WINDOWS and "layer_types" in values:
+        values["model_type"] = "ministral"
     is_tied = values.get("tie_word_embeddings") is not False
     if is_tied and path.is_dir() and _has_own_head(path):
         values["tie_word_embeddings"] = False
@@ -102,7 +107,7 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
 
 
 def other_folder(folder: Path, name: str | None = None) -> tuple[str, str] | None:
-    """What a folder, or its file `name`, holds in place of a model, and the remedy."""
+    """Kind of a folder without a model, or of its file `name`, and the remedy; None if unknown."""
     for pattern, kind, remedy in OTHER_FOLDERS:
         match = next(iter(sorted(folder.glob(pattern))), None)
         if match is not None and (name is None or fnmatch(name, pattern)):

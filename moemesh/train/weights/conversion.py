@@ -72,7 +72,14 @@ def open_weights(
         # Late: transformers takes seconds to import.
         from moemesh.checkpoint.huggingface.hub_weights import HubWeights
 
-        return HubWeights(Path(config.model_path))
+        hub = HubWeights(Path(config.model_path))
+        if carried := sorted(hub.tensors.carried):
+            more = f" and {len(carried) - 1} more" if len(carried) > 1 else ""
+            log(
+                f"{carried[0]}{more} of {hub.folder.path}: no part of the trained model; an export "
+                "has them unchanged"
+            )
+        return hub
     weights = HuggingFaceWeights(Path(config.model_path), config.model)
     if weights.folder.packed:
         kind = f"{weights.folder.path}: weights in {weights.quantization}"
