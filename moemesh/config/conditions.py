@@ -16,10 +16,10 @@ class Condition:
 
     text: str
     names: tuple[str, ...]
-    found: Callable[[Numbers], str]
+    violation: Callable[[Numbers], str]
 
     def holds(self, numbers: Numbers) -> bool:
-        return not self.found(numbers)
+        return not self.violation(numbers)
 
 
 class ScheduleConditionError(UserError):
@@ -30,42 +30,42 @@ def at_least(name: str, bound: int, of: str = "") -> Condition:
     """``name >= bound``, or ``name >= bound * of`` for another number `of`."""
     limit = str(bound) if not of else of if bound == 1 else f"{bound} * {of}"
 
-    def found(numbers: Numbers) -> str:
+    def violation(numbers: Numbers) -> str:
         least = bound * (numbers[of] if of else 1)
         return f"{numbers[name]} < {least}" if numbers[name] < least else ""
 
-    return Condition(f"{name} >= {limit}", (name, of) if of else (name,), found)
+    return Condition(f"{name} >= {limit}", (name, of) if of else (name,), violation)
 
 
 def at_most(name: str, bound: int) -> Condition:
     """``name <= bound``."""
 
-    def found(numbers: Numbers) -> str:
+    def violation(numbers: Numbers) -> str:
         return f"{numbers[name]} > {bound}" if numbers[name] > bound else ""
 
-    return Condition(f"{name} <= {bound}", (name,), found)
+    return Condition(f"{name} <= {bound}", (name,), violation)
 
 
 def divisible(name: str, by: int | str) -> Condition:
     """``name % by == 0`` for a number or the name of one; of 2, an even number."""
 
-    def found(numbers: Numbers) -> str:
+    def violation(numbers: Numbers) -> str:
         value, of = numbers[name], numbers[by] if isinstance(by, str) else by
         if of < 1 or value % of == 0:  # a divisor below 1 breaks a rule of its own
             return ""
         return str(value) if by == 2 else f"{value} % {of} == {value % of}"
 
     text = f"an even number of {name}" if by == 2 else f"{name} % {by} == 0"
-    return Condition(text, (name, by) if isinstance(by, str) else (name,), found)
+    return Condition(text, (name, by) if isinstance(by, str) else (name,), violation)
 
 
 def one_of(name: str, *values: int) -> Condition:
     """``name`` is one of `values`."""
 
-    def found(numbers: Numbers) -> str:
+    def violation(numbers: Numbers) -> str:
         return "" if numbers[name] in values else str(numbers[name])
 
-    return Condition(f"{name} == {' or '.join(map(str, values))}", (name,), found)
+    return Condition(f"{name} == {' or '.join(map(str, values))}", (name,), violation)
 
 
 #: Every schedule: a pipeline has a rank, a step a microbatch.
@@ -91,7 +91,7 @@ microbatches % ranks == 0, got 10 % 4 == 2 (nearest: microbatches 8 or 12, or ra
     broken = [rule for rule in conditions if not rule.holds(numbers)]
     if not broken:
         return
-    lines = [f"{schedule} needs {rule.text}, got {rule.found(numbers)}" for rule in broken]
+    lines = [f"{schedule} needs {rule.text}, got {rule.violation(numbers)}" for rule in broken]
     # One number changed where that is enough, else all of them in their order.
     hint = ", or ".join(
         f"{name} {' or '.join(map(str, values))}"
@@ -137,7 +137,7 @@ def _legal(rules: Sequence[Condition], given: Numbers, name: str) -> list[int]:
     value = given[name]
     # No rule needs more than twice another number; a value beyond this bound would not be "near".
     reach = min(2 * sum(map(abs, given.values())) + 2, 10_000)
-    found: list[int] = []
+    legal: list[int] = []
     for direction in (-1, 1):
         for distance in range(1, reach + 1):
             candidate = value + direction * distance
@@ -147,6 +147,6 @@ def _legal(rules: Sequence[Condition], given: Numbers, name: str) -> list[int]:
                 continue
             numbers = {**given, name: candidate}
             if all(rule.holds(numbers) for rule in rules):
-                found.append(candidate)
+                legal.append(candidate)
                 break
-    return sorted(found, key=lambda candidate: (abs(candidate - value), candidate))
+    return sorted(legal, key=lambda candidate: (abs(candidate - value), candidate))

@@ -134,7 +134,7 @@ class RankModel:
         return {name: one for name, one in self.placements.items() if one.trains}
 
     def norm_addends(self) -> Addends:
-        """What this rank adds to the norm of all gradients; computed when experts have moved."""
+        """Squares that this rank adds to the gradient norm; computed when experts have moved."""
         homes = tuple(self.homes.items())
         if homes not in self._addends:
             self._addends.clear()

@@ -57,7 +57,7 @@ class GradientHooks:
                 last.update(dict.fromkeys(parameters[op.stage], op))
             for parameter, op in last.items():
                 self._last.setdefault(op, []).append(parameter)
-        #: Of these, the parameters whose gradient comes in one part, and the others.
+        #: Parameters among them whose gradient comes in one part, and the others.
         parts = set(in_parts)
         self._whole = {op: [p for p in ended if p not in parts] for op, ended in self._last.items()}
         self._in_parts = {op: [p for p in ended if p in parts] for op, ended in self._last.items()}
