@@ -208,14 +208,14 @@ def random_example(
     each = experts_per_token * read.world_size
     choices = tokens * each
     most = max(1, MOST_DRAWN // each) if each > 0 else 1
-    too_large = partial(Problem.of, "out-of-range")
+    beyond = partial(Problem.of, "out-of-range")
     rules = [
-        (not 1 <= experts_per_token <= num_experts, too_large("experts_per_token", experts_per_token,
+        (not 1 <= experts_per_token <= num_experts, beyond("experts_per_token", experts_per_token,
          f"a token has 1 to {num_experts} experts, not {experts_per_token}",
          f"--experts-per-token {max(1, min(num_experts, experts_per_token))}")),
-        (num_experts > MOST_DRAWN, too_large("num_experts", num_experts,
+        (num_experts > MOST_DRAWN, beyond("num_experts", num_experts,
          f"{num_experts} experts are more than {MOST_DRAWN}", f"--experts {MOST_DRAWN}")),
-        (choices > MOST_DRAWN, too_large("tokens", tokens,
+        (choices > MOST_DRAWN, beyond("tokens", tokens,
          f"{tokens} tokens on each of {read.world_size} ranks with {experts_per_token} experts "
          f"are {choices} choices, more than {MOST_DRAWN}", f"--tokens {most}")),
     ]  # fmt: skip
