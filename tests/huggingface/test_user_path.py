@@ -129,7 +129,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     for words in commands_of_page():
         by_verb.setdefault(" ".join(words[:2]), words)
     train = by_verb["moemesh train"]
-    assert "ok: 4 ranks" in user.run(["moemesh", "config", "check", *train[2:3]])
+    assert "ok: 2 ranks" in user.run(["moemesh", "config", "check", *train[2:3]])
     run, whole = tmp_path / "runs" / Path(train[2]).stem, tmp_path / "whole"
     user.run([*train, "--out", str(whole)])
     user.stop_early(train, run)
