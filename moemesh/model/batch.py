@@ -261,6 +261,34 @@ def make_context(
     )
 
 
+def token_context(
+    x: Tensor,
+    num_sequences: int,
+    length: int,
+    *,
+    first_id: int = 0,
+    valid_T: Tensor | None = None,
+    **options: int | bool,
+) -> Context:
+    """Context of `num_sequences` * `length` tokens on the device of `x`, for MoE layers alone: it
+    has no rotary tables and nothing is visible. `options`: other fields of :class:`Context`."""
+    rows_T, nothing = torch.arange(num_sequences * length, device=x.device), x.new_zeros(0)
+    return Context(
+        num_sequences=num_sequences,
+        seq_len=length,
+        num_tokens=len(rows_T),
+        length=length,
+        visible=Visibility((), ()),
+        cosine=nothing,
+        sine=nothing,
+        sequence_T=rows_T // max(length, 1),
+        position_T=rows_T % max(length, 1),
+        valid_T=valid_T,
+        token_ids_T=rows_T + first_id,
+        **options,
+    )
+
+
 def position_ids(runs: Runs, device: torch.device) -> Tensor:
     """The positions of `runs` in their order, int64 [S]."""
     parts = [torch.arange(run.start, run.stop, device=device) for run in runs]

@@ -24,6 +24,7 @@ from moemesh.config.errors import check_kind, public
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.plan import Plan
 from moemesh.config.suggest import choices_of
+from moemesh.model.batch import token_context
 from moemesh.parallel.expert.layer import (
     Connection,
     axes_of,
@@ -31,7 +32,6 @@ from moemesh.parallel.expert.layer import (
     check_divides,
     model_config,
     refuse_misuse,
-    token_context,
 )
 from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
 from moemesh.parallel.expert.transformers_trainer import caller, follow
@@ -152,6 +152,10 @@ class _Reduction(NamedTuple):
     replicas: Axis
     divisor: int
 
+    @property
+    def changes(self) -> bool:
+        return self.replicas.size > 1 or self.divisor > 1
+
     def __call__(self, gradient: Tensor) -> Tensor:
         gradient = gradient / self.divisor
         all_reduce_(gradient, self.replicas, caller="moe.sync", phase="backward")
@@ -220,5 +224,5 @@ class _Exchange:
         for parameter in module.parameters():
             hooks = (parameter._backward_hooks or {}).values()
             is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
-            if parameter.requires_grad and not is_marked:
+            if self.reduction.changes and parameter.requires_grad and not is_marked:
                 parameter.register_hook(self.reduction)

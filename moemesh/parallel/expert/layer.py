@@ -41,10 +41,9 @@ from moemesh.config.plan import Combine, Payload, Plan
 from moemesh.config.plan import Dispatcher as DispatcherName
 from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
 from moemesh.config.toml import format_value
-from moemesh.model.batch import Context
+from moemesh.model.batch import token_context
 from moemesh.model.dispatcher import Dispatcher
 from moemesh.model.initialization import normal_slice
-from moemesh.model.visibility import Visibility
 from moemesh.ops.permute import linear_map
 from moemesh.parallel.expert.build import overlapped, tested_dispatcher
 from moemesh.parallel.expert.layer_block import (
@@ -266,33 +265,6 @@ def refuse_misuse(experts: nn.Module, size: int, replicas: int) -> None:
                 "list(moemesh.expert_parameters(model))"
             )
     follow()
-
-
-def token_context(
-    x: Tensor,
-    num_sequences: int,
-    length: int,
-    *,
-    first_id: int = 0,
-    valid_T: Tensor | None = None,
-    **options: Any,
-) -> Context:
-    """The tokens of `x` as sequences of `length`, without positions for attention."""
-    rows_T, nothing = torch.arange(num_sequences * length, device=x.device), x.new_zeros(0)
-    return Context(
-        num_sequences=num_sequences,
-        seq_len=length,
-        num_tokens=len(rows_T),
-        length=length,
-        visible=Visibility((), ()),
-        cosine=nothing,
-        sine=nothing,
-        sequence_T=rows_T // max(length, 1),
-        position_T=rows_T % max(length, 1),
-        valid_T=valid_T,
-        token_ids_T=rows_T + first_id,
-        **options,
-    )
 
 
 class MoELayer(nn.Module):
