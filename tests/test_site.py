@@ -36,6 +36,7 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("*.html")}
     assert {"index.html", "tutorial/index.html", "errors/index.html", "seeds/index.html"} <= pages
+    assert "\\|" not in (tmp_path / "site" / "configuration" / "index.html").read_text()
     css = (tmp_path / "site" / "site.css").read_text()
     assert re.search(r'img\[src\$="\.svg"\] \{\s+max-width: none;\s+min-width: 720px;', css)
     loaded = r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(https?://[^"]+)"'
