@@ -249,6 +249,7 @@ def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cl
     peaks = {"bfloat16": half}
     peaks |= {"float8": eight} if eight > half else {}
     peaks |= {"float4": four} if four > eight else {}
+    peaks |= {"float32": wide} if (wide := device.peak("float32")) else {}
     return Cluster(
         name=f"{count}x{device.name}",
         nodes=max(1, count // size),

@@ -27,8 +27,22 @@ class Accelerator:
     intra_node_bandwidth: float
     inter_node_bandwidth: float
     node_size: int
+    #: Dense operations of products in float32 and float64; 0: unknown.
+    wide_flops: tuple[float, float] = (0.0, 0.0)
     #: Rate of the best matrix products, relative to the same share of the peak on NVIDIA's devices.
     sustained: float = 1.0
+
+    def width(self, precision: str) -> int:
+        """0, 1, 2: products in 16, 8 or 4 bit; a format that the device lacks is the next wider."""
+        place = {"float8": 1, "float4": 2}.get(precision, 0)
+        while place and self.peak_flops[place] == self.peak_flops[place - 1]:
+            place -= 1
+        return place
+
+    def peak(self, precision: str) -> float:
+        """Dense operations of products in a number type; 0 where the data sheet lacks it."""
+        wide = dict(zip(("float32", "float64"), self.wide_flops, strict=True))
+        return wide.get(precision, self.peak_flops[self.width(precision)])
 
 
 _TABLE: dict[str, Any] = read_preset_table("devices", "calibration")
@@ -44,6 +58,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         intra_node_bandwidth=row["links"][0] * 1e9,
         inter_node_bandwidth=row["links"][1] * 1e9,
         node_size=row["node_size"],
+        wide_flops=(1e12 * row.get("float32", 0.0), 0.0),
         sustained=_TABLE["sustained"].get(row["generation"], 1.0),
     )
     for name, row in _TABLE["device"].items()

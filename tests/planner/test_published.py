@@ -73,7 +73,7 @@ def test_notes_become_software():
     assert not parse(**moe).software.deduplicated and parse(**new).software.deduplicated
     assert not parse(**new, notes="dispatcher A2A").software.deduplicated
     assert parse(**moe, notes="dropless natural routing").software.natural_routing
-    assert parse(notes="LoRA Performance").software.adapters
+    assert parse(notes="LoRA Performance").layout.adapters
     assert parse(precision="MXFP8").software.block_scales
     assert parse().software.native_kernel and not parse(zero=3).software.native_kernel
     assert parse(zero=3, hardware="A100-80G NVL8").software.native_kernel
@@ -129,10 +129,12 @@ def test_notes_become_layouts():
     assert parse(src="trl_dpo").layout.loss == "chunked"
     moe = {"arch": "moe-30B", "ep": 8}
     drops = parse(**moe, notes="real routing, capacity factor 2.5, DeepEP")
-    assert (drops.software.capacity, drops.layout.imbalance) == (2.5, 2.5)
-    assert drops.software.natural_routing and drops.software.deduplicated
-    padded = parse(**moe, notes="capacity factor 1.0 padded").software
-    assert (padded.capacity, padded.padded, padded.token_drop) == (1.0, True, True)
+    assert drops.layout.imbalance == 2.5
+    assert drops.software.deduplicated and not drops.software.natural_routing
+    padded = parse(**moe, notes="capacity factor 1.0 padded")
+    assert (padded.layout.imbalance, padded.software.token_drop) == (1.0, True)
+    wide = parse(**moe, notes="capacity factor 1.5, padded")
+    assert (wide.layout.imbalance, wide.software.token_drop) == (1.5, False)
     assert parse(recompute="none", notes="recompute not stated").recompute_printed is False
     assert parse(recompute="selective(blocks; share not stated)").row["rest"] == "blocks"
     new = parse(zero=3, source="github.com/huggingface/trl PR 6845 (2026-08)")

@@ -130,6 +130,8 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     precision_text = row.get("precision", "").lower()
     precision: Precision = next(width for word, width in widths.items() if word in precision_text)
     kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
+    # Frozen weights have neither gradients nor optimizer states; those of adapters are small.
+    trained = 0.0 if (adapters := row.get("adapters") == "1") else 1.0
     return PlannedLayout(
         tp=tp,
         pp=pp,
@@ -149,10 +151,22 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         recompute=recompute_from_words(row.get("recompute", "")),
         attention_kernel=kernels.get(row.get("kernel", ""), "flash"),
         fused_norm=row.get("fused_norm") != "0",
+        adapters=adapters,
+        trained_dense=trained,
+        trained_experts=trained,
+        base="nf4" if row.get("base") == "nf4" else "same",
         loss="chunked" if row.get("loss") == "chunked" else "fused",
         precision=precision,
         dtype="float16" if row.get("precision", "") == "fp16" else "bfloat16",
     )
+
+
+def _decimal(row: Mapping[str, str], name: str) -> float:
+    """The number in a column, 0 for an empty cell. Raises ValueError."""
+    try:
+        return float(row.get(name) or 0)
+    except ValueError:
+        raise ValueError(f"{name} is `{row[name]}`: not a number") from None
 
 
 def _int(row: Mapping[str, str], name: str, default: int) -> int:
@@ -307,9 +321,11 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         _check(row, shape, layout, device)
         seconds, memory = _measured_seconds(row, shape, layout, device), _number(row, "mem_gib")
         software = software_of(row, shape, layout)
-        if software.natural_routing:
-            # The run must survive an expert rank that is full.
-            layout = layout.changed(imbalance=max(software.capacity, 1.0))
+        if capacity := _decimal(row, "capacity"):
+            # With real routing the fullest expert rank is full, with padded experts every rank is.
+            is_full = software.natural_routing or row.get("padded") == "1"
+            layout = layout.changed(imbalance=max(capacity, 1.0) if is_full else 1.0)
+            software = replace(software, natural_routing=False)
         # FSDP beside TP cuts experts as TP cuts everything.
         can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
         if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:

@@ -30,7 +30,7 @@ from moemesh.planner.memory import PeakMemory
 from moemesh.planner.planned_layout import TRAINED, PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.timing.columns import Software, layout_row, precision_of
+from moemesh.planner.timing.columns import Software, layout_row
 from moemesh.planner.timing.price import pricing
 from moemesh.trace.memory_profile import format_bytes
 
@@ -202,12 +202,11 @@ class SearchSpace:
         if too_large := int((self.needed > self.capacity).sum()):
             rejected["does not fit in memory"] = too_large
         space, count = self.space, self.space.num_devices
-        layout = PlannedLayout(
-            dp=count, seq_len=space.seq_len, global_batch=count, precision=space.precision
-        )
+        sizes = {"seq_len": space.seq_len, "global_batch": count, "precision": space.precision}
+        layout = PlannedLayout(**{**space.trained, **sizes}, dp=count)
         row = layout_row(self.shape, layout, Software())
         row = replace(row, microbatches=space.global_batch / count)
-        floor = self.pricing.compute_floor(self.shape, row, precision_of(layout))
+        floor = self.pricing.compute_floor(self.shape, row, layout.precision)
         assumptions = ["ZeRO-2 and ZeRO-3 are not combined with a pipeline"]
         if space.tensor_inside_node:
             assumptions.insert(0, "tensor and expert-tensor groups stay inside a node")

@@ -26,7 +26,7 @@ from moemesh.planner.memory import needed_bytes
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
-from moemesh.planner.timing.columns import LayoutColumns, layout_row, precision_of
+from moemesh.planner.timing.columns import LayoutColumns, layout_row
 from moemesh.planner.timing.price import Pricing, software_of
 from moemesh.schedule.build import is_defined
 
@@ -196,7 +196,7 @@ class Family:
         spans_nodes = self.columns.ep * self.columns.etp > self.space.node_size
         varied |= {"deduplicated": spans_nodes, **self.columns._asdict()}
         columns = replace(rows[0], **varied)
-        return self.flat(pricing.bound(shape, columns, precision_of(layouts[0])))
+        return self.flat(pricing.bound(shape, columns, self.space.precision))
 
 
 #: Columns of cuts that are also fields of a layout.
