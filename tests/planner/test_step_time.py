@@ -184,13 +184,11 @@ def test_a_format_that_a_device_lacks_is_the_next_wider_one(device, precision, a
     sheet = ACCELERATORS[device]
     assert hardware_row(sheet, precision) == hardware_row(sheet, as_slow_as)
     planned = {"dp": 8, "seq_len": 2048, "global_batch": 8}
-    prices = [
-        step_time(
-            model_row(DENSE), layout_row(DENSE, PlannedLayout(**planned, precision=name), Software()),
-            hardware_row(sheet, name), Constants(),
-        ).total
-        for name in (precision, as_slow_as)
-    ]  # fmt: skip
+    prices: list[float] = []
+    for name in (precision, as_slow_as):
+        row = layout_row(DENSE, PlannedLayout(**planned, precision=name), Software())
+        hardware = hardware_row(sheet, name)
+        prices.append(step_time(model_row(DENSE), row, hardware, Constants()).total)
     assert prices[0] == prices[1]
 
 

@@ -193,9 +193,7 @@ class LayoutColumns(Software):
     slices: Number = column(lambda row: row.stages.step.slices)
     seq_len: Number
     #: 0, 1, 2: matrix products in 16, 8 or 4 bit.
-    precision: Number = column(
-        lambda row: {"float8": 1, "float4": 2}.get(row.layout.precision, 0)
-    )
+    precision: Number = column(lambda row: {"float8": 1, "float4": 2}.get(row.layout.precision, 0))
     #: Share of the layers that are recomputed as a whole; for the other parts, 1 if recomputed.
     recompute_full: Number = column(
         lambda row: 1.0 if row.recomputes("full") else row.traits.recomputed_share
