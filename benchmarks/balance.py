@@ -195,17 +195,17 @@ def exact_loads(settings: BalancersSettings) -> list[dict[str, Any]]:
 
 
 def drift(settings: BalancersSettings) -> list[dict[str, Any]]:
-    """Per load shape: replicas moved over 8 steps of 10 % drift, and the worst gap to the bound."""
+    """Per load shape: replicas moved over steps of 10 % drift, and the worst gap to the bound."""
     rows: list[dict[str, Any]] = []
     random = np.random.default_rng(settings.seed)
     where = {"num_gpus": settings.gpus, "num_groups": settings.groups, "num_nodes": settings.nodes}
-    for name, given in load_shapes(4, settings.experts, settings.seed).items():
+    for name, given in load_shapes(settings.drift_layers, settings.experts, settings.seed).items():
         loads = given
         sizes = (settings.replicas, settings.groups, settings.nodes, settings.gpus)
         ours = scratch = rebalance_experts(loads, *sizes)[0]
         moved = {"incremental": 0, "scratch": 0}
         worst = 0.0
-        for _ in range(8):
+        for _ in range(settings.drift_steps):
             loads = loads * np.exp(random.normal(0, 0.1, loads.shape))
             step = rebalance_incremental(loads, ours, 0.05, **where)
             again = replan_from_scratch(loads, scratch, **where)
@@ -220,12 +220,12 @@ def drift(settings: BalancersSettings) -> list[dict[str, Any]]:
 def next_step(settings: BalancersSettings) -> dict[str, float]:
     """Gap to the bound on the loads a plan was made for, and on the next, drifted ones.
 
-    Medians over the load shapes, of means over 8 layers.
+    Medians over the load shapes, of means over layers.
     """
     random = np.random.default_rng(settings.seed)
     sizes = (settings.replicas, settings.groups, settings.nodes, settings.gpus)
     found: dict[str, list[float]] = {}
-    for loads in load_shapes(8, settings.experts, settings.seed).values():
+    for loads in load_shapes(settings.next_layers, settings.experts, settings.seed).values():
         later = loads * np.exp(random.normal(0, 0.1, loads.shape))
         ours = rebalance_experts(loads, *sizes)[0]
         theirs = torch_published(torch.from_numpy(loads).float(), *sizes).numpy()

@@ -138,6 +138,9 @@ class BalancersSettings(Settings):
     spare_slots: Annotated[int, "Spare slots of each rank.", {"min": 0}] = 2
     rounds: Annotated[int, "Timed repetitions.", {"min": 1}] = 3
     seed: Annotated[int, "Seed of the loads.", {"min": 0}] = 0
+    drift_layers: int = 4
+    drift_steps: int = 8
+    next_layers: int = 8
 
     def check(self) -> None:
         check_divides("ranks", self.ranks, "experts", self.experts)

@@ -67,6 +67,7 @@ def validate_runs(request: ValidateRequest) -> None:
         moemesh validate runs.csv --json predictions.json
     """
     from moemesh.config.cluster import load_cluster
+    from moemesh.config.errors import UserError
     from moemesh.planner.accuracy.calibrate import cross_validate, intervals_toml, left_out_errors
     from moemesh.planner.accuracy.calibration_file import use_cluster
     from moemesh.planner.accuracy.own import lessons
@@ -90,6 +91,9 @@ def validate_runs(request: ValidateRequest) -> None:
             further += ["", f"with a whole {name} left out:", _errors(unseen, by_source=False)]
     else:
         validation = summarize(predict(read, calibration))
+    if all(one.seconds is None for one in validation.predictions):
+        tables = ", ".join(map(str, request.runs))
+        raise UserError("\n".join([f"no row of {tables} can be priced", *_unpriced(validation)]))
     texts = [] if request.out is None else [(request.out, validation.json_text())]
     drawn: defaultdict[str, list[Prediction]] = defaultdict(list)
     for one in validation.predictions:
@@ -252,6 +256,8 @@ def _factor(width: float) -> str:
 
 def report(validation: "Validation") -> str:
     """Statistics as tables for a terminal, with the worst rows last."""
+    from moemesh.report.document import plural
+
     lines = [_errors(validation)]
     if fit := validation.fit:
         lines.append(
@@ -276,16 +282,24 @@ def report(validation: "Validation") -> str:
         lines += ["", table(header, rows, left=2)]
     if strange := [one.run.id for one in worst if one.is_in_another_unit]:
         lines += ["", f"in another unit, or of another batch: {', '.join(strange)}"]
-    unpriced = [one.run for one in validation.predictions if one.seconds is None]
-    if unpriced:
-        lines += ["", f"{len(unpriced)} rows not priced:"]
-        reasons: dict[str, list[str]] = defaultdict(list)
-        for run in unpriced:
-            reasons[run.reason].append(run.id)
-        for reason, ids in reasons.items():
-            shown = ", ".join(ids[:6]) + (" ..." if len(ids) > 6 else "")
-            lines.append(f"  {reason} ({shown})")
+    if silent := [one.run for one in validation.predictions if one.seconds and one.run.is_silent]:
+        names = ", ".join(run.id for run in silent[:6]) + " ..." * (len(silent) > 6)
+        lines += ["", f"{plural(len(silent), 'row')} without a measured time or memory: {names}"]
+    if unpriced := sum(one.seconds is None for one in validation.predictions):
+        lines += ["", f"{plural(unpriced, 'row')} not priced:", *_unpriced(validation)]
     return "\n".join(lines)
+
+
+def _unpriced(validation: "Validation") -> list[str]:
+    """Each reason for rows without a prediction, with the first rows and their lines."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for run in (one.run for one in validation.predictions if one.seconds is None):
+        line = run.row.get("line", "")
+        reasons[run.reason].append(run.id if line in run.id else f"{run.id} in line {line}")
+    return [
+        f"  {reason} ({', '.join(rows[:6])}{' ...' * (len(rows) > 6)})"
+        for reason, rows in reasons.items()
+    ]
 
 
 def _errors(validation: "Validation", *, by_source: bool = True) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -211,9 +212,9 @@ def _shown(value: object) -> str:
 
 
 def load_cluster(source: str | Path | Cluster) -> Cluster:
-    """The preset of that name, the TOML file at that path, or devices of a data sheet ("8xH100",
-    "MI300X" for one node of them); a cluster stays what it is. Raises ConfigError with every
-    problem found."""
+    """The preset of that name or several nodes of it ("4xdgx_h100"), the TOML file at that path, or
+    devices of a data sheet ("8xH100", "MI300X" for one node of them, "2x4xH100" for 2 nodes of 4);
+    a cluster stays what it is. Raises ConfigError with every problem found."""
     if isinstance(source, Cluster):
         return source
     source = str(source)
@@ -249,6 +250,7 @@ def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cl
     peaks = {"bfloat16": half}
     peaks |= {"float8": eight} if eight > half else {}
     peaks |= {"float4": four} if four > eight else {}
+    peaks |= {"float32": wide} if (wide := device.peak("float32")) else {}
     return Cluster(
         name=f"{count}x{device.name}",
         nodes=max(1, count // size),
@@ -265,22 +267,33 @@ def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cl
 
 
 def _cluster_of_devices(source: str) -> Cluster:
-    """The cluster of "8xH100". Raises ConfigError for a text that names no device."""
-    from moemesh.config.devices import ACCELERATORS, counted_device
+    """The cluster of "8xH100" or "4 x dgx_h100". Raises ConfigError for a text that names neither a
+    device nor a preset."""
+    from moemesh.config.devices import ACCELERATORS, counted, described_device
 
-    if counted := counted_device(source):
-        count, device = counted
+    names, (nodes, count, name) = preset_names("clusters"), counted(source)
+    preset, device = re.sub(r"[ -]", "_", name.strip().lower()), described_device(name)
+    if preset in names and nodes is None and count != 0 and (name == preset or device is None):
+        several = load_cluster(preset)
+        return several.model_copy(update={"nodes": several.nodes * (count or 1)})
+    if device is not None:
         try:
-            return cluster_of_device(device, count)
+            cluster = cluster_of_device(device, count)
+            if nodes is not None and cluster.nodes > 1:
+                raise ValueError(f"a node of {device.name} has {device.node_size}: {count}x{name}")
         except ValueError as error:
             message, _, fix = str(error).rpartition(": ")
             problem = Problem.of("not-divisible", "cluster", source, message, fix)
             raise ConfigError([problem]) from None
+        is_sheet = device == ACCELERATORS[device.name] and nodes is None
+        changes = {"nodes": nodes or cluster.nodes, "name": cluster.name if is_sheet else source}
+        return cluster.model_copy(update=changes)
     message = "neither a cluster preset, nor a readable TOML file, nor a device with a data sheet"
-    names = preset_names("clusters")
-    near = nearest_name(source, (*names, *ACCELERATORS))
+    devices = {device.lower(): device for device in ACCELERATORS}
+    near = nearest_name(name, names) or devices.get(nearest_name(name, list(devices)), "")
     file = source if source.endswith(".toml") else "mine.toml"
-    fix = nearest_choice(source, names) + "; a device of `moemesh cluster list`, like 8xMI300X; "
+    fix = f"did you mean {near}? " if near in ACCELERATORS else ""
+    fix += nearest_choice(name, names) + "; a device of `moemesh cluster list`, like 8xMI300X; "
     fix += f"`moemesh cluster init {file}{f' --from {near}' if near in names else ''}`"
     fix += " writes a file to edit"
     raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)])

@@ -27,8 +27,22 @@ class Accelerator:
     intra_node_bandwidth: float
     inter_node_bandwidth: float
     node_size: int
+    #: Dense operations of products in float32 and float64; 0: unknown.
+    wide_flops: tuple[float, float] = (0.0, 0.0)
     #: Rate of the best matrix products, relative to the same share of the peak on NVIDIA's devices.
     sustained: float = 1.0
+
+    def width(self, precision: str) -> int:
+        """0, 1, 2: products in 16, 8 or 4 bit; a format that the device lacks is the next wider."""
+        place = {"float8": 1, "float4": 2}.get(precision, 0)
+        while place and self.peak_flops[place] == self.peak_flops[place - 1]:
+            place -= 1
+        return place
+
+    def peak(self, precision: str) -> float:
+        """Dense operations of products in a number type; 0 where the data sheet lacks it."""
+        wide = dict(zip(("float32", "float64"), self.wide_flops, strict=True))
+        return wide.get(precision, self.peak_flops[self.width(precision)])
 
 
 _TABLE: dict[str, Any] = read_preset_table("devices", "calibration")
@@ -44,6 +58,7 @@ ACCELERATORS: dict[str, Accelerator] = {
         intra_node_bandwidth=row["links"][0] * 1e9,
         inter_node_bandwidth=row["links"][1] * 1e9,
         node_size=row["node_size"],
+        wide_flops=(1e12 * row.get("float32", 0.0), 0.0),
         sustained=_TABLE["sustained"].get(row["generation"], 1.0),
     )
     for name, row in _TABLE["device"].items()
@@ -64,14 +79,32 @@ _NAMES = {_named(name): name for name in ACCELERATORS} | {
 }
 
 
-def counted_device(text: str) -> tuple[int | None, Accelerator] | None:
-    """Number and device of "MI300X", "8xH100" or "64 x RTX 4090"; None for any other text."""
-    count, name = cast(
-        "re.Match[str]", re.fullmatch(r"(?:(\d+) ?[x×*] ?)?(.*)", text, re.S)
-    ).groups()
-    for pattern, device in _NAMES.items():
-        if re.fullmatch(pattern, name, re.IGNORECASE):
-            return int(count) if count else None, ACCELERATORS[device]
+_COUNTS = re.compile(
+    r"(?:(\d+) ?[x×*] ?(?=\d+ ?[x×*]))?(?:(\d+) ?[x×*] ?)?(.+?)(?:(?: |(?<=\d))[x×*] ?(\d+))?", re.S
+)
+#: Words of a description that change no number.
+_PLAIN = re.compile(
+    r"(nvidia|amd|intel|google|huawei|tpu|tesla|geforce|instinct|sxm\d?|hbm\d?e?|gpus?|oam|\W)+",
+    re.I,
+)
+
+
+def counted(text: str) -> tuple[int | None, int | None, str]:
+    """Nodes, number and name of "H100", "8xH100", "H100 x 8" and "2x8xH100" (2 nodes of 8)."""
+    groups = cast("re.Match[str]", _COUNTS.fullmatch(text.strip() or " ")).groups()
+    nodes, before, name, after = groups
+    count = before or after
+    return int(nodes) if nodes else None, int(count) if count else None, name
+
+
+def described_device(text: str) -> Accelerator | None:
+    """The device of a description that has nothing else, such as "NVIDIA H100 80GB SXM5" and "GB200
+    NVL72"; None for any other text."""
+    for pattern in _NAMES:
+        rest = re.sub(pattern, " ", text, count=1, flags=re.IGNORECASE)
+        rest = re.sub(r"-\d+G\b|\b\d+ ?Gi?B\b|\bNVL\d+", " ", rest, flags=re.IGNORECASE)
+        if _PLAIN.fullmatch(f" {rest}") or re.fullmatch(pattern, text, re.IGNORECASE):
+            return accelerator_of(text)
     return None
 
 

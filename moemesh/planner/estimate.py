@@ -393,6 +393,10 @@ def estimate(
     traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
     known = pricing(cluster)
     peak, seconds = known.price(shape, layout)
+    if not known.device.peak(layout.precision):
+        notes.append(
+            f"{cluster.name} has no peak_flops.{layout.precision}: seconds are those of 16 bit"
+        )
     if correction := known.own_runs(shape, layout):
         notes.append(correction)
     near = None

@@ -248,16 +248,16 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
         return _most(alive(pipeline_step(layout))[rank], kept)
     # The number of microbatches varies along the first axis only, and many numbers have the same
     # microbatches in flight.
-    column, step = np.ravel(layout.microbatches), pipeline_step(layout, 1)
-    groups: dict[tuple[tuple[float, ...], ...], list[int]] = {}
-    for count in np.unique(column).tolist():
-        groups.setdefault(alive(step.of(count))[rank], []).append(count)
-    held_bytes = np.zeros(np.broadcast_shapes(*map(np.shape, (layout.microbatches, *kept))))
-    for moments, same in groups.items():
-        rows = np.isin(column, same, kind="table")
-        held_bytes[rows] = _most(
-            moments, [np.broadcast_to(size, held_bytes.shape)[rows] for size in kept]
-        )
+    step = pipeline_step(layout, 1)
+    counts, places = np.unique(np.ravel(layout.microbatches), return_inverse=True)
+    groups: dict[tuple[tuple[float, ...], ...], int] = {}
+    moments_of = [alive(step.of(count))[rank] for count in counts.tolist()]
+    group_of = np.array([groups.setdefault(moments, len(groups)) for moments in moments_of])[places]
+    sizes = np.broadcast_arrays(layout.microbatches, *kept)[1:]
+    held_bytes = np.zeros(sizes[0].shape)
+    for moments, group in groups.items():
+        rows = group_of == group
+        held_bytes[rows] = _most(moments, [size[rows] for size in sizes])
     return held_bytes
 
 

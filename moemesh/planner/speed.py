@@ -21,14 +21,6 @@ from moemesh.planner.parameters import training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 
-#: Number type -> types whose peak may be used for it, in order of preference: a format that a
-#: device lacks runs at the rate of the next wider one.
-_WIDER: dict[str, tuple[str, ...]] = {
-    "float4": ("float4", "float8", "bfloat16", "float16"),
-    "float8": ("float8", "bfloat16", "float16"),
-    "bfloat16": ("bfloat16", "float16"),
-    "float16": ("float16", "bfloat16"),
-}
 SECONDS_A_DAY = 86_400
 
 
@@ -39,19 +31,17 @@ def mfu(tflops_per_rank: float, peak_flops: float) -> float:
 
 
 def peak_flops(cluster: Cluster, dtype: str) -> float:
-    """Dense operations per second of one device in products of `dtype`. A type without a peak in
-    the cluster file takes that of the next wider type, or else the cluster's fastest."""
-    known = (cluster.peak_flops[name] for name in _WIDER.get(dtype, (dtype,))
-             if name in cluster.peak_flops)  # fmt: skip
-    return next(known, max(cluster.peak_flops.values()))
+    """Dense operations per second of one device in products of `dtype`. A format without a peak in
+    the cluster file takes that of the next wider one, a wide type that of 16 bit."""
+    device = accelerator_of_cluster(cluster)
+    return device.peak(dtype) or device.peak_flops[0]
 
 
 def device_peak_flops(name: str, dtype: str) -> float | None:
     """Peak from the data sheet of the device in `name` ("NVIDIA H100 80GB HBM3"); None for an
     unknown device or type."""
     device = accelerator_of(name)
-    places = {"bfloat16": 0, "float16": 0, "float8": 1, "float4": 2}
-    return device.peak_flops[places[dtype]] if device and dtype in places else None
+    return (device.peak(dtype) or None) if device else None
 
 
 def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
@@ -69,6 +59,8 @@ def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
         intra_node_bandwidth=cluster.intra_node_bandwidth,
         inter_node_bandwidth=cluster.inter_node_bandwidth,
         node_size=cluster.gpus_per_node,
+        wide_flops=(peaks.get("float32", 0.0), peaks.get("float64", 0.0)),
+        sustained=known.sustained if known else 1.0,
     )
 
 

@@ -67,7 +67,45 @@ def test_a_file_says_where_it_started(run, tmp_path: Path) -> None:
     printed = run("init", str(tmp_path / "b.toml"), "--device", "H800-80G")[1]
     assert "From the data sheet of H800-80G" in printed
     with pytest.raises(ConfigError, match=r"init mine\.toml --from hgx_h800`"):
-        load_cluster("hgx-h800")
+        load_cluster("hgx_h80")
+
+
+@pytest.mark.parametrize(
+    ("text", "preset", "nodes"),
+    [
+        ("dgx_b200 x 16", "dgx_b200", 16),
+        ("16 x dgx_b200", "dgx_b200", 16),
+        ("dgx_b200x16", "dgx_b200", 16),
+        ("2xgb200_nvl72", "gb200_nvl72", 2),
+        ("DGX H100", "dgx_h100", 1),
+        ("hgx-h800", "hgx_h800", 1),
+    ],
+)
+def test_several_nodes_of_a_preset(text: str, preset: str, nodes: int) -> None:
+    cluster = load_cluster(text)
+    assert cluster == load_cluster(preset).model_copy(update={"nodes": nodes})
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "devices", "gib"),
+    [
+        ("8x NVIDIA H100 80GB HBM3", "H100-80G", (1, 8), 80),
+        ("H100 SXM5 x 16", "H100-80G", (2, 8), 80),
+        ("4xA100 40GB", "A100-40G", (1, 4), 40),
+        ("8xA100-SXM4-80GB", "A100-80G", (1, 8), 80),
+        ("GB200 NVL72", "GB200", (1, 72), 186),
+        ("8xGB200 NVL72", "GB200", (1, 8), 186),
+        ("Tesla V100 32GB", "V100", (1, 8), 32),
+        ("H100 94GB", "H100-80G", (1, 8), 94),
+        ("2x4xH100", "H100-80G", (2, 4), 80),
+    ],
+)
+def test_descriptions_of_devices_are_a_cluster(
+    text: str, device: str, devices: tuple[int, int], gib: int
+) -> None:
+    cluster = load_cluster(text)
+    assert (cluster.accelerator, cluster.nodes, cluster.gpus_per_node) == (device, *devices)
+    assert cluster.memory_bytes == gib * 2**30
 
 
 @pytest.mark.parametrize(
@@ -96,6 +134,10 @@ def test_devices_of_a_data_sheet_are_a_cluster(
         ("12xB200", "not-divisible", "16xB200"),
         ("0xL4", "not-divisible", "1xL4"),
         ("8xH1000", "no-file", "8xMI300X"),
+        ("8xMI300A", "no-file", "did you mean MI300X?"),
+        ("8xA6000 Ada", "no-file", "8xMI300X"),
+        ("2x16xH100", "not-divisible", "16xH100"),
+        ("0xdgx_h100", "no-file", "dgx_h100"),
         ("an H100", "no-file", "8xMI300X"),
         ("8x", "no-file", "8xMI300X"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from moemesh.config.devices import GIB, accelerator_of
@@ -14,6 +16,8 @@ from moemesh.planner.accuracy.published import (
     uniform_row,
 )
 from moemesh.planner.accuracy.validate import predict
+from moemesh.planner.memory import estimate_memory
+from moemesh.planner.parameters import count_parameters
 from moemesh.planner.timing.calibration import shipped_calibration
 from tests.planner.closed_forms import gpt_iteration
 from tests.planner.published_rows import ARCHS, llama, row, truncated_llama, write_table
@@ -73,7 +77,7 @@ def test_notes_become_software():
     assert not parse(**moe).software.deduplicated and parse(**new).software.deduplicated
     assert not parse(**new, notes="dispatcher A2A").software.deduplicated
     assert parse(**moe, notes="dropless natural routing").software.natural_routing
-    assert parse(notes="LoRA Performance").software.adapters
+    assert parse(notes="LoRA Performance").layout.adapters
     assert parse(precision="MXFP8").software.block_scales
     assert parse().software.native_kernel and not parse(zero=3).software.native_kernel
     assert parse(zero=3, hardware="A100-80G NVL8").software.native_kernel
@@ -86,7 +90,7 @@ def test_reasons_name_what_is_missing():
     assert "gbs" in parse(gbs="", pp=2, dp=4).reason
     assert "prints no layout" in parse(tp="", pp="", dp="", zero="").reason
     assert "X9000" in parse(hardware="X9000 NET400").reason
-    assert "no device known" in parse(hardware="X9000").reason
+    assert "no known device" in parse(hardware="X9000").reason
     assert "no entry" in parse(arch="nemotron").reason
     assert "= 16, but the row has 8 gpus" in parse(dp=16).reason
     for run in (parse(gbs="", mbs=""), parse(arch="nemotron")):
@@ -97,7 +101,7 @@ def test_reasons_name_what_is_missing():
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"step_time_s": "2500ms"}, "step_time_s is `2500ms`: not a number"),
+        ({"step_time_s": "2500 ls"}, "step_time_s is `2500 ls`: not a number"),
         ({"tp": "2.5"}, "tp is `2.5`: not a whole number"),
         ({"seq": "long"}, "seq is `long`: not a whole number"),
         ({"step_time_s": 0.0025}, "times the peak of H100-80G"),
@@ -129,10 +133,12 @@ def test_notes_become_layouts():
     assert parse(src="trl_dpo").layout.loss == "chunked"
     moe = {"arch": "moe-30B", "ep": 8}
     drops = parse(**moe, notes="real routing, capacity factor 2.5, DeepEP")
-    assert (drops.software.capacity, drops.layout.imbalance) == (2.5, 2.5)
-    assert drops.software.natural_routing and drops.software.deduplicated
-    padded = parse(**moe, notes="capacity factor 1.0 padded").software
-    assert (padded.capacity, padded.padded, padded.token_drop) == (1.0, True, True)
+    assert drops.layout.imbalance == 2.5
+    assert drops.software.deduplicated and not drops.software.natural_routing
+    padded = parse(**moe, notes="capacity factor 1.0 padded")
+    assert (padded.layout.imbalance, padded.software.token_drop) == (1.0, True)
+    wide = parse(**moe, notes="capacity factor 1.5, padded")
+    assert (wide.layout.imbalance, wide.software.token_drop) == (1.5, False)
     assert parse(recompute="none", notes="recompute not stated").recompute_printed is False
     assert parse(recompute="selective(blocks; share not stated)").row["rest"] == "blocks"
     new = parse(zero=3, source="github.com/huggingface/trl PR 6845 (2026-08)")
@@ -222,11 +228,138 @@ def test_architectures_are_known_without_a_table_beside(tmp_path):
     assert (run.shape.num_layers, run.shape.hidden_size) == (12, 8192)
 
 
+OTHER_NAMES = """\
+ID,Architecture,GPU,World_Size,tensor_parallel_size,pp_size,global_batch_size,seq_length,{}
+a,llama-13B,H100 80GB,8,1,1,64,4096,{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "seconds"),
+    [
+        ("step_time_s", "5.2", 5.2),
+        ("step_time_s", "5200 ms", 5.2),
+        ("iteration_time_ms", "5200", 5.2),
+        ("sec_per_step", "5.2 sec", 5.2),
+        ("samples_per_second", "16", 4.0),
+        ("tokens_per_sec", "65,536", 4.0),
+        ("tokens_per_sec", "65.536k tok/s", 4.0),
+        ("tokens/s/gpu", "8192", 4.0),
+        ("tgs", "8.192k", 4.0),
+        ("tokens_s_gpu", "8192 tokens/s/gpu", 4.0),
+    ],
+)
+def test_times_and_rates_in_other_columns_and_units(tmp_path, column, cell, seconds):
+    table = write_table(tmp_path)
+    table.write_text(OTHER_NAMES.format(column, f'"{cell}"'))
+    (run,) = read_runs(table)
+    assert not run.reason
+    assert run.seconds == pytest.approx(seconds)
+    assert (run.layout.global_batch, run.layout.seq_len, run.layout.dp) == (64, 4096, 8)
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "gib"),
+    [
+        ("mem_gib", "60", 60),
+        ("peak_mem_gb", "60", 60e9 / GIB),
+        ("memory", "60 GB", 60e9 / GIB),
+        ("max_memory_mib", "61440", 60),
+    ],
+)
+def test_memory_in_other_columns_and_units(tmp_path, column, cell, gib):
+    table = write_table(tmp_path)
+    table.write_text(OTHER_NAMES.format(column, cell))
+    assert read_runs(table)[0].memory_bytes == pytest.approx(gib * GIB)
+
+
+@pytest.mark.parametrize(("column", "cell"), [("mfu_pct", "0.4"), ("mfu", "40%"), ("mfu", "40")])
+def test_utilization_is_a_share_or_per_cent(tmp_path, column, cell):
+    table = write_table(tmp_path)
+    table.write_text(OTHER_NAMES.format(column, cell))
+    (run,) = read_runs(table)
+    done = step_flops("", run.shape, run.layout)
+    assert run.seconds == pytest.approx(done / 8 / (0.4 * 989.5e12))
+
+
+def test_a_line_with_other_columns_than_the_first_is_named(tmp_path):
+    table = write_table(tmp_path)
+    text = OTHER_NAMES.format("zero", "1").replace("\na,", "\n,")
+    table.write_text(text + "b,llama-13B,H100 80GB,8,1,1,64,4096,1,9,9\n")
+    first, second = read_runs(table)
+    assert (first.id, first.reason) == ("line 2", "")
+    assert second.reason == "line 3 has 2 more cells than the first line has columns"
+
+
+@pytest.mark.parametrize(
+    ("arch", "layers", "experts"),
+    [
+        ("Llama_13B", 40, 0),
+        ("someone/LLaMA-13b-chat-hf", 40, 0),
+        ("llama-13b#L4", 4, 0),
+        ("mixtral-8x7b", 32, 8),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 32, 8),
+        ("deepseek-ai/DeepSeek-R1", 61, 256),
+        ("deepseek-v3#L8", 8, 256),
+    ],
+)
+def test_a_model_has_the_name_of_an_entry_a_preset_or_the_hub(arch, layers, experts):
+    shape = parse(arch=arch).shape
+    assert (shape.num_layers, shape.num_experts) == (layers, experts)
+
+
+def test_a_model_may_be_a_file(tmp_path):
+    file = tmp_path / "config.json"
+    sizes = {"hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
+    sizes |= {"model_type": "llama", "intermediate_size": 1024, "vocab_size": 1000}
+    file.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes}))
+    assert parse(arch=str(file)).shape.num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "precision", "dtype"),
+    [
+        ("", "bfloat16", "bfloat16"),
+        ("bf16-mixed", "bfloat16", "bfloat16"),
+        ("AMP", "bfloat16", "bfloat16"),
+        ("half", "float16", "float16"),
+        ("FP32", "float32", "float32"),
+        ("fp8 e4m3, delayed scaling", "float8", "bfloat16"),
+        ("NVFP4 (bf16 tail)", "float4", "bfloat16"),
+    ],
+)
+def test_number_types_by_their_words(said, precision, dtype):
+    layout = parse(precision=said).layout
+    assert (layout.precision, layout.dtype) == (precision, dtype)
+
+
+def test_weights_under_adapters_may_be_packed():
+    """A packed weight takes 0.516 bytes instead of 2 (4 bits, a scale of 8 bits for 64, and their
+    scales), and a frozen one has neither gradients nor optimizer states."""
+    whole, frozen, packed = (
+        parse(zero=0, notes=notes).layout for notes in ("", "LoRA r=16", "QLoRA, NF4 base")
+    )
+    assert (whole.base, frozen.base, packed.base) == ("same", "same", "nf4")
+    assert frozen.adapters and packed.adapters and not whole.adapters
+    shape = parse().shape
+    states = [estimate_memory(shape, layout).worst.states for layout in (whole, frozen, packed)]
+    weights = count_parameters(shape).total
+    assert states[:2] == pytest.approx([18 * weights, 2 * weights])
+    assert 0.5 * weights < states[2] < 0.9 * weights
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"tp": 0, "dp": ""}, "zero"),
-        ({"tp": 0}, "at least 1"),
+        ({"precision": "int8"}, "precision is `int8`: known are bf16"),
+        ({"precision": "tf32"}, "precision is `tf32`"),
+        ({"zero": "ZeRO++"}, "zero is `ZeRO++`: a stage of ZeRO from 0 to 3"),
+        ({"arch": "lama-13b"}, "did you mean llama-13b?"),
+        ({"tp": "0"}, "tp is `0`: at least 1"),
+        ({"mbs": 128}, "mbs is 128, more than the 8 sequences of a replica"),
+        ({"tokens_s_gpu": "9 furlongs"}, "tokens_s_gpu is `9 furlongs`: not a number"),
+        ({"gbs": "4M"}, "gbs is `4M`"),
+        ({"tp": 0, "dp": ""}, "tp is `0`"),
         ({"vpp": 1000000000, "pp": 2, "dp": 4}, "40 layers"),
         ({"gpus": "8x8"}, "8x8"),
         ({"pp": 4, "vpp": 2, "dp": 2, "mbs": 8, "gbs": 96}, "got 6 % 4 == 2"),
@@ -293,6 +426,8 @@ def test_capacity_needs_the_plain_exchange():
         ("recompute", "selective(op)", "selective(op)"),
         ("seq", "4k", "4096"),
         ("seq", "131,072", "131072"),
+        ("seq", "1M", "1048576"),
+        ("gbs", "4M", "4M"),
         ("gpus", "n/a", ""),
         ("gbs", "abc", "abc"),
     ],

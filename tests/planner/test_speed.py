@@ -92,7 +92,8 @@ def test_peaks_of_types_that_a_cluster_does_not_name() -> None:
     assert peak_flops(h800, "float16") == h800.peak_flops["bfloat16"]
     assert peak_flops(laptop, "float64") == 24e9
     assert device_peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.5e12
-    assert device_peak_flops("NVIDIA H100 80GB HBM3", "float32") is None
+    assert device_peak_flops("NVIDIA H100 80GB HBM3", "float32") == pytest.approx(66.9e12)
+    assert device_peak_flops("NVIDIA H100 80GB HBM3", "float64") is None
     assert device_peak_flops("some processor", "bfloat16") is None
 
 

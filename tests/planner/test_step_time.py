@@ -26,7 +26,6 @@ from moemesh.planner.timing.columns import (
     hardware_row,
     layout_row,
     model_row,
-    precision_of,
     stacked,
 )
 from moemesh.planner.timing.compute import (
@@ -73,17 +72,16 @@ def test_parts_add_up_to_the_step():
 
 
 def test_low_rank_adapters_skip_weight_gradients_and_optimizer():
-    whole, adapters = price(dp=8), price(dp=8, software=Software(adapters=True))
+    whole, adapters = price(dp=8), price(dp=8, adapters=True)
     assert adapters.optimizer == 0
     assert 0.6 < adapters.compute / whole.compute < 0.75
 
 
 def test_adapters_read_and_write_beside_every_product_and_reduce_nothing():
-    adapters = Software(adapters=True)
-    plain, low_rank = price(dp=8), price(dp=8, software=adapters)
+    plain, low_rank = price(dp=8), price(dp=8, adapters=True)
     assert low_rank.elementwise > 1.5 * plain.elementwise
     slow = {"dp": 64, "zero": 3, "global_batch": 64, "microbatch": 1}
-    whole, frozen = price(**slow), price(**slow, software=adapters)
+    whole, frozen = price(**slow), price(**slow, adapters=True)
     # Two gathers of 2 bytes remain of 2 x 2 + `reduce_bytes`.
     assert frozen.data < 0.7 * whole.data
 
@@ -92,7 +90,7 @@ def test_shards_inside_a_node_leave_only_gradients_to_the_network():
     """Frozen weights have none: 16 nodes of 8 then cost what one node does."""
     exact = replace(Constants(), collective_latency_us=1e-9)
     frozen = {"zero": 3, "zero_group": 8, "seq_len": 512, "device": "V100", "constants": exact}
-    adapters = frozen | {"software": Software(adapters=True)}
+    adapters = frozen | {"adapters": True}
     node = price(dp=8, global_batch=8, **adapters)
     assert price(dp=128, global_batch=128, **adapters).data == pytest.approx(node.data)
     assert price(dp=128, global_batch=128, **frozen).data > 4 * node.data
@@ -106,20 +104,36 @@ def test_every_second_product_runs_twice():
 
 
 @pytest.mark.parametrize(
-    ("software", "load"),
+    ("software", "values", "load", "kept"),
     [
-        (Software(natural_routing=True, capacity=3.0), 3.0),
-        (Software(capacity=3.0), 1.0),
-        (Software(capacity=1.5, padded=True), 1.5),
-        (Software(natural_routing=True), 1 + Constants().routing_imbalance),
+        (Software(), {"imbalance": 3.0}, 3.0, 1.0),
+        (Software(natural_routing=True), {}, 1 + Constants().routing_imbalance, 1.0),
+        (Software(), {"capacity_factor": 0.75}, 1.0, 0.75),
+        (Software(), {"capacity_factor": 2.0}, 1.0, 1.0),
+        (Software(token_drop=True), {}, 1.0, Constants().capacity_kept),
     ],
 )
-def test_the_fullest_expert_rank_holds_its_capacity(software, load):
-    assert priced(MOE, software).load == pytest.approx(load)
+def test_rows_of_the_fullest_expert_rank(software, values, load, kept):
+    work = priced(MOE, software, **values)
+    assert (work.load, work.kept_choices) == pytest.approx((load, kept))
+
+
+@pytest.mark.parametrize("name", ["imbalance", "capacity_factor"])
+def test_seconds_and_memory_follow_the_same_rows(name):
+    """A layout with more rows on its fullest expert rank takes longer and needs more memory."""
+    model, cluster = load_model("qwen3-30b-a3b").shape, pricing(load_cluster("dgx_h100"))
+    layout = PlannedLayout(dp=8, ep=8, seq_len=4096, global_batch=64, microbatch=8)
+    few, many = (layout.changed(**{name: value}) for value in (1.0, 1.5))
+    if name == "capacity_factor":
+        few, many = layout.changed(capacity_factor=0.5), layout
+    fewer, more = (cluster.price(model, one) for one in (few, many))
+    assert fewer[0].needed < more[0].needed
+    assert fewer[1]["compute"] < 0.9 * more[1]["compute"]
+    assert fewer[1]["experts"] < 0.9 * more[1]["experts"]
 
 
 def test_products_that_stay_in_16_bit_take_their_share():
-    device = hardware_row(ACCELERATORS["B200"], 2)
+    device = hardware_row(ACCELERATORS["B200"], "float4")
     planned = PlannedLayout(seq_len=2048, global_batch=8, precision="float4")
 
     def seconds(share: float) -> float:
@@ -145,7 +159,49 @@ def test_heads_for_tokens_move_less_than_all_keys_of_a_multi_head_model():
 def test_a_device_below_its_data_sheet_is_slower():
     plain = ACCELERATORS["MI300X"]
     assert plain.sustained == 0.65
-    assert hardware_row(plain, 1).peak == pytest.approx(0.65 * 2615e12)
+    assert hardware_row(plain, "float8").peak == pytest.approx(0.65 * 2615e12)
+
+
+@pytest.mark.parametrize("name", ["8xMI300X", "dgx_h100", "8xB200", "16xL40S"])
+def test_a_cluster_has_the_rates_of_its_device(name):
+    """What `plan` and `estimate` price is what a table of runs on the device is priced with."""
+    device = pricing(load_cluster(name)).device
+    sheet = hardware_row(ACCELERATORS[device.name], "float8")
+    assert vars(hardware_row(device, "float8")) == pytest.approx(vars(sheet), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "as_slow_as"),
+    [
+        ("A100-80G", "float8", "bfloat16"),
+        ("A100-80G", "float4", "bfloat16"),
+        ("H100-80G", "float4", "float8"),
+        ("B200", "float16", "bfloat16"),
+    ],
+)
+def test_a_format_that_a_device_lacks_is_the_next_wider_one(device, precision, as_slow_as):
+    """No cast to it either: the product runs in the wider format."""
+    sheet = ACCELERATORS[device]
+    assert hardware_row(sheet, precision) == hardware_row(sheet, as_slow_as)
+    planned = {"dp": 8, "seq_len": 2048, "global_batch": 8}
+    prices: list[float] = []
+    for name in (precision, as_slow_as):
+        row = layout_row(DENSE, PlannedLayout(**planned, precision=name), Software())
+        hardware = hardware_row(sheet, name)
+        prices.append(step_time(model_row(DENSE), row, hardware, Constants()).total)
+    assert prices[0] == prices[1]
+
+
+def test_products_in_32_bit_have_their_own_peak():
+    """67 TFLOP/s on an H100 where 16 bit has 989: products of many rows take 15 times, those of few
+    rows less, because they wait for memory."""
+    planned = PlannedLayout(dp=8, seq_len=2048, global_batch=64, precision="float32")
+    known = pricing(load_cluster("dgx_h100"))
+    wide, half = (
+        known.seconds(DENSE, planned.changed(precision=name)) for name in ("float32", "bfloat16")
+    )
+    assert 0.8 * 989.4 / 66.9 < wide["compute"] / half["compute"] < 989.4 / 66.9
+    assert wide["optimizer"] == half["optimizer"]
 
 
 def test_deduplicated_dispatch_crosses_less():
@@ -285,18 +341,25 @@ layouts = st.builds(
 
 
 @settings(max_examples=150)
-@given(values=layouts, moe=st.booleans(), precision=st.sampled_from(["bfloat16", "float8"]))
-def test_compute_floor_is_a_lower_bound(values, moe, precision):
+@given(
+    values=layouts,
+    moe=st.booleans(),
+    precision=st.sampled_from(["bfloat16", "float8"]),
+    adapters=st.booleans(),
+    capacity=st.sampled_from([0.0, 0.5, 2.0]),
+)
+def test_compute_floor_is_a_lower_bound(values, moe, precision, adapters, capacity):
     world = 64
     dp = world // (values["tp"] * values["pp"] * values["cp"])
     if dp < 1:
         return
     shape = MOE if moe else DENSE
     layout = PlannedLayout(dp=dp, global_batch=256 * dp, precision=precision, **values)
+    layout = layout.changed(adapters=adapters, capacity_factor=capacity)
     arguments = (
         model_row(shape),
         layout_row(shape, layout, Software()),
-        hardware_row(ACCELERATORS["H100-80G"], int(precision == "float8")),
+        hardware_row(ACCELERATORS["H100-80G"], precision),
         Constants(),
     )
     assert float(compute_floor(*arguments)) <= float(step_time(*arguments).total)
@@ -313,7 +376,7 @@ def test_columns_give_what_single_rows_give():
     together = step_time(
         stacked([model_row(shape) for shape, _ in cases]),
         stacked([layout_row(shape, layout, traits) for (shape, layout), traits in rows]),
-        stacked([hardware_row(device, precision_of(layout)) for _, layout in cases]),
+        stacked([hardware_row(device, layout.precision) for _, layout in cases]),
         Constants(),
     )
     for index, ((shape, layout), traits) in enumerate(zip(cases, software, strict=True)):
@@ -361,8 +424,8 @@ def test_constants_of_a_cluster_file_win():
 # Roofline of products and attention cores.
 
 
-def priced(shape: ModelShape = DENSE, software: Software | None = None) -> PricedStep:
-    planned = PlannedLayout(seq_len=2048, global_batch=64)
+def priced(shape: ModelShape = DENSE, software: Software | None = None, **layout) -> PricedStep:
+    planned = PlannedLayout(seq_len=2048, global_batch=64, **layout)
     return PricedStep(
         model=model_row(shape),
         layout=layout_row(shape, planned, software or Software()),

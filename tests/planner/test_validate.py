@@ -50,7 +50,7 @@ def test_unpriced_rows_say_why_and_stay():
     assert "no entry" in first["reason"]
     assert second["seconds"] > 0
     assert "reason" not in second
-    assert "1 rows not priced" in report(summary)
+    assert "1 row not priced" in report(summary)
 
 
 def test_unknown_software_on_known_devices_is_predicted():
@@ -118,6 +118,26 @@ def test_a_time_that_no_run_shows_is_named(tmp_path, monkeypatch, capsys, column
     assert f"{column} is `{text}`: a run shows" in capsys.readouterr().out
     row = next(row for row in json.loads(out.read_text())["rows"] if row["id"] == 7)
     assert row["seconds"] is None and column in row["reason"]
+
+
+def test_a_table_without_a_priced_row_is_refused(tmp_path, monkeypatch, capsys):
+    rows = [{**ROWS[0], "id": "7", "hardware": "abacus"}, {**ROWS[1], "id": "8", "gpus": "some"}]
+    table = write_table(tmp_path, rows)
+    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(table)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert "hardware is `abacus`: no known device (7 in line 2)" in message
+    assert "gpus is `some`: not a whole number (8 in line 3)" in message
+
+
+def test_rows_without_a_measurement_are_named(tmp_path, monkeypatch, capsys):
+    rows = [ROWS[0], {**ROWS[1], "id": "77", "step_time_s": ""}]
+    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(write_table(tmp_path, rows))])
+    with pytest.raises(SystemExit):
+        main()
+    assert "1 row without a measured time or memory: 77" in capsys.readouterr().out
 
 
 def test_command_tells_mistakes_without_a_traceback(tmp_path, monkeypatch, capsys):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,11 +18,18 @@ from typing import Any
 from moemesh.config.devices import GIB, Accelerator, accelerator_of
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_json
-from moemesh.config.plan import ScheduleName
-from moemesh.config.sources import read_preset_table
+from moemesh.config.plan import DEGREES, ScheduleName
+from moemesh.config.sources import preset_names, read_preset_table
+from moemesh.config.suggest import aliases, nearest_name
 from moemesh.planner.parameters import count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
-from moemesh.planner.shapes.load_shape import from_arch_table
+from moemesh.planner.shapes.load_shape import (
+    SHAPES,
+    family_name,
+    from_arch_table,
+    load_model,
+    preset_of,
+)
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import cut_by_weight, even_cut
 from moemesh.planner.timing.columns import KERNELS, Software
@@ -39,15 +46,35 @@ from moemesh.schedule.build import require_defined
 #: Software stack of runs whose table names none: the author's own.
 OWN_STACK = "own"
 _COUNTS = ("gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs", "gbs", "seq")
-_COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*(k?)", re.IGNORECASE)
+_COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)", re.IGNORECASE)
 
 
 @cache
 def _tables() -> dict[str, Any]:
-    """``spelling``: column -> (pattern of a whole cell, uniform spelling), the first match counts;
-    ``recompute``: word -> part of a layout's recomputation; ``rule``: in order, "when" (column ->
-    pattern) and "set" (column -> value)."""
+    """``columns.names``: (pattern of a name, our column, unit); ``unit``: column -> unit -> factor;
+    ``spelling``: column -> (pattern of a whole cell, uniform spelling), the first match counts;
+    ``precision``: number type -> pattern; ``recompute``: word -> part of a layout's recomputation;
+    ``rule``: in order, "when" (column -> pattern) and "set" (column -> value)."""
     return read_preset_table("rows", "calibration")
+
+
+def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Our column and the unit of its cells for each column of a table, as far as its name is known
+    and the table has no column of that name."""
+    dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp"}
+    columns: list[tuple[str, str]] = []
+    for name in names:
+        key = aliases().get(name, "")
+        known = [(dotted.get(key, key.partition(".")[2]), "")] if key else []
+        known += [
+            (column, unit)
+            for pattern, column, unit in _tables()["columns"]["names"]
+            if re.fullmatch(pattern, name)
+        ]
+        taken = {*names, *(column for column, _ in columns)}
+        free = (own for own in known if own[0] not in taken and own[0] in _READ)
+        columns.append(next(free, (name, "")))
+    return columns
 
 
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
@@ -62,10 +89,10 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
         )
         uniform[name] = next(known, text)
         if name in _COUNTS and (number := _COUNT.fullmatch(uniform[name])):
-            digits, unit = number[1].replace(",", ""), number[2]
-            # Sequences are counted in 1024 tokens: "4k" is 4096.
-            tokens = float(digits) * 1024
-            if not unit or tokens.is_integer():
+            digits, unit = number[1].replace(",", ""), number[2].lower()
+            # Sequences are counted in 1024 tokens: "4k" is 4096, and only they in 1024 x 1024.
+            tokens = float(digits) * 1024 ** (1 + (unit == "m"))
+            if not unit or (tokens.is_integer() and (unit == "k" or name == "seq")):
                 uniform[name] = str(int(tokens)) if unit else digits
     return uniform
 
@@ -110,6 +137,8 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     """
     zero_text = row.get("zero", "").strip()
     grouped = re.fullmatch(r"(\d)\s*\(shard within (\d+)\)", zero_text)
+    if not grouped and zero_text not in ("", *"0123"):
+        raise ValueError(f"zero is `{zero_text}`: a stage of ZeRO from 0 to 3, or FSDP")
     zero = int(grouped.group(1) if grouped else zero_text or 0)
     group = int(grouped.group(2)) if grouped else _int(row, "shard_group", 0)
     if missing := [name for name in ("gpus", "seq", "gbs") if not row.get(name, "").strip()]:
@@ -124,12 +153,13 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     dp = _int(row, "dp", 0) or max(_int(row, "gpus", others) // others, 1)
     several: ScheduleName = "interleaved_1f1b" if stages > 1 else "1f1b"
     # Wordings such as "MXFP8" and "amp_bf16".
-    widths: dict[str, Precision] = {
-        "fp4": "float4", "fp8": "float8", "fp16": "float16", "": "bfloat16",
-    }  # fmt: skip
-    precision_text = row.get("precision", "").lower()
-    precision: Precision = next(width for word, width in widths.items() if word in precision_text)
+    text, patterns = row.get("precision", "").strip().lower(), _tables()["precision"]
+    precision: Precision | None = next((x for x in patterns if re.search(patterns[x], text)), None)
+    if precision is None:
+        raise ValueError(f"precision is `{text}`: known are bf16, fp16, fp32, fp8 and fp4")
     kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
+    # Frozen weights have neither gradients nor optimizer states; those of adapters are small.
+    trained = 0.0 if (adapters := row.get("adapters") == "1") else 1.0
     return PlannedLayout(
         tp=tp,
         pp=pp,
@@ -149,10 +179,22 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         recompute=recompute_from_words(row.get("recompute", "")),
         attention_kernel=kernels.get(row.get("kernel", ""), "flash"),
         fused_norm=row.get("fused_norm") != "0",
+        adapters=adapters,
+        trained_dense=trained,
+        trained_experts=trained,
+        base="nf4" if row.get("base") == "nf4" else "same",
         loss="chunked" if row.get("loss") == "chunked" else "fused",
         precision=precision,
-        dtype="float16" if row.get("precision", "") == "fp16" else "bfloat16",
+        dtype=precision if precision in ("float16", "float32") else "bfloat16",
     )
+
+
+def _decimal(row: Mapping[str, str], name: str) -> float:
+    """The number in a column, 0 for an empty cell. Raises ValueError."""
+    try:
+        return float(row.get(name) or 0)
+    except ValueError:
+        raise ValueError(f"{name} is `{row[name]}`: not a number") from None
 
 
 def _int(row: Mapping[str, str], name: str, default: int) -> int:
@@ -164,14 +206,31 @@ def _int(row: Mapping[str, str], name: str, default: int) -> int:
         number = 0.5
     if number != int(number):
         raise ValueError(f"{name} is `{text}`: not a whole number")
+    if number < (name in DEGREES and text != ""):
+        raise ValueError(f"{name} is `{text}`: at least 1")
     return int(number)
 
 
 #: Columns that a table must have.
 NEEDED_COLUMNS = ("id", "arch", "hardware", "gpus", "tp", "pp", "gbs", "seq")
 
+#: Measured columns, with the least and the largest number that a run can show.
+_MEASURED = {
+    "step_time_s": (1e-6, 1e8),
+    "tokens_s_gpu": (1e-6, 1e12),
+    "tokens_s": (1e-6, 1e15),
+    "samples_s": (1e-9, 1e12),
+    "tflops_gpu": (1e-9, 1e9),
+    "mfu_pct": (1e-9, 1e3),
+    "mem_gib": (1e-6, 1e6),
+}
+
+#: Columns that other names may stand for.
+_READ = frozenset({*NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
+                   "recompute", "status"})  # fmt: skip
+
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
-_MEASURED_MEMORY = ("max_memory_allocated", "peak (max over ranks)", "peak", "allocated")
+_MEASURED_MEMORY = ("", "max_memory_allocated", "peak (max over ranks)", "peak", "allocated")
 
 #: A release by year and month, as container images are numbered, at the head of the notes.
 _RELEASE = re.compile(r"\d\d\.\d\d(\.\d\d)?(?=[ ;,]|$)")
@@ -219,6 +278,11 @@ class PublishedRun:
         return self.shape, self.layout, self.device
 
     @property
+    def is_silent(self) -> bool:
+        """Whether a finished run has neither time nor memory that a prediction is compared with."""
+        return self.ended == "ok" and not self.seconds and not self.memory_bytes
+
+    @property
     def is_moe(self) -> bool:
         return self.shape is not None and self.shape.is_moe
 
@@ -233,13 +297,15 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
         raise UserError(f"cannot read the table {table}: {error}") from None
     reader = csv.DictReader(io.StringIO(text, newline=""))
     columns = [name.strip().lower() for name in reader.fieldnames or []]
-    reader.fieldnames = columns
+    own = own_columns(columns)
+    columns = reader.fieldnames = [name for name, _ in own]
     if missing := [name for name in NEEDED_COLUMNS if name not in columns]:
         raise UserError(
             f"{table} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
             f"its first line names {', '.join(columns[:8]) or 'none'}"
         )
-    rows = [{key: (value or "").strip() for key, value in row.items() if key} for row in reader]
+    units = {name: unit for name, unit in own if unit}
+    rows = [_cells(row, units, reader.line_num) for row in reader]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
     entries: dict[str, Any] = read_preset_table("architectures", "calibration")
@@ -259,6 +325,16 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
             raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
         seen.add(run.id)
     return runs
+
+
+def _cells(row: Mapping[Any, Any], units: Mapping[str, str], line: int) -> dict[str, str]:
+    """The cells of one line, with the units of their columns. `line` names a row without an id."""
+    cells = {key: (value or "").strip() for key, value in row.items() if key is not None}
+    for name, unit in units.items():
+        cells[name] += f" {unit}" if re.fullmatch(r"[\d.,e+-]+", cells[name]) else ""
+    if more := row.get(None):
+        cells["surplus"] = f"line {line} has {len(more)} more cells than the first line has columns"
+    return cells | {"line": str(line), "id": cells.get("id") or f"line {line}"}
 
 
 def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
@@ -293,23 +369,21 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         metric=row.get("metric_reported", ""),
         row=row,
     )
+    if surplus := row.get("surplus"):
+        return replace(run, reason=surplus)
     if device is None:
-        return replace(run, reason=f"no device known in `{row.get('hardware', '')}`")
+        return replace(run, reason=f"hardware is `{row.get('hardware', '')}`: no known device")
     try:
-        # The name as the table of architectures spells it.
-        arch = row.get("arch", "")
-        name, mark, layers = arch.partition("#")
-        same = [known for known in archs if known.lower() == name.lower()]
-        shape = from_arch_table(
-            f"{same[0]}{mark}{layers}" if name not in archs and same else arch, archs
-        )
+        shape = _shape(row.get("arch", ""), archs)
         layout = from_run(row)
         _check(row, shape, layout, device)
         seconds, memory = _measured_seconds(row, shape, layout, device), _number(row, "mem_gib")
         software = software_of(row, shape, layout)
-        if software.natural_routing:
-            # The run must survive an expert rank that is full.
-            layout = layout.changed(imbalance=max(software.capacity, 1.0))
+        if capacity := _decimal(row, "capacity"):
+            # With real routing the fullest expert rank is full, with padded experts every rank is.
+            is_full = software.natural_routing or row.get("padded") == "1"
+            layout = layout.changed(imbalance=max(capacity, 1.0) if is_full else 1.0)
+            software = replace(software, natural_routing=False)
         # FSDP beside TP cuts experts as TP cuts everything.
         can_cut = layout.dp * layout.cp * layout.tp % (layout.ep * layout.tp) == 0
         if layout.zero == 3 and shape.is_moe and layout.ep > 1 and not row.get("etp") and can_cut:
@@ -335,6 +409,28 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         seconds=seconds,
         memory_bytes=GIB * memory if memory and is_measured else None,
     )
+
+
+def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
+    """The model of an entry of the table (in other spellings, too), of a preset, of a name on the
+    hub, or of a file. Raises ConfigError for a wrong entry, ValueError for an unknown name."""
+    name, mark, layers = arch.partition("#")
+
+    def folded(word: str) -> str:
+        return re.sub(r"[\W_]", "", word.lower())
+
+    spelled = {folded(known): known for known in reversed([*archs])}
+    same = (spelled.get(folded(word)) for word in (name, family_name(name)))
+    known = name if name in archs else next(filter(None, same), name)
+    if known in archs or name.startswith("gpt:"):
+        return from_arch_table(f"{known}{mark}{layers}", archs)
+    packaged = (*preset_names(), *preset_names(SHAPES))
+    if preset_of(name) not in packaged and not (name and Path(name).exists()):
+        near = nearest_name(name, [known.lower() for known in (*archs, *packaged)])
+        message = f"arch is `{arch}`: no entry of the table of architectures, no preset and no file"
+        raise ValueError(message + f"; did you mean {near}?" * bool(near))
+    shape = load_model(name).shape
+    return shape.truncated(int(layers[1:])) if re.fullmatch(r"L\d+", layers) else shape
 
 
 def _one_a_stage(row: Mapping[str, str]) -> str:
@@ -398,6 +494,11 @@ def _check(
         raise ValueError(f"{degrees} = {layout.world_size}, but the row has {world} gpus")
     if layout.global_batch % layout.dp:
         raise ValueError(f"gbs {layout.global_batch} does not divide over dp {layout.dp}")
+    if (share := layout.global_batch // layout.dp) < layout.microbatch:
+        raise ValueError(
+            f"mbs is {layout.microbatch}, more than the {share} sequences of a replica: gbs "
+            f"{layout.global_batch} / dp {layout.dp}"
+        )
     # Embedding and head may be stages of their own.
     if layout.num_stages > shape.num_layers + 2:
         raise ValueError(
@@ -440,14 +541,7 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
     )
 
 
-#: Measured columns, with the least and the largest number that a run can show.
-_MEASURED = {
-    "step_time_s": (1e-6, 1e8),
-    "tokens_s_gpu": (1e-6, 1e12),
-    "tflops_gpu": (1e-9, 1e9),
-    "mfu_pct": (1e-9, 1e3),
-    "mem_gib": (1e-6, 1e6),
-}
+_QUANTITY = re.compile(r"([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
@@ -456,10 +550,14 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
     text = row.get(name, "")
     if text.lower() in ("", "-", "n/a", "na", "none"):
         return None
-    try:
-        number = float(text.replace(",", ""))
-    except ValueError:
-        raise ValueError(f"{name} is `{text}`: not a number") from None
+    match, units = _QUANTITY.fullmatch(text.lower()), {"": 1.0, **_tables()["unit"][name]}
+    unit = re.sub(r"[_/](gpu|device)$", "", match[3]) if match else None
+    if match is None or unit not in units:
+        known = ", ".join(list(units)[1:])
+        raise ValueError(f"{name} is `{text}`: not a number, alone or with a unit ({known})")
+    number = float(match[1].replace(",", "")) * (1000 if match[2] else 1) * units[unit]
+    if name == "mfu_pct" and number <= 1 and not unit:
+        number *= 100  # a share
     least, most = _MEASURED[name]
     if not least <= number <= most:
         raise ValueError(f"{name} is `{text}`: a run shows from {least:g} to {most:g}")
@@ -475,6 +573,10 @@ def _measured_seconds(
     if printed := _number(row, "step_time_s"):
         return printed
     tokens = layout.global_batch * layout.seq_len / layout.world_size
+    if rate := _number(row, "tokens_s"):
+        return layout.global_batch * layout.seq_len / rate
+    if rate := _number(row, "samples_s"):
+        return layout.global_batch / rate
     if rate := _number(row, "tokens_s_gpu"):
         return tokens / rate
     tflops, mfu = _number(row, "tflops_gpu"), _number(row, "mfu_pct")

@@ -24,7 +24,6 @@ from moemesh.planner.timing.columns import (
     hardware_row,
     layout_row,
     model_row,
-    precision_of,
     stacked,
 )
 from moemesh.planner.timing.step_time import step_time
@@ -90,9 +89,6 @@ def predict(runs: Sequence[PublishedRun], calibration: Calibration) -> list[Pred
 
 def run_memory(run: PublishedRun, allocation: Allocation) -> PeakMemory:
     """Peak memory of a run's worst rank."""
-    if run.software.adapters:
-        # Frozen weights have neither gradients nor optimizer states.
-        allocation = replace(allocation, gradient_bytes=0, optimizer_bytes=0)
     shape, layout, _ = run.priced
     peak = peak_memory(shape, layout, allocation)
     if not (share := run.software.recomputed_share):
@@ -123,7 +119,7 @@ def run_columns(
     return (
         stacked([model_row(shape) for shape, _, _ in priced]),
         stacked([_layout_row(run) for run in runs]),
-        stacked([hardware_row(device, precision_of(layout)) for _, layout, device in priced]),
+        stacked([hardware_row(device, layout.precision) for _, layout, device in priced]),
     )
 
 

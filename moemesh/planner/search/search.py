@@ -30,7 +30,7 @@ from moemesh.planner.memory import PeakMemory
 from moemesh.planner.planned_layout import TRAINED, PlannedLayout
 from moemesh.planner.search.space import Family, IntArray, Space, families
 from moemesh.planner.shapes.shape import ModelShape
-from moemesh.planner.timing.columns import Software, layout_row, precision_of
+from moemesh.planner.timing.columns import Software, layout_row
 from moemesh.planner.timing.price import pricing
 from moemesh.trace.memory_profile import format_bytes
 
@@ -97,27 +97,33 @@ class SearchSpace:
         self.examined = 0
         self._families: list[Family] = []
         self._prices: dict[int, dict[str, float]] = {}
-        bounds: list[FloatArray] = []
         needed: list[FloatArray] = []
-        mechanisms: list[NDArray[np.int8]] = []
         for family in families(shape, space, self.rejected):
             self._families.append(family)
             needed.append(family.memory_bytes(shape, self.pricing))
-            bounds.append(family.seconds_bound(shape, self.pricing))
-            mechanisms.append(family.mechanisms)
             self.examined += family.size
             progress(f"{self.examined:,} layouts")
-        if not bounds:
+        if not needed:
             batch = space.global_batch
             reasons = counted(dict(self.rejected.most_common(3)))
             message = f"no layout of {space.num_devices} devices is legal for this model and batch "
             fix = f"global_batch = {max(-(-batch // space.num_devices), 1) * space.num_devices}"
             problem = Problem.of("no-plan", "global_batch", batch, f"{message}({reasons})", fix)
             raise ConfigError([problem])
-        self.bounds, self.needed = np.concatenate(bounds), np.concatenate(needed)
-        self.mechanisms = np.concatenate(mechanisms)
-        sizes = [len(part) for part in bounds]
-        self._starts: IntArray = np.cumsum([0, *sizes])
+        self.needed = np.concatenate(needed)
+        self._starts: IntArray = np.cumsum([0, *map(len, needed)])
+
+    @cached_property
+    def bounds(self) -> FloatArray:
+        """Lower bounds of the seconds of a step; not computed if no layout fits."""
+        return np.concatenate(
+            [family.seconds_bound(self.shape, self.pricing) for family in self._families]
+        )
+
+    @cached_property
+    def mechanisms(self) -> NDArray[np.int8]:
+        """:attr:`Family.mechanisms` of all layouts."""
+        return np.concatenate([family.mechanisms for family in self._families])
 
     @property
     def capacity(self) -> float:
@@ -149,7 +155,10 @@ class SearchSpace:
 
         Layouts of equal time under the model follow by memory, smallest first.
         """
-        allowed, first = self.needed <= capacity, self._lowest
+        allowed = self.needed <= capacity
+        if not allowed.any():
+            return []
+        first = self._lowest
         order = first[allowed[first]].tolist()
         allowed[first] = False
         rest = _ascending(np.flatnonzero(allowed), self.bounds)
@@ -202,12 +211,11 @@ class SearchSpace:
         if too_large := int((self.needed > self.capacity).sum()):
             rejected["does not fit in memory"] = too_large
         space, count = self.space, self.space.num_devices
-        layout = PlannedLayout(
-            dp=count, seq_len=space.seq_len, global_batch=count, precision=space.precision
-        )
+        sizes = {"seq_len": space.seq_len, "global_batch": count, "precision": space.precision}
+        layout = PlannedLayout(**{**space.trained, **sizes}, dp=count)
         row = layout_row(self.shape, layout, Software())
         row = replace(row, microbatches=space.global_batch / count)
-        floor = self.pricing.compute_floor(self.shape, row, precision_of(layout))
+        floor = self.pricing.compute_floor(self.shape, row, layout.precision)
         assumptions = ["ZeRO-2 and ZeRO-3 are not combined with a pipeline"]
         if space.tensor_inside_node:
             assumptions.insert(0, "tensor and expert-tensor groups stay inside a node")

@@ -26,7 +26,7 @@ from moemesh.planner.memory import needed_bytes
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
-from moemesh.planner.timing.columns import LayoutColumns, layout_row, precision_of
+from moemesh.planner.timing.columns import LayoutColumns, layout_row
 from moemesh.planner.timing.price import Pricing, software_of
 from moemesh.schedule.build import is_defined
 
@@ -147,6 +147,11 @@ class Family:
             ranks_per_node=min(space.node_size, space.num_devices),
         )
 
+    @cached_property
+    def _strategies(self) -> dict[tuple[int, ...], PlannedLayout]:
+        """The layout of the first cut for each (ZeRO, attention exit, recomputation)."""
+        return {place: self._layout(*place) for place in np.ndindex(*self.legal.shape[:3])}
+
     def flat(self, number: Number, kind: DTypeLike = np.float64) -> NDArray[Any]:
         """The result of a formula as a flat array in the order of the layouts."""
         shape = *self.legal.shape, self.columns.ep.size
@@ -171,17 +176,16 @@ class Family:
         """Bytes that a device needs, for each layout."""
         degrees = {name: getattr(self.columns, name) for name in (*_CUTS, "ep", "etp")}
         table = np.empty((*self.legal.shape, self.columns.ep.size))
-        places = list(np.ndindex(*self.legal.shape[:3]))
-        rows = [with_values(self._layout(*place), **degrees) for place in places]
+        rows = [with_values(layout, **degrees) for layout in self._strategies.values()]
         needed = needed_bytes(shape, rows, pricing.allocation_of(rows[0]))
-        for place, number in zip(places, needed, strict=True):
+        for place, number in zip(self._strategies, needed, strict=True):
             table[place] = number
         return self.flat(table)
 
     def seconds_bound(self, shape: ModelShape, pricing: Pricing) -> FloatArray:
         """Lower bound of the seconds of a step, for each layout."""
         strategies = self.legal.shape[:3]
-        layouts = [self._layout(*place) for place in np.ndindex(*strategies)]
+        layouts = [*self._strategies.values()]
         rows = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
         varied: dict[str, Any] = {}
         for item in fields(LayoutColumns):
@@ -196,7 +200,7 @@ class Family:
         spans_nodes = self.columns.ep * self.columns.etp > self.space.node_size
         varied |= {"deduplicated": spans_nodes, **self.columns._asdict()}
         columns = replace(rows[0], **varied)
-        return self.flat(pricing.bound(shape, columns, precision_of(layouts[0])))
+        return self.flat(pricing.bound(shape, columns, self.space.precision))
 
 
 #: Columns of cuts that are also fields of a layout.

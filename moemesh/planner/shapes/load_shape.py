@@ -186,7 +186,14 @@ _RELEASES = {
 }
 
 
-def _preset_of(name: str) -> str:
+def family_name(name: str) -> str:
+    """A name on the hub without its owner and release: "Llama-2-7b" of "x/Llama-2-7b-chat-hf"."""
+    short = name.rpartition("/")[2]
+    match = re.fullmatch(rf"(.*?){_VARIANTS}", short, re.IGNORECASE)
+    return match[1] if match else short
+
+
+def preset_of(name: str) -> str:
     """The preset with the sizes of a model of this name on the hub; other names as they are."""
     for preset, pattern in _RELEASES.items():
         if re.fullmatch(pattern + _VARIANTS, name, re.IGNORECASE):
@@ -205,7 +212,7 @@ def load_model(source: str | Path | ModelConfig | Model) -> Model:
     if isinstance(source, ModelConfig):
         presets = (name for name in preset_names() if load_model(name).config == source)
         return Model(shape_of(source, next(presets, "model")), source)
-    source = _preset_of(str(source))
+    source = preset_of(str(source))
     path = local_folder(source, "model", "model", [CONFIG])
     if source in (*preset_names(), *preset_names(SHAPES)):
         table = read_preset_table(source, "" if source in preset_names() else SHAPES)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from moemesh.config.devices import Accelerator
 from moemesh.planner.arithmetic import Number
 from moemesh.planner.parameters import attention_products, layer_matmul, mlp_matmul
-from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
 from moemesh.schedule.step import PipelineStep
@@ -49,14 +49,11 @@ class Software:
     overlapped_exchange: bool = False
     #: Tensor-parallel traffic is sent in pieces and overlaps with the products that need it.
     overlapped_tensor: bool = False
-    #: The router chooses the experts; otherwise a benchmark forces an even load.
+    #: The router chooses the experts, and nothing states the load of the fullest rank; otherwise
+    #: the load is the layout's.
     natural_routing: bool = False
-    #: Choices beyond a capacity of the mean load are dropped.
+    #: Choices beyond the mean load are dropped, without a statement of their number.
     token_drop: bool = False
-    #: Capacity of an expert as a multiple of the mean load; 0: none. Every expert has that many
-    #: rows if they are `padded`.
-    capacity: float = 0.0
-    padded: bool = False
     #: A whole step is replayed as one CUDA graph.
     graphs: bool = False
     #: 8-bit numbers have a scale for each block of 32 (MXFP8) or 16 (NVFP4).
@@ -64,8 +61,6 @@ class Software:
     #: Share of the products in 16 bit where the others are in 4 bit (arXiv:2509.25149 keeps the
     #: last layers, about 15 % of the linear ones).
     wide_share: float = 0.0
-    #: Only low-rank adapters are trained: no weight gradients.
-    adapters: bool = False
     #: Attention and MLP read the same norm and end in one reduction (parallel block).
     parallel_block: bool = False
     #: Window of every layer in tokens, if the run changed the model's; 0: the model's windows.
@@ -185,6 +180,9 @@ class LayoutColumns(Software):
     zero_group: Number
     parameter_server: Number
     servers: Number
+    imbalance: Number
+    capacity_factor: Number
+    adapters: Number
     #: 1 if the host steps the optimizer.
     offload: Number = column(lambda row: row.layout.offload == "optimizer")
     #: 1 if the frozen weights of the blocks are in NF4.
@@ -195,7 +193,7 @@ class LayoutColumns(Software):
     slices: Number = column(lambda row: row.stages.step.slices)
     seq_len: Number
     #: 0, 1, 2: matrix products in 16, 8 or 4 bit.
-    precision: Number = column(lambda row: precision_of(row.layout))
+    precision: Number = column(lambda row: {"float8": 1, "float4": 2}.get(row.layout.precision, 0))
     #: Share of the layers that are recomputed as a whole; for the other parts, 1 if recomputed.
     recompute_full: Number = column(
         lambda row: 1.0 if row.recomputes("full") else row.traits.recomputed_share
@@ -222,6 +220,8 @@ class HardwareColumns:
 
     peak_16bit: Number
     peak: Number
+    #: 0, 1, 2: products in 16, 8 or 4 bit, as far as the device has the layout's format.
+    width: Number
     memory_bandwidth: Number
     intra: Number
     inter: Number
@@ -271,14 +271,6 @@ def _row_of(kind: type[T], source: Any) -> T:
 def model_row(shape: ModelShape) -> ModelColumns:
     """One model."""
     return _row_of(ModelColumns, shape)
-
-
-_PRECISIONS = {"float8": 1, "float4": 2}
-
-
-def precision_of(layout: PlannedLayout) -> int:
-    """0, 1 or 2: the layout's matrix products run in 16, 8 or 4 bit."""
-    return _PRECISIONS.get(layout.precision, 0)
 
 
 @dataclass(frozen=True)
@@ -346,11 +338,14 @@ def rank_row(stages: Stages, rank: int) -> RankColumns:
     )
 
 
-def hardware_row(device: Accelerator, precision: int = 0) -> HardwareColumns:
-    """One device with its peak at `precision` (0, 1, 2: 16, 8, 4 bit)."""
+def hardware_row(device: Accelerator, precision: Precision = "bfloat16") -> HardwareColumns:
+    """One device with its peak in products of `precision`; those of a wider type than 16 bit have
+    no narrower ones beside them."""
+    peak = device.peak(precision) or device.peak_flops[0]
     return HardwareColumns(
-        peak_16bit=device.peak_flops[0] * device.sustained,
-        peak=device.peak_flops[precision] * device.sustained,
+        peak_16bit=min(device.peak_flops[0], peak) * device.sustained,
+        peak=peak * device.sustained,
+        width=device.width(precision),
         memory_bandwidth=device.memory_bandwidth,
         intra=device.intra_node_bandwidth,
         inter=device.inter_node_bandwidth,

@@ -92,17 +92,16 @@ class PricedStep:
 
     @property
     def load(self) -> Number:
-        """Load of the most loaded expert rank over the mean: under a capacity that rank is full,
-        and every rank is if experts are padded to it."""
-        layout = self.layout
-        natural = 1 + layout.natural_routing * self.constants.routing_imbalance
-        full = (layout.capacity > 0) & ((layout.natural_routing == 1) | (layout.padded == 1))
-        return where(full, maximum(layout.capacity, 1), natural)
+        """Load of the most loaded expert rank over the mean."""
+        natural = self.layout.natural_routing * self.constants.routing_imbalance
+        return self.layout.imbalance + natural
 
     @property
     def kept_choices(self) -> Number:
         """Share of the choices that are kept at capacity."""
-        return where(self.layout.token_drop == 1, self.constants.capacity_kept, 1)
+        capacity = self.layout.capacity_factor
+        stated = where(capacity > 0, minimum(capacity, 1), 1)
+        return where(self.layout.token_drop == 1, self.constants.capacity_kept, stated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +118,9 @@ def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Numb
     """Seconds of a product in the layout's precision."""
     constants, layout, hardware = work.constants, work.layout, work.hardware
     efficiency = where(
-        layout.precision == 2,
+        hardware.width == 2,
         constants.gemm_efficiency_4bit,
-        where(layout.precision == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
+        where(hardware.width == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
     )
     narrow = hardware.peak * efficiency
     wide = hardware.peak_16bit * constants.gemm_efficiency
@@ -152,7 +151,7 @@ def mlp_seconds(work: PricedStep, rows: Number, width: Number) -> Number:
 def quantize_bytes(work: PricedStep) -> Number:
     """Bytes per number and product for quantizing to 8 or 4 bit."""
     scales = where(work.layout.block_scales == 1, work.constants.block_scale_traffic, 1)
-    return where(work.layout.precision > 0, work.constants.quantize_bytes * scales, 0)
+    return where(work.hardware.width > 0, work.constants.quantize_bytes * scales, 0)
 
 
 def adapter_bytes(work: PricedStep, inner: Number, columns: Number) -> Number:

@@ -18,7 +18,7 @@ from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
 from moemesh.planner.intervals import Interval, shipped_intervals
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
-from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.speed import accelerator_of_cluster
 from moemesh.planner.stage_cut import Stages
@@ -29,7 +29,6 @@ from moemesh.planner.timing.columns import (
     hardware_row,
     layout_row,
     model_row,
-    precision_of,
     stacked,
 )
 from moemesh.planner.timing.links import LinkTable
@@ -107,23 +106,22 @@ class Pricing:
     def seconds(self, shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
         """Seconds of a step by part, with `total`."""
         row = layout_row(shape, layout, software_of(layout))
-        return self._seconds(shape, [layout], row, precision_of(layout))[0]
+        return self._seconds(shape, [layout], row)[0]
 
     def seconds_of_all(
         self, shape: ModelShape, layouts: Sequence[PlannedLayout]
     ) -> list[dict[str, float]]:
         """:meth:`seconds` of many layouts of one precision, with the formulas in columns."""
         rows = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
-        return self._seconds(shape, layouts, stacked(rows), precision_of(layouts[0]))
+        return self._seconds(shape, layouts, stacked(rows))
 
     def _seconds(
         self,
         shape: ModelShape,
         layouts: Sequence[PlannedLayout],
         rows: LayoutColumns,
-        precision: int,
     ) -> list[dict[str, float]]:
-        model, hardware = model_row(shape), hardware_row(self.device, precision)
+        model, hardware = model_row(shape), hardware_row(self.device, layouts[0].precision)
         stages = [Stages.of(shape, layout) for layout in layouts]
         times = step_time(model, rows, hardware, self.constants, table=self.table, stages=stages)
         factors = np.ones(len(layouts))
@@ -153,13 +151,15 @@ class Pricing:
         """(peak memory of the worst rank, seconds of a step by part)."""
         return self.memory(shape, layout), self.seconds(shape, layout)
 
-    def bound(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> Number:
+    def bound(self, shape: ModelShape, columns: LayoutColumns, precision: Precision) -> Number:
         """Lower bound of the seconds of a step, for every layout of `columns`."""
         model, hardware = model_row(shape), hardware_row(self.device, precision)
         total = step_seconds(model, columns, hardware, self.constants, table=self.table)
         return total * np.exp(self.own.correction(model, columns)) if self.own.runs else total
 
-    def compute_floor(self, shape: ModelShape, columns: LayoutColumns, precision: int) -> float:
+    def compute_floor(
+        self, shape: ModelShape, columns: LayoutColumns, precision: Precision
+    ) -> float:
         """Lower bound of the seconds of a step, for all layouts with the columns' devices."""
         hardware = hardware_row(self.device, precision)
         floor = float(compute_floor(model_row(shape), columns, hardware, self.constants))
@@ -173,7 +173,6 @@ def software_of(layout: PlannedLayout) -> Software:
         deduplicated=dispatcher_row(layout.dispatcher).is_node_aware,
         # tests/device/test_overlap.py checks that chunks and blocks hide the assumed share.
         overlapped_exchange=layout.dispatch_chunks > 1 or SCHEDULES[layout.schedule].has_blocks,
-        adapters=layout.adapters,
     )
 
 

@@ -562,11 +562,11 @@ def compute_floor(
     over devices."""
     work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     best = maximum(
-        where(layout.precision == 2, constants.gemm_efficiency_4bit, 0),
+        where(hardware.width == 2, constants.gemm_efficiency_4bit, 0),
         where(
-            layout.precision == 1,
+            hardware.width == 1,
             constants.gemm_efficiency_8bit,
-            where(layout.precision == 0, constants.gemm_efficiency, 0),
+            where(hardware.width == 0, constants.gemm_efficiency, 0),
         ),
     )
     heads = model.heads
@@ -583,7 +583,7 @@ def compute_floor(
     per_layer = attention * model.layers
     per_layer = per_layer + (model.layers - model.moe_layers) * gated * model.mlp_width
     per_layer = per_layer + model.moe_layers * gated * (
-        model.top_k * model.expert_width + model.shared_width
+        model.top_k * work.kept_choices * model.expert_width + model.shared_width
     )
     passes = where(layout.adapters == 1, 2.0, 3.0)
     tokens = layout.microbatch * layout.seq_len / layout.cp * layout.microbatches
