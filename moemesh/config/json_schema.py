@@ -61,6 +61,8 @@ def _section(kind: type[Section], prefix: str) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         schema, default = _of_type(field.annotation, kind.ranges.get(name)), field.default
+        if kind.elements.get(name) is str:
+            schema = {"anyOf": [schema, {"type": "string"}]}
         if default is not None and not field.is_required():
             schema["default"] = list(default) if isinstance(default, tuple) else default  # pyright: ignore[reportUnknownArgumentType]
         properties[name] = _named(f"{prefix}{name}", schema)

@@ -402,13 +402,15 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
             nearest_choice(str(detail["input"]), choices, key),
         )
         return leaf.problem("not-a-choice", key, message, fix)
-    expected = "a list of names" if reason == "tuple_type" and choices else _EXPECTED.get(reason)
+    is_text = reason == "tuple_type" and kind.elements.get(field) is str
+    expected = "a list of names" if is_text else _EXPECTED.get(reason)
     if key == SOURCES_KEY:
         expected = "a list of tables"
     message = f"{field}: {detail['msg']}"
     if expected:
         message = f"{field} must be {expected}, not {shown}"
-    fix, default = _rewritten(field, leaf.value, reason), kind.model_fields[field].default
+    default = kind.model_fields[field].default
+    fix = "" if is_text else _rewritten(field, leaf.value, reason)
     if not fix and not kind.model_fields[field].is_required():
         shown = format_value(default)
         fix = f"leave {field} out" if default is None else f"{field} = {shown}{_DEFAULT}"
@@ -424,7 +426,7 @@ def _rewritten(field: str, value: object, reason: str) -> str:
         return f"{field} = {'false' if is_off else 'true'}"
     if field == "sources" and isinstance(value, str):
         return f"sources = [{{ path = {format_value(value)} }}]"
-    if reason == "tuple_type" and re.fullmatch(r"\d+( *, *\d+)*", str(value)):
+    if reason == "tuple_type" and isinstance(value, int):
         return f"{field} = [{value}]"
     if reason == "finite_number":
         return f"leave {field} out to take the default"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, ClassVar, NamedTuple, cast, get_args
+from contextlib import suppress
+from typing import Annotated, ClassVar, Literal, NamedTuple, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -59,6 +60,19 @@ def range_in(annotation: object) -> Range | None:
     return annotation if isinstance(annotation, Range) else next(filter(None, ranges), None)
 
 
+def elements_of(annotation: object) -> type[int | float | str] | None:
+    """The type of the elements of a list of numbers or texts; None for another annotation."""
+    if get_origin(annotation) is not tuple:
+        parts = map(elements_of, get_args(annotation))
+        return next(filter(None, parts), None)
+    element = next(iter(get_args(annotation)), None)
+    if get_origin(element) is Literal:
+        return str
+    if get_origin(element) is Annotated:
+        element = get_args(element)[0]
+    return element if element in (int, float, str) else None
+
+
 def problem_of(
     section: str, values: object, code: str, name: str, message: str, fix: str, *related: str
 ) -> Problem:
@@ -84,26 +98,35 @@ class Section(Shown, BaseModel):
     ranges: ClassVar[Mapping[str, Range]] = {}
     #: Field -> condition of its use, from its annotation.
     uses: ClassVar[Mapping[str, UsedWith]] = {}
+    #: Field -> the type of its elements, of lists of numbers or texts.
+    elements: ClassVar[Mapping[str, type[int | float | str]]] = {}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
         fields = cls.model_fields.items()
         limits = {name: range_in(tuple[one.annotation, *one.metadata]) for name, one in fields}
         cls.ranges = {name: one for name, one in limits.items() if one is not None}
+        kinds = {name: elements_of(one.annotation) for name, one in fields}
+        cls.elements = {name: kind for name, kind in kinds.items() if kind is not None}
         pairs = ((name, data) for name, one in fields for data in one.metadata)
         cls.uses = {name: data for name, data in pairs if isinstance(data, UsedWith)}
 
     @model_validator(mode="before")
     @classmethod
     def _with_tuples(cls, values: object) -> object:
-        """TOML has lists only; a frozen section keeps tuples."""
+        """TOML has lists only; a frozen section keeps tuples. Text in place of a list has its
+        elements between commas: ``--set lora.targets=q_proj,v_proj``."""
         if not isinstance(values, dict):
             return values
-        given = cast("dict[str, object]", values)
-        return {
-            key: tuple(cast("list[object]", value)) if isinstance(value, list) else value
-            for key, value in given.items()
-        }
+        given = dict(cast("dict[str, object]", values))
+        for key, value in given.items():
+            if isinstance(value, list):
+                given[key] = tuple(cast("list[object]", value))
+            elif isinstance(value, str) and (kind := cls.elements.get(key)) is not None:
+                parts = [part.strip() for part in value.split(",")]
+                with suppress(ValueError):
+                    given[key] = tuple(map(kind, parts))
+        return given
 
     def problem(self, code: str, name: str, message: str, fix: str, *related: str) -> Problem:
         """A problem of the key `name` of this section; `related` are other keys of the rule, of

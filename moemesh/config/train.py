@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator
 from typing_extensions import TypeAliasType
 
 from moemesh.config.errors import Problem
@@ -26,14 +25,6 @@ from moemesh.config.section import (
 OptimizerName = TypeAliasType("OptimizerName", Annotated[str, Names(OPTIMIZERS)])
 Resume = Literal["auto", "never", "must"]
 Device = Literal["auto", "cpu", "cuda"]
-
-
-def _as_patterns(value: object) -> object:
-    """A single pattern may be given without a list around it."""
-    return (value,) if isinstance(value, str) else value
-
-
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_as_patterns)]
 
 
 def usual_rate(*, loads_weights: bool, lora_rank: int) -> float:
@@ -76,8 +67,8 @@ class TrainConfig(Section):
     clip: NotNegative = 1.0
     #: Patterns over names of parameters: those that keep their values, and those that alone train
     #: (none: all); see :mod:`moemesh.config.tuning`.
-    freeze: Patterns = ()
-    train_only: Patterns = ()
+    freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
     #: A table of experts that alone train, besides what matches `train_only` (ESFT).
     esft: str | None = None
     #: Steps between checkpoints; 0 saves only at the end.

@@ -99,9 +99,25 @@ def test_texts_on_the_command_line(override: str, expected: str) -> None:
     assert load_run([], [override], {}).config.data.path == expected
 
 
-def test_lists_become_tuples() -> None:
-    resolved = load_run([], ["train.adam_betas=[0.8, 0]"], {})
-    assert resolved.config.train.adam_betas == (0.8, 0.0)
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.adam_betas=[0.8, 0]", (0.8, 0.0)),
+        ("train.adam_betas=0.8, 0", (0.8, 0.0)),
+        ("train.freeze=*router*", ("*router*",)),
+        ("train.sinks=csv,tensorboard", ("csv", "tensorboard")),
+        ("lora.targets=q_proj, v_proj", ("q_proj", "v_proj")),
+    ],
+)
+def test_lists_become_tuples(override: str, expected: tuple[object, ...]) -> None:
+    section, _, name = override.partition("=")[0].partition(".")
+    values = getattr(load_run([], [override], {}).config, section)
+    assert getattr(values, name) == expected
+
+
+def test_a_list_of_names_is_named_so() -> None:
+    with pytest.raises(ConfigError, match="targets must be a list of names, not 3"):
+        load_run([], ["lora.targets=3"], {})
 
 
 def test_a_model_folder_gives_the_sizes(tmp_path: Path) -> None:

@@ -34,3 +34,35 @@ def test_each_remedy_fits_in_the_seconds_that_it_names() -> None:
         answer = plan_named(replace(request, **change))
         fastest = min(candidate.seconds for candidate in answer.candidates)
         assert fastest == pytest.approx(float(seconds), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "options"),
+    [
+        (4096, "--set lora.base=nf4 --set lora.targets=q_proj,k_proj,v_proj,o_proj"),
+        (
+            16384,
+            "--seq-len 8192 --set lora.base=nf4 --set lora.targets=q_proj,k_proj,v_proj,o_proj",
+        ),
+    ],
+)
+def test_one_small_gpu_gets_fewer_adapters_and_a_shorter_sequence(
+    seq_len: int, options: str
+) -> None:
+    """The wider adapters, and the given length, do not fit 24 GB: they are not among the fixes."""
+    request = PlanRequest(
+        "qwen3-30b-a3b", "1xRTX4090", seq_len, 16, settings=("lora.rank=16",), top=1
+    )
+    with pytest.raises(NothingFits) as caught:
+        plan_named(request)
+    lines = re.findall(
+        r"^  (--se.*) \(adapters of attention alone\): (\S+) s", str(caught.value), 8
+    )
+    ((found, seconds),) = lines
+    assert found == options
+    pairs = re.findall(r"--(\S+) (\S+)", found)
+    given = tuple(value for name, value in pairs if name == "set")
+    length = int(dict(pairs).get("seq-len", seq_len))
+    answer = plan_named(replace(request, seq_len=length, settings=(*request.settings, *given)))
+    fastest = min(candidate.seconds for candidate in answer.candidates)
+    assert fastest == pytest.approx(float(seconds), rel=5e-3)

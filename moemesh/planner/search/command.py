@@ -14,6 +14,7 @@ from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
+from moemesh.config.run import projections
 from moemesh.config.section import LARGEST_SIZE, Section
 from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
@@ -22,7 +23,7 @@ from moemesh.planner.intervals import Interval
 from moemesh.planner.layout_sources import plan_of, read_plan, trained_shares, untrained
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.requests import PlanRequest
-from moemesh.planner.search.remedies import remedies
+from moemesh.planner.search.remedies import Tunings, remedies
 from moemesh.planner.search.rival import MEMORY_PARTS, Rival, rival_table, why_not
 from moemesh.planner.search.search import (
     Advice,
@@ -174,13 +175,18 @@ def plan(
         if fitting := [*remedies(model.shape, cluster, space, _tunings(model, space), progress)]:
             fix = "\n  ".join(["fix: one of", *fitting, *fixes[2:]])
         raise NothingFits(
-            f"no layout of {model.shape.name} on {space.num_devices} devices of {cluster.name} "
+            f"no layout of {model.shape.name} on {space.num_devices} device"
+            f"{'s' if space.num_devices > 1 else ''} of {cluster.name} "
             f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(search)}\n{fix}"
         )
     has_safe, safer = bool((search.needed <= min(safe, search.capacity)).any()), list[str]()
-    for options, shares in () if has_safe else _tunings(model, space).items():
-        tuned = SearchSpace(model.shape, cluster, replace(space, trained=dict(shares)), progress)
-        safer += [options] if tuned.fitting(min(safe, tuned.capacity), 1) else []
+    for group in () if has_safe else _tunings(model, space):
+        for options, shares in group.items():
+            trained = replace(space, trained=dict(shares))
+            tuned = SearchSpace(model.shape, cluster, trained, progress)
+            if tuned.fitting(min(safe, tuned.capacity), 1):
+                safer.append(options)
+                break
     best, candidates = next(iter(chosen)), tuple(chosen.values())
     fastest = search.fitting(search.capacity, 1)[0]
     return PlannedAnswer(
@@ -199,27 +205,44 @@ def plan(
     )
 
 
-def _tunings(model: Model, space: Space) -> dict[str, Mapping[str, Any]]:
+def _tunings(model: Model, space: Space) -> list[Tunings]:
     """The options of a run that needs less memory for its states, and the fields of its layouts:
-    adapters instead of all weights, adapters beside a base in 4 bits, the optimizer on the host."""
+    adapters instead of all weights, adapters beside a base in 4 bits, the optimizer on the host.
+    Adapters of attention alone follow those of all projections."""
     given: Mapping[str, Any] = space.trained
-    bits = "(the frozen base in 4 bits)"
-    if given:
-        can_pack = given.get("adapters") and given["base"] != "nf4"
-        return {f"--set lora.base=nf4 {bits}": {**given, "base": "nf4"}} if can_pack else {}
+    base, bits = "--set lora.base=nf4", "(the frozen base in 4 bits)"
     host = "--set plan.offload=optimizer (its states in host memory)"
-    offloaded: dict[str, Mapping[str, Any]] = {host: {"offload": "optimizer"}}
-    if (config := model.config or model.sizes) is None:
+    offloaded: list[Tunings] = [] if given else [{host: {"offload": "optimizer"}}]
+    config = model.config or model.sizes
+    if config is None or (given and not given.get("adapters")):
         return offloaded
-    words = [*_words(_model_settings(model._replace(config=config))), "lora.rank=16"]
+    settings = model.settings if given else ("lora.rank=16",)
+    words = [*_words(_model_settings(model._replace(config=config))), *settings]
+    kinds = projections(config)
+    others = {one.target for one in kinds if one.block != "attention"}
+    names = dict.fromkeys(one.target for one in kinds if one.target not in others)
+    narrow, of_attention = f"lora.targets={','.join(names)}", "(adapters of attention alone)"
     with suppress(ConfigError):
-        shares = trained_shares(load_run([], words, environ={}).config)
+        whole = given or trained_shares(load_run([], words, environ={}).config)
+        narrower = trained_shares(load_run([], [*words, narrow], environ={}).config)
+        if given:
+            packed = {} if given["base"] == "nf4" else {f"{base} {bits}": {**given, "base": "nf4"}}
+            if narrower["trained_experts"] < given["trained_experts"]:
+                also = f"{base} --set {narrow}" if packed else f"--set {narrow}"
+                packed[f"{also} {of_attention}"] = {**narrower, "base": "nf4"}
+            return [packed]
         rank = "--set lora.rank=16"
-        return {
-            f"{rank} (adapters instead of all weights)": shares,
-            f"{rank} --set lora.base=nf4 {bits}": {**shares, "base": "nf4"},
-            **offloaded,
-        }
+        return [
+            {
+                f"{rank} (adapters instead of all weights)": whole,
+                f"{rank} --set {narrow} {of_attention}": narrower,
+            },
+            {
+                f"{rank} {base} {bits}": {**whole, "base": "nf4"},
+                f"{rank} {base} --set {narrow} {of_attention}": {**narrower, "base": "nf4"},
+            },
+            *offloaded,
+        ]
     return offloaded
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import ceil
@@ -18,19 +18,25 @@ from moemesh.planner.shapes.shape import ModelShape
 
 #: Largest multiple of the given number of nodes that is tried.
 _MOST_TIMES = 64
+#: Shortest sequence that is tried.
+_SHORTEST = 512
+
+#: Options of a run that needs less memory, and the fields of its layouts; the best first.
+Tunings = Mapping[str, Mapping[str, Any]]
 
 
 def remedies(
     shape: ModelShape,
     cluster: Cluster,
     space: Space,
-    tunings: Mapping[str, Mapping[str, Any]],
+    tunings: Sequence[Tunings],
     progress: Callable[[str], None],
 ) -> Iterator[str]:
     """The options of `moemesh plan` that make the model fit: the smallest number of nodes that is
     the given one times a power of two, fewer weights that train, the rest in fewer bits or the
-    optimizer on the hosts (`tunings`: the options that do it, and the fields of their layouts), and
-    the packaged cluster of at least as many devices with the least memory a device."""
+    optimizer on the hosts (of each group of `tunings` the first that fits; if none does, with the
+    longest half, quarter, ... of the sequence with which any does), and the packaged cluster of at
+    least as many devices with the least memory a device."""
     nodes = cluster.nodes * 2
     while nodes <= cluster.nodes * _MOST_TIMES and nodes * cluster.gpus_per_node <= LARGEST_DEGREE:
         larger = cluster.model_copy(update={"nodes": nodes})
@@ -38,9 +44,16 @@ def remedies(
             yield f"--nodes {nodes}: {seconds}"
             break
         nodes *= 2
-    for options, shares in tunings.items():
-        if seconds := _seconds(shape, cluster, replace(space, trained=dict(shares)), progress):
-            yield f"{options}: {seconds}"
+    tuned = [_first(shape, cluster, space, group, progress) for group in tunings]
+    yield from filter(None, tuned)
+    every, length = {"": space.trained}, space.seq_len // 2
+    for group in tunings:
+        every |= group
+    while not any(tuned) and length >= _SHORTEST:
+        shorter = {f"--seq-len {length} {options}".rstrip(): every[options] for options in every}
+        tuned = [_first(shape, cluster, replace(space, seq_len=length), shorter, progress)]
+        yield from filter(None, tuned)
+        length //= 2
     packaged = [load_cluster(name) for name in preset_names("clusters")]
     packaged = [one for one in packaged if one.memory_bytes > cluster.memory_bytes]
     for other in sorted(packaged, key=lambda one: one.memory_bytes):
@@ -49,6 +62,20 @@ def remedies(
         if seconds := _seconds(shape, same, space, progress):
             yield f"--cluster {other.name} --nodes {nodes} ({same.num_devices} devices): {seconds}"
             break
+
+
+def _first(
+    shape: ModelShape,
+    cluster: Cluster,
+    space: Space,
+    group: Tunings,
+    progress: Callable[[str], None],
+) -> str:
+    """The first options of `group` with which the model fits, with their seconds; "" if none do."""
+    for options, shares in group.items():
+        if seconds := _seconds(shape, cluster, replace(space, trained=dict(shares)), progress):
+            return f"{options}: {seconds}"
+    return ""
 
 
 def _seconds(
