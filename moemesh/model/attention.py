@@ -191,12 +191,6 @@ class LatentAttention(AdaptedModule):
         return attend(self, query_BSND, key_BSND, value_BSND, context)
 
 
-def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
-    """The attention of one layer of `config`."""
-    kind = LatentAttention if config.attention == "mla" else Attention
-    return kind(config, layer)
-
-
 def attend(
     block: Attention | LatentAttention,
     query_BSND: Tensor,
