@@ -34,7 +34,7 @@ from moemesh.monitor.rendezvous import (
     rendezvous_folder,
     stack_file,
 )
-from moemesh.trace.machine import process_state
+from moemesh.trace.machine import process_state, text_of
 
 #: Number of comparisons for a verdict; each covers the steps between two polls, usually one.
 _COMPARISONS = 18
@@ -320,8 +320,8 @@ class RankWatcher:
         wanted = {status.rank for status in running if status.state != "T"}
         while wanted and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-            wanted = {rank for rank in wanted if not _text(stack_file(self.folder, rank))}
-        stacks = {status.rank: _text(stack_file(self.folder, status.rank)) for status in running}
+            wanted = {rank for rank in wanted if not text_of(stack_file(self.folder, rank))}
+        stacks = {status.rank: text_of(stack_file(self.folder, status.rank)) for status in running}
         for rank, stack in stacks.items():
             if stack:
                 with suppress(OSError):
@@ -346,13 +346,6 @@ class RankWatcher:
                 if error is not None and error.trace
             },
         )
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 _TAIL_LINES = 30
