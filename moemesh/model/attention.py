@@ -237,7 +237,6 @@ class ProjectionNorm(nn.Module):
 
 
 def query_key_norm(config: ModelConfig, heads: int) -> nn.Module:
-    """The norm of `heads` query or key heads."""
     if not config.qk_norm:
         return nn.Identity()
     if config.qk_norm_over == "head":

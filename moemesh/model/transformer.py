@@ -283,7 +283,6 @@ class Transformer(nn.Module):
         return tuple(losses)
 
     def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
-        """The parameters of this part of the model."""
         ahead = self.config.mtp_layers if part.last else range(0)
         modules: list[nn.Module | None] = [
             self.layers[str(index)] for index in (*part.layers, *ahead)
@@ -387,5 +386,4 @@ class Loads:
 
 
 def whole(config: ModelConfig) -> ModelPart:
-    """The whole model as one part."""
     return ModelPart(range(config.num_layers))

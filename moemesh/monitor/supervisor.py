@@ -104,8 +104,6 @@ class StragglerDetector:
 
 
 class _StageRanks:
-    """The ranks of one stage."""
-
     def __init__(self) -> None:
         self._before: dict[int, ProgressRecord] = {}
         self._rows: deque[dict[int, float]] = deque(maxlen=_COMPARISONS)

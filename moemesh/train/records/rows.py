@@ -279,7 +279,6 @@ class Sinks:
             self._thread.start()
 
     def put(self, row: MetricsRow) -> None:
-        """Queue one row."""
         if self._thread is None:
             return
         try:
