@@ -56,7 +56,11 @@ def one_line(text: str) -> str:
 
 
 def few(texts: Iterable[object], most: int) -> str:
-    """The first `most` of the texts with commas between them, then "..." for the rest."""
+    """The first `most` of the texts with commas between them, then "..." for the rest.
+
+    >>> few(range(3), 2), few("ab", 2)
+    ('0, 1, ...', 'a, b')
+    """
     words = list(map(str, texts))
     return ", ".join([*words[:most], *["..."] * (len(words) > most)])
 
