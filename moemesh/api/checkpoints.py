@@ -6,6 +6,7 @@ global id, optimizer state by the names of parameters. So any number of ranks ca
 
 from __future__ import annotations
 
+import math
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Set
@@ -26,6 +27,7 @@ from moemesh.checkpoint.store import Checkpoint, Shard
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.errors import known_keywords
+from moemesh.config.limits import few
 
 
 @known_keywords
@@ -56,10 +58,14 @@ def save_checkpoint(
         leaves = _ProgramState(state).leaves()
         shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
         values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
-        store.refuse_nonfinite(values)
+        for path, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):  # which JSON does not hold
+                raise CheckpointError(f"{path} is {value}: save it as a tensor")
     saved_shards = store.own_shards(shards, axis, check_replicas=check_replicas)
-    values = store.merged_values(values, axis)
-    return store.save_together(place, number, saved_shards, {"values": values}, axis)
+    merged: dict[str, Any] = {}
+    for values_of_rank in reversed(gather_json(values, axis)):
+        merged |= values_of_rank
+    return store.save_together(place, number, saved_shards, {"values": merged}, axis)
 
 
 @known_keywords
@@ -159,10 +165,8 @@ def _step_number(step: object) -> int:
 
 def _refuse_names(names: Set[str], words: str) -> None:
     if names:
-        first = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
-        raise CheckpointError(
-            f"{words} {len(names)} of the names: {first}; strict=False leaves them alone"
-        )
+        message = f"{words} {len(names)} of the names: {few(sorted(names), 5)}"
+        raise CheckpointError(f"{message}; strict=False leaves them alone")
 
 
 def _axis(group: ProcessGroup | None) -> Axis:
@@ -178,7 +182,16 @@ class _ProgramState:
         self.state = state
         #: Id of each parameter of the modules -> its name and this rank's part.
         self.parameters: dict[int, tuple[str, Shard]] = {}
-        store.map_leaves(state, self._name_parameters)
+
+        def name_parameters(_: str, node: Any) -> None:
+            if isinstance(node, (nn.Module, ParallelModel)):
+                parts = dict(node.state_dict())
+                every = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
+                for name, parameter in node.named_parameters(**every):
+                    part = store.shard_of(name, parts.get(name, parameter))
+                    self.parameters[id(parameter)] = name, part
+
+        store.map_leaves(state, name_parameters)
 
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Returns path -> tensor or value. With `checkpoint`, the state of optimizers is replaced
@@ -191,19 +204,31 @@ class _ProgramState:
         """Returns the state after loading: optimizers are filled, other leaves are replaced."""
 
         def fill(path: str, node: Any) -> Any:
-            if isinstance(node, torch.optim.Optimizer):
-                self._fill_optimizer(node, f"{path}/" if path else "", leaves)
-            return leaves.get(path, node)
+            if not isinstance(node, torch.optim.Optimizer):
+                return leaves.get(path, node)
+            below, state, groups = f"{path}/" if path else "", {}, list[dict[str, Any]]()
+            for place, group in enumerate(node.param_groups):
+                options = store.map_leaves(
+                    _options(group),
+                    lambda path, value: leaves.get(path, value),
+                    f"{below}param_groups/#{place}",
+                )
+                numbers = range(len(state), len(state) + len(group["params"]))
+                groups.append(options | {"params": list(numbers)})
+                for number, parameter in zip(numbers, group["params"], strict=True):
+                    prefix = f"{below}state/{self.parameters[id(parameter)][0]}/"
+                    state[number] = {
+                        path.removeprefix(prefix): leaf.tensor
+                        if isinstance(leaf, store.Sharded)
+                        else leaf
+                        for path, leaf in leaves.items()
+                        if path.startswith(prefix)
+                    }
+            filled = {number: values for number, values in state.items() if values}
+            node.load_state_dict({"state": filled, "param_groups": groups})
+            return node
 
         return store.map_leaves(self.state, fill)
-
-    def _name_parameters(self, path: str, node: Any) -> None:
-        if isinstance(node, (nn.Module, ParallelModel)):
-            parts = dict(node.state_dict())
-            every = {} if isinstance(node, ParallelModel) else {"remove_duplicate": False}
-            for name, parameter in node.named_parameters(**every):
-                part = store.shard_of(name, parts.get(name, parameter))
-                self.parameters[id(parameter)] = name, part
 
     def _nested(self, path: str, node: Any, checkpoint: Checkpoint | None) -> Any:
         if isinstance(node, (nn.Module, ParallelModel)):
@@ -236,30 +261,6 @@ class _ProgramState:
             if values:
                 state[name] = values
         return {"state": state, "param_groups": [_options(group) for group in node.param_groups]}
-
-    def _fill_optimizer(
-        self, optimizer: torch.optim.Optimizer, below: str, leaves: Mapping[str, Any]
-    ) -> None:
-        state: dict[int, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
-        for place, group in enumerate(optimizer.param_groups):
-            known = f"{below}param_groups/#{place}"
-            options = store.map_leaves(
-                _options(group), lambda path, node: leaves.get(path, node), known
-            )
-            first = len(state)
-            groups.append(options | {"params": list(range(first, first + len(group["params"])))})
-            for parameter in group["params"]:
-                prefix = f"{below}state/{self.parameters[id(parameter)][0]}/"
-                state[len(state)] = {
-                    path.removeprefix(prefix): leaf.tensor
-                    if isinstance(leaf, store.Sharded)
-                    else leaf
-                    for path, leaf in leaves.items()
-                    if path.startswith(prefix)
-                }
-        filled = {number: values for number, values in state.items() if values}
-        optimizer.load_state_dict({"state": filled, "param_groups": groups})
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

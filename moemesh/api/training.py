@@ -13,7 +13,6 @@ from moemesh.checkpoint.store import Sharded
 from moemesh.comm.mesh import Mesh
 from moemesh.config.data import DataConfig
 from moemesh.config.errors import ConfigError, Problem, UserError, check_kind, check_limit, public
-from moemesh.config.layout import shard_range
 from moemesh.config.load import Resolved, S, build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import DEGREES, Plan
@@ -25,7 +24,7 @@ from moemesh.model.batch import Batch
 from moemesh.parallel import parallelize as hub
 from moemesh.parallel.norm import clip_gradients
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train.opening import schedule_of_step
+from moemesh.train.opening import own_rows, schedule_of_step
 from moemesh.train.preparation import untrainable
 from moemesh.train.step import StepResult, evaluate, gradients_of_step, move_selection_biases
 
@@ -247,24 +246,20 @@ class ParallelModel(Shown):
                     f"{name} hold ids from {int(ids.min())} to {int(ids.max())}, the vocabulary "
                     f"those from 0 to {vocabulary - 1} (model.vocab_size)"
                 )
-        dp, device, batches = self.parallel.mesh["dp"], self.parallel.mesh.device, list[Batch]()
-        local = shard_range(len(tokens), dp.size, dp.index)
-        for index in range(num_parts):
-            part = shard_range(len(local), num_parts, index)
-            rows = slice(local.start + part.start, local.start + part.stop)
-            batches.append(
-                Batch(
-                    tokens_BS=tokens[rows].to(device),
-                    targets_BS=targets[rows].to(device),
-                    sequences_B=torch.arange(rows.start, rows.stop, device=device),
-                    valid_BS=None if valid is None else valid[rows].to(device),
-                    loss_mask_BS=None if loss_mask is None else loss_mask[rows].to(device),
-                    documents_BS=None if documents is None else documents[rows].to(device),
-                    seed=self.config.train.seed,
-                    step=step,
-                )
+        device = self.parallel.mesh.device
+        return [
+            Batch(
+                tokens_BS=tokens[rows].to(device),
+                targets_BS=targets[rows].to(device),
+                sequences_B=torch.arange(rows.start, rows.stop, device=device),
+                valid_BS=None if valid is None else valid[rows].to(device),
+                loss_mask_BS=None if loss_mask is None else loss_mask[rows].to(device),
+                documents_BS=None if documents is None else documents[rows].to(device),
+                seed=self.config.train.seed,
+                step=step,
             )
-        return batches
+            for rows in own_rows(len(tokens), self.parallel.mesh, num_parts)
+        ]
 
 
 def _section(kind: type[S], **values: object) -> tuple[S, list[Problem]]:

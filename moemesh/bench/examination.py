@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from moemesh.comm.slurm import SlurmError, ranks_of_slurm
-from moemesh.config.python import python_command
+from moemesh.config.python import installed_version, python_command
 from moemesh.config.sources import ENVIRONMENT_PREFIX, read_environment
 from moemesh.monitor.devices import signs_of_gpus
 from moemesh.trace.machine import SHARED_MEMORY, usable_cores
@@ -96,12 +96,9 @@ def _versions() -> Iterator[Diagnosis]:
         match = re.match(r"([A-Za-z0-9_.-]+)\s*(.*)", line)
         assert match is not None
         name, needed = match[1], match[2].strip("() ")
-        try:
-            installed = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        if (installed := installed_version(name)) is None:
             wrong.append(f"{name} is not installed")
-            continue
-        if not _keeps(installed, needed):
+        elif not _keeps(installed, needed):
             wrong.append(f"{name} is {installed}, needed is {needed}")
     if wrong:
         yield Diagnosis("packages", "fail", "; ".join(wrong), "pip install --upgrade moemesh")

@@ -85,14 +85,13 @@ def _least_relative(
     return [float(w) for w in weights], float(np.abs(terms @ weights / time - 1).mean())
 
 
-def cluster_file(found: dict[str, Any], name: str) -> str:
-    """The text of a Cluster file that holds a result."""
+def origin_of(found: dict[str, Any]) -> str:
+    """A sentence on the origin of a Cluster made from a result."""
     settings = found["settings"]
     where = f"{settings['ranks']} ranks on {settings['device']}"
     if settings["hosts"]:
         where += f", {settings['hosts']} emulated hosts at {settings['link']}"
-    heading = f"Measured by `moemesh bench links`: {where}."
-    return cluster_of(found, name).to_toml(heading, explained=True)
+    return f"Measured by `moemesh bench links`: {where}."
 
 
 def cluster_of(found: dict[str, Any], name: str) -> Cluster:

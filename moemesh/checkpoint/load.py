@@ -33,7 +33,6 @@ class DeferredTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 

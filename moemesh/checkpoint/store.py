@@ -14,7 +14,6 @@ of an axis. The store is independent of layouts.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -215,18 +214,3 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
                     )
     empty = [shard for shard in shards if not shard.tensor.numel()]
     return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
-
-
-def refuse_nonfinite(values: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for infinities and NaN, which JSON does not hold."""
-    for path, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise CheckpointError(f"{path} is {value}: save it as a tensor")
-
-
-def merged_values(values: Mapping[str, Any], axis: Axis) -> dict[str, Any]:
-    """The values of all ranks by path; of several, that of the lowest rank."""
-    merged: dict[str, Any] = {}
-    for theirs in reversed(gather_json(dict(values), axis)):
-        merged |= theirs
-    return merged

@@ -191,7 +191,6 @@ class SliceInFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
         return prod(self.stored.shape) * ITEM_BYTES[self.dtype]
 
 

@@ -12,6 +12,7 @@ import typer
 
 from moemesh.cli.application import app
 from moemesh.cli.terminal import table
+from moemesh.config.limits import few
 
 if TYPE_CHECKING:
     from moemesh.planner.accuracy.calibrate import LeftOut
@@ -215,7 +216,7 @@ def calibrate(request: CalibrateRequest) -> None:
     fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
     if machine is not None:  # the rows have the stack of another cluster
         fitted = fitted.model_copy(update={"name": machine.name})
-    sources = ", ".join(path.name for path in request.runs[:4]) + ", ..." * (len(request.runs) > 4)
+    sources = few((path.name for path in request.runs), 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
     doubts = [*unused(read), *learned.doubts]
     doubts += beaten(chosen, learned.calibration, learned.runs)

@@ -14,6 +14,7 @@ import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app, print_answer
 from moemesh.cli.terminal import table
+from moemesh.trace.step_seconds import duration
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -138,16 +139,11 @@ def ls(place: Place, as_json: AsJson = False) -> None:
         verified = "yes" if row["verified"] else "damaged" if row["problem"] else "no"
         if row["finite"] is False:
             verified += ", not finite"
-        seconds = row["age_seconds"]
-        age = f"{seconds:.0f} s"
-        for unit, length in (("min", 60), ("h", 3600), ("d", 86400)):
-            if seconds >= 2 * length:
-                age = f"{seconds / length:.0f} {unit}"
         layout = f"{row['ranks']} rank(s)"
         if row["layout"]:
             layout = " ".join(f"{key}{n}" for key, n in row["layout"].items() if n != 1) or "1 rank"
         numbers = format_bytes(row["bytes"]), str(row["tensors"])
-        cells.append((str(row["step"]), *numbers, layout, verified, age))
+        cells.append((str(row["step"]), *numbers, layout, verified, duration(row["age_seconds"])))
     lines = [table(("step", "size", "tensors", "layout", "verified", "age"), cells)]
     lines += [
         f"step {row['step']} cannot be used: {row['problem']}" for row in rows if row["problem"]

@@ -68,14 +68,15 @@ def bench_links(
         moemesh bench links --hosts 2 --link 1gbit --out cluster.toml
     """
     from moemesh.bench import links
-    from moemesh.bench.link_cluster import cluster_file
+    from moemesh.bench.link_cluster import cluster_of, origin_of
     from moemesh.report.files import write_texts
 
     if out is not None and not out.parent.is_dir():
         raise BenchError(f"--out {out}: the folder {out.parent} does not exist")
     result = links.run(settings, found)
     if result is not None and out is not None:
-        write_texts([(out, cluster_file(result, name))])
+        text = cluster_of(result, name).to_toml(origin_of(result), explained=True)
+        write_texts([(out, text)])
     if result is not None:
         typer.echo(strict_json(result, indent=2) if as_json else links_text(result))
 
@@ -167,7 +168,19 @@ def init(request: ClusterFileRequest) -> None:
         if request.nodes or request.gpus_per_node:
             raise typer.BadParameter("--links has the number of nodes and devices")
     elif request.device is not None:
-        cluster, heading = _of_device(request.device)
+        from moemesh.config.cluster import cluster_of_device
+        from moemesh.config.devices import ACCELERATORS, accelerator_of
+        from moemesh.config.errors import ConfigError, Problem
+        from moemesh.config.suggest import nearest_choice
+
+        sheet = ACCELERATORS.get(request.device) or accelerator_of(request.device)
+        if sheet is None:
+            message = "no data sheet of a device with this name is packaged"
+            fix = nearest_choice(request.device, tuple(ACCELERATORS))
+            problem = Problem.of("not-a-choice", "device", request.device, message, fix)
+            raise ConfigError([problem])
+        cluster = cluster_of_device(sheet)
+        heading = f"From the data sheet of {sheet.name}; latencies are assumptions."
     else:
         from moemesh.config.cluster import load_cluster
 
@@ -305,32 +318,14 @@ def _facts(cluster: "Cluster") -> dict[str, Any]:
     }
 
 
-def _of_device(name: str) -> "tuple[Cluster, str]":
-    """A node of devices from their data sheet."""
-    from moemesh.config.cluster import cluster_of_device
-    from moemesh.config.devices import ACCELERATORS, accelerator_of
-    from moemesh.config.errors import ConfigError, Problem
-    from moemesh.config.suggest import nearest_choice
-
-    sheet = ACCELERATORS.get(name) or accelerator_of(name)
-    if sheet is None:
-        message = "no data sheet of a device with this name is packaged"
-        fix = nearest_choice(name, tuple(ACCELERATORS))
-        problem = Problem.of("not-a-choice", "device", name, message, fix)
-        raise ConfigError([problem])
-    return cluster_of_device(
-        sheet
-    ), f"From the data sheet of {sheet.name}; latencies are assumptions."
-
-
 def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
     """Cluster measured by `moemesh bench links --json`. Raises UserError for any other file."""
-    from moemesh.bench.link_cluster import cluster_of
+    from moemesh.bench.link_cluster import cluster_of, origin_of
     from moemesh.config.errors import ConfigError, UserError
 
     try:
         result = parse_json(links.read_text(encoding="utf-8"))
-        cluster = cluster_of(result, called)
+        cluster, origin = cluster_of(result, called), origin_of(result)
     except OSError as error:
         raise UserError(f"{links}: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -340,8 +335,7 @@ def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
         ) from error
     if problems := cluster.check():
         raise ConfigError(problems)
-    where = f"{result['settings']['ranks']} ranks on {result['settings']['device']}"
-    return cluster, f"Measured by `moemesh bench links`: {where}."
+    return cluster, origin
 
 
 def _rate(number: float) -> str:

@@ -167,7 +167,6 @@ def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
 
 
 def _text(cut: "Partition") -> str:
-    """The answer as text."""
     from moemesh.trace.memory_profile import PREDICTED_PEAK, format_bytes
 
     mesh = " x ".join(f"{axis} {size}" for axis, size in cut.mesh.items())

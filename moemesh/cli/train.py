@@ -138,6 +138,7 @@ def _print(text: str) -> None:
 def preparation_text(prepared: "Preparation") -> str:
     """The plan, the inputs and the files to be written, one fact per line."""
     from moemesh.checkpoint.retention import disk_warning
+    from moemesh.config.plan import DEGREES
     from moemesh.planner.machine_memory import MOST_RANKS, predicted_memory
     from moemesh.train.preparation import warnings_before_ranks
     from moemesh.train.records.kept_schedules import has_name
@@ -157,7 +158,7 @@ def preparation_text(prepared: "Preparation") -> str:
     each = (predicted_memory(recorded, rank) for rank in range(0, plan.world_size, step))
     worst = max(each, key=lambda profile: profile.peak)
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
-    degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in ("pp", "dp", "cp", "tp"))
+    degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
     ends = f"{train.steps:,} steps" if train.epochs is None else f"{train.epochs:g} epoch(s)"
     facts: list[str] = []
     if (samples := prepared.samples) is not None:  # the data was read
@@ -180,8 +181,7 @@ def preparation_text(prepared: "Preparation") -> str:
     else:
         files.append(f"checkpoints/step-N, {checkpoints}")
     lines = [
-        f"plan     {plan.world_size} rank(s)  {degrees}  ep={plan.ep}  etp={plan.etp}  "
-        f"edp={plan.edp}",
+        f"plan     {plan.world_size} rank(s)  {degrees}  edp={plan.edp}",
         f"steps    {ends} of {data.global_batch:,} sequences of {data.seq_len:,} tokens",
         f"memory   {format_bytes(worst.peak)} {PREDICTED_HELD}, of {whose}: "
         f"{format_bytes(worst.peak - worst.activations)} of weights, gradients and optimizer, "

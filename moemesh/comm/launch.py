@@ -31,6 +31,7 @@ from moemesh.comm import cuda
 from moemesh.comm.cuda import Device
 from moemesh.comm.slurm import RankError, ranks_of
 from moemesh.config.errors import is_user_error
+from moemesh.config.limits import few
 from moemesh.config.python import python_command
 from moemesh.monitor import progress
 from moemesh.monitor.devices import FOLDER_VARIABLE, settings_for_gpus
@@ -342,9 +343,8 @@ def _meet(
     store.set(f"come/{rank}", "")
 
     def missing() -> str:
-        absent = [str(one) for one in range(world_size) if not store.check([f"come/{one}"])]
-        names = ", ".join(absent[:8]) + (", ..." if len(absent) > 8 else "")
-        return f"{len(absent)} of {world_size} ranks ({names})"
+        absent = [one for one in range(world_size) if not store.check([f"come/{one}"])]
+        return f"{len(absent)} of {world_size} ranks ({few(absent, 8)})"
 
     try:
         while not store.check([f"come/{one}" for one in range(world_size)]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from io import TextIOWrapper
 from typing import Any
 
@@ -53,6 +53,16 @@ def visible(text: str) -> str:
 def one_line(text: str) -> str:
     """:func:`visible`, with line ends escaped, too."""
     return visible(text).replace("\n", "\\n")
+
+
+def few(texts: Iterable[object], most: int) -> str:
+    """The first `most` of the texts with commas between them, then "..." for the rest.
+
+    >>> few(range(3), 2), few("ab", 2)
+    ('0, 1, ...', 'a, b')
+    """
+    words = list(map(str, texts))
+    return ", ".join([*words[:most], *["..."] * (len(words) > most)])
 
 
 class VisibleText(TextIOWrapper):

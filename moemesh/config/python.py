@@ -1,4 +1,4 @@
-"""The command that starts Python: every process of ours is started by it."""
+"""The Python of all processes: the command that starts it, and versions of its packages."""
 
 from __future__ import annotations
 
@@ -9,3 +9,13 @@ def python_command(module: str, *arguments: str, python: str | None = None) -> l
     """`python`, or this interpreter, running `module` with `arguments`. It imports nothing from the
     current directory (-P), whatever the files there are called; PYTHONPATH counts."""
     return [python or sys.executable, "-P", "-m", module, *arguments]
+
+
+def installed_version(package: str) -> str | None:
+    """The installed version of a package; None: it is missing."""
+    from importlib.metadata import PackageNotFoundError, version  # late: it takes milliseconds
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

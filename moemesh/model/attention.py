@@ -191,12 +191,6 @@ class LatentAttention(AdaptedModule):
         return attend(self, query_BSND, key_BSND, value_BSND, context)
 
 
-def build_attention(config: ModelConfig, layer: int) -> Attention | LatentAttention:
-    """The attention of one layer of `config`."""
-    kind = LatentAttention if config.attention == "mla" else Attention
-    return kind(config, layer)
-
-
 def attend(
     block: Attention | LatentAttention,
     query_BSND: Tensor,
@@ -243,7 +237,6 @@ class ProjectionNorm(nn.Module):
 
 
 def query_key_norm(config: ModelConfig, heads: int) -> nn.Module:
-    """The norm of `heads` query or key heads."""
     if not config.qk_norm:
         return nn.Identity()
     if config.qk_norm_over == "head":

@@ -142,13 +142,10 @@ def sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> 
     """Probabilities [T, E] (0 for padding) added up in each scope, [Q, E]."""
     if probabilities_TE.device.type != "cpu":
         # index_add would add in another order each time: its additions are atomic there.
-        return _is_in_scope(scope_T, num_scopes).to(probabilities_TE.dtype) @ probabilities_TE
+        is_in_QT = scope_T == torch.arange(num_scopes, device=scope_T.device)[:, None]
+        return is_in_QT.to(probabilities_TE.dtype) @ probabilities_TE
     zeros_QE = probabilities_TE.new_zeros(num_scopes, probabilities_TE.shape[1])
     return zeros_QE.index_add(0, scope_T, probabilities_TE)
-
-
-def _is_in_scope(scope_T: Tensor, num_scopes: int) -> Tensor:
-    return scope_T == torch.arange(num_scopes, device=scope_T.device)[:, None]
 
 
 def balance_loss(probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -> Tensor:

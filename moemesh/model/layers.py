@@ -57,7 +57,6 @@ class AdaptedModule(nn.Module):
         return Adapted(weight, tuple(self.adapters(leaf)), self.scaling)
 
     def adapters(self, leaf: str) -> list[Adapter]:
-        """The adapters of the weight `leaf`."""
         return [
             Adapter(
                 getattr(self, factor_name(part.target, "A")),

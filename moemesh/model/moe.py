@@ -106,19 +106,6 @@ def plain_exchange(dispatcher: Dispatcher, flow: Flow) -> ExpertExchange:
     return PlainExchange(dispatcher, flow)
 
 
-def computes_directly(moe: MoE, routing: Routing, context: Context) -> bool:
-    """Whether experts of a few tokens of generated text are computed in place, without sorting or
-    sending: all are local, on a CPU, and few rows share an expert."""
-    return (
-        not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
-        and isinstance(moe.dispatcher, LocalDispatcher)
-        and routing.is_complete
-        and routing.experts_TK.device.type == "cpu"
-        and routing.experts_TK.numel() <= moe.config.num_experts
-        and moe.experts.rest is None
-    )
-
-
 #: Factory of exchanges, called once a forward.
 Runner: TypeAlias = Callable[[Dispatcher, Flow], ExpertExchange]
 #: (gates [T, K], experts [T, K]) of a forward.
@@ -183,7 +170,17 @@ class MoE(nn.Module):
             experts_TK = torch.where(experts_TK < 0, experts_TK, places_TK)
         given, rows = (x_TH, routing.weights_TK, experts_TK), None
         exchange = self.runner(self.dispatcher, context.flow)
-        if not (is_direct := computes_directly(self, routing, context)):
+        # Experts of a few tokens of generated text are computed in place, without sorting or
+        # sending: all are local, on a CPU, and few rows share an expert.
+        is_direct = (
+            not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
+            and isinstance(self.dispatcher, LocalDispatcher)
+            and routing.is_complete
+            and experts_TK.device.type == "cpu"
+            and experts_TK.numel() <= config.num_experts
+            and self.experts.rest is None
+        )
+        if not is_direct:
             rows = exchange.dispatch(*given, is_complete=routing.is_complete)
         shared_TH = None
         if self.shared is not None:  # while rows are in flight

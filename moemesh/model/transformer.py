@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.attention import build_attention
+from moemesh.model.attention import Attention, LatentAttention
 from moemesh.model.balance_loss import joint_loss, no_sums
 from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.faults import of_tokens
@@ -39,7 +39,8 @@ class Layer(nn.Module):
         #: Factor of a block's output before it is added to the residual stream.
         self.multiplier = config.residual_multiplier
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = build_attention(config, index)
+        kind = LatentAttention if config.attention == "mla" else Attention
+        self.attention: Attention | LatentAttention = kind(config, index)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward: MoE | MLP = (
             MoE(config, index)
@@ -282,7 +283,6 @@ class Transformer(nn.Module):
         return tuple(losses)
 
     def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
-        """The parameters of this part of the model."""
         ahead = self.config.mtp_layers if part.last else range(0)
         modules: list[nn.Module | None] = [
             self.layers[str(index)] for index in (*part.layers, *ahead)
@@ -386,5 +386,4 @@ class Loads:
 
 
 def whole(config: ModelConfig) -> ModelPart:
-    """The whole model as one part."""
     return ModelPart(range(config.num_layers))

@@ -210,11 +210,9 @@ class Lease:
 def read_start(folder: Path) -> tuple[str | None, int | None]:
     """The identity of the run in the lease of `folder`, and the epoch of its newest start; None if
     they cannot be read."""
-    try:
-        body = parse_json((folder / FILE).read_bytes())
-        return body.get("run"), int(body["epoch"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None, None
+    body = body_of(folder)
+    epoch = body.get("epoch")
+    return (body.get("run"), epoch) if isinstance(epoch, int) else (None, None)
 
 
 def why_lost(folder: Path, run: str | None, epoch: int) -> str | None:
@@ -238,12 +236,17 @@ def why_lost(folder: Path, run: str | None, epoch: int) -> str | None:
 def read_claim(folder: Path) -> tuple[str, int] | None:
     """The identity of the run in `folder`, and its claim to an external checkpoint folder; None
     without a claim."""
+    body = body_of(folder)
+    run, claim = body.get("run"), body.get("claim")
+    return (run, claim) if isinstance(run, str) and isinstance(claim, int) else None
+
+
+def body_of(folder: Path) -> dict[str, Any]:
+    """The content of the lease of `folder`; empty if it cannot be read."""
     try:
-        with (folder / FILE).open("rb") as file:
-            body = parse_json(file.read(_BYTES))
-        return str(body["run"]), int(body["claim"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return _parsed((folder / FILE).read_bytes())
+    except OSError:
+        return {}
 
 
 def _in_use(folder: Path, holder: str) -> RunFolderError:
@@ -275,8 +278,12 @@ def _lock(handle: int, file: Path) -> bool:
 
 
 def _read(handle: int) -> dict[str, Any]:
+    return _parsed(os.pread(handle, 4096, 0))
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        content = parse_json(os.pread(handle, 4096, 0))
+        content = parse_json(text)
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

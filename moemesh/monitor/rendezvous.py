@@ -84,7 +84,6 @@ def _sweep(parent: Path) -> None:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """The file for the stacks of a rank."""
     return folder / f"stacks-{rank}"
 
 

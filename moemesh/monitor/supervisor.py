@@ -34,7 +34,7 @@ from moemesh.monitor.rendezvous import (
     rendezvous_folder,
     stack_file,
 )
-from moemesh.trace.machine import process_state
+from moemesh.trace.machine import process_state, text_of
 
 #: Number of comparisons for a verdict; each covers the steps between two polls, usually one.
 _COMPARISONS = 18
@@ -104,8 +104,6 @@ class StragglerDetector:
 
 
 class _StageRanks:
-    """The ranks of one stage."""
-
     def __init__(self) -> None:
         self._before: dict[int, ProgressRecord] = {}
         self._rows: deque[dict[int, float]] = deque(maxlen=_COMPARISONS)
@@ -320,8 +318,8 @@ class RankWatcher:
         wanted = {status.rank for status in running if status.state != "T"}
         while wanted and time.monotonic() < end:
             time.sleep(POLL_SECONDS)
-            wanted = {rank for rank in wanted if not _text(stack_file(self.folder, rank))}
-        stacks = {status.rank: _text(stack_file(self.folder, status.rank)) for status in running}
+            wanted = {rank for rank in wanted if not text_of(stack_file(self.folder, rank))}
+        stacks = {status.rank: text_of(stack_file(self.folder, status.rank)) for status in running}
         for rank, stack in stacks.items():
             if stack:
                 with suppress(OSError):
@@ -346,13 +344,6 @@ class RankWatcher:
                 if error is not None and error.trace
             },
         )
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 _TAIL_LINES = 30

@@ -54,7 +54,6 @@ def _sigmoid(x):
 
 @njit(inline="always")
 def _share(part, parts, num_rows):
-    """The rows of a part."""
     return range(part * num_rows // parts, (part + 1) * num_rows // parts)
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from moemesh.config.python import installed_version
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.swiglu import PLAIN
 
@@ -39,10 +39,7 @@ class KernelPackage(NamedTuple):
     @property
     def version(self) -> str | None:
         """The installed version; None: the package is missing."""
-        try:
-            return version(self.package)
-        except PackageNotFoundError:
-            return None
+        return installed_version(self.package)
 
     def missing(self, device: torch.device) -> str | None:
         """The requirement that is not met, found without an import; None: all are met."""

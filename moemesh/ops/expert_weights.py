@@ -157,12 +157,10 @@ class ExpertWeights(NamedTuple):
 
     @property
     def of_gate_up(self) -> list[Adapter]:
-        """The adapters of gate and up."""
         return [x for x in self.adapters if x.dim is not None] if self.adapters else []
 
     @property
     def of_down(self) -> list[Adapter]:
-        """The adapters of the projection down."""
         return [x for x in self.adapters if x.dim is None] if self.adapters else []
 
     @property

@@ -154,7 +154,6 @@ class SortedByExpert:
 
 
 def _inverse(order_R: Tensor) -> Tensor:
-    """The inverse of a permutation."""
     places_R = _multiples(1, order_R.shape[0], order_R.device)
     return torch.empty_like(order_R).scatter_(0, order_R, places_R)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -61,7 +61,15 @@ class SavedForBackward:
         _active = self
         self._hooks.__enter__()
         for module, kind in self._kinds.items():
-            before, after = self._scope(kind, self._becomes.get(module))
+
+            def before(*_: Any, kind: str = kind) -> None:
+                self._running.append(kind)
+
+            def after(*_: Any, then: str | None = self._becomes.get(module)) -> None:
+                self._running.pop()
+                if then is not None:
+                    self._running[-1] = then
+
             self._handles += [
                 module.register_forward_pre_hook(before),
                 module.register_forward_hook(after, always_call=True),
@@ -79,19 +87,6 @@ class SavedForBackward:
         for handle in self._handles:
             handle.remove()
         self._hooks.__exit__(kind, error, trace)
-
-    def _scope(
-        self, kind: str, then: str | None
-    ) -> tuple[Callable[..., None], Callable[..., None]]:
-        def before(*_: Any) -> None:
-            self._running.append(kind)
-
-        def after(*_: Any) -> None:
-            self._running.pop()
-            if then is not None:
-                self._running[-1] = then
-
-        return before, after
 
     def count(self, held: Held, kind: str | None) -> None:
         """Count the storage that `held` holds until it lets go of it."""

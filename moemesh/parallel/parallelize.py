@@ -130,7 +130,6 @@ class RankModel:
 
     @property
     def trained(self) -> dict[str, Placement]:
-        """The placements of the parameters that train."""
         return {name: one for name, one in self.placements.items() if one.trains}
 
     def norm_addends(self) -> Addends:

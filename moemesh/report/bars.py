@@ -310,7 +310,6 @@ def about_traffic(
 
 
 def milliseconds(seconds: float) -> str:
-    """Seconds as text, in milliseconds."""
     return f"{seconds * 1e3:,.3f}"
 
 

@@ -60,6 +60,12 @@ class RunFacts:
         totals = {name: sum(getattr(row, name) for row in rows) for name in ("tokens", "seconds")}
         ends = [row.loss for row in rows[-max(1, min(len(rows) // 10, 100)) :]]
         words = cast("list[object]", argv) if isinstance(argv, list) else []
+        shared_cores = None
+        with suppress(KeyError, TypeError, IndexError):
+            start = run.starts[-1]
+            cores, ranks = int(start["hardware"]["usable_cores"]), start["hosts"][0]["ranks"]
+            num_ranks = sum(start["devices"][rank] == "cpu" for rank in ranks)
+            shared_cores = (num_ranks, cores) if num_ranks > cores else None
         return cls(
             state=state_of(run),
             last=rows[-1] if rows else None,
@@ -72,15 +78,5 @@ class RunFacts:
             peak_bytes=run.memory.peak if run.memory is not None and run.memory.ranks else None,
             sent_bytes=sum(sent_in_training(run).values()) if run.ledgers else None,
             command=shlex.join(map(str, words)),
-            shared_cores=_shared_cores(run),
+            shared_cores=shared_cores,
         )
-
-
-def _shared_cores(run: Run) -> tuple[int, int] | None:
-    """(ranks, cores) of the host of rank 0 if it has more CPU ranks than cores; else None."""
-    with suppress(KeyError, TypeError, IndexError):
-        start = run.starts[-1]
-        cores, ranks = int(start["hardware"]["usable_cores"]), start["hosts"][0]["ranks"]
-        num_ranks = sum(start["devices"][rank] == "cpu" for rank in ranks)
-        return (num_ranks, cores) if num_ranks > cores else None
-    return None

@@ -30,6 +30,7 @@ from moemesh.report.facts import RunFacts
 from moemesh.report.files import replace_file
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
 from moemesh.trace.run import Run
+from moemesh.trace.step_seconds import duration
 
 NAME, COMPARISON = "report.html", "comparison.html"
 
@@ -99,7 +100,7 @@ def document(run: Run) -> PageDocument:
         if (rate := medians.get("tflops_per_rank")) is not None:
             facts.append((f"Model FLOP/s of a rank, {median}", svg.short(rate * 1e12)))
         facts.append(("Tokens", svg.short(of_run.totals["tokens"])))
-        facts.append(("Time in steps", _clock(of_run.totals["seconds"])))
+        facts.append(("Time in steps", duration(of_run.totals["seconds"])))
     if run.memory is not None and of_run.peak_bytes is not None:
         facts.append((f"Memory: {run.memory.peak_words}", format_bytes(of_run.peak_bytes)))
     if run.loads:
@@ -150,16 +151,6 @@ def document(run: Run) -> PageDocument:
 
 def _cut(value: str, length: int) -> str:
     return value if len(value) <= length else f"{value[:length]} … ({len(value):,} characters)"
-
-
-def _clock(seconds: float) -> str:
-    """Duration as text: 12.3 s, 4 min 5 s, 3 h 12 min."""
-    if not seconds >= 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60:,} h {minutes % 60} min"
 
 
 def write_comparison(first: Path | str, second: Path | str, out: Path | None = None) -> Path:

@@ -136,7 +136,6 @@ def rectangle(
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID, width: float = 1) -> str:
-    """A straight line."""
     ends = (
         f'x1="{coordinate(x1)}" y1="{coordinate(y1)}" x2="{coordinate(x2)}" y2="{coordinate(y2)}"'
     )

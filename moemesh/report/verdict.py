@@ -32,7 +32,6 @@ class Pause:
 
     @property
     def axis(self) -> str:
-        """The axis of the collective."""
         return self.collective.split(" over ")[-1].split(" ")[0]
 
 

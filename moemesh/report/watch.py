@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moemesh.config.limits import parse_json, visible
+from moemesh.monitor.lease import body_of
 from moemesh.trace.run import (
     Event,
     MetricsRow,
@@ -291,9 +292,8 @@ class Watched:
             return True, f"the run {how}"
         # Whether the process with the lease is alive; None if unknown.
         lives: bool | None = None
-        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-            raw = (self.folder / "lease").read_text(encoding="utf-8", errors="replace")
-            body: Any = parse_json(raw)
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            body = body_of(self.folder)
             counter, now = body.get("counter"), time.monotonic()
             if body.get("held") is False:
                 lives = False

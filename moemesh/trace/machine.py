@@ -45,7 +45,7 @@ def usable_cores() -> int:
 
 def _cpu_quotas() -> Iterator[float]:
     """CPU limits of this process's cgroups and their ancestors, in cores; versions 1 and 2."""
-    for line in _text(str(OWN_CGROUPS)).splitlines():
+    for line in text_of(OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -56,9 +56,9 @@ def _cpu_quotas() -> Iterator[float]:
             with suppress(ValueError, IndexError):
                 if controllers:
                     names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                    quota, period = (float(_text(str(folder / name))) for name in names)
+                    quota, period = (float(text_of(folder / name)) for name in names)
                 else:
-                    quota, period = map(float, _text(str(folder / "cpu.max")).split())
+                    quota, period = map(float, text_of(folder / "cpu.max").split())
                 if quota > 0 and period > 0:
                     yield quota / period
 
@@ -72,7 +72,7 @@ def processor() -> str:
 def boot_name() -> str:
     """Identity of this boot of this machine (hosts may share a name, and containers a machine); the
     host's name without one."""
-    return _text("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+    return text_of("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def process_namespace() -> str:
@@ -89,7 +89,7 @@ def available_bytes() -> int:
     size = 1 << 62
     with suppress(ValueError, KeyError):
         size = _kilobytes("/proc/meminfo", "MemAvailable") * 1024
-        limit, used = (_text(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+        limit, used = (text_of(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
         size = min(size, max(int(limit) - int(used), 0))
     return size
 
@@ -177,8 +177,8 @@ def _c(name: str, *arguments: int) -> int | None:
     return int(function(*arguments))
 
 
-def _text(path: str) -> str:
-    """Content of a system file; "" if it cannot be read."""
+def text_of(path: str | Path) -> str:
+    """Content of a file; "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -187,7 +187,7 @@ def _text(path: str) -> str:
 
 def _fields(path: str) -> dict[str, str]:
     """The first value of every ``key: value`` of a system file."""
-    split = (line.partition(":") for line in reversed(_text(path).splitlines()))
+    split = (line.partition(":") for line in reversed(text_of(path).splitlines()))
     return {key.strip(): value.strip() for key, _, value in split}
 
 

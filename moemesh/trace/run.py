@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from moemesh.config.data import loss_unit
-from moemesh.config.limits import parse_json, parse_toml
+from moemesh.config.limits import few, parse_json, parse_toml
 from moemesh.config.shown import Shown
 from moemesh.config.suggest import nearest_path
 from moemesh.trace.ledger import Ledger
@@ -390,10 +390,9 @@ def missing_steps(name: str, rows: Mapping[int, int], last: int, before: int = 0
     """A sentence on the steps without a row (:func:`gaps_of`); "" if there are none."""
     gaps = gaps_of(rows, last, before)
     shown = [f"{gap[0]:,}" if len(gap) == 1 else f"{gap[0]:,} to {gap[-1]:,}" for gap in gaps]
-    more = ", ..." if len(gaps) > 3 else ""
     count = sum(map(len, gaps))
     steps = "1 step is" if count == 1 else f"{count:,} steps are"
-    return f"{name}: {steps} missing ({', '.join(shown[:3])}{more})" if gaps else ""
+    return f"{name}: {steps} missing ({few(shown, 3)})" if gaps else ""
 
 
 def read_metrics(folder: Path | str) -> Iterator[MetricsRow]:

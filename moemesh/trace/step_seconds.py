@@ -89,13 +89,13 @@ def _mean(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def duration(seconds: float) -> str:
-    """A time as text: ``8 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
+    """A time as text: ``7.6 s``, ``12 min``, ``3 h 20 min``, ``2 d 4 h``.
 
     >>> duration(7.6), duration(200), duration(12_000), duration(187_000)
-    ('8 s', '3 min', '3 h 20 min', '2 d 3 h')
+    ('7.6 s', '3 min', '3 h 20 min', '2 d 3 h')
     """
-    if seconds < 60:
-        return f"{seconds:.0f} s"
+    if not seconds >= 60:
+        return f"{seconds:.{1 if seconds < 10 else 0}f} s"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"

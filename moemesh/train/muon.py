@@ -76,8 +76,20 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            if group["names"] is not None:  # also without any: other ranks wait for this one
-                self._step_matrices(group)
+            if group["names"] is None:
+                continue
+            directions: dict[str, Tensor] = {}
+            for name, weight in zip(group["names"], group["params"], strict=True):
+                state = self.state[weight]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                momentum: Tensor = state["momentum_buffer"]
+                momentum.mul_(self._momentum).add_(weight.grad)
+                directions[name] = weight.grad.add(momentum, alpha=self._momentum)
+            updates = self._update(directions)  # also of no matrix: other ranks wait for this one
+            for name, weight in zip(group["names"], group["params"], strict=True):
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(updates[name], alpha=-group["lr"])
         if self._adamw is not None:
             # Loading a state replaces both.
             self._adamw.state = self.state
@@ -87,20 +99,6 @@ class Muon(torch.optim.Optimizer):
 
     def _rest(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["names"] is None]
-
-    def _step_matrices(self, group: dict[str, Any]) -> None:
-        directions: dict[str, Tensor] = {}
-        for name, weight in zip(group["names"], group["params"], strict=True):
-            state = self.state[weight]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(weight)
-            momentum: Tensor = state["momentum_buffer"]
-            momentum.mul_(self._momentum).add_(weight.grad)
-            directions[name] = weight.grad.add(momentum, alpha=self._momentum)
-        updates = self._update(directions)
-        for name, weight in zip(group["names"], group["params"], strict=True):
-            weight.mul_(1 - group["lr"] * group["weight_decay"])
-            weight.add_(updates[name], alpha=-group["lr"])
 
 
 class MatrixUpdates:

@@ -34,15 +34,10 @@ def own_batches(
     """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
 
     `seed` and `step` (from 1; 0 = none) are the key of the random numbers of a training forward.
-    Shares may differ by one sequence and may be empty. Sequences are numbered over all of `ids`.
+    Sequences are numbered over all of `ids`.
     """
-
-    dp = mesh["dp"]
     batches: list[Batch] = []
-    local = shard_range(len(ids), dp.size, dp.index)
-    for index in range(num_parts):
-        part = shard_range(len(local), num_parts, index)
-        rows = slice(local.start + part.start, local.start + part.stop)
+    for rows in own_rows(len(ids), mesh, num_parts):
         arrays = {name: torch.from_numpy(one) for name, one in samples.arrays(ids[rows]).items()}
         batch = Batch(
             tokens_BS=arrays["tokens"],
@@ -56,6 +51,15 @@ def own_batches(
         )
         batches.append(batch.to(mesh.device))
     return batches
+
+
+def own_rows(number: int, mesh: Mesh, num_parts: int) -> list[slice]:
+    """This data-parallel rank's rows of `number` sequences, cut in `num_parts`. Shares may differ
+    by one row and may be empty."""
+    dp = mesh["dp"]
+    local = shard_range(number, dp.size, dp.index)
+    parts = (shard_range(len(local), num_parts, index) for index in range(num_parts))
+    return [slice(local.start + part.start, local.start + part.stop) for part in parts]
 
 
 # The schedule of a run: the same on all ranks, whatever files each could read.

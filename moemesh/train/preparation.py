@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple
@@ -43,7 +44,6 @@ from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.machine import usable_cores
 from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
-from moemesh.train.records.rows import missing_package
 from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.weights.weight_sources import (
     check_adapter_headers,
@@ -73,9 +73,9 @@ def _dispatcher(config: RunConfig, _: Path | None) -> Iterator[Problem]:
 
 def _sinks(config: RunConfig, _: Path | None) -> Iterator[Problem]:
     for name in config.train.sinks:
-        if (package := missing_package(name)) is not None:
-            message = f'the sink "{name}" needs the package {package}'
-            fix = f"pip install {package}, or train.sinks without it"
+        if name in ("tensorboard", "wandb") and find_spec(name) is None:
+            message = f'the sink "{name}" needs the package {name}'
+            fix = f"pip install {name}, or train.sinks without it"
             yield config.train.problem("not-available", "sinks", message, fix)
 
 

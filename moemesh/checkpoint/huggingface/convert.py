@@ -170,7 +170,6 @@ def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def whole_tensor(
     weights: Read, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> DeferredTensor:
-    """A whole tensor of `weights`."""
     box = [range(size) for size in shape]
     return DeferredTensor(dtype, shape, lambda: weights(name, box).to(dtype))
 

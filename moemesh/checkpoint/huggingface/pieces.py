@@ -41,7 +41,6 @@ class TensorPiece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
         return tuple(self.view[dim] for dim in self.order)
 
     @property

@@ -138,10 +138,13 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         is_stack = path in stacks
         dim_and_blocks = width_of(experts[int(index)][1], leaf) if is_stack and is_cut else None
         cut, blocks = dim_and_blocks or (None, 1)
+        unit = "embedding" if 0 in uses.phases.get(id(parameter), ()) else "head"
+        if path.startswith(name + "."):
+            unit = f"layers.{index}"
         return ParameterRecord(
             name=path,
             shape=tuple(parameter.shape),
-            unit=_unit(path, name, uses.phases.get(id(parameter), set())),
+            unit=unit,
             is_expert=is_stack,
             is_fp32=parameter.dtype == torch.float32,
             is_idle=parameter.grad is None,
@@ -214,12 +217,6 @@ def _stack_layouts(module: Any) -> dict[str, str]:
     if module.is_transposed:
         return {up: f"{ours} -> e h {width}", "down_proj": "e h f -> e f h"}
     return {up: f"{ours} -> e {width} h", "down_proj": "e h f -> e h f"}
-
-
-def _unit(path: str, layers: str, phases: set[int]) -> str:
-    if path.startswith(layers + "."):
-        return f"layers.{path.removeprefix(layers + '.').split('.')[0]}"
-    return "embedding" if 0 in phases else "head"
 
 
 def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:

@@ -174,9 +174,13 @@ def allocate(
 def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The initial values of a module's buffers, as the model that owns it sets them; in a float64
     model they are computed in float64."""
-    double = copy.copy(module)
+    double, widens = copy.copy(module), dtype == torch.float64
     double.__dict__["_buffers"] = {
-        leaf: None if buffer is None else _empty(buffer, dtype)
+        leaf: None
+        if buffer is None
+        else torch.zeros_like(
+            buffer, device="cpu", dtype=dtype if widens and buffer.is_floating_point() else None
+        )
         for leaf, buffer in module._buffers.items()
     }
     # Its parameters stay on the meta device, where initialization costs nothing.
@@ -188,11 +192,6 @@ def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> d
     }
     owner._init_weights(double)
     return {leaf: one for leaf, one in double._buffers.items() if one is not None}
-
-
-def _empty(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    is_exact = dtype == torch.float64 and buffer.is_floating_point()
-    return torch.zeros_like(buffer, device="cpu", dtype=dtype if is_exact else None)
 
 
 @torch.no_grad()

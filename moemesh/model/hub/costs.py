@@ -194,7 +194,11 @@ def _once(
     given = [*inputs, *named.values()]
     if any(isinstance(value, (dict, list)) for value in given):
         return forward(*inputs, **named)
-    key = kind, tuple(named), *map(_size, _pytree.tree_leaves(given))
+    sizes = [
+        (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in _pytree.tree_leaves(given)
+    ]
+    key = kind, tuple(named), *sizes
     if len(known.setdefault(key, [])) < 2:
         known[key].append((index, forward(*inputs, **named)))
         return known[key][-1][1]
@@ -202,10 +206,6 @@ def _once(
     return _pytree.tree_map_only(
         Tensor, lambda one: torch.empty_like(one).requires_grad_(one.requires_grad), result
     )
-
-
-def _size(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else repr(leaf)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -210,7 +210,6 @@ class HeldExperts:
         )
 
     def _adapters(self, name: str) -> list[Adapter]:
-        """The adapters of a weight."""
         return [
             Adapter(
                 getattr(self.module, factor_name(part.target, "A")),

@@ -420,7 +420,11 @@ class HubModel(Transformer):
         first = _first(results)
         results[first] = weights.leave(unit, results[first])
         if index + 1 == part.layers.stop and not part.last:
-            raise _StageEnd(results, _recorded_logits())
+            from transformers.utils.output_capturing import _active_collector
+
+            # The routers' logits that transformers has recorded so far in this forward.
+            logits = (_active_collector.get() or {}).get("router_logits", ())
+            raise _StageEnd(results, tuple(logits))
         if index == self.architecture.num_layers - 1:
             results[first] = weights.enter("head", self.begin_graph("head", results[first]))
         return _pytree.tree_unflatten(results, form)
@@ -459,7 +463,19 @@ class HubModel(Transformer):
         zero = torch.zeros((), dtype=wide, device=context.position_T.device)
         if not config.has_aux_loss:
             return zero, None
-        routings = [self._routing(logits_TE, context.valid_T) for logits_TE in logits or ()]
+        routings: list[Routing] = []
+        for logits_TE in logits or ():
+            logits_TE = logits_TE.flatten(0, -2)[:, : config.num_experts]
+            logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+            scores_TE = logits_TE.softmax(1)
+            chosen_TK = scores_TE.topk(config.experts_per_token, dim=1).indices
+            if (valid_T := context.valid_T) is not None:
+                scores_TE = scores_TE.masked_fill(~valid_T[:, None], 0.0)
+                chosen_TK = chosen_TK.masked_fill(~valid_T[:, None], -1)
+            fault = torch.full((), NO_FAULT, device=logits_TE.device)
+            routings.append(
+                Routing(scores_TE, chosen_TK, scores_TE, logits_TE, chosen_TK, None, fault)
+            )
         if not config.has_joint_aux_loss:
             losses = (auxiliary_loss(one, config, context, self.tokens) for one in routings)
             return sum(losses, zero), None
@@ -468,26 +484,6 @@ class HubModel(Transformer):
         if not is_last:
             return zero, sums_QX
         return joint_loss(sums_QX, config, context, self.tokens), None
-
-    def _routing(self, logits_TE: Tensor, valid_T: Tensor | None) -> Routing:
-        logits_TE = logits_TE.flatten(0, -2)[:, : self.config.num_experts]
-        logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        probabilities_TE = logits_TE.softmax(1)
-        preferred_TK = probabilities_TE.topk(self.config.experts_per_token, dim=1).indices
-        if valid_T is not None:
-            probabilities_TE = probabilities_TE.masked_fill(~valid_T[:, None], 0.0)
-            preferred_TK = preferred_TK.masked_fill(~valid_T[:, None], -1)
-        fault = torch.full((), NO_FAULT, device=logits_TE.device)
-        return Routing(
-            probabilities_TE, preferred_TK, probabilities_TE, logits_TE, preferred_TK, None, fault
-        )
-
-
-def _recorded_logits() -> tuple[Tensor, ...]:
-    """The routers' logits that transformers has recorded so far in this forward."""
-    from transformers.utils.output_capturing import _active_collector
-
-    return tuple((_active_collector.get() or {}).get("router_logits", ()))
 
 
 def _first(leaves: Sequence[Any]) -> int:

@@ -51,7 +51,10 @@ def shrunken(values: Mapping[str, Any], experts: int = 8, layers: int = 2) -> Bl
     of module that the real one has."""
     whole = blueprint(values)
     real = whole.build()
-    wanted = max(layers_needed(real), min(layers, len(decoder_layers(real)[1])))
+    # The smallest number of first layers that contain one layer of each kind.
+    kinds = [kind_of(layer) for layer in decoder_layers(real)[1]]
+    needed = 1 + max(map(kinds.index, kinds))
+    wanted = max(needed, min(layers, len(kinds)))
     small = blueprint(_small(whole.config.to_dict(), wanted, experts))
     lost = _kinds(real) - _kinds(small.build())
     if lost:
@@ -63,18 +66,6 @@ def _kinds(model: PreTrainedModel) -> set[str]:
     """The classes of modules in the decoder layers."""
     _, layers = decoder_layers(model)
     return {type(module).__name__ for module in layers.modules()}
-
-
-def layers_needed(model: PreTrainedModel) -> int:
-    """The smallest number of first layers that contain one layer of each kind."""
-    kinds: set[object] = set()
-    needed = 0
-    for index, layer in enumerate(decoder_layers(model)[1]):
-        kind = kind_of(layer)
-        if kind not in kinds:
-            kinds.add(kind)
-            needed = index + 1
-    return needed
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -44,14 +44,16 @@ FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 
 def call_after_gradients(leaf: Tensor, take: MethodType) -> None:
-    """Call the method `take` with the leaf after each of its gradients, while its object lives.
+    """Call the method `take` with the leaf and each of its gradients, while its object lives.
     torch (2.13) never frees a leaf and its hooks where they refer to each other: a hook that held
     the object, which knows the leaf, would keep a model for as long as the process."""
     owner, function = ref(take.__self__), take.__func__
 
     def call(leaf: Tensor) -> None:
         if (living := owner()) is not None:
-            function(living, leaf)
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:  # else it is deferred, and comes by another way
+                function(living, leaf, gradient)
 
     leaf.register_post_accumulate_grad_hook(call)
 
@@ -136,7 +138,7 @@ class GradientReducer:
             for parameter in bucket.parameters:
                 self._home[id(parameter)] = bucket
                 parameter.grad_dtype = None  # any: the bucket converts while it adds
-                call_after_gradients(parameter, self._take)
+                call_after_gradients(parameter, self.accumulate)
         # Everything that has an order has that of the model.
         order = [name for name, _, _ in parameters]
         self.gradients = {name: self.gradients[name] for name in order if name in self.gradients}
@@ -173,11 +175,6 @@ class GradientReducer:
     def has(self, parameter: nn.Parameter) -> bool:
         """Whether the parameter has a gradient here."""
         return id(parameter) in self._home
-
-    def _take(self, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:  # else it is deferred, and comes by another way
-            self.accumulate(parameter, gradient)
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add one microbatch's gradient; deferred weight gradients come here directly."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
+from moemesh.config.python import installed_version
 from moemesh.config.run import RunConfig
 
 HOME = "https://github.com/deepseek-ai/DeepEP"
@@ -42,9 +42,9 @@ def available() -> Probe:
     cannot be checked without using it; its version is reported where a package has one."""
     if importlib.util.find_spec("deep_ep") is None:
         return Probe(interface=None, missing=(f"the package deep_ep ({HOME}); not found",))
-    versions = [f"deep_ep {_version('deep_ep') or 'of unknown version'}"]
+    versions = [f"deep_ep {installed_version('deep_ep') or 'of unknown version'}"]
     for package in ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"):
-        if version := _version(package):
+        if version := installed_version(package):
             versions.append(f"NVSHMEM {version}")
     try:
         module = importlib.import_module("deep_ep")
@@ -72,13 +72,6 @@ def available() -> Probe:
         if tuple(int(part) for part in torch.version.cuda.split(".")[:2]) < (12, 3):
             missing.append("a torch built for CUDA 12.3 or later")
     return Probe(interface=interface, missing=tuple(missing), versions=tuple(versions))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def obstacles(config: RunConfig) -> list[str]:

@@ -82,27 +82,25 @@ def use_experts(
             "use_experts before the model is wrapped"
         )
     for name, module in modules.items():
-        _check(name, cast("Any", module), ranks.size)
+        num_experts = int(cast("Any", module).num_experts)
+        check_divides(num_experts, ranks.size)
+        if isinstance(module, Spread) or "exchange" in module.__dict__:
+            raise LayerError(f"{name}: moemesh computes these experts already")
+        for leaf, parameter in module.named_parameters():
+            place = f"{name}.{leaf}"
+            if isinstance(parameter, DTensor):
+                raise LayerError(f"{place} is sharded already: use_experts before fully_shard")
+            if parameter.shape[0] != num_experts and ranks.size > 1:
+                raise LayerError(
+                    f"{place} has the shape {list(parameter.shape)}, not one entry for each of "
+                    f"the {num_experts} experts: a group of 1 rank"
+                )
     cast("Any", model).set_experts_implementation(seam.IMPLEMENTATION)
     for module in modules.values():
         if ranks.size > 1:
             _spread(module, ranks)
         _Exchange(module, ranks, replicas, dispatcher, gradients)
     cast("Any", model)._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
-
-
-def _check(name: str, module: Any, size: int) -> None:
-    check_divides(module.num_experts, size)
-    if isinstance(module, Spread) or "exchange" in module.__dict__:
-        raise LayerError(f"{name}: moemesh computes these experts already")
-    for leaf, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise LayerError(f"{name}.{leaf} is sharded already: use_experts before fully_shard")
-        if parameter.shape[0] != module.num_experts and size > 1:
-            raise LayerError(
-                f"{name}.{leaf} has the shape {list(parameter.shape)}, not one entry for each of "
-                f"the {module.num_experts} experts: a group of 1 rank"
-            )
 
 
 class _SpreadModule(Spread):
@@ -194,7 +192,12 @@ class _Exchange:
                 )
             if self._connection is None:
                 self._connect(module, x_TH, experts_TK)
-            self._mark(module)
+            module.mark_gradients()
+            for parameter in module.parameters():
+                hooks = (parameter._backward_hooks or {}).values()
+                is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
+                if self.reduction.changes and parameter.requires_grad and not is_marked:
+                    parameter.register_hook(self.reduction)
             if torch.is_grad_enabled() and not x_TH.requires_grad:
                 # A backward runs on all ranks or on none, whatever the inputs of this one.
                 is_trained = any(one.requires_grad for one in module.parameters())
@@ -218,11 +221,3 @@ class _Exchange:
         config = model_config(hidden, 1, module.num_experts, slots, {})
         self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
         self._connection = connection
-
-    def _mark(self, module: Spread) -> None:
-        module.mark_gradients()
-        for parameter in module.parameters():
-            hooks = (parameter._backward_hooks or {}).values()
-            is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
-            if self.reduction.changes and parameter.requires_grad and not is_marked:
-                parameter.register_hook(self.reduction)

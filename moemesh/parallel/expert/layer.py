@@ -538,7 +538,6 @@ class MoELayer(nn.Module):
             self.experts.sync_gradients(self.replicas, self.gradients == "mean")
 
     def _checked_dtype(self, x: Tensor, valid: Tensor | None) -> torch.dtype:
-        """The dtype of the computation."""
         hidden, own = self.config.hidden_size, self.experts.gate_up
         check_kind("x", x, Tensor)
         if sharded := [name for name, one in self.named_parameters() if isinstance(one, DTensor)]:

@@ -146,7 +146,6 @@ class Program(Protocol):
 
 
 def make_context(inputs: list[Tensor], forward: Forward) -> BackwardState:
-    """The context of a forward."""
     objective = forward.objective
     return BackwardState(
         inputs=[x for x in inputs if x.requires_grad],
@@ -243,7 +242,6 @@ class ModelProgram:
         return self.forward_of(op, self.batch_of(op), inputs)
 
     def batch_of(self, op: Op) -> Batch:
-        """The microbatch of `op`."""
         return self.batches[self.schedule.sample(op)]
 
     def forward_of(

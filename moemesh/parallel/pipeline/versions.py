@@ -159,7 +159,5 @@ class WeightVersions:
                 self._originals[leaf] = own
         return _Copy(found)
 
-    def _take(self, leaf: Tensor) -> None:
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is not None:  # else it is deferred, and comes by another way
-            self._collect(self._originals[leaf], gradient)
+    def _take(self, leaf: Tensor, gradient: Tensor) -> None:
+        self._collect(self._originals[leaf], gradient)

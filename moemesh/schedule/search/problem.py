@@ -159,7 +159,6 @@ class SearchProblem:
         return TimedOrders(max(by_rank), by_rank, starts, ends)
 
     def schedule(self, name: str, letters: Letters) -> Schedule:
-        """The letters as a schedule."""
         orders: list[tuple[tuple[Op, ...], ...]] = []
         for order in letters:
             counts = [0] * (3 * self.num_stages)

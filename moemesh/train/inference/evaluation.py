@@ -100,7 +100,6 @@ class Evaluation(NamedTuple):
     seq_len: int = 0
 
     def text(self) -> str:
-        """The result as text."""
         return (
             f"loss        {self.loss:.6f} {self.unit}\n"
             f"perplexity  {self.perplexity:.4f}\n"

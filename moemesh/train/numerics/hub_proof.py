@@ -35,7 +35,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.config.trainable import trains_some_experts
-from moemesh.config.tuning import FULL, Tuning
+from moemesh.config.tuning import FULL
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import parallelize
 from moemesh.sharding.parameters import tensors
@@ -109,7 +109,7 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
                     "process, or take another version of transformers"
                 )
         assert alone is not None
-        worst, name = _difference(alone, _small_tuning(config, alone.model), plan, mesh)
+        worst, name = _difference(alone, config, plan, mesh)
     of_ranks = [tuple(pair) for pair in gather_json([worst, name], mesh.control)]
     worst, name = max(of_ranks, key=lambda pair: (not pair[0] <= MOST, pair[0]))
     if not worst <= MOST:
@@ -132,16 +132,6 @@ class _Alone(NamedTuple):
     loss: float
     weights: Mapping[str, Tensor]
     gradients: Mapping[str, Tensor]
-
-
-def _small_tuning(config: RunConfig, model: ModelConfig) -> Tuning:
-    """The parameters of the small `model` that train."""
-    tuning = replace(config.tuning, experts=())
-    if trains_some_experts(config):
-        every_second = tuple(range(0, model.num_experts, 2))
-        tuning = replace(tuning, experts=tuple((one, every_second) for one in model.routed_layers))
-    trains = any(tensor.trained_rows(tuning) for tensor in tensors(model, config.plan))
-    return tuning if trains else FULL
 
 
 def _alone(config: RunConfig, plan: Plan, mesh: Mesh) -> _Alone:
@@ -191,10 +181,18 @@ def _alone(config: RunConfig, plan: Plan, mesh: Mesh) -> _Alone:
     return _Alone(model, tokens, loss.item(), weights, gradients)
 
 
-def _difference(alone: _Alone, tuning: Tuning, plan: Plan, mesh: Mesh) -> tuple[float, str]:
+def _difference(alone: _Alone, config: RunConfig, plan: Plan, mesh: Mesh) -> tuple[float, str]:
     """The largest difference on this rank between the layout and one device, and what differs."""
+    # The parameters of the small model that train: all of them if no named one is in it.
+    model, tuning = alone.model, replace(config.tuning, experts=())
+    if trains_some_experts(config):
+        every_second = tuple(range(0, model.num_experts, 2))
+        chosen = tuple((layer, every_second) for layer in model.routed_layers)
+        tuning = replace(tuning, experts=chosen)
+    if not any(tensor.trained_rows(tuning) for tensor in tensors(model, config.plan)):
+        tuning = FULL
     parallel = parallelize(
-        alone.model,
+        model,
         plan,
         mesh,
         seed=0,

@@ -345,6 +345,12 @@ class Artifacts:
         reason, (step, loss) = early_stop.reason, early_stop.best
         steps = self.config.train.steps
         above = _A_START.format(steps=steps) if steps < _FEW_STEPS else _NOT_LEARNED
+        data, run = self.config.data, shlex.quote(str(self.folder.path))
+        explain = f"moemesh explain {run}"
+        prompt = '"def "' if data.path is None and not data.sources else "TEXT"
+        # A small model repeats itself where it takes the likeliest token.
+        generate = f"moemesh generate {run} --prompt {prompt} --temperature 0.8"
+        width = max(len(explain), len(generate)) + 2
         return "\n".join(
             [
                 *([f"early stop          {reason}"] if reason else []),
@@ -356,26 +362,12 @@ class Artifacts:
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",
-                *_next_commands(self.config, self.folder.path),
+                f"{'next':<20}{explain:<{width}}what bounds its speed, and what would change it",
+                f"{'':<20}{generate:<{width}}text from the trained model",
                 *([] if self._validation < self._unigram else [above]),
                 *([f"note: {collapse}"] if collapse else []),
             ]
         )
-
-
-def _next_commands(config: RunConfig, run: Path) -> list[str]:
-    """Commands that a user may want after a run, aligned with the other lines of the summary."""
-    is_default = config.data.path is None and not config.data.sources
-    prompt = '"def "' if is_default else "TEXT"
-    folder = shlex.quote(str(run))
-    explain = f"moemesh explain {folder}"
-    # A small model repeats itself where it takes the likeliest token.
-    generate = f"moemesh generate {folder} --prompt {prompt} --temperature 0.8"
-    width = max(len(explain), len(generate)) + 2
-    return [
-        f"{'next':<20}{explain:<{width}}what bounds its speed, and what would change it",
-        f"{'':<20}{generate:<{width}}text from the trained model",
-    ]
 
 
 def _peak_flops(train: TrainConfig, device: torch.device) -> float | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moemesh.checkpoint.files import replace_by
 from moemesh.comm.collectives import gather_json
-from moemesh.config.limits import parse_json
+from moemesh.config.limits import few, parse_json
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.loads import COLLAPSE_ENTROPY, COLLAPSE_STEPS, LayerLoads, neighbours
 from moemesh.train.records.rows import RowLog
@@ -143,8 +143,7 @@ class LoadAlarms:
         for expert, tokens in enumerate(loads.tokens_per_expert):
             idle[expert] = 0 if tokens else idle[expert] + 1
         dead = [expert for expert, steps in enumerate(idle) if steps >= self._num_steps]
-        ids = ", ".join(map(str, dead[:8])) + (", ..." if len(dead) > 8 else "")
-        experts = f"{len(dead)} expert{'s' if len(dead) > 1 else ''} ({ids})"
+        experts = f"{len(dead)} expert{'s' if len(dead) > 1 else ''} ({few(dead, 8)})"
         share = max(loads.tokens_per_expert) / max(sum(loads.tokens_per_expert), 1)
         fullest = loads.tokens_per_expert.index(max(loads.tokens_per_expert))
         rings = {"dead": bool(dead)}

@@ -18,7 +18,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -280,7 +279,6 @@ class Sinks:
             self._thread.start()
 
     def put(self, row: MetricsRow) -> None:
-        """Queue one row."""
         if self._thread is None:
             return
         try:
@@ -342,9 +340,3 @@ class Sinks:
                 why = f"{type(error).__name__}: {error}"
                 self._messages.append(f"sink {name} {what} ({why}); rows are dropped for it")
             self._dropped[name] += what == "fails"
-
-
-def missing_package(name: str) -> str | None:
-    """The missing package of a sink; None if it is installed or not needed."""
-    needed = {"tensorboard": "tensorboard", "wandb": "wandb"}.get(name)
-    return needed if needed is not None and find_spec(needed) is None else None

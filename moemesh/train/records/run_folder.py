@@ -30,7 +30,7 @@ from moemesh.checkpoint.remote import Place, RemotePath, place_of
 from moemesh.checkpoint.retention import VERIFIED
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
-from moemesh.config.limits import parse_json
+from moemesh.config.limits import few, parse_json
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
@@ -143,10 +143,9 @@ class RunFolder:
                 )
         foreign = sorted(name for name in names - {CHECKPOINTS, LOGS} if name[0] != ".")
         if resume is not None and not has_run and foreign:
-            held = ", ".join(foreign[:5]) + (", ..." if len(foreign) > 5 else "")
             raise RunFolderError(
-                f"{path} holds {held} but no run; a run would write among them: choose a folder of "
-                f"its own, such as {path / 'run'}"
+                f"{path} holds {few(foreign, 5)} but no run; a run would write among them: choose "
+                f"a folder of its own, such as {path / 'run'}"
             )
         return RunFolder(path, has_run=has_run, checkpoints=checkpoints)
 

@@ -407,7 +407,6 @@ def _opened(source: Path, best: bool) -> tuple[Path, RunConfig, Checkpoint]:
 
 
 def to_stderr(note: str) -> None:
-    """Print a note on stderr."""
     print(note, file=sys.stderr, flush=True)
 
 

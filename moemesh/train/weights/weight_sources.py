@@ -32,7 +32,7 @@ from moemesh.config.huggingface.folder import (
     read_config,
 )
 from moemesh.config.huggingface.model import family_of, quantization_of
-from moemesh.config.limits import parse_json
+from moemesh.config.limits import few, parse_json
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_ADAPTERS, LoraConfig
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice, nearest_path
@@ -184,8 +184,7 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
     held = sorted(name for name in names_in(out) if not re.fullmatch(left, name))
     held += [f"{CHECKPOINTS}/step-{step}" for step in candidates(out / CHECKPOINTS)]
     if held:
-        shown = ", ".join(held[:5]) + (", ..." if len(held) > 5 else "")
-        message = f"{out} holds {shown}; the conversion of {source} would be mixed with it"
+        message = f"{out} holds {few(held, 5)}; the conversion of {source} would be mixed with it"
         raise refused("OUT", str(out), message, "choose a new folder")
 
 
