@@ -12,10 +12,9 @@ from benchmarks.text import balancers_text
 from moemesh.config.errors import UserError
 
 SMALL = BalancersSettings(
-    **{"layers": 1, "drift_layers": 1, "drift_steps": 2, "next_layers": 1, "rounds": 1},
-    **{"experts": 16, "replicas": 20, "groups": 4, "nodes": 2, "gpus": 4},
-    **{"ranks": 4, "spare_slots": 2},
-)
+    layers=1, experts=16, replicas=20, groups=4, nodes=2, gpus=4, ranks=4, spare_slots=2,
+    rounds=1, drift_layers=1, drift_steps=2, next_layers=1,
+)  # fmt: skip
 
 
 def test_tables() -> None:

@@ -141,11 +141,14 @@ def test_a_large_placement_is_a_summary_and_a_file(
         ({"redundant": 4, "replicas": 16}, "give --replicas, or --redundant"),
     ],
 )
-def test_redundant_experts(given: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """--redundant N is --replicas with N more than experts."""
+def test_mistakes_in_redundant_experts(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     path = write(tmp_path, "a.json")
     with pytest.raises(BalanceError, match=words):
         place(BalanceSettings(**{"loads": path, "gpus": 8} | given))
+
+
+def test_redundant_experts_are_replicas_beside_the_experts(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.json")
     same = [
         place(BalanceSettings(loads=path, gpus=8, **one)).to_json()
         for one in ({"redundant": 4}, {"replicas": 16})

@@ -16,7 +16,7 @@ from tests.parity.training import PADDED, Shape, alone, assert_equals_one_device
 CASES = rows(
     """
     # Every exit beside every dispatcher.
-    *moe | tp=2 ep=2 attention_exit=reduce_scatter
+    moe | tp=2 ep=2 attention_exit=reduce_scatter
     moe | tp=2 ep=2 attention_exit=all_reduce/all_to_all
     moe | tp=2 ep=2 dispatcher=all_gather
     moe | tp=2 ep=2 attention_exit=all_reduce/all_to_all dispatcher=all_gather
@@ -34,7 +34,7 @@ CASES = rows(
     moe | dp=2 etp=2 dispatcher=all_gather
     moe | tp=2 dp=2 ep=4/2
     moe | tp=2 dp=2 ep=2 etp=2
-    *moe | tp=2 dp=2 ep=2 etp=2 dispatcher=all_gather
+    moe | tp=2 dp=2 ep=2 etp=2 dispatcher=all_gather
     moe | tp=4 ep=2 etp=2 attention_exit=all_to_all
     *moe | dp=3 microbatches=2
     moe | microbatches=5
@@ -43,7 +43,7 @@ CASES = rows(
     moe | tp=8 ep=8 dispatcher=all_gather
     # Other models.
     grouped | tp=4 dp=2 ep=8
-    *grouped | tp=2 ep=2 attention_exit=all_to_all
+    grouped | tp=2 ep=2 attention_exit=all_to_all
     sigmoid | tp=2 dp=2 ep=4
     sigmoid | dp=4 ep=2 etp=2 dispatcher=all_gather
     *no_shared | tp=2 dp=2 ep=4 attention_exit=all_reduce
@@ -97,7 +97,7 @@ ROUTERS = rows(
     """
     # A microbatch is cut by dp; tp and ep leave it whole.
     microbatch | tp=4 ep=2 etp=2
-    *microbatch | tp=2 ep=2 | padded
+    microbatch | tp=2 ep=2 | padded
     global | tp=2 dp=2 ep=4
     global | dp=3 | padded
     *global | dp=4 ep=4 microbatches=2 | 1x5  # the second microbatch is empty
@@ -151,7 +151,7 @@ EXPERTS = rows(
     gate | pp=2 cp=2 ep=2 microbatches=2 | padded
     granite | tp=2 pp=2 ep=2 microbatches=2 | padded
     pattern | pp=4 microbatches=4 | padded
-    *pattern | pp=2 dp=2 ep=2 schedule=dualpipe_v microbatches=4 | padded
+    pattern | pp=2 dp=2 ep=2 schedule=dualpipe_v microbatches=4 | padded
     """
 )
 #: Extra prediction layers. Two slices of 4x4 have a border among the tokens that the last positions
@@ -160,11 +160,11 @@ CUT = "pp=2 layers_per_stage=(1,1,1,1) microbatches=4"
 PREDICTION = rows(
     f"""
     ahead_one | tp=2 ep=2
-    *ahead_two | dp=2 ep=2 microbatches=2 | padded
+    ahead_two | dp=2 ep=2 microbatches=2 | padded
     ahead_two | tp=2 dp=2 ep=2 etp=2 | padded
     ahead_tied | tp=2 dp=2 ep=4 attention_exit=all_to_all | padded
     ahead_biased | tp=2 ep=2 dispatcher=all_gather | padded
-    *ahead_two | tp=2 ep=2 recompute=full | padded
+    ahead_two | tp=2 ep=2 recompute=full | padded
     ahead_one | tp=2 ep=2 recompute=selective dispatch_chunks=2
     ahead_one | dp=2 ep=2 spare_slots=2
     ahead_two | dp=2 ep=2 combine=exact | padded
@@ -189,7 +189,7 @@ PREDICTION = rows(
     ahead_pattern | pp=2 dp=2 data=zero3 reshard=step microbatches=4 | padded
     # Two stages a rank.
     deep_ahead_two | {CUT} schedule=interleaved_1f1b stages_per_rank=2 | padded
-    *deep_ahead_two | {CUT} schedule=zb_v | padded
+    deep_ahead_two | {CUT} schedule=zb_v | padded
     # Blocks of these run a forward and a backward in turns, whose graphs are cut at exchanges.
     deep_ahead_tied *ahead_pattern | {CUT} schedule=dualpipe_v dp=2 ep=2 | padded
     deep_ahead_two | {CUT} schedule=dualpipe_v dp=2 ep=2
@@ -237,8 +237,8 @@ CONTEXT = rows(
     latent | cp=2 tp=2 ep=4 context=all_gather/all_to_all | 3x13 padded packed
     latent_plain | cp=4 context=all_gather/all_to_all recompute=full | 3x13
     latent_plain | cp=4 context=ring recompute=full | 3x13
-    windows | cp=4 ep=2 context=all_gather | 3x13 packed
-    *windows | cp=4 ep=2 context=ring/all_to_all | 3x13 packed
+    windows | cp=4 ep=2 context=all_gather/all_to_all | 3x13 packed
+    *windows | cp=4 ep=2 context=ring | 3x13 packed
     windows | pp=2 cp=2 microbatches=2 schedule=zb_h1 context=ring | 3x13 padded packed
     over_projection | cp=2 tp=2 recompute=selective context=all_to_all | 3x13
     # States that are sharded over the ranks of dp and cp.

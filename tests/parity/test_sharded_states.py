@@ -42,8 +42,8 @@ GROUPED = "data=zero1/zero2/zero3/step"  # servers have no group
 CASES = rows(
     f"""
     *moe | tp=2 dp=2 etp=2 microbatches=2 data=zero1
-    *grouped | pp=2 dp=2 schedule=chimera microbatches=4 data=zero1
-    *moe | dp=4 ep=2 combine=exact microbatches=2 data=zero2
+    grouped | pp=2 dp=2 schedule=chimera microbatches=4 data=zero1
+    moe | dp=4 ep=2 combine=exact microbatches=2 data=zero2
     sigmoid | tp=2 dp=2 ep=2 data=zero2 | padded
     *grouped | pp=2 dp=2 microbatches=2 data=zero3
     moe | dp=4 ep=4 data=zero3 | 1x5

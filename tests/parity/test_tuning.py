@@ -53,7 +53,7 @@ CASES = rows(
     """
     *experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
     *late:deep | pp=2 microbatches=4 dp=2 ep=2 schedule=zb_h1
-    *layer:deep | dp=4 ep=2 data=zero3 microbatches=2
+    layer:deep | dp=4 ep=2 data=zero3 microbatches=2
     attention:grouped | tp=2 cp=2 ep=4 data=zero2
     late:deep | pp=2 microbatches=4 dp=2 ep=2 schedule=dualpipe
     head:deep | pp=2 microbatches=4 dp=2 recompute=full
@@ -73,7 +73,7 @@ CASES = rows(
     late:deep | pp=2 microbatches=4 schedule=chimera dp=2 data=zero1
     experts:deep | pp=2 microbatches=4 schedule=zb_h2 dp=2 ep=2
     some_experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
-    *uneven_experts:moe | dp=4 ep=4 data=zero3 microbatches=2
+    uneven_experts:moe | dp=4 ep=4 data=zero3 microbatches=2
     some_downs:biased | dp=4 ep=2 data=zero2 microbatches=2
     *uneven_experts:biased | pp=2 microbatches=4 schedule=zb_h1 dp=2 ep=2
     frozen_experts:sigmoid | tp=2 cp=2 ep=4 data=zero1 | padded

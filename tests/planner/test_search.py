@@ -83,7 +83,7 @@ def test_many_layouts_at_once_have_the_prices_of_one_by_one() -> None:
 def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float) -> None:
     machine = cluster(1, memory_gib)
     shape = load_model("deepseek-v2-lite").shape
-    narrow = space(machine, batch=8, schedules=("1f1b", "zb_v"), recompute=("none", "full"))
+    narrow = space(machine, batch=4, schedules=("1f1b", "zb_v"), recompute=("none", "full"))
     layouts = SearchSpace(shape, machine, narrow)
     picked = layouts.fitting(layouts.capacity, 3)
     fitting = [

@@ -18,7 +18,7 @@ from tests.test_cli import Invoke
 from tests.train import runs
 from tests.train.runs import losses, metrics, rows_of, train
 
-DEEP: dict[str, Any] = {"model__num_layers": 8, "plan__microbatches": 8, "data__global_batch": 8}
+DEEP: dict[str, Any] = {"model__num_layers": 4, "plan__microbatches": 4, "data__global_batch": 4}
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +42,8 @@ def test_a_pipeline_is_resumed_as_another_one_and_as_none(
     """V placement, then mirrored replicas, then one device: checkpoints know no stages."""
     keys = DEEP | {"train__checkpoint_every": 1, "train__checkpoints_kept": 4}
     plans: list[dict[str, Any]] = [
-        {"plan__pp": 4, "plan__schedule": "zb_v"},
-        {"plan__pp": 4, "plan__schedule": "dualpipe"},
+        {"plan__pp": 2, "plan__schedule": "zb_v"},
+        {"plan__pp": 2, "plan__schedule": "dualpipe"},
         {},
     ]
     out = tmp_path / "run"
@@ -69,13 +69,13 @@ def test_the_measured_timeline_has_its_simulation_beside_it(tmp_path: Path) -> N
         sorted(r.name for r in timeline.records if r.rank == 2 and r.kind in "FBIW" and r.kind)
         for timeline in (measured.last_step(), simulated)
     ]
-    assert names[0] == names[1] and len(names[0]) == 2 * 3 * 8
+    assert names[0] == names[1] and len(names[0]) == 2 * 3 * 4
     assert "simulated above measured" in (out / "report.html").read_text()
 
 
 def searched(tmp_path: Path, invoke: Invoke) -> tuple[Path, dict[str, Any]]:
     """A run of `train` with the file of `schedule search --save`, by a relative path."""
-    words = ["schedule", "search", "--ranks", "2", "--microbatches", "8", "--stages-per-rank", "2"]
+    words = ["schedule", "search", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "2"]
     _, saved, _ = invoke(*words, "--save", "s.txt")
     assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved
     keys = DEEP | {"plan__pp": 2, "plan__stages_per_rank": 2, "train__checkpoint_every": 1}
@@ -114,7 +114,7 @@ def test_a_run_resumes_with_a_schedule_that_has_changed(
     monkeypatch.chdir(tmp_path)
     out, keys = searched(tmp_path, invoke)
     shutil.rmtree(out / "checkpoints" / "step-4")
-    invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "8", "--save", "s.txt")
+    invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "4", "--save", "s.txt")
     output = runs.said(*runs.arguments(out, **keys))
     assert "changed since the last call: the schedule s.txt: digest" in output
     assert load(out / "schedule.txt").name == "dualpipe_v"
@@ -286,10 +286,11 @@ def test_ranks_share_the_cache_and_no_layout_changes_the_losses(folder: Path) ->
 
 
 def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
-    few = ["--set", "train.epochs=0.001", "--out", "run"]
+    write_lines(folder / "a.jsonl", 1, 500)
+    few = ["--set", "train.epochs=0.04", "--out", "run"]
     runs.said("train", "run.toml", *few, cwd=folder)
     steps = len(losses(runs.metrics(folder / "run")))
-    more = ["--set", "train.epochs=0.0013", "--out", "run"]
+    more = ["--set", "train.epochs=0.052", "--out", "run"]
     original = (folder / "b" / "two.jsonl").read_text()
     (folder / "b" / "two.jsonl").write_text(original.replace("w1 ", "w2 "))
     error = runs.said("train", "run.toml", *more, code=2, cwd=folder)
@@ -303,7 +304,7 @@ def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
     (folder / "b" / "two.jsonl").write_text(original)
     assert f"resumed from step {steps}" in runs.said("train", "run.toml", *more, cwd=folder)
     write_lines(folder / "b" / "three.jsonl", 5, 9)
-    last = ["--set", "train.epochs=0.0016", "--out", "run"]
+    last = ["--set", "train.epochs=0.064", "--out", "run"]
     assert "tokens then" in runs.said("train", "run.toml", *last, code=2, cwd=folder)
     runs.said("train", "run.toml", *last, "--allow-change", "data", cwd=folder)
     # The new data are those of the run from now on.

@@ -166,8 +166,8 @@ def check(
 
 def test_states_go_from_plan_to_plan_bit_by_bit(tmp_path: Path) -> None:
     """Every strategy and axis once; the slow test below has every pair."""
-    plans = [CHAIN[place] for place in (0, 2, 3, 4, 5, 9, 10, 13, 15)]
-    check(tmp_path, MODEL | SMALL, plans, "bfloat16")
+    plans = [CHAIN[place] for place in (0, 2, 3, 4, 5, 9, 13, 15)]
+    check(tmp_path, MODEL | SMALL | {"num_layers": 2}, plans, "bfloat16")
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ def replayed(batch: Batch) -> Batch:
     return replace(batch, experts=dict.fromkeys(MODEL.routed_layers, chosen))
 
 
-@pytest.mark.representative("dualpipe_v", "sharded")
+@pytest.mark.representative("dualpipe_v")
 @pytest.mark.parametrize("name", PLANS)
 def test_a_rank_of_512_sends_and_holds_what_is_predicted(name: str) -> None:
     plan = Plan(**PLANS[name])

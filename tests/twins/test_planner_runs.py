@@ -93,14 +93,14 @@ tiny | tp=2 etp=2 attention_exit=all_reduce | 3 float32
 tiny | tp=4 ep=4 attention_exit=all_to_all | 3 float64
 tiny | dp=2 tp=2 ep=2 etp=2 microbatches=2 | 7 float32
 tiny | dp=4 ep=4 dispatcher=all_gather | 6 float32
-*tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2 | 6 bfloat16
+tiny | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=2 | 6 bfloat16
 tiny | dp=2 tp=2 ep=4 dispatcher=low_latency | 4 float32
 *tiny | dp=2 ep=2 payload=fp8 dispatch_chunks=3 | 4 bfloat16
 tiny | dp=4 ep=2 combine=exact | 4 float32
 tiny | pp=2 dp=2 ep=2 microbatches=3 | 6 float32
 aux_loss_layers=together | pp=2 tp=2 microbatches=2 | 5 float32
 dense | dp=2 tp=2 | 3 float32
-*tiny | recompute=full | 3 float32
+tiny | recompute=full | 3 float32
 *num_mtp_layers=2 | recompute=selective | 3 bfloat16
 tiny | recompute=selective dp=2 ep=2 | 5 float32
 num_mtp_layers=2 | tp=2 ep=2 | 3 float32
@@ -184,11 +184,11 @@ together | {MESSAGES} tp=2 | 3 float32
 num_mtp_layers=1 | schedule=pipedream microbatches=4 tp=2 | 4 float32
 num_mtp_layers=1 moe_layers=(0,2) | dp=4 ep=4 spare_slots=1 | 6 float32
 # Kinds of attention.
-*latent | tp=2 ep=2 recompute=full | 4 float32
+latent | tp=2 ep=2 recompute=full | 4 float32
 # States that are sharded over data-parallel ranks, or on servers.
-*tiny | dp=4 ep=2 microbatches=2 data=zero1 | 8 bfloat16
+tiny | dp=4 ep=2 microbatches=2 data=zero1 | 8 bfloat16
 tiny | dp=4 ep=2 microbatches=2 data=step | 8 bfloat16
-*tiny | dp=4 ep=2 microbatches=2 data=two_servers | 8 bfloat16
+tiny | dp=4 ep=2 microbatches=2 data=two_servers | 8 bfloat16
 tiny | dp=4 ep=2 microbatches=2 {WIDE} | 8 bfloat16
 tiny | dp=4 ep=2 shard_group=2 microbatches=2 {GROUPED} | 8 bfloat16
 tiny | dp=4 ep=2 combine=exact ranks_per_node=2 {WIDE} | 5 float64
@@ -250,7 +250,7 @@ deep adapters | {HALVES} dp=2 tp=2 schedule=zb_h1 attention_exit=all_to_all | 4 
 """
 #: "train=NAME": a choice of `tests/parity/test_tuning.py`.
 TUNED = f"""
-*train=experts deep | dp=2 ep=2 | 5 bfloat16
+train=experts deep | dp=2 ep=2 | 5 bfloat16
 train=late deep | {HALVES} tp=2 ep=2 | 4 bfloat16
 train=late deep | dp=4 ep=2 data=zero3 | 5 float32
 train=head deep | {HALVES} dp=2 schedule=zb_h1 | 4 float32
@@ -274,7 +274,7 @@ train=some_downs deep expert_bias=True | {HALVES} dp=2 ep=2 | 4 float32
 
 #: Enough numbers for the forms that a CPU computes in one pass, which keep less.
 LONG = """
-*num_layers=2 qk_norm=True | | 4 float32
+num_layers=2 qk_norm=True | | 4 float32
 num_layers=2 qk_norm=True num_kv_heads=1 | | 4 float32
 num_layers=2 qk_norm=True clip_qkv=4.0 | | 4 float32
 dense num_layers=2 qk_norm=True | dp=2 | 8 bfloat16
@@ -337,7 +337,7 @@ def check(
 #: Vocabularies of one and of several chunks of the loss, short and long sequences, every form of
 #: recomputation and of data parallelism: a memory class that the trainer does not hold shows here.
 ESTIMATED = """
-*num_layers=2 vocab_size=20000 | dp=2 ep=2 | 4x64 float32
+num_layers=2 vocab_size=20000 | dp=2 ep=2 | 4x64 float32
 num_layers=2 vocab_size=70000 | tp=2 ep=2 recompute=selective | 2x64 float32
 num_layers=2 vocab_size=40000 | recompute=full | 2x128 bfloat16
 num_layers=4 | recompute=full dp=2 ep=2 | 4x512 float32
