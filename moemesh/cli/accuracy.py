@@ -296,7 +296,8 @@ def _unpriced(validation: "Validation") -> list[str]:
     reasons: dict[str, list[str]] = defaultdict(list)
     for run in (one.run for one in validation.predictions if one.seconds is None):
         line = run.row.get("line", "")
-        reasons[run.reason].append(run.id if line in run.id else f"{run.id} in line {line}")
+        is_named = not line or run.id == f"line {line}"
+        reasons[run.reason].append(run.id if is_named else f"{run.id} in line {line}")
     return [
         f"  {reason} ({', '.join(rows[:6])}{' ...' * (len(rows) > 6)})"
         for reason, rows in reasons.items()

@@ -118,6 +118,29 @@ def test_rows_of_the_fullest_expert_rank(software, values, load, kept):
     assert (work.load, work.kept_choices) == pytest.approx((load, kept))
 
 
+@pytest.mark.parametrize("shape", [DENSE, MOE])
+@pytest.mark.parametrize("values", [{}, {"recompute": frozenset({"full"})}, {"zero": 3}])
+def test_tensor_traffic_is_that_of_the_blocks_that_have_it(shape, values):
+    """An expert layer without shared experts has one tensor-parallel block. Parts that count two
+    leave less than nothing for element-wise kernels on slow links."""
+    slow = replace(Constants(), intra_node_efficiency=0.01)
+    times = price(shape, constants=slow, tp=8, dp=8, ep=shape.is_moe * 7 + 1, **values)
+    fast = price(shape, tp=8, dp=8, ep=shape.is_moe * 7 + 1, **values)
+    if not values.get("zero"):
+        assert times.elementwise == pytest.approx(fast.elementwise, rel=0.3)
+    assert min(times.row(0).values()) >= 0
+
+
+def test_without_a_pipeline_all_schedules_take_the_same_time():
+    model, cluster = load_model("qwen3-30b-a3b").shape, pricing(load_cluster("dgx_h100"))
+    layout = PlannedLayout(dp=8, ep=8, seq_len=4096, global_batch=64)
+    seconds = [
+        cluster.seconds(model, layout.changed(schedule=name))["total"]
+        for name in ("1f1b", "gpipe", "zb_h1", "zb_v", "dualpipe_v")
+    ]
+    assert seconds == pytest.approx([seconds[0]] * 5, rel=1e-12)
+
+
 @pytest.mark.parametrize("name", ["imbalance", "capacity_factor"])
 def test_seconds_and_memory_follow_the_same_rows(name):
     """A layout with more rows on its fullest expert rank takes longer and needs more memory."""

@@ -415,6 +415,8 @@ def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
     """The model of an entry of the table (in other spellings, too), of a preset, of a name on the
     hub, or of a file. Raises ConfigError for a wrong entry, ValueError for an unknown name."""
     name, mark, layers = arch.partition("#")
+    if not name:
+        raise ValueError("the row prints no `arch`")
 
     def folded(word: str) -> str:
         return re.sub(r"[\W_]", "", word.lower())
@@ -425,7 +427,7 @@ def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
     if known in archs or name.startswith("gpt:"):
         return from_arch_table(f"{known}{mark}{layers}", archs)
     packaged = (*preset_names(), *preset_names(SHAPES))
-    if preset_of(name) not in packaged and not (name and Path(name).exists()):
+    if preset_of(name) not in packaged and not Path(name).exists():
         near = nearest_name(name, [known.lower() for known in (*archs, *packaged)])
         message = f"arch is `{arch}`: no entry of the table of architectures, no preset and no file"
         raise ValueError(message + f"; did you mean {near}?" * bool(near))

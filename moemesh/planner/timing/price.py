@@ -168,11 +168,12 @@ class Pricing:
 
 def software_of(layout: PlannedLayout) -> Software:
     """Software properties of `moemesh train` with a layout."""
+    has_blocks = layout.pp > 1 and SCHEDULES[layout.schedule].has_blocks
     return Software(
         fsdp=layout.zero >= 2,
         deduplicated=dispatcher_row(layout.dispatcher).is_node_aware,
         # tests/device/test_overlap.py checks that chunks and blocks hide the assumed share.
-        overlapped_exchange=layout.dispatch_chunks > 1 or SCHEDULES[layout.schedule].has_blocks,
+        overlapped_exchange=layout.dispatch_chunks > 1 or has_blocks,
     )
 
 

@@ -530,6 +530,8 @@ def _in_parts(
     core = 1 + core_backward_factor(work) + recomputed
     host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting
     halves = 2 * both - where(layout.parallel_block == 1, dense, 0)
+    halves = halves - where(work.model.shared_width > 0, 0, routed)
+    times_tensor = 2 + recomputed + layout.sequence_parallel * constants.sequence_parallel_regather
     exchanged = 4 * transfers.exchange + 2 * transfers.expert_tensor
     single = layout.recompute_products * (both * attention.products + dense * mlp.products)
     parts: dict[str, Number] = {
@@ -538,7 +540,7 @@ def _in_parts(
         "elementwise": passes * ((3 + recomputed) * moved + weights * touched / work.hbm),
         "launches": passes * host,
         "head": passes * rank.head * times.ends.head,
-        "tensor": passes * (2 + recomputed) * halves * transfers.tensor,
+        "tensor": passes * times_tensor * halves * transfers.tensor,
         "context": passes * both * 3 * transfers.context,
         "experts": passes * routed * exchanged * (1 + recomputed / 2),
         "pipeline": passes * rank.sends * times.message,
