@@ -290,7 +290,7 @@ def _are_turns(value: Any) -> bool:
 
 
 def _conversion(fields: Mapping[str, Any]) -> str:
-    """How to convert a record of another form, with a semicolon before it; "" if unknown."""
+    """The command that converts a record of another form, after a semicolon; "" if unknown."""
     if "input_ids" in fields:
         return f"; {TOKEN_IDS}"
     note = "; preferences are not trained, and" if "rejected" in fields else ";"
