@@ -64,8 +64,9 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
             continue
         message = (
             f"{key} = {format_value(value)} cannot be carried out for {architecture.model_type}, "
-            "whose layers are computed by the code of transformers; dp, pp, ep, microbatches, "
-            "plan.data and recompute = full can"
+            "whose layers are computed by the code of transformers; dp, pp, "
+            f"{'ep, ' if architecture.num_experts else ''}microbatches, plan.data and recompute = "
+            "full can"
         )
         fix = f"{key} = {' or '.join(map(str, values))}"
         yield section.problem("not-available", key, message, fix, "model.implementation")

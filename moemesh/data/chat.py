@@ -42,7 +42,17 @@ MARKS = [chr(code) for code in range(0xE000, 0xF900)]
 #: Names of the reasoning of a message.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 #: Key of a turn -> the values with which it carries loss, and those with which it does not.
-LOSS_KEYS = {"weight": (1, 0), "train": (True, False)}
+LOSS_KEYS = {
+    "weight": (1, 0),  # OpenAI, Mistral, Together
+    "train": (True, False),  # axolotl
+    "loss": (True, False),  # ms-swift
+    "masked": (False, True),  # torchtune
+}
+#: Keys of a turn that the templates do not read, and the words for its content that they do.
+OLDER_KEYS = {
+    "function_call": '"tool_calls": [{"type": "function", "function": {...}}]',
+    "train_detail": '"train" for a whole turn',
+}
 #: Types and keys of parts of a message that are not text, such as ``image_url``.
 _MEDIA = re.compile("image|video|audio")
 #: A turn that every template accepts as the first.
@@ -420,6 +430,9 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
             raise BadRecordError(where, reason)
         message = {key: value for key, value in message.items() if value is not None}
         is_answer = message["role"] == "assistant"
+        if (older := next((key for key in OLDER_KEYS if message.get(key)), None)) is not None:
+            reason = f'message {number} has "{older}", which is not read: {OLDER_KEYS[older]}'
+            raise BadRecordError(where, reason)
         given = {key: message[key] for key in LOSS_KEYS if key in message}
         for key, value in given.items():
             if not isinstance(value, int | float) or value not in LOSS_KEYS[key]:
@@ -427,12 +440,14 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
                 shown = json.dumps(value)[:LONGEST_REASON]
                 reason = f'message {number} has "{key}": {shown}; it must be {on} or {off}'
                 raise BadRecordError(where, reason)
-        if len({bool(value) for value in given.values()}) > 1:
-            raise BadRecordError(where, f'message {number}: "weight" and "train" disagree')
-        if any(given.values()) and not is_answer:
+        carries_loss = {value == LOSS_KEYS[key][0] for key, value in given.items()}
+        if len(carries_loss) > 1:
+            names = " and ".join(f'"{key}"' for key in given)
+            raise BadRecordError(where, f"message {number}: {names} disagree")
+        if True in carries_loss and not is_answer:
             reason = f'message {number} is of "{message["role"]}" and marked to carry loss'
             raise BadRecordError(where, f"{reason}: only turns of the assistant can")
-        learned.append(is_answer and all(given.values()))
+        learned.append(is_answer and False not in carries_loss)
         rest = {key: value for key, value in message.items() if key not in LOSS_KEYS}
         if (reasoning := next((rest[key] for key in REASONING if key in rest), None)) is not None:
             rest = {"thinking": reasoning, **rest, "reasoning_content": reasoning}

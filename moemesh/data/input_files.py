@@ -49,8 +49,22 @@ MAGIC = (
     (b"PK\x03\x04", "a zip archive"),
     (b"PAR1", "parquet data"),
     (b"ARROW1", "Arrow data"),
+    (b"\xff\xff\xff\xff", "an Arrow stream"),
+    (b"\xff\xfe", "UTF-16 text"),
+    (b"\xfe\xff", "UTF-16 text"),
     (b"%PDF-", "a PDF document"),
 )
+#: Those kinds -> the remedy, for the file FILE whose name is NAME.
+REMEDIES = {
+    "gzip data": "let its name end in .gz, or leave it out",
+    "zstd data": "let its name end in .zst, or leave it out",
+    "parquet data": "let its name end in .parquet, or leave it out",
+    "bzip2 data": "bzip2 -dk 'FILE' unpacks it",
+    "xz data": "xz -dk 'FILE' unpacks it",
+    "a zip archive": "unzip 'FILE' unpacks it",
+    "an Arrow stream": "name the folder that datasets has saved",
+    "UTF-16 text": "iconv -f UTF-16 -t UTF-8 'FILE' > 'utf8-NAME' converts it",
+}
 #: Limits of the checks before a source is read: bytes at the beginning of a file, and files.
 HEAD, CHECKED_FILES = 1 << 16, 1000
 #: Skipped folders: the standard library's own tests are 19 of its 31 MB.
@@ -231,14 +245,13 @@ def check_head(file: DataFile) -> None:
     if content is None and b"\x00" in head:
         content = f"binary data (a zero byte at {head.index(0)})"
     if content is not None:
-        endings = {"gzip data": ".gz", "zstd data": ".zst", "parquet data": ".parquet"}
-        advice = (
-            f"let its name end in {endings[content]}, or leave it out"
-            if content in endings
-            else "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes "
-            'as they are with data.format = "bytes"'
+        advice = REMEDIES.get(
+            content,
+            "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes as "
+            'they are with data.format = "bytes"',
         )
-        kind = "text" if format == "text" else "JSON"
+        advice = advice.replace("'FILE'", f"'{path}'").replace("NAME", path.name)
+        kind = "text in UTF-8" if format == "text" else "JSON"
         raise DataError(f"{path} holds {content}, not {kind}: {advice}")
     line, newline, _ = head.partition(b"\n")
     is_object = line.lstrip().startswith(b"{") and (newline or len(head) < HEAD)
@@ -263,8 +276,9 @@ def check_head(file: DataFile) -> None:
     if format == "jsonl" and suffix == ".json" and is_object and not is_record:
         raise DataError(
             f"{path} holds one JSON object on several lines, and records are JSON lines or the "
-            f"elements of a list: jq -c '.KEY[]' {path.name} > {path.stem}.jsonl writes those of a "
-            'list under KEY; data.format = "text" trains on the JSON text itself'
+            f"elements of a list: jq -c . {path.name} > {path.stem}.jsonl writes each object on a "
+            "line, jq -c '.KEY[]' those of a list under KEY; data.format = \"text\" trains on the "
+            "JSON text itself"
         )
 
 

@@ -52,14 +52,19 @@ MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 #: must be empty, because they hold data other than text.
 TOOLS, TEMPLATE_VALUES = "tools", "chat_template_kwargs"
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+#: The older key of tools, which no chat template reads.
+FUNCTIONS = "functions"
 #: Keys that identify a record of another format -> its optional keys.
 SHAPES = {
     ("conversations",): ("system",),
     ("instruction", "output"): ("input", "system", "history"),
-    (PROMPT, COMPLETION): (),
+    (PROMPT, COMPLETION): ("label",),
 }
 #: Keys of questions and answers in unsupported records, for the advice on how to convert them.
-QUESTIONS, ANSWERS = ("question", "query", "problem", "prompt"), ("answer", "response", "solution")
+QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
+ANSWERS = ("answer", "response", "solution", "output", "chosen")
+#: Advice for records of token ids.
+TOKEN_IDS = "token ids are read from .bin and .idx files alone: give the text of the records"
 #: Names of ShareGPT's roles.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -266,21 +271,51 @@ def _record(found: object, text_key: str, where: Where) -> Record:
         for key in (text_key, MESSAGES):
             if key in found:
                 held = f'"{key}" with {_kind(found[key])}'
-        question, answer = (
-            next((key for key in keys if key in fields), None) for keys in (QUESTIONS, ANSWERS)
-        )
-        if question is not None and answer is not None:
-            turns = (
-                f'{{role: "user", content: .{question}}}, {{role: "assistant", content: .{answer}}}'
-            )
-            advice = f"; jq -c '{{messages: [{turns}]}}' converts such a file"
+        advice = _conversion(fields)
     else:
         held = _kind(found)
+        if _are_turns(found):
+            advice = "; jq -c '.[] | {messages: .}' converts such a file"
     raise BadRecordError(
         where,
         f'expected an object with a text under the key "{text_key}", or a conversation under the '
         f'key "{MESSAGES}"; found {held}{advice}',
     )
+
+
+def _are_turns(value: Any) -> bool:
+    """Whether the value is a list of messages, or of turns of ShareGPT."""
+    is_list = isinstance(value, list) and len(value) > 0
+    return is_list and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in value)
+
+
+def _conversion(fields: Mapping[str, Any]) -> str:
+    """The command that converts a record of another form, after a semicolon; "" if unknown."""
+    if "input_ids" in fields:
+        return f"; {TOKEN_IDS}"
+    note = "; preferences are not trained, and" if "rejected" in fields else ";"
+    lists = [key for key, value in fields.items() if _are_turns(value) and key != "rejected"]
+    answers = [key for key in lists if key != PROMPT]
+    question, answer = (
+        next((key for key in keys if isinstance(fields.get(key), str)), None)
+        for keys in (QUESTIONS, ANSWERS)
+    )
+    if len(answers) == 1:
+        turns = f"(.{PROMPT} + .{answers[0]})" if PROMPT in lists else f".{answers[0]}"
+        key = "conversations" if "from" in fields[answers[0]][0] else MESSAGES
+        program = f"{{{key}: {turns}}}"
+    elif question is not None and answer is not None:
+        turns = f'{{role: "user", content: .{question}}}, {{role: "assistant", content: .{answer}}}'
+        program = f"{{{MESSAGES}: [{turns}]}}"
+    elif {"role", "content"} <= fields.keys():
+        return (
+            "; a list is one conversation on its line: jq -c '{messages: .}' converts such a file"
+        )
+    elif len(fields) == 1 and isinstance(value := next(iter(fields.values())), list) and value:
+        program = f".{next(iter(fields))}[]"
+    else:
+        return ""
+    return f"{note} jq -c '{program}' converts such a file"
 
 
 def _encoded(text: str, where: Where) -> bytes:
@@ -296,6 +331,8 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
     for key in MEDIA:
         if fields.get(key):
             raise BadRecordError(where, f'"{key}" is not empty; only text is trained')
+    if fields.get(FUNCTIONS):
+        raise BadRecordError(where, f'"{FUNCTIONS}" is not read: "{TOOLS}" is its name today')
     record = {MESSAGES: without_nulls(messages)}
     for key in (TOOLS, TEMPLATE_VALUES):
         if (value := fields.get(key)) is not None and value != "":
@@ -312,6 +349,9 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
     """The record with the content of `fields`, whose format is identified by `key`."""
     if key == PROMPT:
         prompt, completion = fields[PROMPT], fields[COMPLETION]
+        if fields.get("label") is False:
+            reason = '"label": false marks a completion to avoid; preferences are not trained'
+            raise BadRecordError(where, reason)
         if isinstance(prompt, str) and isinstance(completion, str):
             _encoded(prompt + completion, where)
             return {PROMPT: prompt, COMPLETION: completion}
@@ -433,7 +473,7 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
     """The columns that make a record."""
     held = list(names)
-    optional = (TOOLS, TEMPLATE_VALUES, *MEDIA)
+    optional = (TOOLS, TEMPLATE_VALUES, *MEDIA, FUNCTIONS)
     wanted = [name for name in (MESSAGES, text_key) if name in held]
     if MESSAGES in wanted:
         wanted += optional
@@ -442,9 +482,10 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
             wanted = [*keys, *others, *optional]
             break
     if not wanted:
+        advice = "data.text_key names the column of the text"
         raise DataError(
             f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {_some(held)}: '
-            "data.text_key names the column of the text"
+            + (TOKEN_IDS if "input_ids" in held else advice)
         )
     return [name for name in wanted if name in held]
 

@@ -159,7 +159,7 @@ def test_a_model_folder_that_cannot_be_read_is_one_problem(tmp_path: Path) -> No
     assert [problem.code for problem in caught.value.problems] == ["no-file"]
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(ConfigError, match="model_type") as caught:
-        load_run([], [f"model.path={tmp_path}"], {})
+        load_run([], [f"model.path={tmp_path}", "model.implementation=moemesh"], {})
     assert [problem.key for problem in caught.value.problems] == ["model_type"]
 
 

@@ -266,10 +266,12 @@ def texts_of(source: str, record: dict[str, Any], added: tuple[str, ...] = ("<|i
 
 
 @pytest.mark.parametrize("source", [CHATML, BLOCKS])
-@pytest.mark.parametrize("off", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize(
+    "off", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"masked": True}]
+)
 @pytest.mark.parametrize("masked", [(), (1,), (3,), (4,), (1, 3), (1, 3, 4)])
 def test_turns_without_loss(source: str, off: dict[str, Any], masked: tuple[int, ...]) -> None:
-    on = {"weight": 1} if "weight" in off else {"train": True}
+    on = {key: type(value)(not value) for key, value in off.items()}
     talk = [
         {**turn, **({} if turn["role"] == "user" else off if number in masked else on)}
         for number, turn in enumerate(ASKED)
@@ -289,6 +291,10 @@ def test_turns_without_loss(source: str, off: dict[str, Any], masked: tuple[int,
         ({"weight": "0"}, '"weight": "0"'),
         ({"train": "no"}, '"train": "no"; it must be true or false'),
         ({"train": True, "weight": 0}, "disagree"),
+        ({"loss": True, "masked": True}, '"loss" and "masked" disagree'),
+        ({"role": "user", "masked": False}, "only turns of the assistant"),
+        ({"function_call": {"name": "now"}}, '"function_call", which is not read: "tool_calls"'),
+        ({"train_detail": [{"begin_offset": 0}]}, '"train_detail", which is not read: "train"'),
         ({"role": "user", "train": True}, "only turns of the assistant"),
     ],
 )

@@ -1,6 +1,8 @@
-"""The table of docs/huggingface.md on families of transformers, from their architectures."""
+"""The tables of docs/huggingface.md on families of transformers, from their architectures."""
 
 from __future__ import annotations
+
+from textwrap import fill
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.model import trained_families
@@ -41,4 +43,24 @@ def hub_families(old: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-BLOCKS = {"hub_families": hub_families}
+def hub_dense(old: str) -> str:
+    """The dense families of the installed transformers whose tiny model can be trained, each with
+    what it lacks."""
+    from moemesh.model.hub.architecture import read
+    from tests.hub.families import dense_names
+    from tests.hub.training import values_of
+
+    names: list[str] = []
+    for name in dense_names():
+        try:
+            family = read(values_of(name))
+        except Exception:
+            continue  # its default configuration makes no tiny model that trains
+        if not family.num_experts and name not in trained_families()["family"]:
+            lacks = ["no pp"] if family.uncut else []
+            lacks += ["a document a row"] if family.documents == "rows" else []
+            names.append(f"`{name}`" + (f" ({', '.join(lacks)})" if lacks else ""))
+    return fill(", ".join(sorted(names)), 120, break_on_hyphens=False) + "\n"
+
+
+BLOCKS = {"hub_families": hub_families, "hub_dense": hub_dense}

@@ -1,4 +1,4 @@
-"""Tiny random folders of every family with experts that the installed transformers has.
+"""Tiny random folders of the families that the installed transformers has, with experts and dense.
 
 A tiny configuration is the family's default with small sizes and one layer of each kind, found by
 the modules of the full model on the meta device: no list of families has to be kept.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests import sandbox
 
 #: Key of a configuration -> its largest value in a tiny model.
 SIZES: dict[str, int] = {
+    "n_embd": 64, "n_head": 4, "n_inner": 96, "n_positions": 512, "ffn_dim": 96,
     "vocab_size": 320, "unpadded_vocab_size": 310, "vocab_size_per_layer_input": 320,
     "hidden_size": 64, "hidden_size_per_layer_input": 16,
     "intermediate_size": 48, "dense_intermediate_size": 48, "moe_intermediate_size": 24,
@@ -122,6 +124,17 @@ def family_names() -> list[str]:
     return [name for name in names if CONFIG_MAPPING[name]().get_text_config().model_type == name]
 
 
+def dense_names() -> list[str]:
+    """Model types of all text models without experts whose default configuration is complete."""
+    table: Mapping[str, Any] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    with_experts, names = {*_with_experts(table)}, list[str]()
+    for name in table:
+        with suppress(ValueError, StrictDataclassError):
+            is_text = CONFIG_MAPPING[name]().get_text_config().model_type == name
+            names += [name] if is_text and name not in with_experts else []
+    return names
+
+
 def families() -> Iterator[tuple[str, Any]]:
     """(model type, tiny configuration) of each of :func:`family_names`."""
     yield from ((name, tiny_config(name)) for name in family_names())
@@ -179,13 +192,12 @@ def on_meta(config: Any, whole: Any = None, values: Mapping[str, Any] | None = N
 def kinds(model: Any) -> list[tuple[Any, ...]]:
     """The kind of every decoder layer: its types, and the classes and parameters in it."""
     config = model.config.get_text_config()
-    layers = next(
+    lists = [
         module
         for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module) == config.num_hidden_layers
-        and has_experts(module)
-    )
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_hidden_layers
+    ]
+    layers = next(filter(has_experts, lists), lists[0])
     lists = [getattr(config, key, None) for key in ("layer_types", "mlp_layer_types")]
     return [
         (
@@ -261,7 +273,9 @@ def _tiny_text(whole: Any, layers: int, values: Mapping[str, Any]) -> Any:
         problems.append(f"layers {kept} have not all kinds of the default's")
     else:
         raise AssertionError(f"{text.model_type}: {problems}")
-    assert has_experts(model), f"{text.model_type} has no experts"
+    table = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    is_dense = text.model_type in table and text.model_type not in {*_with_experts(table)}
+    assert has_experts(model) or is_dense, f"{text.model_type} has no experts"
     large = {
         key: [*one.shape]
         for key, one in model.named_parameters()

@@ -26,7 +26,7 @@ from tests.hub.training import values_of
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("folders")
-    for name in ("qwen3_moe", "qwen3_next", "gemma4_text"):
+    for name in ("qwen3_moe", "qwen3_next", "gemma4_text", "olmo2"):
         (home / name).mkdir()
         (home / name / "config.json").write_text(json.dumps(values_of(name)))
     return home
@@ -38,6 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("qwen3_moe", "auto", "moemesh"),
         ("qwen3_moe", "transformers", "transformers"),
         ("qwen3_next", "auto", "transformers"),
+        ("olmo2", "auto", "transformers"),
     ],
 )
 def test_the_choice_is_recorded_and_told(
@@ -49,6 +50,20 @@ def test_the_choice_is_recorded_and_told(
     assert (resolved.config.model.architecture is not None) == (implementation == "transformers")
     is_told = any("computed by the code of transformers" in note for note in resolved.notes)
     assert is_told == (implementation == "transformers")
+
+
+@pytest.mark.parametrize("key", ["ep", "etp"])
+def test_axes_of_experts_are_refused_for_a_dense_model(folders: Path, key: str) -> None:
+    keys = [f"model.path={folders / 'olmo2'}", "plan.dp=2"]
+    assert load_run([], keys, {}).config.model.num_experts == 0
+    with pytest.raises(ConfigError, match="the model has none"):
+        load_run([], [*keys, f"plan.{key}=2"], {})
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_a_model_that_reads_later_tokens_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="depend on later tokens"):
+        read(values_of(name))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from moemesh.model.hub.architecture import read
 from moemesh.model.hub.experts import is_experts
 from moemesh.model.hub.shrink import shrunken
 from moemesh.train.numerics.hub_proof import ProofError, prove
-from tests.hub.families import family_names, random_model, text_of_images
+from tests.hub.families import dense_names, family_names, random_model, text_of_images
 from tests.hub.training import architecture_of, difference, model_of, plain, split
 from tests.ranks import mesh_on_ranks
 
@@ -44,6 +44,11 @@ PIPELINES: dict[str, dict[str, Any]] = {
         "pp": 2, "stages_per_rank": 2, "schedule": "interleaved_1f1b", "microbatches": 2,
     },
 }  # fmt: skip
+#: The same without experts.
+DENSE: dict[str, dict[str, Any]] = {
+    "zero3": {"dp": 2, "data": "zero3", "recompute": "full", "microbatches": 2},
+    "pp2": {"pp": 2, "dp": 2, "data": "zero1", "microbatches": 2},
+}
 #: Plain experts; a gate of its own, biases and windows; linear attention, and idle parameters.
 FEW = ("qwen3_moe", "gpt_oss", "qwen3_next", "afmoe")
 
@@ -78,6 +83,29 @@ def test_every_way_through_a_pipeline_trains_as_transformers(name: str, layout: 
     if PIPELINES[layout].get("stages_per_rank", 1) * 2 > architecture_of(name).num_layers:
         pytest.skip("too few layers")
     assert difference(split(name, **PIPELINES[layout]), plain(name)) < 1e-9
+
+
+# Windows and a capped head; parallel blocks; linear attention; a table of positions.
+@pytest.mark.representative("gemma2-zero3", "cohere2-pp2")
+@pytest.mark.parametrize("layout", DENSE)
+@pytest.mark.parametrize("name", ["gemma2", "cohere2", "qwen3_5_text", "gpt2"])
+def test_a_dense_model_trains_as_transformers(name: str, layout: str) -> None:
+    assert difference(split(name, **DENSE[layout]), plain(name)) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", dense_names())
+def test_every_dense_family_trains_as_transformers_or_is_refused(name: str) -> None:
+    try:
+        architecture = architecture_of(name)
+    except (ConfigError, AssertionError, StopIteration, IndexError, ValueError) as error:
+        pytest.skip(f"no model: {error}")
+    if architecture.num_experts:
+        pytest.skip("it has experts")
+    layout = "zero3" if architecture.uncut else "pp2"
+    if architecture.reads_between:
+        pytest.skip("weights that are read between the layers")
+    assert difference(split(name, **DENSE[layout]), plain(name)) < 1e-9
 
 
 @pytest.mark.slow

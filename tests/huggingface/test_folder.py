@@ -327,7 +327,7 @@ def test_the_address_of_a_model() -> None:
 
 
 def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
-    """`AutoConfig` changes its family, whose windows alternate; ours has no such windows."""
+    """`AutoConfig` changes its family, whose windows alternate; our own code has none of it."""
     model = make("mistral", sliding_window=24)
     model.save_pretrained(tmp_path / "plain")
     exported = ours.there_and_back(tmp_path / "plain", tmp_path)
@@ -336,5 +336,7 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": kinds}))
     assert load(tmp_path / "plain").config.model_type == "ministral"
+    keys = [f"model.path={tmp_path / 'plain'}"]
     with pytest.raises(ConfigError, match='model_type = "ministral"'):
-        load_run([], [f"model.path={tmp_path / 'plain'}"])
+        load_run([], [*keys, "model.implementation=moemesh"])
+    assert load_run([], keys).config.model.implementation == "transformers"

@@ -81,6 +81,11 @@ FOREIGN: list[Mistake] = [
     file("x = " + "[" * 5000, "nested too deeply"),
     file("x = " + "9" * 5000, "not valid TOML"),
     foreign("config check --set model.path=broken_model", "config.json"),
+    foreign("config check --set model.path=encoder", "t5 has an encoder", "no language model"),
+    foreign(
+        "plan --model encoder --cluster laptop_cpu --seq-len 128 --global-batch 32",
+        "t5 has an encoder",
+    ),
     foreign("config check damaged.json", "damaged.json", "not valid TOML"),
     foreign("train --step 5", "--step", "--set train.steps=5"),
     foreign("train --out broken_run", "config.toml", "TOML"),

@@ -39,7 +39,7 @@ def prepare(folder: Path) -> None:
         "routing.json": json.dumps({"plan": "dp=2,ep=2", "num_experts": 4, "experts": [[[9]], []]}),
         "small_cluster.toml": 'name = "small"\n',
         "documents/letter.txt": "a letter\n",
-        "mamba/config.json": json.dumps({"model_type": "mamba"}),
+        "encoder/config.json": json.dumps({"model_type": "t5"}),
         "broken_model/config.json": '{"model_type": ',
         "no_weights/config.json": json.dumps(MODEL),
         "broken_run/config.toml": "[plan\n",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import subprocess
 from contextlib import suppress
 from functools import lru_cache
@@ -24,7 +23,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.python import python_command
 
 #: Version of the record: an older one in the cache is discarded and read from the model.
-RECORD_VERSION = 7
+RECORD_VERSION = 8
 #: Problem codes of our own reading for models that the code of transformers may still run.
 _BEYOND_US = frozenset({"not-available", "unknown-layer", "unknown-model", "missing"})
 #: The oldest supported and the first untested version of transformers.
@@ -57,13 +56,11 @@ def read_architecture(values: dict[str, Any]) -> Architecture:
 def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
-    Raises `error` if it names wrong values of a family that we read, if the weights are quantized,
-    and if no key names experts; with the problems of transformers if it cannot build the model
-    either.
+    Raises `error` if it names wrong values of a family that we read, and if the weights are
+    quantized; with the problems of transformers if it cannot build the model either.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
-    has_experts = re.search(r'"\w*(expert|moe)\w*"', json.dumps(values)) is not None
-    if not is_beyond_us or not has_experts or table(values, "quantization_config"):
+    if not is_beyond_us or table(values, "quantization_config"):
         raise error
     try:
         return read_architecture(values)
@@ -108,18 +105,18 @@ def hub_values(architecture: Architecture) -> dict[str, object]:
         "hidden_size": architecture.hidden_size,
         "num_layers": architecture.num_layers,
         "num_experts": architecture.num_experts,
-        "experts_per_token": architecture.experts_per_token,
+        "experts_per_token": architecture.experts_per_token or None,
         "expert_intermediate_size": architecture.expert_width,
         "tied_embeddings": architecture.tied_embeddings,
         "num_shared_experts": 0,
-        "first_dense_layers": layers[0],
+        "first_dense_layers": layers[0] if layers else architecture.num_layers,
         "router_bias_rate": 0.0,
         "aux_loss_coefficient": 0.0,
         "aux_loss_layers": "together",
         "aux_loss_scope": "global",
         "aux_loss_probabilities": "softmax",
     }
-    if layers != tuple(range(layers[0], architecture.num_layers)):
+    if layers and layers != tuple(range(layers[0], architecture.num_layers)):
         keys |= {"moe_layers": list(layers), "first_dense_layers": None}
     if architecture.max_positions:
         keys["max_position_embeddings"] = architecture.max_positions

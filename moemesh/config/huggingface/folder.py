@@ -224,7 +224,9 @@ def _values(
                 raise
             architecture = read_refused(config, error)
     kind, version = architecture.model_type, architecture.transformers
-    note = f"{kind} is computed by the code of transformers {version}, its experts by ours"
+    note = f"{kind} is computed by the code of transformers {version}"
+    if architecture.num_experts:
+        note += ", its experts by ours"
     return hub_values(architecture), (note, *architecture.notes)
 
 

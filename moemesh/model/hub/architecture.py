@@ -103,7 +103,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     if len(numbers) > 1:
         message = f"its layers have different numbers of experts: {sorted(numbers)}"
         raise wrong("not-available", "model_type", kind, message, "layers that are alike")
-    (num_experts,) = numbers
+    num_experts = max(numbers, default=0)
     uses, chosen = _trace(model, layers)
     stacks = {
         f"{path}.{leaf}"
@@ -119,19 +119,25 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     for path, module in experts.values():
         layouts |= {f"{path}.{leaf}": text for leaf, text in _stack_layouts(module).items()}
     config = model.config.get_text_config()
-    _, module = next(iter(experts.values()))
-    down: Any = module.down_proj
-    width = down.shape[1] if module.is_transposed else down.shape[2]
+    width = getattr(config, "intermediate_size", None)
+    width = width if isinstance(width, int) else config.hidden_size
+    for _, module in experts.values():
+        down: Any = module.down_proj
+        width = down.shape[1] if module.is_transposed else down.shape[2]
     is_counted = documents is None  # else for a proof
     is_cut = not is_counted
     if documents is None:
-        documents = "rows"
+        documents, reads_later = "rows", not experts
         with suppress(Exception):
             small = shrunken(values).build()
             initialize(small, seed=0)
             with suppress(Exception), exactly(torch.float64):
                 is_cut = all(adds_up(one) for one in small.modules() if is_experts(one))
+            reads_later = _reads_later(small)
             documents = _documents(small)
+        if reads_later:
+            message = "logits of a position depend on later tokens, or no small model tests that"
+            raise wrong("not-available", "model_type", kind, message, "a decoder-only model")
 
     def record(path: str, parameter: Tensor) -> ParameterRecord:
         index, leaf = path.removeprefix(name + ".").split(".")[0], path.rpartition(".")[2]
@@ -251,7 +257,7 @@ def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
         with uses:
             loss = model(input_ids=ids, use_cache=False).logits.float().sum()
         loss.backward()
-    return uses, max(slots)
+    return uses, max(slots, default=0)
 
 
 class _FirstLayer(Exception):
@@ -289,6 +295,8 @@ def _layer_output(
             longer = _tensors(left.result, length)
         finally:
             hook.remove()
+        if len(longer) != len(tensors):  # a tensor has the length in another place
+            return ()
     both = zip(longer, tensors, strict=True)
     return tuple(
         (dtype, tuple(a if a == b else -a for a, b in zip(sizes, short, strict=True)))
@@ -360,6 +368,18 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
         return False
     finally:
         model.set_output_embeddings(head)
+
+
+@torch.no_grad()
+def _reads_later(model: PreTrainedModel) -> bool:
+    """Whether logits of a position depend on later tokens."""
+    ids = torch.arange(1, 1 + sum(_DOCUMENTS))[None]
+    with exactly(torch.float64):
+        whole, part = (
+            model(input_ids=one, use_cache=False).logits[:, : _DOCUMENTS[0]]
+            for one in (ids, ids[:, : _DOCUMENTS[0]])
+        )
+    return bool((whole - part).abs().max() > _SAME)
 
 
 @torch.no_grad()

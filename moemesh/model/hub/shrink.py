@@ -41,6 +41,7 @@ _LARGEST: tuple[tuple[str, int], ...] = (
     (r"(moe|expert|shared|.*expert).*(intermediate|ffn|hidden).*(size|dim)", 32),
     (r".*(intermediate_size|ffn_hidden_size|ffn_dim|mlp_hidden_size)", 96),
     (r"(.*_)?hidden_size|d_model|n_embd|conv_dim|embedding_size|block_dim|projection_dim", 64),
+    (r".*embed_proj_dim", 64),
     (r"depth", 2),
 )  # fmt: skip
 
@@ -55,7 +56,8 @@ def shrunken(values: Mapping[str, Any], experts: int = 8, layers: int = 2) -> Bl
     kinds = [kind_of(layer) for layer in decoder_layers(real)[1]]
     needed = 1 + max(map(kinds.index, kinds))
     wanted = max(needed, min(layers, len(kinds)))
-    small = blueprint(_small(whole.config.to_dict(), wanted, experts))
+    names = {name: key for key, name in whole.config.attribute_map.items()}
+    small = blueprint(_small(whole.config.to_dict(), wanted, experts, names))
     lost = _kinds(real) - _kinds(small.build())
     if lost:
         raise ValueError(f"the small model has no {', '.join(sorted(lost))}")
@@ -69,22 +71,31 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of layers that holds the experts, and its name. Raises ValueError without experts,
-    and where several lists have some."""
+    """The list of decoder layers, and its name: the list that holds the experts, else the outermost
+    with the configured number of layers. Raises ValueError for experts outside of the interface
+    or in several lists, and for a model without such a list."""
     lists = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }
-    found: set[str] = set()
-    for name, module in model.named_modules():
-        if is_experts(module):
-            found |= {next(one for one in lists if name.startswith(one + "."))}
-    if not found:
+    names = {
+        next(one for one in lists if name.startswith(one + "."))
+        for name, module in model.named_modules()
+        if is_experts(module)
+    }
+    if not names:
         classes = {type(module).__name__ for module in model.modules()}
-        names = ", ".join(sorted(name for name in classes if "Expert" in name)) or "none"
-        raise ValueError(f"experts ({names}) do not pass through the interface of transformers")
-    if len(found) > 1:
-        raise ValueError(f"several lists of layers have experts: {', '.join(sorted(found))}")
-    (name,) = found
+        if experts := ", ".join(sorted(name for name in classes if "Expert" in name)):
+            message = f"experts ({experts}) do not pass through the interface of transformers"
+            raise ValueError(message)
+        count = model.config.get_text_config().num_hidden_layers
+        names = {name for name, module in lists.items() if len(module) == count}
+        depth = min((name.count(".") for name in names), default=0)
+        names = {name for name in names if name.count(".") == depth}
+        if not names:
+            raise ValueError(f"no list of modules has the length of the decoder ({count} layers)")
+    if len(names) > 1:
+        raise ValueError(f"several lists of layers may be the decoder: {', '.join(sorted(names))}")
+    (name,) = names
     return name, lists[name]
 
 
@@ -101,10 +112,15 @@ def kind_of(layer: nn.Module) -> frozenset[tuple[str, str]]:
     )
 
 
-def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
-    total = values.get("num_hidden_layers")
+def _small(
+    values: dict[Any, Any], layers: int, experts: int, names: Mapping[str, str]
+) -> dict[str, Any]:
+    """Smaller `values`. `names`: the usual name of a key that the family calls otherwise."""
+    usual = {names.get(key, key): value for key, value in values.items()}
+    total = usual.get("num_hidden_layers")
     found: dict[str, Any] = {}
-    for key, value in values.items():
+    for name, value in values.items():
+        key = names.get(name, name)
         if key == "num_hidden_layers":
             value = min(value, layers)
         elif re.fullmatch(_EXPERTS, str(key)) and isinstance(value, int):
@@ -113,7 +129,7 @@ def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
             table = cast("dict[Any, Any]", value)
             if table and all(str(one).isdigit() for one in table):  # layers by number
                 table = {one: given for one, given in table.items() if int(one) < layers}
-            value = _small(table, layers, experts)
+            value = _small(table, layers, experts, names)
         elif isinstance(value, list):
             items = cast("list[Any]", value)
             if total is not None and len(items) >= total:
@@ -123,7 +139,7 @@ def _small(values: dict[Any, Any], layers: int, experts: int) -> dict[str, Any]:
             value = [_smaller(key, one) for one in items]
         else:
             value = _smaller(key, value)
-        found[key] = value
+        found[name] = value
     # Sizes that are equal in the real model because one follows from the other.
     if values.get("qk_nope_head_dim") == values.get("qk_rope_head_dim", 0):
         found["qk_nope_head_dim"] = found["qk_rope_head_dim"]
