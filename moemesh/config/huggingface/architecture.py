@@ -36,7 +36,7 @@ def transformers_version() -> str:
     try:
         installed = version("transformers")
     except PackageNotFoundError:
-        message = "model.implementation = transformers needs the package transformers"
+        message = "the code of transformers computes this model, and the package is not installed"
         raise _refusal("transformers", message, f"pip install 'transformers>={least}'") from None
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if numbers < TESTED[0]:
@@ -57,11 +57,17 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
     Raises `error` if it names wrong values of a family that we read, and if the weights are
-    quantized; with the problems of transformers if it cannot build the model either.
+    quantized; with the problems of transformers if it cannot build the model either. Without the
+    package, a layer that our code lacks is no problem of its own.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
     if not is_beyond_us or table(values, "quantization_config"):
         raise error
+    try:
+        transformers_version()
+    except ConfigError as missing:
+        own = [one for one in error.problems if one.code == "unknown-model"]
+        raise ConfigError([*own, *missing.problems]) from error
     try:
         return read_architecture(values)
     except ConfigError as other:
