@@ -41,8 +41,9 @@ class Accelerator:
 
     def peak(self, precision: str) -> float:
         """Dense operations of products in a number type; 0 where the data sheet lacks it."""
-        wide = dict(zip(("float32", "float64"), self.wide_flops, strict=True))
-        return wide.get(precision, self.peak_flops[self.width(precision)])
+        if precision in ("float32", "float64"):
+            return self.wide_flops[precision == "float64"]
+        return self.peak_flops[self.width(precision)]
 
 
 _TABLE: dict[str, Any] = read_preset_table("devices", "calibration")

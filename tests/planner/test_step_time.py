@@ -187,7 +187,7 @@ def test_a_device_below_its_data_sheet_is_slower():
 
 @pytest.mark.parametrize("name", ["8xMI300X", "dgx_h100", "8xB200", "16xL40S"])
 def test_a_cluster_has_the_rates_of_its_device(name):
-    """`plan` and `estimate` have the constants with which a table of runs is priced."""
+    """Rates of `plan` and `estimate` are those of a row of a table of runs on the device."""
     device = pricing(load_cluster(name)).device
     sheet = hardware_row(ACCELERATORS[device.name], "float8")
     assert vars(hardware_row(device, "float8")) == pytest.approx(vars(sheet), rel=1e-3)

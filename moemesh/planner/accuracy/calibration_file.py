@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from moemesh.config.cluster import Cluster, OwnRun
+from moemesh.config.cluster import Cluster, OwnRun, cluster_of_device
 from moemesh.config.errors import UserError
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
@@ -16,6 +16,7 @@ from moemesh.planner.accuracy.published import PublishedRun
 from moemesh.planner.speed import accelerator_of_cluster
 from moemesh.planner.timing.calibration import EFFICIENCIES, NAMES, Calibration
 from moemesh.planner.timing.own_runs import OwnRuns
+from moemesh.report.document import plural
 
 #: Largest difference to one of a factor that is not written.
 _NO_DEVIATION = 0.01
@@ -91,9 +92,10 @@ def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[Pu
     if not counts:
         raise UserError(NO_RUN)
     if wanted is None and len(counts) > 1:
+        ids = {name: [run.id for run in runs if run.cluster == name] for name in counts}
         listed = "; ".join(
-            f"{name} ({_rows(run.id for run in runs if run.cluster == name)})"
-            for name, _ in counts.most_common(8)
+            f"{name} ({plural(number, 'run')}: {', '.join(ids[name][:6])}{', ...' * (number > 6)})"
+            for name, number in counts.most_common(8)
         )
         raise UserError(
             f"the table has runs of {len(counts)} clusters: {listed}; choose one with --cluster"
@@ -103,12 +105,6 @@ def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[Pu
         nearest = nearest_choice(name, tuple(counts))
         raise UserError(f"the table has no finished run of cluster {name}; {nearest}")
     return [run for run in runs if run.cluster == name]
-
-
-def _rows(ids: Iterable[str]) -> str:
-    rows = list(ids)
-    shown = ", ".join(rows[:6]) + (", ..." if len(rows) > 6 else "")
-    return f"{len(rows)} run{'s' * (len(rows) > 1)}: {shown}"
 
 
 def fitted_cluster(
@@ -123,36 +119,20 @@ def fitted_cluster(
     constants = calibration.constants(first.cluster, newest_release(own))
     nodes = max(math.ceil(int(float(run.row["gpus"])) / device.node_size) for run in runs)
     latency = float(constants.collective_latency_us) * 1e-6
-    half, eight, four = device.peak_flops
     efficiencies = {name: float(getattr(constants, name)) for name in EFFICIENCIES}
     links = {
         f"{place}_node_bandwidth": getattr(device, f"{place}_node_bandwidth")
         * max(efficiencies[f"{place}_node_efficiency"], 1.0)
         for place in ("intra", "inter")
     }
-    peaks = {"bfloat16": half}
-    if eight > half:
-        peaks["float8"] = eight
-    if four > eight:
-        peaks["float4"] = four
-    return Cluster(
-        name=first.cluster,
-        accelerator=device.name,
-        nodes=nodes,
-        gpus_per_node=device.node_size,
-        memory_bytes=int(device.memory_bytes),
-        memory_bandwidth=device.memory_bandwidth,
-        peak_flops=peaks,
-        **links,
-        intra_node_latency=latency,
-        inter_node_latency=latency,
-        constants={
-            name: float(f"{min(getattr(constants, name), most):.6g}")
-            for name in NAMES
-            for most in (1.0 if name in EFFICIENCIES else math.inf,)
-        },
-        own_runs=tuple(own),
-    )
+    values = {
+        name: float(f"{min(getattr(constants, name), most):.6g}")
+        for name in NAMES
+        for most in (1.0 if name in EFFICIENCIES else math.inf,)
+    }
+    fitted = {"name": first.cluster, "nodes": nodes, "constants": values, "own_runs": tuple(own)}
+    latencies = {f"{place}_node_latency": latency for place in ("intra", "inter")}
+    return cluster_of_device(device).model_copy(update=fitted | links | latencies)
 
 
 def beaten(

@@ -225,7 +225,7 @@ _MEASURED = {
     "mem_gib": (1e-6, 1e6),
 }
 
-#: Columns that may have other names.
+#: Columns that may have another name.
 _READ = frozenset({*NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
                    "recompute", "status"})  # fmt: skip
 

@@ -211,8 +211,9 @@ class SearchSpace:
         if too_large := int((self.needed > self.capacity).sum()):
             rejected["does not fit in memory"] = too_large
         space, count = self.space, self.space.num_devices
-        sizes = {"seq_len": space.seq_len, "global_batch": count, "precision": space.precision}
-        layout = PlannedLayout(**{**space.trained, **sizes}, dp=count)
+        values: dict[str, Any] = dict(space.trained)
+        values |= {"seq_len": space.seq_len, "global_batch": count, "precision": space.precision}
+        layout = PlannedLayout(dp=count, **values)
         row = layout_row(self.shape, layout, Software())
         row = replace(row, microbatches=space.global_batch / count)
         floor = self.pricing.compute_floor(self.shape, row, layout.precision)

@@ -339,8 +339,8 @@ def rank_row(stages: Stages, rank: int) -> RankColumns:
 
 
 def hardware_row(device: Accelerator, precision: Precision = "bfloat16") -> HardwareColumns:
-    """One device with its peak in products of `precision`; those of a wider type than 16 bit have
-    no narrower ones beside them."""
+    """One device with its peak in products of `precision`. With products of more than 16 bit
+    everything runs in that type."""
     peak = device.peak(precision) or device.peak_flops[0]
     return HardwareColumns(
         peak_16bit=min(device.peak_flops[0], peak) * device.sustained,
