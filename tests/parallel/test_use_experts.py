@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -188,6 +190,34 @@ def in_a_wrong_order(rank: int) -> None:
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     with pytest.raises(LayerError, match="adapters of PEFT change experts that are spread"):
         model(_IDS)
+
+
+def logits_of(model: Any) -> Tensor:
+    with exactly(torch.float64):
+        return model(_IDS, use_cache=False).logits
+
+
+def whole_models(rank: int) -> None:
+    """Copies, pickles and adapters of a model, and other code for its experts."""
+    wanted = logits_of(model_of("qwen3_moe"))
+    model = model_of("qwen3_moe")
+    mm.use_experts(model)
+    torch.testing.assert_close(logits_of(copy.deepcopy(model)), wanted, rtol=0, atol=MOST)
+    with pytest.raises(LayerError, match=r"only experts \d to \d: save mm.full_state_dict"):
+        pickle.dumps(model)
+    model.set_experts_implementation("eager")
+    with pytest.raises(LayerError, match="cannot be computed by eager"):
+        model(_IDS)
+    model.set_experts_implementation("moemesh")
+    torch.testing.assert_close(logits_of(model), wanted, rtol=0, atol=MOST)
+    lora = peft.LoraConfig(target_modules=[], target_parameters=["experts.down_proj"])
+    adapted = peft.get_peft_model(model_of("qwen3_moe"), lora)
+    with pytest.raises(LayerError, match=r"experts.base_layer: adapters of PEFT change experts"):
+        mm.use_experts(adapted.get_base_model())
+
+
+def test_models_are_copied_and_what_would_lose_experts_is_refused() -> None:
+    run_on_ranks(RANKS, whole_models, timeout=300)
 
 
 def under_a_larger_ddp(rank: int) -> None:

@@ -36,6 +36,11 @@ from moemesh.parallel.expert.layer import (
 from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
 from moemesh.parallel.expert.transformers_trainer import caller, follow
 
+#: Refusal of adapters on experts.
+_ADAPTERS = (
+    "adapters of PEFT change experts that are spread over ranks: leave its target_parameters out, "
+    "or train adapters by [lora] of `moemesh train`"
+)
 #: Instruction to save a model with spread experts in the format of transformers.
 _SAVE = "model.save_pretrained(folder, state_dict=state)"
 
@@ -82,19 +87,7 @@ def use_experts(
             "use_experts before the model is wrapped"
         )
     for name, module in modules.items():
-        num_experts = int(cast("Any", module).num_experts)
-        check_divides(num_experts, ranks.size)
-        if isinstance(module, Spread) or "exchange" in module.__dict__:
-            raise LayerError(f"{name}: moemesh computes these experts already")
-        for leaf, parameter in module.named_parameters():
-            place = f"{name}.{leaf}"
-            if isinstance(parameter, DTensor):
-                raise LayerError(f"{place} is sharded already: use_experts before fully_shard")
-            if parameter.shape[0] != num_experts and ranks.size > 1:
-                raise LayerError(
-                    f"{place} has the shape {list(parameter.shape)}, not one entry for each of "
-                    f"the {num_experts} experts: a group of 1 rank"
-                )
+        _check(name, cast("Any", module), ranks.size)
     cast("Any", model).set_experts_implementation(seam.IMPLEMENTATION)
     for module in modules.values():
         if ranks.size > 1:
@@ -103,8 +96,30 @@ def use_experts(
     cast("Any", model)._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
 
 
+def _check(name: str, module: Any, size: int) -> None:
+    check_divides(module.num_experts, size)
+    if isinstance(module, Spread) or "exchange" in module.__dict__:
+        raise LayerError(f"{name}: moemesh computes these experts already")
+    if size > 1 and name.endswith(".base_layer"):  # inside of a wrapper of PEFT
+        raise LayerError(f"{name}: {_ADAPTERS}")
+    for leaf, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise LayerError(f"{name}.{leaf} is sharded already: use_experts before fully_shard")
+        if parameter.shape[0] != module.num_experts and size > 1:
+            raise LayerError(
+                f"{name}.{leaf} has the shape {list(parameter.shape)}, not one entry for each of "
+                f"the {module.num_experts} experts: a group of 1 rank"
+            )
+
+
 class _SpreadModule(Spread):
     """A module of transformers with the experts of one rank."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise LayerError(
+            f"a pickled model has only experts {self.held.start} to {self.held.stop - 1}: save "
+            "mm.full_state_dict(model), which all ranks call"
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> _SpreadModule:
         follow()
@@ -130,8 +145,18 @@ def _spread(module: nn.Module, ranks: Axis) -> None:
                 f"{leaf} of {kind.__name__} belongs to DDP or to a graph of an earlier forward: "
                 "call use_experts before the model is wrapped or runs"
             )
+    module.register_forward_pre_hook(_refuse_other_code)
     module.share_state()
     module.register_state_dict_post_hook(_refuse_one_rank)
+
+
+def _refuse_other_code(module: Any, _: object) -> None:
+    """A hook before forwards: other code would index the experts of all ranks."""
+    if (name := module.config._experts_implementation) != "moemesh":
+        raise LayerError(
+            f"experts that are spread over ranks cannot be computed by {name}: "
+            'set_experts_implementation("moemesh")'
+        )
 
 
 def _refuse_one_rank(*_: object) -> None:
@@ -186,18 +211,10 @@ class _Exchange:
         module = self.moe.module
         if isinstance(module, Spread):
             if is_parametrized(module):
-                raise LayerError(
-                    "adapters of PEFT change experts that are spread over ranks: leave its "
-                    "target_parameters out, or train adapters by [lora] of `moemesh train`"
-                )
+                raise LayerError(_ADAPTERS)
             if self._connection is None:
                 self._connect(module, x_TH, experts_TK)
-            module.mark_gradients()
-            for parameter in module.parameters():
-                hooks = (parameter._backward_hooks or {}).values()
-                is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
-                if self.reduction.changes and parameter.requires_grad and not is_marked:
-                    parameter.register_hook(self.reduction)
+            self._mark(module)
             if torch.is_grad_enabled() and not x_TH.requires_grad:
                 # A backward runs on all ranks or on none, whatever the inputs of this one.
                 is_trained = any(one.requires_grad for one in module.parameters())
@@ -221,3 +238,11 @@ class _Exchange:
         config = model_config(hidden, 1, module.num_experts, slots, {})
         self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
         self._connection = connection
+
+    def _mark(self, module: Spread) -> None:
+        module.mark_gradients()
+        for parameter in module.parameters():
+            hooks = (parameter._backward_hooks or {}).values()
+            is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
+            if self.reduction.changes and parameter.requires_grad and not is_marked:
+                parameter.register_hook(self.reduction)
