@@ -13,6 +13,7 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.sharding.load_run import load_run
+from moemesh.train import preparation
 from moemesh.train.preparation import untrainable
 from moemesh.train.records import rows as module
 from moemesh.train.records.rows import CsvSink, Sinks, WandbSink
@@ -148,7 +149,7 @@ def test_wandb_is_one_run_over_resumes(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_package_that_is_missing_is_named_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(preparation, "find_spec", lambda name: None)
     (problem,) = untrainable(load_run([], ['train.sinks=["csv", "wandb"]']))
     assert problem.key == "train.sinks" and "pip install wandb" in problem.fix
     with pytest.raises(ConfigError, match="tensorboard"):

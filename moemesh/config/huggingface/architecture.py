@@ -58,7 +58,7 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
 
     Raises `error` if it names wrong values of a family that we read, and if the weights are
     quantized; with the problems of transformers if it cannot build the model either. Without the
-    package, a layer that our code lacks is no problem of its own.
+    package, that is the only problem of a layer that our code lacks.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
     if not is_beyond_us or table(values, "quantization_config"):
