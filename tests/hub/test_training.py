@@ -93,13 +93,23 @@ def test_a_dense_model_trains_as_transformers(name: str, layout: str) -> None:
     assert difference(split(name, **DENSE[layout]), plain(name)) < 1e-9
 
 
+def test_a_tied_head_without_a_norm_trains_as_transformers() -> None:
+    """Its unit reads nothing but the table of the embedding."""
+    assert difference(split("openai-gpt", **DENSE["zero3"]), plain("openai-gpt")) < 1e-9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", dense_names())
 def test_every_dense_family_trains_as_transformers_or_is_refused(name: str) -> None:
     try:
+        model = random_model(name)
+        model(input_ids=torch.arange(16)[None], use_cache=False)
+    except Exception as error:
+        pytest.skip(f"transformers itself cannot compute the small default: {error}")
+    try:
         architecture = architecture_of(name)
-    except (ConfigError, AssertionError, StopIteration, IndexError, ValueError) as error:
-        pytest.skip(f"no model: {error}")
+    except ConfigError as error:
+        pytest.skip(f"refused: {error}")
     if architecture.num_experts:
         pytest.skip("it has experts")
     layout = "zero3" if architecture.uncut else "pp2"
@@ -117,6 +127,8 @@ def test_every_family_trains_as_transformers(name: str, layout: str) -> None:
         pytest.skip(f"{architecture.num_experts} experts")
     if "pp" in LAYOUTS[layout] and architecture.uncut:
         pytest.skip(architecture.uncut)
+    if LAYOUTS[layout].get("data") == "zero3" and architecture.reads_between:
+        pytest.skip("weights that are read between the layers")
     if "etp" in LAYOUTS[layout] and not architecture.cuts_experts:
         pytest.skip("experts that cannot be cut along their width")
     assert difference(split(name, **LAYOUTS[layout]), plain(name)) < 1e-9

@@ -503,8 +503,10 @@ class GatheredWeights(WeightGate):
             assert bucket.rule.unit is not None
             by_unit.setdefault(bucket.rule.unit, []).append(bucket)
         self._buckets = by_unit
-        if tied and "head" in by_unit:
-            by_unit["head"] = by_unit["head"] + by_unit["embedding"]
+        parts = list(parts)
+        if tied and any(part.last for part in parts):
+            # Without a norm of its own the head reads nothing else.
+            by_unit["head"] = by_unit.get("head", []) + by_unit["embedding"]
         following: dict[tuple[str, str], set[str]] = {}
         for part in parts:
             # In the order of its forward; extra prediction layers apart, which not every one runs.
