@@ -10,6 +10,7 @@ import gzip
 import io
 import os
 import re
+import shlex
 import stat
 import sysconfig
 import zlib
@@ -54,16 +55,16 @@ MAGIC = (
     (b"\xfe\xff", "UTF-16 text"),
     (b"%PDF-", "a PDF document"),
 )
-#: Those kinds -> the remedy, for the file FILE whose name is NAME.
+#: Those kinds -> the remedy, for the file FILE and a new file NEW, both quoted for a shell.
 REMEDIES = {
     "gzip data": "let its name end in .gz, or leave it out",
     "zstd data": "let its name end in .zst, or leave it out",
     "parquet data": "let its name end in .parquet, or leave it out",
-    "bzip2 data": "bzip2 -dk 'FILE' unpacks it",
-    "xz data": "xz -dk 'FILE' unpacks it",
-    "a zip archive": "unzip 'FILE' unpacks it",
+    "bzip2 data": "bzip2 -dk FILE unpacks it",
+    "xz data": "xz -dk FILE unpacks it",
+    "a zip archive": "unzip FILE unpacks it",
     "an Arrow stream": "name the folder that datasets has saved",
-    "UTF-16 text": "iconv -f UTF-16 -t UTF-8 'FILE' > 'utf8-NAME' converts it",
+    "UTF-16 text": "iconv -f UTF-16 -t UTF-8 FILE > NEW converts it",
 }
 #: Limits of the checks before a source is read: bytes at the beginning of a file, and files.
 HEAD, CHECKED_FILES = 1 << 16, 1000
@@ -250,7 +251,8 @@ def check_head(file: DataFile) -> None:
             "leave it out (a pattern such as FOLDER/*.txt chooses files), or train on bytes as "
             'they are with data.format = "bytes"',
         )
-        advice = advice.replace("'FILE'", f"'{path}'").replace("NAME", path.name)
+        names = {"FILE": shlex.quote(str(path)), "NEW": shlex.quote(f"utf8-{path.name}")}
+        advice = re.sub(r"\b(FILE|NEW)\b", lambda word: names[word[0]], advice)
         kind = "text in UTF-8" if format == "text" else "JSON"
         raise DataError(f"{path} holds {content}, not {kind}: {advice}")
     line, newline, _ = head.partition(b"\n")
@@ -276,8 +278,9 @@ def check_head(file: DataFile) -> None:
     if format == "jsonl" and suffix == ".json" and is_object and not is_record:
         raise DataError(
             f"{path} holds one JSON object on several lines, and records are JSON lines or the "
-            f"elements of a list: jq -c . {path.name} > {path.stem}.jsonl writes each object on a "
-            "line, jq -c '.KEY[]' those of a list under KEY; data.format = \"text\" trains on the "
+            f"elements of a list: jq -c . {shlex.quote(path.name)} > "
+            f"{shlex.quote(f'{path.stem}.jsonl')} writes each object on a line, "
+            " jq -c '.KEY[]' those of a list under KEY; data.format = \"text\" trains on the "
             "JSON text itself"
         )
 

@@ -18,6 +18,8 @@ time: a file may be larger than memory.
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from moemesh.config.data import BadRecords
-from moemesh.config.limits import LARGEST_JSON, parse_json
+from moemesh.config.limits import LARGEST_JSON, few, parse_json
 from moemesh.data.input_files import (
     HUB,
     SAVED_DATASETS,
@@ -289,6 +291,11 @@ def _are_turns(value: Any) -> bool:
     return is_list and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in value)
 
 
+def _path(key: str) -> str:
+    """The path of jq to a key of an object."""
+    return f".{key}" if re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) else f".[{json.dumps(key)}]"
+
+
 def _conversion(fields: Mapping[str, Any]) -> str:
     """The command that converts a record of another form, after a semicolon; "" if unknown."""
     if "input_ids" in fields:
@@ -301,7 +308,7 @@ def _conversion(fields: Mapping[str, Any]) -> str:
         for keys in (QUESTIONS, ANSWERS)
     )
     if len(answers) == 1:
-        turns = f"(.{PROMPT} + .{answers[0]})" if PROMPT in lists else f".{answers[0]}"
+        turns = f"(.{PROMPT} + {_path(answers[0])})" if PROMPT in lists else _path(answers[0])
         key = "conversations" if "from" in fields[answers[0]][0] else MESSAGES
         program = f"{{{key}: {turns}}}"
     elif question is not None and answer is not None:
@@ -312,10 +319,10 @@ def _conversion(fields: Mapping[str, Any]) -> str:
             "; a list is one conversation on its line: jq -c '{messages: .}' converts such a file"
         )
     elif len(fields) == 1 and isinstance(value := next(iter(fields.values())), list) and value:
-        program = f".{next(iter(fields))}[]"
+        program = f"{_path(next(iter(fields)))}[]"
     else:
         return ""
-    return f"{note} jq -c '{program}' converts such a file"
+    return f"{note} jq -c {shlex.quote(program)} converts such a file"
 
 
 def _encoded(text: str, where: Where) -> bytes:
@@ -501,8 +508,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _some(names: Iterable[str], most: int = 6) -> str:
-    held = [f'"{name}"' for name in names]
-    return ", ".join(held[:most]) + (", ..." if len(held) > most else "")
+    return few((f'"{name}"' for name in names), most)
 
 
 def _kind(value: object) -> str:

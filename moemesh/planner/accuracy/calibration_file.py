@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from moemesh.config.cluster import Cluster, OwnRun, cluster_of_device
 from moemesh.config.errors import UserError
+from moemesh.config.limits import few
 from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import format_key, format_value
 from moemesh.planner.accuracy.calibrate import NO_RUN
@@ -94,7 +95,7 @@ def runs_of_cluster(runs: Sequence[PublishedRun], wanted: str | None) -> list[Pu
     if wanted is None and len(counts) > 1:
         ids = {name: [run.id for run in runs if run.cluster == name] for name in counts}
         listed = "; ".join(
-            f"{name} ({plural(number, 'run')}: {', '.join(ids[name][:6])}{', ...' * (number > 6)})"
+            f"{name} ({plural(number, 'run')}: {few(ids[name], 6)})"
             for name, number in counts.most_common(8)
         )
         raise UserError(

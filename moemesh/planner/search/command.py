@@ -38,6 +38,7 @@ from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
 from moemesh.planner.speed import Speed, accelerator_of_cluster
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
+from moemesh.report.document import plural
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes
 
@@ -175,9 +176,9 @@ def plan(
         if fitting := [*remedies(model.shape, cluster, space, _tunings(model, space), progress)]:
             fix = "\n  ".join(["fix: one of", *fitting, *fixes[2:]])
         raise NothingFits(
-            f"no layout of {model.shape.name} on {space.num_devices} device"
-            f"{'s' if space.num_devices > 1 else ''} of {cluster.name} "
-            f"fits in {format_bytes(cluster.memory_bytes)}: {what_would_fit(search)}\n{fix}"
+            f"no layout of {model.shape.name} on {plural(space.num_devices, 'device')} of "
+            f"{cluster.name} fits in {format_bytes(cluster.memory_bytes)}: "
+            f"{what_would_fit(search)}\n{fix}"
         )
     has_safe, safer = bool((search.needed <= min(safe, search.capacity)).any()), list[str]()
     for group in () if has_safe else _tunings(model, space):
@@ -433,7 +434,8 @@ def plan_file(planned: PlannedAnswer) -> str:
     seconds, memory = planned.seconds_interval(best), planned.memory_interval(best)
     sizes = [format_bytes(round(size)) for size in (best.memory.needed, *memory)]
     lines = [
-        f"{PLAN_FILE}: {model.shape.name} on {cluster.num_devices} devices of {cluster.name}.",
+        f"{PLAN_FILE}: {model.shape.name} on {plural(cluster.num_devices, 'device')} of "
+        f"{cluster.name}.",
         f"# Predicted: {best.seconds:.4g} s a step (80 %: {seconds.low:.4g} to {seconds.high:.4g}),"
         f" MFU {planned.speed(best).mfu:.1%}.",
         f"# Memory of the fullest device: {sizes[0]} (80 %: {sizes[1]} to {sizes[2]}) of "

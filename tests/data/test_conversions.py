@@ -1,0 +1,114 @@
+"""Records and files of other forms: each refusal has the command that converts them."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import json
+import lzma
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from moemesh.data.records import BadRecordError
+from moemesh.data.tokenizer import DataError
+from tests.data.test_records import texts
+
+TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "advice"),
+    [
+        ({"chosen": TURNS, "rejected": TURNS}, "{messages: .chosen}"),
+        (
+            {"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": []},
+            "{messages: (.prompt + .chosen)}",
+        ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b"},
+            '{messages: [{role: "user", content: .prompt}, {role: "assistant", content: .chosen}]}',
+        ),
+        ({"id": 1, "dialogue": TURNS}, "{messages: .dialogue}"),
+        ({"items": SHARED}, "{conversations: .items}"),
+        (
+            {"instruction": "q", "response": "a"},
+            '{messages: [{role: "user", content: .instruction}, '
+            '{role: "assistant", content: .response}]}',
+        ),
+        ({"data": [{"text": "a"}]}, ".data[]"),
+        ({"my turns": TURNS}, '{messages: .["my turns"]}'),
+        ({"it's": [{"text": "a"}]}, """.["it's"][]"""),
+        (TURNS, "{messages: .}"),
+        ([TURNS], ".[] | {messages: .}"),
+    ],
+)  # fmt: skip
+def test_records_of_other_forms_have_the_command_that_converts_them(
+    tmp_path: Path, record: Any, advice: str
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    with pytest.raises(BadRecordError) as caught:
+        texts(file)
+    assert f"jq -c {shlex.quote(advice)} converts such a file" in str(caught.value)
+    is_preference = isinstance(record, dict) and "rejected" in record
+    assert ("preferences are not trained" in str(caught.value)) == is_preference
+    if (jq := shutil.which("jq")) is not None:
+        done = subprocess.run([jq, "-c", advice, str(file)], capture_output=True, check=True)
+        file.write_bytes(done.stdout)
+        (converted,) = texts(file)
+        wanted = b"a" if advice.endswith("[]") else TURNS
+        assert converted == (wanted if isinstance(wanted, bytes) else {"messages": wanted})
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"input_ids": [1], "labels": [1]}, "token ids are read from .bin and .idx files alone"),
+        ({"prompt": "q", "completion": "a", "label": False}, "a completion to avoid"),
+        ({"messages": TURNS, "functions": [{"name": "now"}]}, '"tools" is its name today'),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_what_is_not_trained_is_refused_by_name(
+    tmp_path: Path, name: str, record: dict[str, Any], words: str
+) -> None:
+    file = tmp_path / name
+    if name.endswith("jsonl"):
+        file.write_text(json.dumps(record) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), file)
+    with pytest.raises(DataError, match=words):
+        texts(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "remedy"),
+    [
+        ("a b.jsonl", '{"text": "ä"}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.txt", codecs.BOM_UTF16_BE + "ä\n".encode("utf-16-be"), "iconv -f UTF-16 -t UTF-8"),
+        ("it's; touch made.jsonl.bz2", bz2.compress(b"{}"), "bzip2 -dk"),
+        ("a.jsonl.xz", lzma.compress(b"{}"), "xz -dk"),
+    ],
+)
+def test_a_file_in_another_form_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, name: str, content: bytes, remedy: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=remedy) as caught:
+        texts(file)
+    command = re.search(rf"{remedy}.*(?= (?:unpacks|converts) it)", str(caught.value))
+    assert command is not None
+    if shutil.which(remedy.split()[0]):
+        subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
+        made = {one.name for one in tmp_path.iterdir()} - {name}
+        assert made in ({f"utf8-{name}"}, {file.stem}) and not file.stem.startswith("utf8")
