@@ -42,7 +42,7 @@ def predicted_seconds(
     time of a pipeline in which a rank waits for others. Parts without a rate are left out.
     """
     seconds = {
-        part: flops / rates[part] for part, flops in _flops(config).items() if rates.get(part)
+        part: flops / rates[part] for part, flops in pass_flops(config).items() if rates.get(part)
     }
     if 0 < bubble < 1:
         waiting = sum(seconds.values()) * bubble / (1 - bubble)
@@ -61,7 +61,7 @@ def predicted_seconds(
     return seconds
 
 
-def _flops(config: RunConfig) -> dict[str, float]:
+def pass_flops(config: RunConfig) -> dict[str, float]:
     """FLOPs of a step on the mean rank by part, recomputation included; none for a model of which
     only adapters or some weights train."""
     shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len

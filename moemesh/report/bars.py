@@ -235,9 +235,9 @@ def seconds_rows(seconds: StepSeconds) -> list[tuple[str, ...]]:
 #: Share of the whole, and ratios of measured to predicted time and to bytes, from which on a
 #: difference is explained.
 _LARGE_SHARE, _LARGE_TIME, _LARGE_BYTES = 0.05, 1.5, 1.1
-_LEFT_OUT = (
-    "the prediction counts matrix products alone, without norms, softmax, rotations and sorting of "
-    "rows; other programs on the machine add to it"
+_SLOWER = (
+    "the prediction is for uniform routing, and for the speed of a small model of such layers "
+    "before the first step; other programs on the machine add to it"
 )
 _WAITS_TOO = (
     "the prediction counts bytes and operations on links that wait for no rank; a rank that has "
@@ -276,13 +276,14 @@ def about_seconds(seconds: StepSeconds) -> list[str]:
     flops = [f"{part} {flop_rate(rate / 1e12)}" for part, rate in rates]
     source = (
         "Predicted are the FLOPs, bytes and operations of each part over the rates that all ranks "
-        f"reached at the same time before the first step ({', '.join(flops)}, of rank 0)."
+        "reached at the same time before the first step, those of layers in a small model of the "
+        f"same widths ({', '.join(flops)}, of rank 0)."
     )
 
     def reason(part: str, times: float) -> str:
         if times < 1:
             return "the rates before the first step were lower than those during the steps"
-        return _WAITS_TOO if is_communication(part) else _LEFT_OUT
+        return _WAITS_TOO if is_communication(part) else _SLOWER
 
     predicted, measured = seconds.mean_predicted(), seconds.mean()
     return [source, *large_differences(predicted, measured, _LARGE_TIME, reason)]

@@ -342,7 +342,7 @@ def test_seconds_of_a_step_are_predicted_beside_measured(tmp_path):
         ["communication over ep", "1,000.000", "3,000.000", "-66.67 %", "30.0%"],
         ["whole step", "4,500.000", "10,000.000", "-55.00 %", "100.0%"],
     ]
-    assert "Attention: 4 times the prediction; the prediction counts matrix products" in text
+    assert "Attention: 4 times the prediction; the prediction is for uniform routing" in text
     assert "Communication over ep: 3 times the prediction" in text and "Experts: " not in text
     # No second table of the same figures.
     assert "Median over all steps" not in text and "Parts of the last step" not in text

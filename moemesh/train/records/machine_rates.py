@@ -1,81 +1,55 @@
 """Rates of the machine before the first step, on which the predicted seconds of a step are based.
 
 All ranks measure at the same time, as they compute in a step, so that shared cores and links are
-part of the rates.
+part of the rates. Those of the passes are taken from training steps of a small model
+(:func:`small_run`), with the clock that measures the run (:mod:`moemesh.train.records.step_clock`):
+router, sorting of rows, SwiGLU and the many small products of a step are part of them.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from moemesh.comm.collectives import barrier
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import all_reduce_
 from moemesh.config.layout import AXES
+from moemesh.config.model import ModelConfig
+from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
-from moemesh.planner.step_parts import MEMORY, bandwidth, latency
+from moemesh.model.batch import Batch
+from moemesh.model.initialization import initialize
+from moemesh.model.transformer import Transformer
+from moemesh.planner.shapes.counted import shape_of
+from moemesh.planner.step_parts import MEMORY, bandwidth, latency, pass_flops
 from moemesh.trace import step_seconds as parts
+from moemesh.trace.timeline import TimelineRecorder
+from moemesh.train.records.step_clock import StepClock
 
-#: Seconds for one rate of computation, and the least number of repetitions.
-_SECONDS, _LEAST = 0.01, 5
-#: Largest sizes of a product: larger ones have the same rate.
-_MAX_ROWS, _MAX_WIDTH = 512, 1024
+#: Steps of the small model (the first one builds caches and is left out), and the seconds after
+#: which no more than two are made.
+_STEPS, _MOST_SECONDS = 5, 2.0
+#: Largest small model, in numbers, and most tokens of a step of it.
+_MOST_NUMBERS, _MOST_TOKENS = 1 << 26, 2048
 #: Numbers of the tensors whose sums measure an axis, and of the one that measures the memory.
 _SMALL, _LARGE, _STREAMED = 64, 1 << 17, 1 << 22
+#: Repetitions of which the median counts.
+_REPEATS = 9
 
 
 def measure_rates(config: RunConfig, mesh: Mesh) -> dict[str, float]:
     """Rates by the names of :mod:`moemesh.planner.step_parts`; all ranks call. Empty on a GPU."""
     if mesh.device.type != "cpu":
         return {}
-    model, plan, data = config.model, config.plan, config.data
-    dtype: torch.dtype = getattr(torch, config.train.dtype)
-    hidden, tp = min(model.hidden_size, _MAX_WIDTH), plan.tp
-    tokens = plan.tokens_per_rank(data.seq_len, data.global_batch) * tp
-
-    def filled(*sizes: int) -> Tensor:
-        return torch.full(sizes, 0.01, dtype=dtype)
-
-    def mlp(rows: int, width: int) -> float:
-        """FLOP/s of an MLP of three products."""
-        rows, width = min(max(rows, 1), _MAX_ROWS), min(max(width, 1), _MAX_WIDTH)
-        x, gate, down = filled(rows, hidden), filled(hidden, width), filled(width, hidden)
-        return 6 * rows * hidden * width / _seconds(lambda: (F.silu(x @ gate) * (x @ gate)) @ down)
-
-    rates: dict[str, float] = {}
-    with torch.no_grad(), mesh.ledger.paused():
+    with mesh.ledger.paused():
         barrier(mesh.control)
-        # One sequence through the projections and the core of some heads.
-        rows = min(max(data.seq_len // plan.cp, 1), _MAX_ROWS)
-        size = max(model.query_head_dim, 1)
-        heads = max(min(model.num_heads // tp, _MAX_WIDTH // size), 1)
-        x, inward = filled(rows, hidden), filled(hidden, heads * size)
-        outward = filled(heads * size, hidden)
-
-        def attention() -> Tensor:
-            q = (x @ inward).view(1, rows, heads, size).transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-            return mixed.transpose(1, 2).reshape(rows, heads * size) @ outward
-
-        flops = 4 * rows * hidden * heads * size + 2 * rows * rows * heads * size
-        rates[parts.ATTENTION] = rates[parts.TOGETHER] = flops / _seconds(attention)
-        if model.num_dense_layers:
-            rates[parts.DENSE_MLPS] = mlp(tokens, model.intermediate_size // tp)
-        if model.num_experts:
-            # Rows of one expert with uniform routing.
-            chosen = tokens // tp * model.experts_per_token * plan.ep * plan.etp
-            width = model.expert_intermediate_size // plan.etp
-            rates[parts.EXPERTS] = mlp(chosen // model.num_experts, width)
-        width = min(model.vocab_size // tp, _MAX_WIDTH)
-        x, head = filled(min(tokens, _MAX_ROWS), hidden), filled(hidden, width)
-        flops = 2 * len(x) * hidden * width
-        rates[parts.HEAD] = flops / _seconds(lambda: (x @ head).log_softmax(1))
+        rates = _pass_rates(small_run(config))
         streamed = torch.zeros(_STREAMED)
         rates[MEMORY] = 2 * 4 * _STREAMED / _seconds(lambda: streamed.add_(1.0))
         of_ranks: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -87,26 +61,114 @@ def measure_rates(config: RunConfig, mesh: Mesh) -> dict[str, float]:
     return rates
 
 
+def small_run(config: RunConfig) -> RunConfig:
+    """A run on one rank with one layer of each kind of MLP.
+
+    Its widths are those of the part of a layer that a rank of `config` holds; a step has at most
+    the tokens of a microbatch of that rank.
+    """
+    model, plan, data = _formulas(config.model), config.plan, config.data
+    of_rank = plan.tokens_per_rank(data.seq_len, data.global_batch)
+    tokens = min(of_rank, _MOST_TOKENS)
+    # With fewer tokens there are fewer experts, so that the rows of an expert are those of the run.
+    experts = -(-model.num_experts * tokens // (plan.ep * of_rank))
+    small = {
+        "num_layers": min(model.num_dense_layers, 1) + min(model.num_moe_layers, 1),
+        "first_dense_layers": min(model.num_dense_layers, 1) if experts else 1,
+        "moe_layers": None,
+        "num_mtp_layers": 0,
+        "num_heads": model.num_heads // plan.tp,
+        "num_kv_heads": max(model.num_kv_heads // plan.tp, 1),
+        "intermediate_size": model.intermediate_size // plan.tp,
+        "vocab_size": max(model.vocab_size // plan.tp, 2),
+        "num_experts": experts,
+        "experts_per_token": min(model.experts_per_token, max(experts, 1)),
+        "expert_intermediate_size": model.expert_intermediate_size // plan.etp,
+        "router_groups": 1,
+        "router_groups_kept": 1,
+        "layer_types": (),
+        "sliding_window": 0,
+    }
+    seq_len = max(data.seq_len // plan.cp, 1)
+    rows = {"seq_len": seq_len, "global_batch": max(tokens // seq_len, 1)}
+    return replace(
+        config,
+        model=model.model_copy(update=small),
+        plan=Plan(),
+        data=data.model_copy(update=rows),
+    )
+
+
+def _formulas(config: ModelConfig) -> ModelConfig:
+    """`config`, or for a model of transformers' code one of our own with its sizes."""
+    if config.architecture is None:
+        return config
+    shape = shape_of(config)
+    return ModelConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size or 4 * shape.hidden_size,
+        moe_layers=shape.moe_layers or None,
+        num_experts=shape.num_experts,
+        experts_per_token=max(shape.experts_per_token, 1),
+        expert_intermediate_size=max(shape.expert_intermediate_size, 1),
+        num_shared_experts=0,
+    )
+
+
+def _pass_rates(config: RunConfig) -> dict[str, float]:
+    """FLOP/s of the parts of the passes of `config`, a run on one rank."""
+    flops, model = pass_flops(config), Transformer(config.model)
+    if not flops or sum(weight.numel() for weight in model.parameters()) > _MOST_NUMBERS:
+        return {}
+    initialize(model, seed=0, dtype=getattr(torch, config.train.dtype))
+    clock, data = StepClock(model), config.data
+    tokens_BS = torch.arange(data.global_batch * (data.seq_len + 1)) % config.model.vocab_size
+    tokens_BS = tokens_BS.view(data.global_batch, -1)
+    batch = Batch(
+        tokens_BS=tokens_BS[:, :-1],
+        targets_BS=tokens_BS[:, 1:],
+        sequences_B=torch.arange(data.global_batch),
+    )
+    last = time.monotonic() + _MOST_SECONDS
+    for step in range(1, _STEPS + 1):
+        recorder, begin = TimelineRecorder(0), time.monotonic()
+        if step > 2 and begin > last:
+            break
+        losses_T = model(batch).losses_T
+        middle = time.monotonic()
+        losses_T.sum().backward()
+        end = time.monotonic()
+        recorder.add(name="F", start=begin, end=middle, kind="F", step=step)
+        recorder.add(name="B", start=middle, end=end, kind="B", step=step)
+        clock.finish_step(recorder, step, end - begin)
+    _, seconds = clock.result()
+    rates = {part: flops[part] / seconds[part] for part in flops if seconds.get(part)}
+    return rates | {parts.TOGETHER: sum(flops.values()) / sum(seconds.values())}
+
+
 def _axis_rates(axis: Axis) -> tuple[float, float]:
     """Seconds of an operation, and bytes/s that a rank sends."""
 
     def seconds(number: int) -> float:
         tensor = torch.zeros(number)
-        run = partial(all_reduce_, tensor, axis, caller="rates", phase="control")
-        return _seconds(run, is_timed=False)
+        return _seconds(partial(all_reduce_, tensor, axis, caller="rates", phase="control"))
 
     small, large = seconds(_SMALL), seconds(_LARGE)
     sent = 2 * 4 * _LARGE * (axis.size - 1) / axis.size
     return small, sent / max(large - small, large / 10)
 
 
-def _seconds(run: Callable[[], object], *, is_timed: bool = True) -> float:
-    """Mean seconds of `run`. `is_timed`: repeated until `_SECONDS` have passed; an operation of
-    several ranks has the same number of repetitions on each."""
-    for _ in range(2):
+def _seconds(run: Callable[[], object]) -> float:
+    """Median seconds of `run`, which every rank repeats the same number of times."""
+    run()
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
         run()
-    begin, number, passed = time.perf_counter(), 0, 0.0
-    while number < _LEAST or (is_timed and passed < _SECONDS):
-        run()
-        number, passed = number + 1, time.perf_counter() - begin
-    return max(passed / number, 1e-9)
+        times.append(time.perf_counter() - begin)
+    return max(statistics.median(times), 1e-9)
