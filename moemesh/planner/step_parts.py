@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moemesh.config.run import RunConfig
+from moemesh.config.tuning import Tuning
 from moemesh.planner.parameters import attention_products, core_flops, mlp_matmul, training_flops
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.trace import step_seconds as parts
@@ -62,25 +63,28 @@ def predicted_seconds(
 
 
 def pass_flops(config: RunConfig) -> dict[str, float]:
-    """FLOPs of a step on the mean rank by part, recomputation included; none for a model of which
-    only adapters or some weights train."""
+    """FLOPs of a step on the mean rank by part, recomputation included. None for a run that trains
+    some of the weights, or adapters of a packed base."""
     shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len
     tokens = config.data.global_batch * seq_len / plan.world_size
-    if not config.tuning.is_full:
+    is_whole = config.tuning == Tuning(train_only=config.lora.trains)
+    if config.lora.is_packed or not is_whole:
         return {}
+    # Forward, gradient of the input, and of a weight that trains its own; adapters are narrow.
+    passes = 2 if config.lora.rank else 3
     if shape.counted:
-        return {parts.TOGETHER: tokens * training_flops(shape, seq_len)}
-    forwards = 4 if plan.recompute == "full" else 3
-    is_selective = plan.recompute == "selective"
+        return {parts.TOGETHER: tokens * training_flops(shape, seq_len) * passes / 3}
+    again, is_selective = plan.recompute == "full", plan.recompute == "selective"
     flops = dict.fromkeys(parts.PASSES, 0.0)
     for kind, number in shape.kind_counts.items():
         core = core_flops(shape, seq_len, kind.window, "causal")
-        attention = forwards * (2.0 * sum(attention_products(shape)) + core)
+        attention = (passes + again) * 2.0 * sum(attention_products(shape)) + (3 + again) * core
         attention += core * (is_selective and plan.recompute_attention)
-        mlp = 2.0 * forwards * mlp_matmul(shape, kind.moe)
-        if kind.moe and is_selective and plan.recompute_experts:
-            mlp += mlp / forwards * 2 / 3  # gate and up of three products
+        mlp = 2.0 * mlp_matmul(shape, kind.moe)
+        gates = 2 / 3 * (kind.moe and is_selective and plan.recompute_experts)
         flops[parts.ATTENTION] += number * tokens * attention
-        flops[parts.EXPERTS if kind.moe else parts.DENSE_MLPS] += number * tokens * mlp
-    flops[parts.HEAD] = tokens * 3 * 2.0 * shape.hidden_size * shape.vocab_size
+        flops[parts.EXPERTS if kind.moe else parts.DENSE_MLPS] += (
+            number * tokens * mlp * (passes + again + gates)
+        )
+    flops[parts.HEAD] = tokens * passes * 2.0 * shape.hidden_size * shape.vocab_size
     return {part: amount for part, amount in flops.items() if amount}

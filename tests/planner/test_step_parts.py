@@ -2,7 +2,7 @@
 
 import pytest
 
-from moemesh.planner.parameters import core_flops, training_flops
+from moemesh.planner.parameters import attention_products, core_flops, training_flops
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.planner.step_parts import MEMORY, bandwidth, latency, predicted_seconds
 from moemesh.sharding.load_run import load_run
@@ -75,6 +75,24 @@ def test_communication_has_the_rates_of_its_axis_and_the_bubble_is_that_of_the_s
     assert seconds[communication("pp")] == pytest.approx(busy / 4)
 
 
-def test_a_run_of_adapters_has_no_prediction_of_its_passes():
-    seconds = predicted_seconds(config("lora.rank=4"), ONE, Ledger(), NOTHING, 0.0)
-    assert seconds == {}
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_frozen_weights_below_adapters_have_no_gradient_of_their_own(recompute):
+    keys = [f"plan.recompute={recompute}"]
+    whole, adapted = (
+        predicted_seconds(config(*keys, *more), ONE, Ledger(), NOTHING, 0.0)
+        for more in ((), ("lora.rank=4",))
+    )
+    for part in (parts.EXPERTS, parts.DENSE_MLPS):
+        assert adapted[part] / whole[part] == pytest.approx(3 / 4 if recompute == "full" else 2 / 3)
+    assert adapted[parts.HEAD] == pytest.approx(whole[parts.HEAD] * 2 / 3)
+    run = config()
+    tokens = run.data.global_batch * run.data.seq_len
+    products = 2.0 * sum(attention_products(shape_of(run.model))) * tokens * run.model.num_layers
+    assert whole[parts.ATTENTION] - adapted[parts.ATTENTION] == pytest.approx(products)
+
+
+@pytest.mark.parametrize(
+    "keys", [["lora.rank=4", "lora.base=nf4"], ['train.freeze=["layers.0.*"]']]
+)
+def test_a_run_of_some_of_the_weights_has_no_prediction_of_its_passes(keys):
+    assert predicted_seconds(config(*keys), ONE, Ledger(), NOTHING, 0.0) == {}

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from moemesh.config.run import RunConfig
+from moemesh.model.transformer import Transformer
 from moemesh.planner.step_parts import pass_flops
 from moemesh.sharding.load_run import load_run
 from moemesh.trace import step_seconds as parts
 from moemesh.train.records import machine_rates
 from moemesh.train.records.machine_rates import small_run
+from moemesh.train.records.step_clock import StepClock
 from tests.hub.families import tiny_folder
 
 MODELS = {
@@ -78,12 +80,28 @@ def test_a_model_of_transformers_is_measured_by_one_of_its_sizes(
     assert machine_rates._pass_rates(small_run(config))[parts.TOGETHER] > 0
 
 
-def test_rates_are_those_of_the_parts_of_training_steps() -> None:
-    rates = machine_rates._pass_rates(small_run(configured()))
+@pytest.mark.parametrize("keys", [(), ("lora.rank=2",)])
+def test_rates_are_those_of_the_parts_of_training_steps(keys: tuple[str, ...]) -> None:
+    rates = machine_rates._pass_rates(small_run(configured(*keys)))
     assert rates.keys() == {*parts.PASSES, parts.TOGETHER}
     # The slowest part is slower than all passes together, the fastest one faster.
     apart = [rates[part] for part in parts.PASSES]
     assert 0 < min(apart) <= rates[parts.TOGETHER] <= max(apart)
+
+
+def test_what_is_frozen_in_the_run_is_frozen_in_the_small_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained: list[str] = []
+
+    class Clock(StepClock):
+        def __init__(self, model: Transformer) -> None:
+            trained.extend(name for name, p in model.named_parameters() if p.requires_grad)
+            super().__init__(model)
+
+    monkeypatch.setattr(machine_rates, "StepClock", Clock)
+    machine_rates._pass_rates(small_run(configured("lora.rank=2")))
+    assert trained and all("_lora_" in name for name in trained)
 
 
 def test_a_model_too_large_to_try_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from moemesh.comm.collectives import barrier
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.comm.transfers import all_reduce_
 from moemesh.config.layout import AXES
+from moemesh.config.lora import LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
@@ -94,6 +95,8 @@ def small_run(config: RunConfig) -> RunConfig:
     return replace(
         config,
         model=model.model_copy(update=small),
+        # Adapters of transformers' modules have other names.
+        lora=config.lora if config.model.architecture is None else LoraConfig(),
         plan=Plan(),
         data=data.model_copy(update=rows),
     )
@@ -126,6 +129,8 @@ def _pass_rates(config: RunConfig) -> dict[str, float]:
     if not flops or sum(weight.numel() for weight in model.parameters()) > _MOST_NUMBERS:
         return {}
     initialize(model, seed=0, dtype=getattr(torch, config.train.dtype))
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(config.tuning.trains(name))
     clock, data = StepClock(model), config.data
     tokens_BS = torch.arange(data.global_batch * (data.seq_len + 1)) % config.model.vocab_size
     tokens_BS = tokens_BS.view(data.global_batch, -1)
