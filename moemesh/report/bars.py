@@ -315,9 +315,11 @@ def milliseconds(seconds: float) -> str:
 
 
 def difference(predicted: float, measured: float) -> str:
-    """Relative error of the prediction as text; "0 %" means equal."""
+    """Relative error of the prediction as text, from 10 on as a ratio; "0 %" means equal."""
     if predicted == measured:
         return "0 %"
+    if measured and predicted > 10 * measured:
+        return f"{predicted / measured:,.0f} times"
     return f"{predicted / measured - 1:+.2%}".replace("%", " %") if measured else "not measured"
 
 

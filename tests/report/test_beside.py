@@ -81,3 +81,17 @@ def test_exposed_communication_is_what_the_planner_takes() -> None:
         ("waiting for other ranks", "400.000", "40.0%", "500.000", "25.0%"),
     ]
     assert bars.exposed_rows(planned, None, 2.0)[-1][3:] == ("not measured", "")
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "text"),
+    [
+        (3.0, 3.0, "0 %"),
+        (3.0, 4.0, "-25.00 %"),
+        (9.9, 1.0, "+890.00 %"),
+        (1.172, 0.003, "391 times"),
+        (1.0, 0.0, "not measured"),
+    ],
+)
+def test_a_difference_is_a_share_or_a_ratio(predicted: float, measured: float, text: str) -> None:
+    assert bars.difference(predicted, measured) == text
