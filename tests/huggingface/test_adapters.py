@@ -251,7 +251,7 @@ def test_adapters_beside_a_folder_are_evaluated(tmp_path: Path) -> None:
 
 #: Fields of PEFT's that give a folder another meaning.
 OTHER_METHODS: dict[str, Any] = {
-    "bias": "all", "modules_to_save": ["lm_head"], "trainable_token_indices": [1], "use_dora": True,
+    "bias": "all", "trainable_token_indices": [1], "use_dora": True,
     "velora_config": {"a": 1}, "alora_invocation_tokens": [1, 2], "use_qalora": True,
     "monteclora_config": {"a": 1}, "layer_replication": [[0, 2]], "lora_bias": True,
     "use_bdlora": {"a": 1}, "arrow_config": {"a": 1}, "kasa_config": {"a": 1},

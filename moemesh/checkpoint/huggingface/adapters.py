@@ -9,6 +9,9 @@ experts of a rank side by side; the adapter of ``gate_up_proj`` lies under ``bas
 ``down_proj`` has one. Separate adapters of gate and up become one of rank 2 R whose B is block
 diagonal, with twice the alpha. If only stacks are adapted, all adapters have rank 2 R, padded with
 zeros, because PEFT warns of a ``rank_pattern`` that matches no module.
+
+Whole weights of the ends of a model (embedding, last norm, head) are ``<module>.weight``: those of
+``modules_to_save``, which train beside the adapters, and those that PEFT saves with a vocabulary.
 """
 
 from __future__ import annotations
@@ -22,13 +25,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moemesh.checkpoint.files import CheckpointError, check_folder
 from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
-from moemesh.checkpoint.huggingface.logical import pieces, table_piece
+from moemesh.checkpoint.huggingface.logical import ENDS, pieces, table_piece
 from moemesh.checkpoint.huggingface.pieces import TensorPiece
+from moemesh.config.huggingface.folder import HEAD
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
-from moemesh.config.lora import TargetPart, factor_name, parts_of
+from moemesh.config.lora import TargetPart, factor_name, is_adapter, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.tuning import Tuning
 from moemesh.sharding.parameters import ParameterTensor, tensors
 
 if TYPE_CHECKING:
@@ -39,6 +44,7 @@ _CONFIG_LIMIT = 1 << 20
 _FUSED = r"experts\.gate_up_proj"
 #: Names of modules that PEFT takes for the experts of a model that has some.
 _OF_EXPERTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
+_PREFIX, _HEAD_MODULE = "base_model.model.", HEAD.removesuffix(".weight")
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
@@ -52,7 +58,7 @@ KNOWN_FIELDS = frozenset(
         "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
         "inference_mode", "lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core",
         "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-        "runtime_config", "ensure_weight_tying",
+        "runtime_config", "ensure_weight_tying", "modules_to_save",
     }
 )  # fmt: skip
 #: Initializations that leave the weights of the base as they are.
@@ -95,7 +101,7 @@ class Adaptation(NamedTuple):
         module = self.module
         if self.is_stack:
             module = module.rpartition(".")[0] + (".base_layer" if self.wraps else "")
-        return f"base_model.model.{module}.lora_{factor}.weight"
+        return f"{_PREFIX}{module}.lora_{factor}.weight"
 
     def factor(self, part: TargetPart, factor: str) -> str:
         """Name of our factor of a part."""
@@ -216,8 +222,39 @@ def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
             yield Adaptation(weight, (part,), kind, lora.rank, module)
 
 
-def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, Any]:
-    """``adapter_config.json``; `base` is the folder or name of the base model."""
+class EndWeight(NamedTuple):
+    """A weight outside of the layers: its names here and in transformers, and its shape."""
+
+    ours: str
+    theirs: str
+    shape: tuple[int, ...]
+
+    @property
+    def stored(self) -> str:
+        """Name of PEFT's tensor."""
+        return _PREFIX + self.theirs
+
+    @property
+    def module(self) -> str:
+        """Name of the module, an entry of ``modules_to_save``."""
+        return self.theirs.rpartition(".")[0]
+
+
+def end_weights(model: ModelConfig) -> list[EndWeight]:
+    """The weights of the ends of `model`, each of which one tensor of transformers holds."""
+    return [
+        EndWeight(weight.name, ENDS.get(weight.name, weight.name), weight.shape)
+        for weight in tensors(model, Plan())
+        if weight.unit in ("embedding", "head") and not is_adapter(weight.name)
+        if weight.name in ENDS or model.architecture is not None
+    ]
+
+
+def peft_config(
+    model: ModelConfig, kind: str, base: str | None, saved: Sequence[EndWeight] = ()
+) -> dict[str, Any]:
+    """``adapter_config.json``; `base` is the folder or name of the base model, `saved` are the
+    weights that train as a whole."""
     lora, every = model.lora, list(adaptations(model, kind))
     stacks = {one.target for one in every if one.is_stack}
     modules, parameters = set[str](), set(stacks)
@@ -248,6 +285,7 @@ def peft_config(model: ModelConfig, kind: str, base: str | None) -> dict[str, An
         "use_rslora": lora.rslora,
         "target_modules": sorted(modules) or None,
         "target_parameters": sorted(parameters) or None,
+        "modules_to_save": sorted({weight.module for weight in saved}) or None,
         "rank_pattern": {key: one for key, (one, _) in patterns.items()},
         "alpha_pattern": {key: one for key, (_, one) in patterns.items()},
         "lora_dropout": 0.0,
@@ -267,13 +305,32 @@ class StoredAdapter(NamedTuple):
     ratio: float
 
 
+class AdapterContents(NamedTuple):
+    """Contents of a folder of PEFT's: adapters, whole weights of the ends of the model, and those
+    of them that train in PEFT."""
+
+    adapters: list[StoredAdapter]
+    ends: list[EndWeight]
+    saved: list[EndWeight]
+
+    def check_tuning(self, tuning: Tuning) -> None:
+        """Raises CheckpointError where a run with this choice of what trains would leave a weight
+        frozen that trains in PEFT."""
+        if frozen := [weight.ours for weight in self.saved if not tuning.trains(weight.ours)]:
+            names = ", ".join(f'"{name}"' for name in frozen)
+            raise CheckpointError(
+                f"{CONFIG} has modules_to_save = {sorted({w.module for w in self.saved})}, which "
+                f"train in PEFT beside the adapters: set train.train_only = [{names}]"
+            )
+
+
 def check_adapter_folder(
     path: Path, model: ModelConfig, kind: str, *, trains: bool
-) -> list[StoredAdapter]:
-    """The adapters of `model` in the folder `path` of PEFT's, which holds no others, by its
-    adapter_config.json and header; no number is read. Single layers and experts may have none, or
-    one of a smaller rank, and with patterns each has a scaling of its own, which only a model that
-    is not trained can have: B is multiplied by the ratio. Raises CheckpointError."""
+) -> AdapterContents:
+    """The contents of the folder `path` of PEFT's, which belong to `model`, by its
+    adapter_config.json and header; no number is read. Single layers and experts may have no
+    adapter, or one of a smaller rank, and with patterns each has a scaling of its own, which only a
+    model that is not trained can have: B is multiplied by the ratio. Raises CheckpointError."""
     check_folder(path)
     lora, adapted = model.lora, list(adaptations(model, kind))
     given, written = read_json(path / CONFIG, _CONFIG_LIMIT), peft_config(model, kind, None)
@@ -321,7 +378,9 @@ def check_adapter_folder(
             f"{header}: {missing[0]} is missing ({len(missing)} such tensors), which "
             f"lora.targets requires{advice}"
         )
-    if extra := [name for name in shapes if name not in places]:
+    ends, saved = _stored_ends(file, given, shapes, model)
+    known = places.keys() | {weight.stored for weight in ends}
+    if extra := [name for name in shapes if name not in known]:
         raise CheckpointError(
             f"{header}: {extra[0]} does not belong to this model or to lora.targets "
             f"({len(extra)} such tensors){advice}"
@@ -355,7 +414,39 @@ def check_adapter_folder(
                     f"{list(shape)}"
                 )
         found.append(StoredAdapter(one, rank, ratio))
-    return found
+    return AdapterContents(found, ends, saved)
+
+
+def _stored_ends(
+    file: Path, given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
+) -> tuple[list[EndWeight], list[EndWeight]]:
+    """Whole weights in a folder with these `shapes`, and those of ``modules_to_save``, which PEFT
+    compares with the ends of the names of modules."""
+    ends = [weight for weight in end_weights(model) if weight.stored in shapes]
+    for weight in ends:
+        if shapes[weight.stored] != weight.shape:
+            raise CheckpointError(
+                f"{file.parent / WEIGHTS}: {weight.stored} has shape "
+                f"{list(shapes[weight.stored])}, and the model's is {list(weight.shape)}: resize "
+                "the base to the vocabulary of the adapters first"
+            )
+    entries = [str(entry) for entry in given.get("modules_to_save") or ()]
+    saved = [weight for weight in ends if weight.module.endswith(tuple(entries))]
+    modules = {weight.module for weight in saved}
+    unknown = [one for one in entries if not any(name.endswith(one) for name in modules)]
+    tables = [weight for weight in saved if len(weight.shape) > 1]
+    if model.tied_embeddings and (tables or any(map(_HEAD_MODULE.endswith, unknown))):
+        raise CheckpointError(
+            f"{file}: has modules_to_save = {entries}, and the embedding of this model is its "
+            "head: PEFT trains a copy for one of them, which is not supported"
+        )
+    if unknown:
+        known = sorted({weight.module for weight in end_weights(model)})
+        raise CheckpointError(
+            f"{file}: modules_to_save has {unknown[0]}, and the folder no weights of it for an end "
+            f"of this model ({', '.join(known)})"
+        )
+    return ends, saved
 
 
 def _of_pattern(table: Mapping[str, Any], module: str, default: Any, file: Path) -> Any:

@@ -17,7 +17,12 @@ from torch import Tensor
 from moemesh.checkpoint import store
 from moemesh.checkpoint.files import CheckpointError, read_chunks, reading, replace_by
 from moemesh.checkpoint.header import read_header
-from moemesh.checkpoint.huggingface.adapters import Adaptation, adaptations, peft_config
+from moemesh.checkpoint.huggingface.adapters import (
+    Adaptation,
+    EndWeight,
+    adaptations,
+    peft_config,
+)
 from moemesh.checkpoint.huggingface.contents import plain_file, read_json
 from moemesh.checkpoint.huggingface.logical import (
     AHEAD_COPIES,
@@ -301,11 +306,19 @@ def write_json(path: Path, value: object) -> None:
 
 
 def write_adapters(
-    weights: Read, model: ModelConfig, kind: str, out: Path, *, dtype: torch.dtype, base: str | None
+    weights: Read,
+    model: ModelConfig,
+    kind: str,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    base: str | None,
+    saved: Sequence[EndWeight] = (),
 ) -> None:
-    """Write the adapters in `weights` as a folder of PEFT for the family `kind`."""
+    """Write the adapters in `weights` as a folder of PEFT for the family `kind`, with the weights
+    `saved` that train as a whole."""
     shapes = {tensor.name: tensor.shape for tensor in tensors_of(model, Plan())}
-    config = peft_config(model, kind, base)
+    config = peft_config(model, kind, base, saved)
     every = list(adaptations(model, kind))
     if config["r"] != model.lora.rank:
         every = [one._replace(rank=2 * one.rank // len(one.parts)) for one in every]
@@ -325,6 +338,11 @@ def write_adapters(
         for one in every
         for factor in "AB"
     }
+    for end in saved:
+        box = [range(size) for size in end.shape]
+        made[end.stored] = DeferredTensor(
+            dtype, end.shape, lambda end=end, box=box: weights(end.ours, box).to(dtype)
+        )
     out.mkdir(parents=True, exist_ok=True)
     replace_by(out / ADAPTER_WEIGHTS, safetensors_bytes(made, {"format": "pt"}))
     write_json(out / ADAPTER_CONFIG, config)

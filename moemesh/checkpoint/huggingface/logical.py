@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
-_ENDS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "head.weight": HEAD}
+#: The weights of the ends of a model, and their names in all families.
+ENDS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "head.weight": HEAD}
 
 
 class BlockNames(NamedTuple):
@@ -70,8 +71,8 @@ def names_of(kind: str, *, fused: bool) -> BlockNames:
 def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[TensorPiece]:
     """Pieces of the parameter or buffer `name` in a folder of the family `kind`. `shape`: its dims,
     or those of the table that a vector flattens. Raises KeyError for a name that no family has."""
-    if name in _ENDS:
-        return [whole(_ENDS[name], shape)]
+    if name in ENDS:
+        return [whole(ENDS[name], shape)]
     owner, _, below = name.partition(".")
     index, _, part = below.partition(".")
     layer, names = f"model.layers.{index}", names_of(kind, fused=fused)

@@ -266,29 +266,35 @@ class HuggingFaceWeights:
 
 
 class AdapterFolder:
-    """An opened folder of PEFT's. Raises CheckpointError unless it holds adapters of `model` and no
-    others, before any is read, and where the model `trains` as
+    """An opened folder of PEFT's. Raises CheckpointError unless its adapters and whole weights are
+    those of `model`, before any is read, and where the model `trains` as
     :func:`moemesh.checkpoint.huggingface.adapters.check_adapter_folder` does."""
 
     def __init__(self, path: Path, model: ModelConfig, kind: str, *, trains: bool = True) -> None:
+        self.contents = check_adapter_folder(path, model, kind, trains=trains)
         self._places: dict[str, tuple[StoredAdapter, int, str]] = {
             one.adaptation.factor(part, factor): (one, index, factor)
-            for one in check_adapter_folder(path, model, kind, trains=trains)
+            for one in self.contents.adapters
             for index, part in enumerate(one.adaptation.parts)
             for factor in "AB"
         }
+        self._ends = {weight.ours: weight.stored for weight in self.contents.ends}
         self._file: Any = safe_open(path / ADAPTER_WEIGHTS, framework="pt", device="cpu")
         self._last: tuple[str, list[Tensor]] = "", []
 
     def load_into(self, shards: Sequence[Shard]) -> None:
-        """Fill the shards of adapters, in place; names are those of a checkpoint. Where the folder
-        has no adapter both factors are zero, and so are their gradients; those of extra prediction
-        layers stay as they are."""
+        """Fill the shards of adapters and of whole weights, in place; names are those of a
+        checkpoint. Where the folder has no adapter both factors are zero, and so are their
+        gradients; those of extra prediction layers stay as they are."""
         with torch.no_grad():
             for shard in shards:
                 name, expert = shard.name.removeprefix("model."), None
                 if (match := EXPERT.fullmatch(name)) is not None:
                     name, expert = f"{match[1]}.{match[3]}", int(match[2])
+                ends = zip(shard.offset, shard.tensor.shape, strict=True)
+                box = tuple(slice(start, start + size) for start, size in ends)
+                if (end := self._ends.get(name)) is not None:
+                    shard.tensor.copy_(self._file.get_slice(end)[box])
                 if name not in self._places:
                     continue
                 (one, rank, ratio), index, factor = self._places[name]
@@ -302,6 +308,4 @@ class AdapterFolder:
                         tensor = tensor.double() * ratio
                     self._last = stored, one.load(factor, tensor)
                 whole = self._last[1][index]
-                ends = zip(shard.offset, shard.tensor.shape, strict=True)
-                box = tuple(slice(start, start + size) for start, size in ends)
                 shard.tensor.copy_((whole if expert is None else whole[expert])[box])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.checkpoint.huggingface.adapters import end_weights
 from moemesh.checkpoint.huggingface.convert import (
     Delta,
     Description,
@@ -43,7 +44,7 @@ from moemesh.config.huggingface import export
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values, quantization_of
 from moemesh.config.load import resolved_toml
-from moemesh.config.lora import NO_ADAPTERS, LoraConfig
+from moemesh.config.lora import NO_ADAPTERS, LoraConfig, is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.ops.nf4 import dequantize, quantize
@@ -154,7 +155,15 @@ def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | 
     if config.lora.path is None:
         return None
     family = weight_sources.family_of_run(config)
-    return AdapterFolder(Path(config.lora.path), config.model, family, trains=trains)
+    folder = AdapterFolder(Path(config.lora.path), config.model, family, trains=trains)
+    if trains:
+        folder.contents.check_tuning(config.tuning)
+    elif folder.contents.ends and config.lora.is_packed:
+        raise CheckpointError(
+            f"{config.lora.path} has whole weights beside its adapters, which are not put onto a "
+            'base in 4 bits: set lora.base = "same"'
+        )
+    return folder
 
 
 def write_adapter(
@@ -169,8 +178,17 @@ def write_adapter(
     if not config.lora.rank:
         message = f"{run} has no adapters: its lora.rank is 0"
         raise refused("--adapter", str(source), message, "leave --adapter out")
-    if config.train.train_only:
-        message = f"{run} trains more than adapters: train.train_only is set"
+    ends = {weight.ours: weight for weight in end_weights(config.model)}
+    trained = [
+        tensor.name
+        for tensor in tensors(config.model, config.plan)
+        if tensor.trained_rows(config.tuning) and not is_adapter(tensor.name)
+    ]
+    other = next((name for name in trained if name not in ends), None)
+    if config.model.tied_embeddings and other is None:
+        other = next((name for name in trained if len(ends[name].shape) > 1), None)
+    if other is not None:
+        message = f"{run} trains {other} besides its adapters, which PEFT cannot hold beside them"
         raise refused("--adapter", str(source), message, "leave --adapter out: all is merged")
     base = None if config.model_path is None else str(Path(config.model_path).resolve())
     write_adapters(
@@ -180,6 +198,7 @@ def write_adapter(
         out,
         dtype=getattr(torch, dtype or config.train.dtype),
         base=base,
+        saved=[ends[name] for name in trained],
     )
     if (end := end_of_turn(run, config)) is not None and end.id is not None:
         ids = sorted({end.id, *(text_ends(Path(base)) if base else ())})

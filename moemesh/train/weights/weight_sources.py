@@ -151,7 +151,7 @@ def check_adapter_headers(config: RunConfig) -> None:
     from moemesh.checkpoint.huggingface.adapters import check_adapter_folder
 
     path, family = Path(config.lora.path), family_of_run(config)
-    check_adapter_folder(path, config.model, family, trains=True)
+    check_adapter_folder(path, config.model, family, trains=True).check_tuning(config.tuning)
 
 
 def family_of_run(config: RunConfig) -> str:
