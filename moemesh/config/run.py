@@ -132,6 +132,11 @@ class RunConfig(Shown):
             experts=tuple(sorted(experts.items())),
         )
 
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters train, all of them, and nothing else."""
+        return self.lora.rank > 0 and self.tuning == Tuning(train_only=self.lora.trains)
+
     def with_following(self, **train: object) -> RunConfig:
         """This configuration with the values `train` of [train]; the rate and the warm-up follow
         from them unless they are given, and do not count as given."""

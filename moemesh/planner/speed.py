@@ -3,7 +3,8 @@
     MFU = model FLOPs of a step / (seconds of it * devices * peak of one device)
 
 Model FLOPs are :func:`moemesh.planner.parameters.training_flops` (causal attention, without
-recomputation: PaLM's definition, arXiv:2204.02311). The peak is the dense one for the number type
+recomputation: PaLM's definition, arXiv:2204.02311; without gradients of weights that only adapters
+change). The peak is the dense one for the number type
 of the matrix products, from the cluster file.
 """
 
@@ -85,7 +86,7 @@ class Speed:
             seconds=seconds,
             tokens=layout.global_batch * layout.seq_len,
             devices=layout.world_size,
-            flops_per_token=training_flops(shape, layout.seq_len),
+            flops_per_token=training_flops(shape, layout.seq_len, adapters=layout.adapters),
             peak_flops=peak_flops(cluster, layout.precision),
             price=cluster.gpu_hour_price,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moemesh.config.run import RunConfig
-from moemesh.config.tuning import Tuning
 from moemesh.planner.parameters import attention_products, core_flops, mlp_matmul, training_flops
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.trace import step_seconds as parts
@@ -67,13 +66,13 @@ def pass_flops(config: RunConfig) -> dict[str, float]:
     some of the weights, or adapters of a packed base."""
     shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len
     tokens = config.data.global_batch * seq_len / plan.world_size
-    is_whole = config.tuning == Tuning(train_only=config.lora.trains)
-    if config.lora.is_packed or not is_whole:
+    adapters = config.trains_adapters
+    if config.lora.is_packed or not (adapters or config.tuning.is_full):
         return {}
     # Forward, gradient of the input, and of a weight that trains its own; adapters are narrow.
-    passes = 2 if config.lora.rank else 3
+    passes = 2 if adapters else 3
     if shape.counted:
-        return {parts.TOGETHER: tokens * training_flops(shape, seq_len) * passes / 3}
+        return {parts.TOGETHER: tokens * training_flops(shape, seq_len, adapters=adapters)}
     again, is_selective = plan.recompute == "full", plan.recompute == "selective"
     flops = dict.fromkeys(parts.PASSES, 0.0)
     for kind, number in shape.kind_counts.items():

@@ -17,6 +17,7 @@ from moemesh.planner.parameters import (
     end_weights,
     hardware_flops,
     layer_weights,
+    training_flops,
 )
 from moemesh.planner.shapes.load_shape import gpt, load_model
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
@@ -171,3 +172,11 @@ def test_windows() -> None:
 def test_latent_attention_multiplies_its_whole_heads_in_training() -> None:
     shape = load_model("deepseek-v3").shape
     assert core_flops(shape, 4096, 0, "full") == 2 * 4096 * 128 * (192 + 128)
+
+
+def test_adapters_leave_out_the_gradients_of_the_weights() -> None:
+    """Products cost two forwards instead of three, attention cores three."""
+    shape = load_model("qwen3-30b-a3b").shape
+    whole, adapted = (training_flops(shape, 64, adapters=adapters) for adapters in (False, True))
+    cores = count_flops(shape, 64, "causal").attention
+    assert adapted == pytest.approx((whole - 3 * cores) * 2 / 3 + 3 * cores)

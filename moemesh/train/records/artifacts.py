@@ -124,7 +124,9 @@ class Artifacts:
         self._loads = LoadLog(load_rows, config.train.load_bins, folder.saved_steps)
         self._sinks: Sinks | None = None
         shape = shape_of(config.model)
-        self._flops_per_token = training_flops(shape, config.data.seq_len)
+        self._flops_per_token = training_flops(
+            shape, config.data.seq_len, adapters=config.trains_adapters
+        )
         self._peak_flops = _peak_flops(config.train, self.mesh.device)
         self._last: TimelineRecorder | None = None
         #: Schedule shown beside the measured timeline; None: that of one step.
