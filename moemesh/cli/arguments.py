@@ -261,6 +261,7 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
     note on other verbs with this option."""
     if name.lstrip("-") in ("gpus", "num-gpus", "devices", "world-size") and "--nodes" in options:
         return "--nodes N: the devices of a node are in the description of the cluster"
+    from moemesh.config.limits import few
     from moemesh.config.schema import SECTIONS, resembling_keys, sections_with
     from moemesh.config.suggest import alias_hint, aliases, spelled_hint
 
@@ -271,7 +272,7 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
     import_verbs()
     every = f"one of {', '.join(options)}"
     if others := [verb for verb, known in _verbs(typer.main.get_command(app)) if name in known]:
-        every = f"{name} is an option of {', '.join(others[:4])}; {every}"
+        every = f"{name} is an option of {few(others, 8)}; {every}"
     if "--set" not in options:
         return every
     leaf = name.lstrip("-").replace("-", "_")
