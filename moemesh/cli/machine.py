@@ -220,14 +220,15 @@ def show(
 def list_clusters(as_json: AsJson = False) -> None:
     """List what --cluster knows by name, and what `cluster init --device` does."""
     from moemesh.config.cluster import load_cluster
-    from moemesh.config.devices import ACCELERATORS
+    from moemesh.config.devices import ACCELERATORS, MACHINES
     from moemesh.config.sources import preset_names
     from moemesh.planner.speed import peak_flops
 
     described = [load_cluster(name) for name in preset_names("clusters")]
     if as_json:
         facts = [_facts(one) for one in described]
-        typer.echo(strict_json({"clusters": facts, "devices": list(ACCELERATORS)}, indent=2))
+        names = {"devices": list(ACCELERATORS), "machines": list(MACHINES)}
+        typer.echo(strict_json({"clusters": facts, **names}, indent=2))
         return
     header = ("cluster", "a node", "memory", "bf16 TFLOP/s", "in a node", "between nodes")
     rows = [
@@ -242,6 +243,8 @@ def list_clusters(as_json: AsJson = False) -> None:
     typer.echo(
         "\ndevices for `--cluster 8xNAME` and `moemesh cluster init --device`: "
         + ", ".join(ACCELERATORS)
+        + "\n\nmachine types of clouds for `--cluster 4xNAME`: "
+        + ", ".join(MACHINES)
     )
 
 

@@ -267,15 +267,25 @@ def cluster_of_device(device: Accelerator, num_devices: int | None = None) -> Cl
 
 
 def _cluster_of_devices(source: str) -> Cluster:
-    """The cluster of "8xH100" or "4 x dgx_h100". Raises ConfigError for a text that names neither a
-    device nor a preset."""
-    from moemesh.config.devices import ACCELERATORS, counted, described_device
+    """The cluster of "8xH100", "4 x dgx_h100" or "2xp5.48xlarge". Raises ConfigError for a text
+    that names neither a device, nor a preset, nor a cloud's machine type."""
+    from moemesh.config.devices import (
+        ACCELERATORS,
+        MACHINES,
+        counted,
+        described_device,
+        machine_of,
+    )
 
     names, (nodes, count, name) = preset_names("clusters"), counted(source)
     preset, device = re.sub(r"[ -]", "_", name.strip().lower()), described_device(name)
     if preset in names and nodes is None and count != 0 and (name == preset or device is None):
         several = load_cluster(preset)
         return several.model_copy(update={"nodes": several.nodes * (count or 1)})
+    machine = machine_of(name)
+    if machine is not None and nodes is None and count != 0:
+        several = cluster_of_device(machine)
+        return several.model_copy(update={"nodes": count or 1, "name": source})
     if device is not None:
         try:
             cluster = cluster_of_device(device, count)
@@ -289,11 +299,14 @@ def _cluster_of_devices(source: str) -> Cluster:
         changes = {"nodes": nodes or cluster.nodes, "name": cluster.name if is_sheet else source}
         return cluster.model_copy(update=changes)
     message = "neither a cluster preset, nor a readable TOML file, nor a device with a data sheet"
-    devices = {device.lower(): device for device in ACCELERATORS}
-    near = nearest_name(name, names) or devices.get(nearest_name(name, list(devices)), "")
+    known = {each.lower(): each for each in (*ACCELERATORS, *MACHINES)}
+    near = nearest_name(name, names) or known.get(nearest_name(name.lower(), list(known)), "")
     file = source if source.endswith(".toml") else "mine.toml"
-    fix = f"did you mean {near}? " if near in ACCELERATORS else ""
-    fix += nearest_choice(name, names) + "; a device of `moemesh cluster list`, like 8xMI300X; "
+    fix = f"did you mean {near}? " if near not in names and near else ""
+    fix += (
+        nearest_choice(name, names)
+        + "; a device or machine of `moemesh cluster list`, like 8xMI300X; "
+    )
     fix += f"`moemesh cluster init {file}{f' --from {near}' if near in names else ''}`"
     fix += " writes a file to edit"
     raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)])

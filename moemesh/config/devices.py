@@ -109,6 +109,24 @@ def described_device(text: str) -> Accelerator | None:
     return None
 
 
+#: Machine types of clouds (:func:`machine_of`).
+MACHINES: tuple[str, ...] = tuple(_TABLE["machine"])
+
+
+def machine_of(name: str) -> Accelerator | None:
+    """The devices and the network of a cloud's machine type ("p5.48xlarge", "a3-megagpu-8g",
+    "Standard_ND96isr_H100_v5"); None for any other text."""
+    row = _TABLE["machine"].get(name.strip().lower().removeprefix("standard_"))
+    if row is None:
+        return None
+    _, size, device = counted(row["devices"])
+    return replace(
+        ACCELERATORS[device],
+        node_size=size,
+        inter_node_bandwidth=row["gigabits"] * 1e9 / 8 / size,
+    )
+
+
 #: Cards of a node with their rate ("8x200G", "IB8x50GB/s"), or the rate of a whole node.
 _CARDS = re.compile(r"(\d+) ?[x×] ?(\d+) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")
 _NODE_RATE = re.compile(r"(?<![-\w(x×])((?:1|2|4|8|16|32)00) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")

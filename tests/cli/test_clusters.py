@@ -11,7 +11,7 @@ import pytest
 from moemesh.bench.settings import LinksSettings
 from moemesh.cli.machine import cluster_text
 from moemesh.config.cluster import KEYS, Cluster, load_cluster
-from moemesh.config.devices import ACCELERATORS
+from moemesh.config.devices import ACCELERATORS, MACHINES, machine_of
 from moemesh.config.errors import ConfigError
 from moemesh.config.sources import preset_names
 from tests.test_cli import Invoke
@@ -106,6 +106,34 @@ def test_descriptions_of_devices_are_a_cluster(
     cluster = load_cluster(text)
     assert (cluster.accelerator, cluster.nodes, cluster.gpus_per_node) == (device, *devices)
     assert cluster.memory_bytes == gib * 2**30
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "nodes", "gigabits"),
+    [
+        ("p5.48xlarge", "H100-80G", 1, 400),
+        ("4xp4d.24xlarge", "A100-40G", 4, 50),
+        ("a3-megagpu-8g x 16", "H100-80G", 16, 200),
+        ("2 x Standard_ND96isr_MI300X_v5", "MI300X", 2, 400),
+        ("BM.GPU.H200.8", "H200-141G", 1, 400),
+    ],
+)
+def test_machine_types_of_clouds_are_nodes(
+    text: str, device: str, nodes: int, gigabits: int
+) -> None:
+    cluster = load_cluster(text)
+    assert (cluster.accelerator, cluster.nodes, cluster.gpus_per_node) == (device, nodes, 8)
+    assert cluster.inter_node_bandwidth == gigabits * 1e9 / 8
+    assert cluster.memory_bytes == ACCELERATORS[device].memory_bytes
+    assert cluster.check() == []
+
+
+def test_every_machine_type_has_devices() -> None:
+    assert all(machine_of(name) for name in MACHINES)
+    with pytest.raises(ConfigError, match=r"did you mean p5\.48xlarge\?"):
+        load_cluster("p5.48xlarg")
+    with pytest.raises(ConfigError, match="neither a cluster preset"):
+        load_cluster("0xp5.48xlarge")
 
 
 @pytest.mark.parametrize(
