@@ -35,7 +35,7 @@ from moemesh.train.records.step_clock import StepClock
 
 #: Steps of the small model (the first one builds caches and is left out), and the seconds after
 #: which no more than two are made.
-_STEPS, _MOST_SECONDS = 5, 2.0
+_STEPS, _MOST_SECONDS = 5, 0.5
 #: Largest small model, in numbers, and most tokens of a step of it.
 _MOST_NUMBERS, _MOST_TOKENS = 1 << 26, 2048
 #: Numbers of the tensors whose sums measure an axis, and of the one that measures the memory.
