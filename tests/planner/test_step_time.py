@@ -15,10 +15,11 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.conditions import ScheduleConditionError
 from moemesh.config.devices import ACCELERATORS
 from moemesh.config.errors import UserError
+from moemesh.config.plan import Plan
 from moemesh.config.sources import preset_names
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import from_arch_table, load_model
-from moemesh.planner.shapes.shape import ModelShape
+from moemesh.planner.shapes.shape import ModelShape, from_model_config
 from moemesh.planner.stage_cut import Stages, cut_by_weight, default_cut
 from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
@@ -32,14 +33,18 @@ from moemesh.planner.timing.compute import (
     PricedStep,
     attended,
     core_seconds,
+    layer_transfers,
     product_seconds,
 )
-from moemesh.planner.timing.price import pricing
+from moemesh.planner.timing.links import Links
+from moemesh.planner.timing.price import pricing, software_of
 from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
+from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.step import duration
+from moemesh.sharding.load_run import load_run
 from moemesh.sharding.stages import cut_layers
 from tests.planner.published_rows import ARCHS
 
@@ -232,6 +237,38 @@ def test_deduplicated_dispatch_crosses_less():
     plain = price(MOE, device="H100-80G", ep=64, dp=64)
     fewer = price(MOE, Software(deduplicated=True), device="H100-80G", ep=64, dp=64)
     assert fewer.experts < 0.75 * plain.experts
+
+
+@pytest.mark.parametrize("dispatcher", ["all_to_all", "all_gather", "low_latency", "hierarchical"])
+@pytest.mark.parametrize("degrees", [{"ep": 4, "dp": 4}, {"ep": 2, "etp": 2, "tp": 2, "dp": 2}])
+def test_the_exchange_of_a_dispatcher_takes_the_bytes_of_its_ledger(dispatcher, degrees):
+    """Inside a node, rows alone: the seconds leave out headers and weights."""
+    model = load_run([], ["model.num_experts=8", "model.experts_per_token=3"], {}).config.model
+    shape, world = from_model_config(model, "model"), degrees["dp"] * degrees.get("tp", 1)
+    planned = PlannedLayout(
+        seq_len=1024, global_batch=8, microbatch=8 // degrees["dp"], dispatcher=dispatcher,
+        sequence_parallel=True, **degrees,
+    )  # fmt: skip
+    work = PricedStep(
+        model=model_row(shape),
+        layout=layout_row(shape, planned, software_of(planned)),
+        hardware=hardware_row(ACCELERATORS["H100-80G"]),
+        constants=Constants(),
+    )
+    links = Links.of(work.hardware, work.constants)
+    seconds = layer_transfers(work, links)
+    ledger = predict_ledger(
+        model, Plan(dispatcher=dispatcher, ranks_per_node=world, **degrees), rank=0, seq_len=1024,
+        global_batch=8, dtype="bfloat16",
+    )  # fmt: skip
+    rows = [
+        entry
+        for entry in ledger.entries()
+        if entry.phase == "forward" and entry.caller in ("moe.dispatch", "moe.combine")
+    ]
+    one_way = sum(entry.wire_bytes for entry in rows) / 2 / model.num_moe_layers
+    taken = (seconds.exchange - 2 * links.latency + seconds.expert_tensor / 2) * links.intra
+    assert taken == pytest.approx(one_way, rel=0.01)
 
 
 @pytest.mark.parametrize("zero", [0, 1])

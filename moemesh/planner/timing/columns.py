@@ -45,6 +45,10 @@ class Software:
     scatter_gather: bool = True
     #: A token is sent to each node once, even to a node with several of its experts.
     deduplicated: bool = False
+    #: All ranks that share experts receive all tokens (all-gather, then reduce-scatter).
+    gathered: bool = False
+    #: Fixed slots for rows over the chosen rows; 0: no more rows than chosen are sent.
+    slots: float = 0.0
     #: The expert exchange overlaps with another microbatch's computation.
     overlapped_exchange: bool = False
     #: Tensor-parallel traffic is sent in pieces and overlaps with the products that need it.

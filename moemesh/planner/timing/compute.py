@@ -368,7 +368,6 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
     """Seconds of one all-reduce (or gather and scatter), context exchange, dispatch, ETP pair."""
     model, layout, constants = work.model, work.layout, work.constants
     t, c, u = layout.tp, layout.cp, work.tokens
-    size = work.hardware.node_size
     stream = u * model.hidden * ACTIVATION_BYTES
     tensor = 2 * (t - 1) / t * stream / links.bandwidth(t, 1) + 2 * links.latency
     pair, whole = links.measured_pair(t, 1, stream), links.measured("all_reduce", t, 1, stream)
@@ -384,35 +383,54 @@ def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
     context = where(c > 1, (c - 1) / c * moved / links.bandwidth(c, t), 0)
     gathered = links.measured("all_gather", c, t, keys) * constants.context_exposed
     context = known(where(swaps, np.nan, gathered), context)
-    once = u / t * model.hidden * ACTIVATION_BYTES
-    rows = once * model.top_k * work.kept_choices
-    nodes = maximum(layout.ep * layout.etp / size, 1)
-
-    def copies(places: Number) -> Number:
-        """Copies of a token sent to other places: one for every choice, or one for every place."""
-        visited = visited_nodes(model.experts, model.top_k, places, model.groups, model.groups_kept)
-        sent = where(layout.deduplicated == 1, visited, model.top_k * work.kept_choices)
-        return sent * (places - 1) / places
-
-    across = once * copies(nodes)
-    inside = once * copies(layout.ep) * work.load
-    exchange = maximum(across / links.network(nodes), inside / links.intra) + 2 * links.latency
-    has = model.experts > 0
-    exchange = where((layout.ep > 1) & has, exchange, 0)
-    routed = once * model.top_k
-    counted = links.measured("all_to_all", layout.ep, layout.etp, routed * work.load)
-    exchange = known(where(layout.deduplicated == 1, np.nan, counted), exchange)
-    share = where(layout.overlapped_exchange == 1, constants.overlapped_exchange_exposed, 1)
-    x = layout.etp
-    expert_tensor = where((x > 1) & has, 2 * (x - 1) * rows / links.bandwidth(x, 1), 0)
+    exchange, expert_tensor = _expert_transfers(work, links)
     return LayerTransfers(
         tensor=tensor
         * _attention_share(work)
         * where(layout.overlapped_tensor == 1, constants.overlapped_tensor_exposed, 1),
         context=context,
-        exchange=exchange * share,
-        expert_tensor=known(links.measured_pair(x, 1, x * routed), expert_tensor),
+        exchange=exchange,
+        expert_tensor=expert_tensor,
     )
+
+
+def _expert_transfers(work: PricedStep, links: Links) -> tuple[Number, Number]:
+    """Seconds of a dispatch, which are those of a combine (their mean where they differ), and of
+    the gather and scatter of ETP."""
+    model, layout, x = work.model, work.layout, work.layout.etp
+    once = work.tokens / layout.tp * model.hidden * ACTIVATION_BYTES
+    nodes = maximum(layout.ep * x / work.hardware.node_size, 1)
+    gathers, chosen = layout.gathered == 1, model.top_k * work.kept_choices
+    # Slots hold at most every token once for each expert of a rank.
+    most = layout.ep * minimum(model.top_k, model.experts / layout.ep)
+    fixed = where(layout.slots > 0, minimum(chosen * layout.slots, most), chosen)
+
+    def visited(places: Number) -> Number:
+        """Places with an expert of a token, on average."""
+        return visited_nodes(model.experts, model.top_k, places, model.groups, model.groups_kept)
+
+    def copies(places: Number) -> Number:
+        """Copies of a token sent to other places: one for every choice, or one for every place. A
+        gather brings it to all places, and the results of the ranks with its experts come back."""
+        gathered = (places + visited(layout.ep) * x) / 2
+        sent = where(gathers, gathered, where(layout.deduplicated == 1, visited(places), fixed))
+        return sent * (places - 1) / places
+
+    holders = where(gathers, layout.ep * x, layout.ep)
+    across = once * copies(nodes)
+    inside = once * copies(holders) * where(gathers | (layout.slots > 0), 1, work.load)
+    exchange = maximum(across / links.network(nodes), inside / links.intra) + 2 * links.latency
+    has = model.experts > 0
+    exchange = where((holders > 1) & has, exchange, 0)
+    rows = where(layout.slots > 0, once * fixed, once * model.top_k * work.load)
+    counted = links.measured("all_to_all", layout.ep, x, rows)
+    counted = where(gathers, links.measured_pair(holders, 1, holders * once) / 2, counted)
+    exchange = known(where(layout.deduplicated == 1, np.nan, counted), exchange)
+    share = where(layout.overlapped_exchange == 1, work.constants.overlapped_exchange_exposed, 1)
+    held = where(layout.deduplicated == 1, visited(layout.ep), fixed)
+    pair = 2 * (x - 1) * once * held / links.bandwidth(x, 1)
+    pair = known(links.measured_pair(x, 1, x * once * model.top_k), pair)
+    return exchange * share, where((x > 1) & has & (layout.gathered == 0), pair, 0)
 
 
 def _attention_share(work: PricedStep) -> Number:

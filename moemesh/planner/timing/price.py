@@ -34,6 +34,7 @@ from moemesh.planner.timing.columns import (
 from moemesh.planner.timing.links import LinkTable
 from moemesh.planner.timing.own_runs import OwnRuns
 from moemesh.planner.timing.step_time import compute_floor, step_seconds, step_time
+from moemesh.sharding.dispatchers import CAPACITY_FACTOR
 from moemesh.trace.memory_profile import format_bytes
 
 # Quantities as users write them: memory to leave free ("10%", "6GiB").
@@ -169,9 +170,12 @@ class Pricing:
 def software_of(layout: PlannedLayout) -> Software:
     """Software properties of `moemesh train` with a layout."""
     has_blocks = layout.pp > 1 and SCHEDULES[layout.schedule].has_blocks
+    dispatcher = dispatcher_row(layout.dispatcher)
     return Software(
         fsdp=layout.zero >= 2,
-        deduplicated=dispatcher_row(layout.dispatcher).is_node_aware,
+        deduplicated=dispatcher.is_node_aware,
+        gathered=dispatcher.is_gathered,
+        slots=CAPACITY_FACTOR if dispatcher.has_slots else 0.0,
         # tests/device/test_overlap.py checks that chunks and blocks hide the assumed share.
         overlapped_exchange=layout.dispatch_chunks > 1 or has_blocks,
     )
