@@ -137,7 +137,7 @@ def accelerator_of(text: str) -> Accelerator | None:
 
     Reads the device, its memory, ``NVL<n>`` nodes, bidirectional NVLink in brackets ("(400GB/s)"),
     and network rates for several cards ("8x200G"), a whole node ("1600G", "200G HDR") or each
-    device ("400G per GPU"). None for an unknown device.
+    device ("400G per GPU"); without a device a cloud's machine type. None for an unknown device.
     """
     matches = [
         (match.start(), -match.end(), name)
@@ -145,7 +145,7 @@ def accelerator_of(text: str) -> Accelerator | None:
         if (match := re.search(pattern, text, re.IGNORECASE))
     ]
     if not matches:
-        return None
+        return next((machine_of(name) for name in MACHINES if name in text.lower()), None)
     device = ACCELERATORS[min(matches)[2]]
     folded = text.upper()
     if memory := re.search(r"(?:-(\d+)G\b|(\d+) ?GI?B\b(?!/S))", folded):

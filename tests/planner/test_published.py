@@ -48,6 +48,8 @@ def parse(**values):
         ("A100 (40GB) 2x100Gbit", "A100-40G", 300, 3.125, 8),
         ("GeForce 4090 24 GB", "RTX4090", 25, 12.5, 8),
         ("16xH20-141G", "H20-96G", 450, 50, 8),
+        ("AWS p4d.24xlarge", "A100-40G", 300, 6.25, 8),
+        ("4 x a3-megagpu-8g (GCP)", "H100-80G", 450, 25, 8),
     ],
 )
 def test_hardware_descriptions(text, name, intra, inter, node):
