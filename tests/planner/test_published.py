@@ -185,12 +185,23 @@ def test_memory_counts_only_where_an_allocator_measured_it():
     assert parse(mem_gib=75, mem_kind="GPU memory (nvidia-smi-like, GB)").memory_bytes is None
 
 
+def test_a_table_needs_no_ids_and_no_degrees_of_one(tmp_path):
+    table = tmp_path / "fsdp.csv"
+    table.write_text(
+        "model,gpu,gpus,zero,microbatch,global_batch,seq_len,step_time\n"
+        "llama3-8b,p4de.24xlarge,8,3,1,32,4096,11.1 s\n"
+    )
+    (run,) = read_runs(table)
+    assert run.id == "line 2" and run.layout is not None and run.reason == ""
+    assert (run.layout.tp, run.layout.pp, run.layout.dp, run.layout.zero) == (1, 1, 8, 3)
+
+
 def test_tables_that_cannot_be_read(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         read_runs(tmp_path / "nothing.csv")
     bare = tmp_path / "bare.csv"
     bare.write_text("a,b\n1,2\n")
-    with pytest.raises(UserError, match="lacks the columns id, arch"):
+    with pytest.raises(UserError, match="lacks the columns arch, hardware"):
         read_runs(bare)
     twice = write_table(tmp_path, [llama(7, 1, 1, 1, 26.5), llama(7, 2, 1, 1, 31.3)])
     with pytest.raises(UserError, match="two rows have the id 7"):

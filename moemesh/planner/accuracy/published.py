@@ -212,7 +212,7 @@ def _int(row: Mapping[str, str], name: str, default: int) -> int:
 
 
 #: Columns that a table must have.
-NEEDED_COLUMNS = ("id", "arch", "hardware", "gpus", "tp", "pp", "gbs", "seq")
+NEEDED_COLUMNS = ("arch", "hardware", "gpus", "gbs", "seq")
 
 #: Measured columns, with the least and the largest number that a run can show.
 _MEASURED = {
@@ -226,7 +226,7 @@ _MEASURED = {
 }
 
 #: Columns that may have another name.
-_READ = frozenset({*NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
+_READ = frozenset({"id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
                    "recompute", "status"})  # fmt: skip
 
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
