@@ -368,9 +368,11 @@ def estimate(
     plan: Plan | None = None,
     *,
     rank: str | int = "worst",
+    run: RunConfig | None = None,
 ) -> Estimate:
     """Price one layout, with the traffic of pipeline rank `rank`: a number, "first", "inner",
-    "last", or the "worst" in memory. Raises ConfigError with every rule that the layout breaks for
+    "last", or the "worst" in memory. The traffic is that of `run`, by default of one that trains
+    all weights with AdamW. Raises ConfigError with every rule that the layout breaks for
     this model."""
     shape = model.shape
     if problems := layout.check(shape.sizes):
@@ -390,7 +392,10 @@ def estimate(
             f"{cluster.num_devices}: more nodes of the same kind are assumed"
         )
     pp_rank = pipeline_rank(rank, layout.pp, memory.worst.rank)
-    traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
+    settings: dict[str, Any] = {"on_accelerator": bool(cluster.accelerator)}
+    if run is not None:
+        settings |= {"tuning": run.tuning, "whole_matrices": run.train.updates_matrices}
+    traffic, note = _traffic(model, plan, layout, pp_rank, settings)
     known = pricing(cluster)
     peak, seconds = known.price(shape, layout)
     if not known.device.peak(layout.precision):
@@ -427,10 +432,10 @@ def estimate(
 
 
 def _traffic(
-    model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, on_accelerator: bool
+    model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, settings: dict[str, Any]
 ) -> tuple[Ledger, str]:
     """The ledger of one rank with a note on it. It is exact to the byte if `moemesh train` supports
-    the plan, else it is made of closed forms."""
+    the plan, with more `settings` of :func:`predict_ledger`; else it is made of closed forms."""
     exact: Plan | str
     if (config := model.config) is None:
         exact = "`moemesh train` does not have this model"
@@ -444,8 +449,7 @@ def _traffic(
             f"routing; not to the byte: {exact}"
         )
     rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
-    settings = {**layout.step_sizes, "on_accelerator": on_accelerator}
-    of_rank = partial(predict_ledger, config, exact, **settings)
+    of_rank = partial(predict_ledger, config, exact, **layout.step_sizes, **settings)
     ledger = of_rank(rank=rank)
     note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
     if exact.data == "parameter_server" and other != rank:
@@ -531,7 +535,8 @@ def estimate_run(
         size = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
         layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))
-    priced = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
+    priced = estimate(known, layout, machine, config.plan, rank=rank, run=config)
+    priced = replace(priced, text=text)
     layout, is_full = priced.layout, config.tuning.is_full
     plan = exact_plan(config.model, config.plan)
     if isinstance(plan, str):
@@ -568,24 +573,13 @@ def estimate_run(
         room = machine.memory_bytes - round(max(held - closed_form, 0.0))
         smaller = machine.model_copy(update={"memory_bytes": max(room, 1)})
         priced = replace(priced, instead=instead(priced.shape, smaller, layout))
-    if is_full and not train.updates_matrices:
-        return priced
-    ledger = predict_ledger(
-        config.model,
-        plan,
-        **layout.step_sizes,
-        rank=priced.traffic_rank * layout.stage_ranks,
-        tuning=config.tuning,
-        on_accelerator=bool(priced.cluster.accelerator),
-        whole_matrices=train.updates_matrices,
-    )
     if is_full:
-        return replace(priced, traffic=ledger)
+        return priced
     trained = num_trained(config.tuning, config.model, plan)
     note = f"{trained:,} parameters train: memory and traffic are those of this choice"
     if not layout.adapters:
         note += ", seconds those of training everything"
-    return replace(priced, traffic=ledger, notes=(*priced.notes, note))
+    return replace(priced, notes=(*priced.notes, note))
 
 
 def planned_step(config: RunConfig, cluster: str) -> PlannedStep:
