@@ -20,11 +20,12 @@ norms, and extra prediction layers. The backward ends at the first unit in which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 
-from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
+from moemesh.config.layout import EXPERT_AXES, Layout, shard_range
 from moemesh.config.lora import factors_of, packed_bytes, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -74,17 +75,36 @@ class ParameterTensor:
         is_fp32 = self.is_fp32 if self.recorded_unit else ".router." in self.name
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
+    def slices(self, layout: Layout, at: Mapping[str, int]) -> tuple[range, ...]:
+        """:func:`held_slices` of the rank with these coordinates."""
+        degree = partial(getattr, layout)
+        return held_slices(self.shape, self.shards, self.per_rank, degree, at.__getitem__)
+
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
         """Elements held by the rank with these coordinates: numbers, or packed bytes."""
-        sizes = list(self.shape)
-        for axis, dim in self.shards.items():
-            degree = int(getattr(layout, axis))
-            is_uneven = axis == "ep" and self.per_rank
-            shares = self.per_rank if is_uneven else shard_sizes(sizes[dim], degree)
-            sizes[dim] = shares[at[axis]]
+        sizes = [len(part) for part in self.slices(layout, at)]
         if self.is_packed:
             sizes[-1] = packed_bytes(sizes[-1])
         return prod(sizes)
+
+
+def held_slices(
+    shape: tuple[int, ...],
+    shards: Mapping[str, int],
+    per_rank: Sequence[int] | None,
+    degree: Callable[[str], int],
+    index: Callable[[str], int],
+) -> tuple[range, ...]:
+    """The part of each dim that a rank holds, from the degree of each axis and its index on it; of
+    a stack of experts, places. Of a sharded dim of several blocks only the length is right."""
+    parts = [range(size) for size in shape]
+    for axis, dim in shards.items():
+        at = index(axis)
+        parts[dim] = shard_range(shape[dim], degree(axis), at)
+        if axis == "ep" and per_rank:
+            first = sum(per_rank[:at])
+            parts[dim] = range(first, first + per_rank[at])
+    return tuple(parts)
 
 
 def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:

@@ -26,7 +26,7 @@ from moemesh.planner.traffic.tensors import (
     StagePlacement,
     data_buckets,
     gathered_units,
-    owned,
+    owned_range,
 )
 from moemesh.schedule.step import PipelineStep, weight_copies
 from moemesh.sharding.context import head_share
@@ -78,10 +78,7 @@ def predict_states(
     weights = {True: 0, False: 0}
     gradients = masters = updated = moments = 0
     for bucket in data_buckets(placement, rank, element):
-        whole = share = range(bucket.numbers)
-        if plan.data != "replicate":
-            sizes, index = owned(placement, bucket, rank)
-            share = range(sum(sizes[:index]), sum(sizes[: index + 1]))
+        whole, share = range(bucket.numbers), owned_range(placement, bucket, rank)
         kept = share if plan.data == "zero3" else whole
         of_experts = bucket.expert_numbers(kept)
         weights[True] += of_experts * bucket.weight_bytes
@@ -92,7 +89,7 @@ def predict_states(
             # A weight as wide as its gradient is its own master, and is copied like a master.
             masters += len(share) * wide if bucket.weight_bytes < wide else 0
             updated += len(share) * wide
-            moments += wide * sum(num_states(one.name) * n for one, n in bucket.parts(share))
+            moments += wide * sum(num_states(one.name) * len(n) for one, n in bucket.parts(share))
     biases = 0
     if model.router_selection_bias:
         # Selection biases of routers are whole on every rank.

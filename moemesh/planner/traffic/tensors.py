@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain, pairwise
 
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
+from moemesh.config.optimizer_table import has_matrices
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_routing
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.boxes import Part, logical_parts
 from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes
 from moemesh.sharding.context import context_sizes
 from moemesh.sharding.parameters import (
@@ -201,6 +203,31 @@ def owned(placement: StagePlacement, bucket: Bucket, rank: int) -> tuple[tuple[i
     ranks = placement.members(layout.sharding_axes(bucket.axis)[0], rank)
     sizes = owned_sizes(bucket.numbers, len(ranks), plan.owners(bucket.axis, len(ranks)))
     return sizes, ranks.index(rank)
+
+
+def owned_range(placement: StagePlacement, bucket: Bucket, rank: int) -> range:
+    """The numbers of `bucket` whose states `rank` keeps."""
+    if placement.plan.data == "replicate":
+        return range(bucket.numbers)
+    sizes, index = owned(placement, bucket, rank)
+    return range(sum(sizes[:index]), sum(sizes[: index + 1]))
+
+
+def matrix_parts(placement: StagePlacement, rank: int, element: int) -> Iterator[Part]:
+    """The parts of tensors with matrices whose states `rank` keeps, as those of
+    :class:`moemesh.train.muon.MatrixUpdates`."""
+    tensors = {tensor.name: tensor for tensor in placement.tensors}
+    layout, at = placement.layout, placement.coordinates(rank)
+    for bucket in data_buckets(placement, rank, element):
+        for member, numbers in bucket.parts(owned_range(placement, bucket, rank)):
+            if not (member.trains and has_matrices(member.name)):
+                continue
+            tensor = tensors[member.name]
+            slices, shape, experts = tensor.slices(layout, at), tensor.shape, None
+            if tensor.is_expert:
+                experts, slices, shape = slices[0], slices[1:], shape[1:]
+            for part, _ in logical_parts(member.name, shape, [slices], numbers, experts):
+                yield part
 
 
 # Gathers of ZeRO-3, from a walk over the operations of a rank: their number, and the bytes of
