@@ -105,22 +105,14 @@ class Pricing:
 
     def seconds(self, shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
         """Seconds of a step by part, with `total`."""
-        row = layout_row(shape, layout, software_of(layout))
-        return self._seconds(shape, [layout], row)[0]
+        return self.seconds_of_all(shape, [layout])[0]
 
     def seconds_of_all(
         self, shape: ModelShape, layouts: Sequence[PlannedLayout]
     ) -> list[dict[str, float]]:
         """:meth:`seconds` of many layouts of one precision, with the formulas in columns."""
-        rows = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
-        return self._seconds(shape, layouts, stacked(rows))
-
-    def _seconds(
-        self,
-        shape: ModelShape,
-        layouts: Sequence[PlannedLayout],
-        rows: LayoutColumns,
-    ) -> list[dict[str, float]]:
+        each = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
+        rows = stacked(each) if len(each) > 1 else each[0]
         model, hardware = model_row(shape), hardware_row(self.device, layouts[0].precision)
         stages = [Stages.of(shape, layout) for layout in layouts]
         times = step_time(model, rows, hardware, self.constants, table=self.table, stages=stages)

@@ -22,8 +22,9 @@ bound of this model for any layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -298,7 +299,7 @@ def step_time(
     With the `stages` of each row, waiting is simulated with the schedule. Without them, waiting and
     the total are lower bounds. Raises ValueError for `stages` of an impossible schedule.
     """
-    return _in_parts(*_timed(model, layout, hardware, constants, table, stages))
+    return _timed(model, layout, hardware, constants, table, stages)[1]()
 
 
 def step_seconds(
@@ -310,7 +311,7 @@ def step_seconds(
     table: LinkTable | None = None,
 ) -> Number:
     """Lower bound of the seconds of one step of every row, without its parts."""
-    return _timed(model, layout, hardware, constants, table, None)[-1]["total"]
+    return _timed(model, layout, hardware, constants, table, None)[0]
 
 
 def _timed(
@@ -320,16 +321,8 @@ def _timed(
     constants: Constants,
     table: LinkTable | None,
     stages: Sequence[Stages] | None,
-) -> tuple[
-    PricedStep,
-    _PassTimes,
-    Number | RankColumns,
-    tuple[BlockTime, BlockTime, ExpertTime],
-    LayerTransfers,
-    dict[str, Number],
-]:
-    """(work, passes, busiest rank or its index in `LayoutColumns.ranks`, blocks, transfers) of
-    every row, and the seconds of the step's total, bubble, data parallelism and optimizer."""
+) -> tuple[Number, Callable[[], StepTime]]:
+    """The seconds of a step of every row, and a function that returns them with their parts."""
     work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
     links = Links.of(hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
@@ -371,7 +364,7 @@ def _timed(
     waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
     total = busy + waiting + data + optimizer + constants.step_overhead_ms * 1e-3
     outside = {"total": total, "bubble": waiting, "data": data, "optimizer": optimizer}
-    return work, times, rank, blocks, transfers, outside
+    return total, partial(_in_parts, work, times, rank, blocks, transfers, outside)
 
 
 class _PassTimes(NamedTuple):

@@ -67,16 +67,6 @@ class StagePlacement:
         # Frozen pydantic models are hashable, but their types do not declare it.
         return slice_lengths(self.model, self.plan, self.seq_len)  # pyright: ignore[reportArgumentType]
 
-    # Forwards of a step are numbered by microbatch and, inside it, by slice of the sequences.
-
-    def tokens(self, global_batch: int, rank: int, forward: int) -> tuple[int, int]:
-        """(tokens of a forward on the ranks that share its positions, rows of the residual stream
-        on `rank`)."""
-        at = self.coordinates(rank)
-        sequences = self.sequences(global_batch, at["dp"], forward // len(self.lengths))
-        whole = sequences * self.positions(at["cp"], forward % len(self.lengths))
-        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
-
     def sequences(self, global_batch: int, dp: int, microbatch: int) -> int:
         """Sequences of one microbatch of one data-parallel rank."""
         local_batch = len(shard_range(global_batch, self.plan.dp, dp))
@@ -142,9 +132,14 @@ class RankStep:
         self.chunks = 1 if is_whole else self.plan.dispatch_chunks
 
     def tokens(self, forward: int, rank: int | None = None) -> tuple[int, int]:
-        """:meth:`StagePlacement.tokens` of one forward of `rank`, by default this one."""
-        rank = self.rank if rank is None else rank
-        return self.placement.tokens(self.global_batch, rank, forward)
+        """(tokens of a forward on the ranks that share its positions, rows of the residual stream
+        on `rank`, by default this one)."""
+        placement = self.placement
+        at = placement.coordinates(self.rank if rank is None else rank)
+        microbatch, part = divmod(forward, len(placement.lengths))
+        whole = placement.sequences(self.global_batch, at["dp"], microbatch)
+        whole *= placement.positions(at["cp"], part)
+        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 
     def blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         """Bytes of each tensor-parallel rank's rows of `channels`, by default of the stream."""
