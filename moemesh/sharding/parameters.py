@@ -20,9 +20,10 @@ norms, and extra prediction layers. The backward ends at the first unit in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, pairwise
 from math import prod
 
 from moemesh.config.layout import EXPERT_AXES, Layout, shard_range
@@ -323,6 +324,31 @@ def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[Pa
         )
         behind.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
     yield from behind
+
+
+def unit_orders(
+    layers: Iterable[int], *, first: bool, last: bool, ahead: Iterable[int]
+) -> list[list[str]]:
+    """The units that the forward of a part of the model reads, in order; the `ahead` (extra
+    prediction) layers of the last part each have an order of their own."""
+    inner = [f"layers.{index}" for index in layers]
+    orders = [["embedding"] * first + inner + ["head"] * last]
+    if last:
+        orders += [["embedding", f"layers.{index}", "head"] for index in ahead]
+    return orders
+
+
+def next_units(
+    orders: Iterable[Sequence[str]], without_backward: Collection[str]
+) -> dict[tuple[str, str], str]:
+    """(phase, unit) -> the unit that always follows it, which ZeRO-3 gathers ahead of its use. No
+    backward reads the embedding, or reaches the units `without_backward`."""
+    following: dict[tuple[str, str], set[str]] = {}
+    for before, after in chain.from_iterable(map(pairwise, orders)):
+        following.setdefault(("forward", before), set()).add(after)
+        if before != "embedding" and before not in without_backward:
+            following.setdefault(("backward", after), set()).add(before)
+    return {key: units.pop() for key, units in following.items() if len(units) == 1}
 
 
 def units_without_backward(first: str, model: ModelConfig) -> frozenset[str]:

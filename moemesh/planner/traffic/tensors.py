@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain, pairwise
+from itertools import chain
 
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
@@ -24,7 +24,9 @@ from moemesh.sharding.parameters import (
     ParameterTensor,
     first_stage,
     first_unit,
+    next_units,
     tuned_tensors,
+    unit_orders,
     units_without_backward,
 )
 from moemesh.sharding.stages import cut_layers
@@ -57,7 +59,8 @@ class StagePlacement:
         self.schedule: Schedule = replace(schedule, first_trained_stage=ends_at)
         #: The parameters of the whole model.
         self.tensors: list[ParameterTensor] = list(tuned_tensors(model, plan, tuning))
-        self._frozen_units = units_without_backward(self.first_trained_unit, model)
+        #: Units that no backward reaches.
+        self.frozen_units = units_without_backward(self.first_trained_unit, model)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -89,7 +92,7 @@ class StagePlacement:
 
     def has_backward(self, unit: str) -> bool:
         """Whether the backward reaches a unit: "embedding", "layers.3", "head"."""
-        return unit not in self._frozen_units
+        return unit not in self.frozen_units
 
     def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank that use `tensor`; a rank holds (a slice of) the tensors
@@ -246,24 +249,21 @@ def gathered_units(
             units.setdefault(bucket.unit, []).append(bucket)
     if model.tied_embeddings:
         units["head"] = [*units.get("head", ()), *units.get("embedding", ())]
-    #: Stage -> sequences of units that a forward reads: the main one, then one for each extra
+    #: Stage -> orders of the units that a forward reads: the main one, then one for each extra
     #: prediction layer.
-    sequences: dict[int, list[list[str]]] = {}
-    following: dict[tuple[str, str], set[str]] = {}
-    for stage in placement.stages(pp_rank):
-        layers = [f"layers.{index}" for index in placement.layers[stage]]
-        sequences[stage] = [["embedding"] * (stage == 0) + layers]
-        if stage == schedule.num_stages - 1:
-            sequences[stage][0].append("head")
-            ahead = [["embedding", f"layers.{index}", "head"] for index in model.mtp_layers]
-            sequences[stage] += ahead
-        for before, after in chain.from_iterable(map(pairwise, sequences[stage])):
-            following.setdefault(("forward", before), set()).add(after)
-            if before != "embedding" and placement.has_backward(before):
-                following.setdefault(("backward", after), set()).add(before)
+    orders = {
+        stage: unit_orders(
+            placement.layers[stage],
+            first=stage == 0,
+            last=stage == schedule.num_stages - 1,
+            ahead=model.mtp_layers,
+        )
+        for stage in placement.stages(pp_rank)
+    }
+    following = next_units(chain.from_iterable(orders.values()), placement.frozen_units)
     uses: list[tuple[str, str]] = []
     for op in schedule.ops(pp_rank):
-        main, *ahead = sequences[op.stage]
+        main, *ahead = orders[op.stage]
         if op.kind == "F":
             uses += [("forward", unit) for unit in chain(main, *ahead)]
         elif op.kind == "B":
@@ -276,11 +276,8 @@ def gathered_units(
     gathered: set[Bucket] = set()
     most = 0
     for phase, unit in uses:
-        # The next unit is prefetched if it is always the same one.
-        successors = following.get((phase, unit), set[str]())
         used = units.get(unit, [])
-        prefetched = units.get(min(successors), []) if len(successors) == 1 else []
-        for bucket in (*used, *prefetched):
+        for bucket in (*used, *units.get(following.get((phase, unit), ""), ())):
             if bucket not in gathered:
                 gathered.add(bucket)
                 gathers[bucket, phase] += 1
