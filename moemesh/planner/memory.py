@@ -85,6 +85,10 @@ class KeptTensor(NamedTuple):
     recomputed_by: tuple[str, ...] = ()
 
 
+#: Kernels of the attention core that keep its scores for the backward.
+KEEP_SCORES = ("fused", "eager")
+
+
 def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterator[KeptTensor]:
     """All kept tensors of the attention block and the MLP of one layer."""
     w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
@@ -108,7 +112,7 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
     if shape.attention_gate:
         yield KeptTensor("width", 2 * w * shape.query_width)
     yield KeptTensor("width", w * shape.output_width)
-    if layout.attention_kernel == "flash":
+    if layout.attention_kernel not in KEEP_SCORES:
         yield KeptTensor("width", 4 * heads)
     else:
         # The scores (masked by the window, if any), and dropout's copy and mask of them.
@@ -532,8 +536,7 @@ def _peaks(
     shards = layout.tp if layout.sequence_parallel else 1
     gathered = tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
     score_bytes, score_work = 0.0, 0.0
-    if layout.attention_kernel != "flash":
-        name = "eager" if layout.attention_kernel == "eager" else "fused"
+    if (name := layout.attention_kernel) in KEEP_SCORES:
         each = getattr(allocation, f"{name}_score_work")
         score_work = each * tokens * layout.seq_len * shape.num_heads / layout.tp
         counted = tokens * layout.seq_len * shape.num_heads / layout.tp

@@ -20,7 +20,9 @@ from moemesh.config.rules import (
 from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
-AttentionKernel = Literal["flash", "eager", "fused"]
+#: Kernels of the attention core: FlashAttention 2 or newer, the first one, a fused and a plain
+#: softmax that keep their scores, and the fused softmax of 2021, which writes all scores.
+AttentionKernel = Literal["flash", "first_flash", "fused", "eager", "masked"]
 Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
 
 #: Parts that can be recomputed in the backward instead of kept: whole layers; or the attention core

@@ -464,7 +464,7 @@ def test_large_product_approaches_best_efficiency():
 
 
 def test_flash_skips_the_upper_triangle_and_windows_cap():
-    work, written = priced(), priced(software=Software(kernel="eager"))
+    work, written = priced(), priced(attention_kernel="eager")
     assert (attended(work), attended(written)) == (1024, 2048)
     assert core_seconds(written) > 2 * core_seconds(work)
     assert attended(priced(DENSE.changed(windows=(128,) * 40))) == 128
