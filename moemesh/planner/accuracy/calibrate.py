@@ -40,6 +40,7 @@ from moemesh.planner.timing.calibration import (
     stack_of,
 )
 from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns, picked
+from moemesh.planner.timing.compute import PricedStep
 from moemesh.planner.timing.step_time import step_time
 
 # The unknowns of a fit: logarithms of shared constants, and deviations by cluster, stack,
@@ -103,7 +104,7 @@ class TimedRuns:
 
 def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
     constants = Constants(**dict(zip(NAMES, np.exp(values), strict=True)))
-    total: FloatArray = step_time(*columns, constants).total
+    total: FloatArray = step_time(PricedStep(*columns, constants)).total
     return np.log(total)
 
 

@@ -26,6 +26,7 @@ from moemesh.planner.timing.columns import (
     model_row,
     stacked,
 )
+from moemesh.planner.timing.compute import PricedStep
 from moemesh.planner.timing.step_time import step_time
 from moemesh.schedule.build import is_defined
 
@@ -108,7 +109,7 @@ def _fits(run: PublishedRun, memory: PeakMemory, allocation: Allocation) -> bool
 def _run_seconds(runs: Sequence[PublishedRun], constants: Sequence[Constants]) -> FloatArray:
     """The step times of runs, with simulated schedules."""
     stages = [Stages.of(*run.priced[:2]) for run in runs]
-    return step_time(*run_columns(runs), stacked(constants), stages=stages).total
+    return step_time(PricedStep(*run_columns(runs), stacked(constants)), stages=stages).total
 
 
 def run_columns(

@@ -42,7 +42,7 @@ _ROUTER_EFFICIENCY = 0.1
 ACTIVATION_BYTES = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PricedStep:
     """One step's model, layout and hardware with the constants that price them."""
 

@@ -31,6 +31,7 @@ from moemesh.planner.timing.columns import (
     model_row,
     stacked,
 )
+from moemesh.planner.timing.compute import PricedStep
 from moemesh.planner.timing.links import LinkTable
 from moemesh.planner.timing.own_runs import OwnRuns
 from moemesh.planner.timing.step_time import compute_floor, step_seconds, step_time
@@ -113,16 +114,20 @@ class Pricing:
         """:meth:`seconds` of many layouts of one precision, with the formulas in columns."""
         each = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
         rows = stacked(each) if len(each) > 1 else each[0]
-        model, hardware = model_row(shape), hardware_row(self.device, layouts[0].precision)
+        work = self._work(shape, rows, layouts[0].precision)
         stages = [Stages.of(shape, layout) for layout in layouts]
-        times = step_time(model, rows, hardware, self.constants, table=self.table, stages=stages)
+        times = step_time(work, table=self.table, stages=stages)
         factors = np.ones(len(layouts))
         if self.own.runs:
-            factors = np.exp(np.ravel(self.own.correction(model, rows)))
+            factors = np.exp(np.ravel(self.own.correction(work.model, rows)))
         return [
             {name: seconds * float(factor) for name, seconds in times.row(number).items()}
             for number, factor in enumerate(factors)
         ]
+
+    def _work(self, shape: ModelShape, rows: LayoutColumns, precision: Precision) -> PricedStep:
+        hardware = hardware_row(self.device, precision)
+        return PricedStep(model_row(shape), rows, hardware, self.constants)
 
     def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
         """Line on the correction of a layout by the cluster's own runs; "" without runs."""
@@ -145,16 +150,15 @@ class Pricing:
 
     def bound(self, shape: ModelShape, columns: LayoutColumns, precision: Precision) -> Number:
         """Lower bound of the seconds of a step, for every layout of `columns`."""
-        model, hardware = model_row(shape), hardware_row(self.device, precision)
-        total = step_seconds(model, columns, hardware, self.constants, table=self.table)
-        return total * np.exp(self.own.correction(model, columns)) if self.own.runs else total
+        work = self._work(shape, columns, precision)
+        total = step_seconds(work, table=self.table)
+        return total * np.exp(self.own.correction(work.model, columns)) if self.own.runs else total
 
     def compute_floor(
         self, shape: ModelShape, columns: LayoutColumns, precision: Precision
     ) -> float:
         """Lower bound of the seconds of a step, for all layouts with the columns' devices."""
-        hardware = hardware_row(self.device, precision)
-        floor = float(compute_floor(model_row(shape), columns, hardware, self.constants))
+        floor = float(compute_floor(self._work(shape, columns, precision)))
         return floor * exp(self.own.least)
 
 

@@ -31,11 +31,7 @@ import numpy as np
 
 from moemesh.planner.arithmetic import Number, log2, maximum, minimum, where
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
-    HardwareColumns,
-    LayoutColumns,
-    ModelColumns,
     RankColumns,
     rank_row,
     stacked,
@@ -286,45 +282,27 @@ class StepTime:
 
 
 def step_time(
-    model: ModelColumns,
-    layout: LayoutColumns,
-    hardware: HardwareColumns,
-    constants: Constants,
-    *,
-    table: LinkTable | None = None,
-    stages: Sequence[Stages] | None = None,
+    work: PricedStep, *, table: LinkTable | None = None, stages: Sequence[Stages] | None = None
 ) -> StepTime:
     """The time of one step of every row; `table` overrides the closed forms of transfers.
 
     With the `stages` of each row, waiting is simulated with the schedule. Without them, waiting and
     the total are lower bounds. Raises ValueError for `stages` of an impossible schedule.
     """
-    return _timed(model, layout, hardware, constants, table, stages)[1]()
+    return _timed(work, table, stages)[1]()
 
 
-def step_seconds(
-    model: ModelColumns,
-    layout: LayoutColumns,
-    hardware: HardwareColumns,
-    constants: Constants,
-    *,
-    table: LinkTable | None = None,
-) -> Number:
+def step_seconds(work: PricedStep, *, table: LinkTable | None = None) -> Number:
     """Lower bound of the seconds of one step of every row, without its parts."""
-    return _timed(model, layout, hardware, constants, table, None)[0]
+    return _timed(work, table, None)[0]
 
 
 def _timed(
-    model: ModelColumns,
-    layout: LayoutColumns,
-    hardware: HardwareColumns,
-    constants: Constants,
-    table: LinkTable | None,
-    stages: Sequence[Stages] | None,
+    work: PricedStep, table: LinkTable | None, stages: Sequence[Stages] | None
 ) -> tuple[Number, Callable[[], StepTime]]:
     """The seconds of a step of every row, and a function that returns them with their parts."""
-    work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
-    links = Links.of(hardware, constants, table)
+    layout, constants = work.layout, work.constants
+    links = Links.of(work.hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
     attention, mlp, experts = blocks
     ends = model_ends(work)
@@ -549,13 +527,11 @@ def _in_parts(
     return StepTime(**{**outside, **parts})
 
 
-def compute_floor(
-    model: ModelColumns, layout: LayoutColumns, hardware: HardwareColumns, constants: Constants
-) -> Number:
+def compute_floor(work: PricedStep) -> Number:
     """Lower bound of the seconds of all layouts with the same number of devices: the step's
     operations without recomputation, at the best efficiency of the widest products, spread evenly
     over devices."""
-    work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
+    model, layout, hardware, constants = work.model, work.layout, work.hardware, work.constants
     best = maximum(
         where(hardware.width == 2, constants.gemm_efficiency_4bit, 0),
         where(
