@@ -14,7 +14,7 @@ The backward costs two forwards (input and weight gradients), 2.5 to 3 in a flas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from moemesh.planner.timing.columns import (
     LayoutColumns,
     ModelColumns,
 )
-from moemesh.planner.timing.links import Links, known, visited_nodes
+from moemesh.planner.timing.links import Links, LinkTable, known, visited_nodes
 
 #: Side length in units of which products lose efficiency, and peak of the device of that constant.
 _TILE = 64
@@ -44,12 +44,18 @@ ACTIVATION_BYTES = 2
 
 @dataclass(frozen=True)
 class PricedStep:
-    """One step's model, layout and hardware with the constants that price them."""
+    """One step's model, layout and hardware with the constants that price them; `table` overrides
+    the closed forms of transfers."""
 
     model: ModelColumns
     layout: LayoutColumns
     hardware: HardwareColumns
     constants: Constants
+    table: LinkTable = field(default_factory=LinkTable)
+
+    @cached_property
+    def links(self) -> Links:
+        return Links.of(self.hardware, self.constants, self.table)
 
     @property
     def tokens(self) -> Number:
@@ -364,9 +370,9 @@ class LayerTime(NamedTuple):
     waiting: Number = 0.0
 
 
-def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
+def layer_transfers(work: PricedStep) -> LayerTransfers:
     """Seconds of one all-reduce (or gather and scatter), context exchange, dispatch, ETP pair."""
-    model, layout, constants = work.model, work.layout, work.constants
+    model, layout, constants, links = work.model, work.layout, work.constants, work.links
     t, c, u = layout.tp, layout.cp, work.tokens
     size = work.hardware.node_size
     stream = u * model.hidden * ACTIVATION_BYTES

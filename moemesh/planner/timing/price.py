@@ -116,7 +116,7 @@ class Pricing:
         rows = stacked(each) if len(each) > 1 else each[0]
         work = self._work(shape, rows, layouts[0].precision)
         stages = [Stages.of(shape, layout) for layout in layouts]
-        times = step_time(work, table=self.table, stages=stages)
+        times = step_time(work, stages)
         factors = np.ones(len(layouts))
         if self.own.runs:
             factors = np.exp(np.ravel(self.own.correction(work.model, rows)))
@@ -127,7 +127,7 @@ class Pricing:
 
     def _work(self, shape: ModelShape, rows: LayoutColumns, precision: Precision) -> PricedStep:
         hardware = hardware_row(self.device, precision)
-        return PricedStep(model_row(shape), rows, hardware, self.constants)
+        return PricedStep(model_row(shape), rows, hardware, self.constants, self.table)
 
     def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
         """Line on the correction of a layout by the cluster's own runs; "" without runs."""
@@ -151,7 +151,7 @@ class Pricing:
     def bound(self, shape: ModelShape, columns: LayoutColumns, precision: Precision) -> Number:
         """Lower bound of the seconds of a step, for every layout of `columns`."""
         work = self._work(shape, columns, precision)
-        total = step_seconds(work, table=self.table)
+        total = step_seconds(work)
         return total * np.exp(self.own.correction(work.model, columns)) if self.own.runs else total
 
     def compute_floor(

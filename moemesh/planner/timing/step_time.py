@@ -53,7 +53,7 @@ from moemesh.planner.timing.compute import (
     mlp_block,
     model_ends,
 )
-from moemesh.planner.timing.links import Links, LinkTable, known
+from moemesh.planner.timing.links import known
 from moemesh.schedule.step import duration
 from moemesh.trace import wire
 
@@ -108,20 +108,18 @@ def _shard_groups(work: PricedStep) -> tuple[Number, Number]:
 
 
 def _moved(
-    work: PricedStep, links: Links, dense: Number, expert: Number, groups: tuple[Number, Number]
+    work: PricedStep, dense: Number, expert: Number, groups: tuple[Number, Number]
 ) -> tuple[Number, tuple[Number, Number]]:
     """Seconds per byte for `groups` of ranks to gather or scatter `dense` and `expert` weights, and
     the two rates in bytes per second."""
-    layout, (n_dense, n_expert) = work.layout, groups
+    layout, (n_dense, n_expert), links = work.layout, groups, work.links
     dense_rate = links.bandwidth(n_dense, layout.tp)
     expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
     moved = (n_dense - 1) / n_dense * dense / dense_rate
     return moved + (n_expert - 1) / n_expert * expert / expert_rate, (dense_rate, expert_rate)
 
 
-def sharded_unit(
-    work: PricedStep, links: Links, layer: LayerTime, dense: Number, expert: Number
-) -> LayerTime:
+def sharded_unit(work: PricedStep, layer: LayerTime, dense: Number, expert: Number) -> LayerTime:
     """A layer as an FSDP unit: gathers overlap with the forward, gathers and reduces with the
     backward.
 
@@ -129,9 +127,9 @@ def sharded_unit(
     (HSDP) are gathered inside it, and the gradients of a shard are summed over the groups. Frozen
     weights have no gradients.
     """
-    layout, constants = work.layout, work.constants
+    layout, constants, links = work.layout, work.constants, work.links
     (n_dense, n_expert), groups = replicas(work), _shard_groups(work)
-    moved, _ = _moved(work, links, dense, expert, groups)
+    moved, _ = _moved(work, dense, expert, groups)
     across: Number = 0.0
     for size, ranks, group in zip((dense, expert), (n_dense, n_expert), groups, strict=True):
         others = maximum(ranks / group, 1)
@@ -169,10 +167,10 @@ def rank_weights(
     )
 
 
-def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
+def mirror_seconds(work: PricedStep, dense: Number, expert: Number) -> Number:
     """Seconds of summing the gradients that a rank owns with the other holder of its stages (two
     pipes). The sum follows all others and is not overlapped."""
-    layout = work.layout
+    layout, links = work.layout, work.links
     # The outermost pair is the farthest apart.
     stride = layout.tp * layout.cp * layout.dp * maximum(layout.pp - 1, 1)
     size = _owned(work, dense, expert) * _GRADIENT_BYTES
@@ -180,19 +178,17 @@ def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number
     return where((layout.pipe_share < 1) & (layout.adapters == 0), seconds, 0)
 
 
-def data_seconds(
-    work: PricedStep, links: Links, dense: Number, expert: Number, backward: Number
-) -> Number:
+def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Number) -> Number:
     """Exposed seconds of gradient reduction and weight gathering of replicas without FSDP.
     `backward` are the seconds of one microbatch's backward, with which the reduction overlaps."""
-    layout, constants = work.layout, work.constants
+    layout, constants, links = work.layout, work.constants, work.links
     n_dense, n_expert = replicas(work)
-    moved, (dense_rate, expert_rate) = _moved(work, links, dense, expert, replicas(work))
+    moved, (dense_rate, expert_rate) = _moved(work, dense, expert, replicas(work))
     is_summed = layout.zero == 0
     reduced = moved * _GRADIENT_BYTES * where(is_summed, 2, 1)
     gathered = where(is_summed, 0, moved * _WEIGHT_BYTES)
     if len(links.table):
-        by_table = _measured(work, links, dense, expert)
+        by_table = _measured(work, dense, expert)
         reduced = where(layout.zero_group == 0, known(by_table[0], reduced), reduced)
         gathered = where(layout.zero_group == 0, known(by_table[1], gathered), gathered)
     # Shards inside a group: scatter and gather inside the group, sums of shards across groups.
@@ -216,11 +212,9 @@ def data_seconds(
     return where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, exposed)
 
 
-def _measured(
-    work: PricedStep, links: Links, dense: Number, expert: Number
-) -> tuple[Number, Number]:
+def _measured(work: PricedStep, dense: Number, expert: Number) -> tuple[Number, Number]:
     """Seconds of reducing gradients and of gathering weights, from the table of links."""
-    layout = work.layout
+    layout, links = work.layout, work.links
     reduced: Number = 0.0
     gathered: Number = 0.0
     strides = (layout.tp, layout.ep * layout.etp)
@@ -281,40 +275,37 @@ class StepTime:
         return {name: float(column[index % len(column)]) for name, column in columns}
 
 
-def step_time(
-    work: PricedStep, *, table: LinkTable | None = None, stages: Sequence[Stages] | None = None
-) -> StepTime:
-    """The time of one step of every row; `table` overrides the closed forms of transfers.
+def step_time(work: PricedStep, stages: Sequence[Stages] | None = None) -> StepTime:
+    """The time of one step of every row.
 
     With the `stages` of each row, waiting is simulated with the schedule. Without them, waiting and
     the total are lower bounds. Raises ValueError for `stages` of an impossible schedule.
     """
-    return _timed(work, table, stages)[1]()
+    return _timed(work, stages)[1]()
 
 
-def step_seconds(work: PricedStep, *, table: LinkTable | None = None) -> Number:
+def step_seconds(work: PricedStep) -> Number:
     """Lower bound of the seconds of one step of every row, without its parts."""
-    return _timed(work, table, None)[0]
+    return _timed(work, None)[0]
 
 
 def _timed(
-    work: PricedStep, table: LinkTable | None, stages: Sequence[Stages] | None
+    work: PricedStep, stages: Sequence[Stages] | None
 ) -> tuple[Number, Callable[[], StepTime]]:
     """The seconds of a step of every row, and a function that returns them with their parts."""
     layout, constants = work.layout, work.constants
-    links = Links.of(work.hardware, constants, table)
     blocks = attention_block(work), mlp_block(work), expert_block(work)
     attention, mlp, experts = blocks
     ends = model_ends(work)
-    transfers = layer_transfers(work, links)
+    transfers = layer_transfers(work)
     dense_weights = attention.weights + mlp.weights
     routed_weights = attention.weights + experts.shared_weights
     dense, routed = layer_times(work, attention, mlp, experts, transfers)
     times = _PassTimes(
-        dense=sharded_unit(work, links, dense, dense_weights, 0.0),
-        routed=sharded_unit(work, links, routed, routed_weights, experts.expert_weights),
+        dense=sharded_unit(work, dense, dense_weights, 0.0),
+        routed=sharded_unit(work, routed, routed_weights, experts.expert_weights),
         ends=ends,
-        message=_message(work, links),
+        message=_message(work),
     )
     rank: Number | RankColumns
     if stages is None:
@@ -330,7 +321,7 @@ def _timed(
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
     first = layout.ranks[0]
     backward = times.backward(first.dense, first.routed) * layout.slices
-    data = data_seconds(work, links, *weights, backward) + mirror_seconds(work, links, *weights)
+    data = data_seconds(work, *weights, backward) + mirror_seconds(work, *weights)
     owned = _owned(work, *weights)
     optimizer = where(layout.adapters == 1, 0, owned * OPTIMIZER_BYTES / work.hbm)
     on_host = owned * (OPTIMIZER_BYTES / HOST_BANDWIDTH + _WEIGHT_BYTES / HOST_LINK)
@@ -371,9 +362,9 @@ class _PassTimes(NamedTuple):
         return layers + ends + rank.sends * self.message
 
 
-def _message(work: PricedStep, links: Links) -> Number:
+def _message(work: PricedStep) -> Number:
     """Exposed seconds of one message from a stage to the next."""
-    layout, constants = work.layout, work.constants
+    layout, constants, links = work.layout, work.constants, work.links
     cut = where((layout.sequence_parallel == 1) | (layout.scatter_gather == 1), layout.tp, 1)
     size = work.tokens * work.model.hidden * ACTIVATION_BYTES / cut
     near = layout.tp * layout.cp * layout.dp < work.hardware.node_size
