@@ -40,7 +40,7 @@ from moemesh.planner.speed import (
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import predict_activations, predict_memory
+from moemesh.planner.traffic.own_memory import predict_activations, predicted_memory
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.sharding.dispatchers import rows_at_once
@@ -544,19 +544,11 @@ def estimate_run(
         return priced if is_full else replace(priced, notes=(*priced.notes, note))
     # The same prediction as in the run's files.
     short, batch = _shortened(plan, data.global_batch)
-    of_rank = partial(
-        predict_memory,
-        *(config.model, short),
-        seq_len=data.seq_len,
-        global_batch=batch,
-        dtype=train.dtype,
-        num_states=train.num_states,
-        tuning=config.tuning,
-    )
+    short = replace(config, plan=short, data=data.model_copy(update={"global_batch": batch}))
+    of_rank = partial(predicted_memory, short, on_cpu=False)
     numbers = sorted({0, priced.memory.worst.rank, layout.pp - 1})
-    profiles = ((number, of_rank(rank=number * layout.stage_ranks)) for number in numbers)
-    ranks = tuple(RankMemory.of(profile, number) for number, profile in profiles)
-    memory = MemoryEstimate(ranks=ranks)
+    profiles = (of_rank(number * layout.stage_ranks) for number in numbers)
+    memory = MemoryEstimate(ranks=tuple(map(RankMemory.of, profiles, numbers)))
     held, peak = memory.worst.total, priced.peak
     closed_form = peak.needed
     less = 0.0 if is_full else priced.memory.worst.states - memory.worst.states

@@ -17,6 +17,7 @@ from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
@@ -614,3 +615,17 @@ def predict_memory(
     kinds = predict_activations(placement, **shared, global_batch=global_batch, routing=routing)
     profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
     return replace(profile, peak=profile.total)
+
+
+def predicted_memory(config: RunConfig, rank: int, *, on_cpu: bool = True) -> MemoryProfile:
+    """Memory of a rank of a run in a step, with uniform routing; on a CPU nothing is offloaded."""
+    return predict_memory(
+        config.model,
+        config.plan.without_offload if on_cpu else config.plan,
+        seq_len=config.data.seq_len,
+        global_batch=config.data.global_batch,
+        dtype=config.train.dtype,
+        num_states=config.train.num_states,
+        rank=rank,
+        tuning=config.tuning,
+    )
