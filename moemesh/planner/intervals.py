@@ -30,6 +30,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from moemesh.config.sources import read_preset_table
 
@@ -246,15 +247,8 @@ def _memory_width(sources: Sequence[MemoryErrors]) -> float:
 
 def read_intervals(table: Mapping[str, Any]) -> Intervals:
     """Intervals from parsed TOML with the errors of held-out sources."""
-
-    def of(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}  # pyright: ignore[reportUnknownArgumentType]
-
-    return Intervals(
-        seconds=tuple(SecondsErrors(**of(row)) for row in table["seconds"]),
-        memory=tuple(MemoryErrors(**of(row)) for row in table["memory"]),
-        known=tuple(MemoryErrors(**of(row)) for row in table.get("known_memory", ())),
-    )
+    known = {"known": table.get("known_memory", ())}
+    return TypeAdapter(Intervals).validate_python({**table, **known})
 
 
 @cache
