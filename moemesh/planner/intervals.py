@@ -22,7 +22,7 @@ width: with four runs the interval is nearly the published one, with fifty it is
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import exp, log
@@ -155,7 +155,7 @@ class Intervals:
         self, generation: str, *, without: str = "", level: float | None = None
     ) -> float:
         """Half the interval in logarithms; `without` is a source to leave out, `level` the quantile
-        of errors."""
+        of errors, with equal weight for each source."""
         known = generation in self.well_measured
         others = [source for source in self.seconds if source.source != without]
         similar = [
@@ -164,7 +164,12 @@ class Intervals:
         by_source: dict[str, list[float]] = {}
         for item in similar or others:
             by_source.setdefault(item.source, []).extend(abs(error) for error in item.errors)
-        return _quantile(by_source.values(), self._seconds_quantile if level is None else level)
+        rows = [(size, 1 / len(sizes)) for sizes in by_source.values() for size in sizes]
+        values, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
+        # Between the middles of the steps of the distribution.
+        places = (np.cumsum(weights) - weights / 2) / weights.sum()
+        level = self._seconds_quantile if level is None else level
+        return float(np.interp(level, places, values))
 
     @cached_property
     def _seconds_quantile(self) -> float:
@@ -224,15 +229,6 @@ def own_width(own: Sequence[float], strangers: float) -> float:
         return strangers
     sizes = [*(abs(error) for error in own), *[strangers] * _STRANGERS]
     return float(np.quantile(sizes, LEVEL))
-
-
-def _quantile(sources: Iterable[Sequence[float]], level: float) -> float:
-    """Quantile of the numbers of all sources, with equal weight for each source, interpolated
-    between the middles of the steps of the distribution."""
-    rows = [(value, 1 / len(errors)) for errors in sources for value in errors]
-    values, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
-    places = (np.cumsum(weights) - weights / 2) / weights.sum()
-    return float(np.interp(level, places, values))
 
 
 def _memory_width(sources: Sequence[MemoryErrors]) -> float:

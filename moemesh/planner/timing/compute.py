@@ -91,12 +91,6 @@ class PricedStep:
         return where(self.layout.packed == 1, packed, 0.0)
 
     @property
-    def routed_rows(self) -> Number:
-        """Rows at the experts of the most loaded rank; the number does not depend on ep."""
-        rows = self.tokens / self.layout.tp * self.model.top_k * self.layout.etp
-        return rows * self.load * self.kept_choices
-
-    @property
     def load(self) -> Number:
         """Load of the most loaded expert rank over the mean."""
         natural = self.layout.natural_routing * self.constants.routing_imbalance
@@ -290,7 +284,8 @@ def expert_block(work: PricedStep) -> ExpertTime:
     u, t, hidden = work.tokens, layout.tp, model.hidden
     has = where(model.experts > 0, 1, 0)
     local = maximum(model.experts / layout.ep, 1)
-    rows = work.routed_rows
+    # Rows at the experts of the most loaded rank do not depend on ep.
+    rows = u / t * model.top_k * layout.etp * work.load * work.kept_choices
     width = maximum(model.expert_width, 1) / layout.etp
     grouped = local * mlp_seconds(work, rows / local, width)
     router = 2 * u / t * hidden * model.experts / (work.hardware.peak_16bit * _ROUTER_EFFICIENCY)
