@@ -77,6 +77,13 @@ class PricedStep:
         """Bytes per second that streaming kernels reach."""
         return self.hardware.memory_bandwidth * self.constants.memory_efficiency
 
+    @property
+    def gemm_efficiency(self) -> Number:
+        """Best share of the peak of products in the layout's precision."""
+        constants, width = self.constants, self.hardware.width
+        narrow = where(width == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency)
+        return where(width == 2, constants.gemm_efficiency_4bit, narrow)
+
     @cached_property
     def accumulate(self) -> Number:
         """Bytes per weight for accumulating gradients over microbatches."""
@@ -116,14 +123,9 @@ class BlockTime:
 
 def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Number) -> Number:
     """Seconds of a product in the layout's precision."""
-    constants, layout, hardware = work.constants, work.layout, work.hardware
-    efficiency = where(
-        hardware.width == 2,
-        constants.gemm_efficiency_4bit,
-        where(hardware.width == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
-    )
-    narrow = hardware.peak * efficiency
-    wide = hardware.peak_16bit * constants.gemm_efficiency
+    layout, hardware = work.layout, work.hardware
+    narrow = hardware.peak * work.gemm_efficiency
+    wide = hardware.peak_16bit * work.constants.gemm_efficiency
     rate = 1 / ((1 - layout.wide_share) / narrow + layout.wide_share / wide)
     return _product(work, rows, columns, inner, rate)
 
@@ -205,6 +207,15 @@ def core_backward_factor(work: PricedStep) -> Number:
     return where(work.layout.kernel >= FUSED, 2.0, work.constants.attention_backward)
 
 
+def attention_weights(model: ModelColumns, t: Number = 1) -> Number:
+    """Weights of one layer in front of its attention core, on one of `t` tensor ranks."""
+    heads, query, value = model.heads, model.query_dim, model.value_dim
+    low = model.query_rank + model.kv_rank + model.rotary_dim
+    expanded = model.query_inner * query + model.kv_rank * (model.nope_dim + value)
+    width = (heads * query + model.kv_heads * (query + value)) / t
+    return where(model.latent == 1, model.hidden * low + expanded * heads / t, model.hidden * width)
+
+
 def attention_block(work: PricedStep) -> BlockTime:
     """Norm, projections and core of one layer."""
     model, layout, constants = work.model, work.layout, work.constants
@@ -218,15 +229,8 @@ def attention_block(work: PricedStep) -> BlockTime:
     )
     plain_width = (heads * query + model.kv_heads * (query + value)) / t
     plain = product_seconds(work, u, plain_width, hidden)
-    is_latent = model.latent == 1
-    products = where(is_latent, latent, plain)
+    products = where(model.latent == 1, latent, plain)
     products = products + product_seconds(work, u, hidden, heads * value / t)
-    weights = where(
-        is_latent,
-        hidden * low
-        + (model.query_inner * query + model.kv_rank * (model.nope_dim + value)) * heads / t,
-        hidden * plain_width,
-    )
     norms = 24 + where(layout.fused_norm == 1, 0, constants.unfused_norm_bytes)
     traffic = norms * u * hidden / work.sequence_shards
     traffic = traffic + (8 + quantize_bytes(work)) * u * heads * query / t
@@ -236,7 +240,7 @@ def attention_block(work: PricedStep) -> BlockTime:
         products=products * model.mixer_factor,
         core=core_seconds(work),
         elementwise=constants.elementwise_traffic * traffic / work.hbm,
-        weights=(weights + hidden * heads * value / t) * model.mixer_factor,
+        weights=(attention_weights(model, t) + hidden * heads * value / t) * model.mixer_factor,
     )
 
 

@@ -46,6 +46,7 @@ from moemesh.planner.timing.compute import (
     PricedStep,
     attended,
     attention_block,
+    attention_weights,
     core_backward_factor,
     expert_block,
     layer_times,
@@ -523,24 +524,8 @@ def compute_floor(work: PricedStep) -> Number:
     operations without recomputation, at the best efficiency of the widest products, spread evenly
     over devices."""
     model, layout, hardware, constants = work.model, work.layout, work.hardware, work.constants
-    best = maximum(
-        where(hardware.width == 2, constants.gemm_efficiency_4bit, 0),
-        where(
-            hardware.width == 1,
-            constants.gemm_efficiency_8bit,
-            where(hardware.width == 0, constants.gemm_efficiency, 0),
-        ),
-    )
     heads = model.heads
-    latent = (
-        model.hidden * (model.query_rank + model.kv_rank + model.rotary_dim)
-        + (model.query_inner * model.query_dim) * heads
-        + model.kv_rank * (model.nope_dim + model.value_dim) * heads
-    )
-    plain = model.hidden * (
-        heads * model.query_dim + model.kv_heads * (model.query_dim + model.value_dim)
-    )
-    attention = where(model.latent == 1, latent, plain) + model.hidden * heads * model.value_dim
+    attention = attention_weights(model) + model.hidden * heads * model.value_dim
     gated = model.mlp_matrices * model.hidden
     per_layer = attention * model.layers
     per_layer = per_layer + (model.layers - model.moe_layers) * gated * model.mlp_width
@@ -549,7 +534,7 @@ def compute_floor(work: PricedStep) -> Number:
     )
     passes = where(layout.adapters == 1, 2.0, 3.0)
     tokens = layout.microbatch * layout.seq_len / layout.cp * layout.microbatches
-    products = 2 * passes * tokens * per_layer / (hardware.peak * best)
+    products = 2 * passes * tokens * per_layer / (hardware.peak * work.gemm_efficiency)
     head = 6 * tokens * model.hidden * model.vocab
     head = head / (hardware.peak_16bit * constants.gemm_efficiency)
     core = (
