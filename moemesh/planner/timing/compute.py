@@ -378,9 +378,8 @@ def layer_transfers(work: PricedStep) -> LayerTransfers:
     tensor = 2 * (t - 1) / t * stream / links.bandwidth(t, 1) + 2 * links.latency
     pair, whole = links.measured_pair(t, 1, stream), links.measured("all_reduce", t, 1, stream)
     tensor = known(where(layout.sequence_parallel == 1, pair, whole), where(t > 1, tensor, 0))
-    keys = u * c * model.kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
-    latent_keys = u * c * model.heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
-    keys = where(model.latent == 1, latent_keys, keys)
+    kv_heads = where(model.latent == 1, model.heads, model.kv_heads)
+    keys = u * c * kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     # Ulysses sends a rank's own queries, keys, values and outputs, and waits for them; a ring
     # sends all keys and values beside the products.
     swapped = 2 * u * (model.heads + model.kv_heads) * model.value_dim * ACTIVATION_BYTES / t

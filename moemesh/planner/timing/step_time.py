@@ -231,15 +231,13 @@ def _measured(work: PricedStep, dense: Number, expert: Number) -> tuple[Number, 
 
 def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
     """Number of weights whose summed gradients and optimizer states a rank keeps."""
-    layout = work.layout
-    n_dense, n_expert = replicas(work)
-    group, _ = _shard_groups(work)
+    layout, ranks = work.layout, replicas(work)
     sharded = (layout.zero >= 1) | (layout.fsdp == 1)
-    served = layout.parameter_server == 1
-    dense_servers = where(served, minimum(layout.servers, n_dense), 1)
-    expert_servers = where(served, minimum(layout.servers, n_expert), 1)
-    owned_dense = dense / where(sharded, group, dense_servers)
-    return owned_dense + expert / where(sharded, n_expert, expert_servers)
+    groups, owned = (_shard_groups(work)[0], ranks[1]), 0.0
+    for psi, workers, group in zip((dense, expert), ranks, groups, strict=True):
+        servers = where(layout.parameter_server == 1, minimum(layout.servers, workers), 1)
+        owned = owned + psi / where(sharded, group, servers)
+    return owned
 
 
 #: Largest share of a step that is attributed to rounding of sums.
