@@ -17,7 +17,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.intervals import Interval, shipped_intervals
+from moemesh.planner.intervals import Interval, fits_chance
 from moemesh.planner.layout_sources import exact_plan, from_plan, read_plan, trained_shares
 from moemesh.planner.memory import MemoryEstimate, PeakMemory, RankMemory, estimate_memory
 from moemesh.planner.parameters import (
@@ -342,8 +342,7 @@ class Estimate:
     def fits_chance(self) -> float:
         """The chance that a device has enough memory."""
         capacity = self.cluster.memory_bytes * self.pricing.usable_share
-        known = bool(self.pricing.device.generation)
-        return shipped_intervals().fits_chance(self.peak.needed, capacity, known=known)
+        return fits_chance(self.peak.needed, capacity, self.pricing.memory_width)
 
     @property
     def device_balance(self) -> float:

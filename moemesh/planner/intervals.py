@@ -135,22 +135,6 @@ class Intervals:
         names = [source.generation for source in self.seconds]
         return frozenset(name for name in names if names.count(name) >= ENOUGH_SOURCES)
 
-    def of_seconds(self, value: float, generation: str, own: Sequence[float] = ()) -> Interval:
-        """Interval of a step time on a device of `generation` ("" if unknown); `own` are the
-        leave-one-out errors of a cluster's own runs."""
-        return Interval.around(value, own_width(own, self.seconds_width(generation)))
-
-    def of_memory(self, value: float, *, known: bool = False) -> Interval:
-        """Interval of the bytes that a device needs; `known` if the stack's allocation is
-        calibrated."""
-        return Interval.around(value, self.known_width if known else self.memory_width)
-
-    def fits_chance(self, needed: float, capacity: float, *, known: bool = False) -> float:
-        """Probability, 0 to 1, that `capacity` bytes suffice, for a normal error with the 80 %
-        interval of memory."""
-        deviation = (self.known_width if known else self.memory_width) / _NORMAL_80
-        return NormalDist(0.0, deviation).cdf(log(capacity / needed))
-
     def seconds_width(
         self, generation: str, *, without: str = "", level: float | None = None
     ) -> float:
@@ -220,6 +204,12 @@ class Intervals:
 _STRANGERS = 2
 #: Half the 80 % interval of a normal distribution, in standard deviations.
 _NORMAL_80 = 1.2816
+
+
+def fits_chance(needed: float, capacity: float, width: float) -> float:
+    """Probability, 0 to 1, that `capacity` bytes suffice, for a normal error with an 80 % interval
+    of `width`."""
+    return NormalDist(0.0, width / _NORMAL_80).cdf(log(capacity / needed))
 
 
 def own_width(own: Sequence[float], strangers: float) -> float:

@@ -16,7 +16,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
-from moemesh.planner.intervals import Interval, shipped_intervals
+from moemesh.planner.intervals import Interval, own_width, shipped_intervals
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
@@ -135,12 +135,19 @@ class Pricing:
 
     def seconds_interval(self, seconds: float) -> Interval:
         """80 % interval of predicted seconds of a step."""
-        errors = tuple(run.left_out for run in self.own.runs)
-        return shipped_intervals().of_seconds(seconds, self.device.generation, errors)
+        errors = [run.left_out for run in self.own.runs]
+        published = shipped_intervals().seconds_width(self.device.generation)
+        return Interval.around(seconds, own_width(errors, published))
+
+    @property
+    def memory_width(self) -> float:
+        """Half the 80 % interval of memory in logarithms."""
+        known = shipped_intervals()
+        return known.known_width if self.device.generation else known.memory_width
 
     def memory_interval(self, needed: float) -> Interval:
         """80 % interval of the bytes that a device needs."""
-        return shipped_intervals().of_memory(needed, known=bool(self.device.generation))
+        return Interval.around(needed, self.memory_width)
 
     def price(
         self, shape: ModelShape, layout: PlannedLayout
