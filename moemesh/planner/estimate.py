@@ -440,6 +440,8 @@ def _traffic(
         exact = "`moemesh train` does not have this model"
     elif plan is None:
         exact = "no [plan] of `moemesh train` describes this layout"
+    elif layout.dtype not in ELEMENT_BYTES:
+        exact = f"`moemesh train` does not train in {layout.dtype}"
     else:
         exact = exact_plan(config, plan)
     if config is None or isinstance(exact, str):
