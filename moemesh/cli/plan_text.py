@@ -428,7 +428,8 @@ def published(planned: PlannedAnswer) -> list[str]:
     """Sentences on published runs, with the predictions of their layouts."""
     lines: list[str] = []
     for run in planned.published:
-        low, high = shipped_intervals().of_seconds(run.predicted, planned.pricing.device.generation)
+        width = shipped_intervals().seconds_width(planned.pricing.device.generation)
+        low, high = Interval.around(run.predicted, width)
         words = "within its error" if low <= run.seconds <= high else "other software"
         batch = f"{run.layout.global_batch:,} x {run.layout.seq_len:,} tokens"
         line = f"published: {batch} on {run.layout.world_size:,} x {run.device} in "

@@ -139,7 +139,8 @@ def preparation_text(prepared: "Preparation") -> str:
     """The plan, the inputs and the files to be written, one fact per line."""
     from moemesh.checkpoint.retention import disk_warning
     from moemesh.config.plan import DEGREES
-    from moemesh.planner.machine_memory import MOST_RANKS, predicted_memory
+    from moemesh.planner.machine_memory import MOST_RANKS
+    from moemesh.planner.traffic.own_memory import predicted_memory
     from moemesh.train.preparation import warnings_before_ranks
     from moemesh.train.records.kept_schedules import has_name
 

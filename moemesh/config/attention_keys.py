@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import log
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from moemesh.config.errors import Problem
 from moemesh.config.section import Count, NotNegative, Positive, Range, Section, Size, UsedWith
@@ -21,7 +21,30 @@ _GROUPED = UsedWith("attention", ("gqa",))
 _YARN = UsedWith("rope_type", ("yarn",))
 
 
-class AttentionConfig(Section):
+class HeadSizes(Section):
+    """Sizes of a head that follow from the keys of its attention."""
+
+    if TYPE_CHECKING:
+        attention: Attention
+        head_dim: int
+        qk_nope_head_dim: int
+        qk_rotary_head_dim: int
+        v_head_dim: int
+
+    @property
+    def query_head_dim(self) -> int:
+        """Width of a query or key head in the attention product (d_qk)."""
+        if self.attention == "mla":
+            return self.qk_nope_head_dim + self.qk_rotary_head_dim
+        return self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        """Width of a value head (d_v)."""
+        return self.v_head_dim if self.attention == "mla" else self.head_dim
+
+
+class AttentionConfig(HeadSizes):
     """The part of :class:`moemesh.config.model.ModelConfig` that describes attention.
 
     Names are those of Hugging Face configurations, if they have one; keys of a ``rope_scaling``
@@ -95,18 +118,6 @@ class AttentionConfig(Section):
     rope_high_freq_factor: Positive = 4.0
     #: The longest sequence that RoPE is made for; 0: without a limit.
     max_position_embeddings: Count = 0
-
-    @property
-    def query_head_dim(self) -> int:
-        """Width of a query or key head in the attention product."""
-        if self.attention == "mla":
-            return self.qk_nope_head_dim + self.qk_rotary_head_dim
-        return self.head_dim
-
-    @property
-    def value_head_dim(self) -> int:
-        """Width of a value head."""
-        return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def rotary_dim(self) -> int:

@@ -24,7 +24,7 @@ from typing import (
 
 from moemesh.config.limits import one_line
 from moemesh.config.shown import cut
-from moemesh.config.suggest import nearest_choice
+from moemesh.config.suggest import aliases, nearest_choice
 from moemesh.config.toml import format_value
 
 P = ParamSpec("P")
@@ -224,6 +224,20 @@ class ConfigError(UserError):
         title = "1 problem" if count == 1 else f"{count} problems"
         body = "\n".join(f"{index}. {item}" for index, item in enumerate(self.problems, 1))
         return f"{title} {self.where}\n{body}"
+
+
+def unknown_keys(kind: str, table: Mapping[str, object], names: Sequence[str]) -> list[Problem]:
+    """A problem for each key of `table` that is not among `names`, the keys of a `kind` ("plan");
+    its fix is the key's name here, if another framework has it, else the nearest name."""
+    problems: list[Problem] = []
+    for key, value in table.items():
+        if key not in names:
+            fix = nearest_choice(key, names)
+            if (foreign := aliases().get(key, "")).startswith(f"{kind}."):
+                fix = f"here it is called {foreign.removeprefix(f'{kind}.')}"
+            message = f"a {kind} has no key `{key}`"
+            problems.append(Problem.of("unknown-key", f"{kind}.{key}", value, message, fix))
+    return problems
 
 
 class SeveralErrors(UserError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import TYPE_CHECKING
 
 from moemesh.config.shown import Shown
 
@@ -69,8 +70,34 @@ def shard_range(size: int, parts: int, index: int) -> range:
     return range(start, start + base + (index < extra))
 
 
+class Degrees:
+    """Mixin of records with the degrees of the two meshes: numbers of ranks that follow."""
+
+    if TYPE_CHECKING:
+        pp: int
+        dp: int
+        cp: int
+        tp: int
+        ep: int
+        etp: int
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Expert replicas: the degree that follows from the others."""
+        return self.stage_ranks // (self.ep * self.etp)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Layout(Shown):
+class Layout(Degrees, Shown):
     """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks.
     ``ranks_per_node = 0`` means that all ranks share one node."""
 
@@ -85,21 +112,11 @@ class Layout(Shown):
     shard_group: int = 0
 
     def __post_init__(self) -> None:
-        stage = self.dp * self.cp * self.tp
-        if stage % (self.ep * self.etp):
+        if self.stage_ranks % (self.ep * self.etp):
             raise ValueError(
                 f"ep*etp ({self.ep}*{self.etp}) must divide "
                 f"dp*cp*tp ({self.dp}*{self.cp}*{self.tp})"
             )
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def edp(self) -> int:
-        """Expert replicas: the degree that follows from the others."""
-        return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def ep_node(self) -> int:

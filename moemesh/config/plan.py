@@ -11,7 +11,7 @@ from typing_extensions import TypeAliasType
 
 from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.errors import Problem, independent
-from moemesh.config.layout import Layout
+from moemesh.config.layout import Degrees, Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.names import Names
 from moemesh.config.rules import (
@@ -68,7 +68,7 @@ LARGEST_DEGREE = 2**20
 Degree = Annotated[int, Range(1, LARGEST_DEGREE)]
 
 
-class Plan(Section):
+class Plan(Degrees, Section):
     """Degrees of the two meshes and the strategy on each axis."""
 
     section: ClassVar[str] = "plan"
@@ -156,15 +156,6 @@ class Plan(Section):
     def without_offload(self) -> Plan:
         """The plan as it runs on a CPU, whose memory holds the states of the optimizer anyway."""
         return self.model_copy(update={"offload": "none"})
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def edp(self) -> int:
-        """Expert replicas, the degree that follows from the others."""
-        return self.layout.edp
 
     @property
     def num_stages(self) -> int:

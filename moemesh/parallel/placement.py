@@ -36,7 +36,7 @@ from moemesh.model.attention import Attention, LatentAttention, ProjectionNorm
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP, AdaptedModule, VocabularyRows
 from moemesh.model.transformer import Transformer
-from moemesh.sharding.parameters import tensors
+from moemesh.sharding.parameters import held_slices, tensors
 
 # Ownership: the elements of a parameter that a rank updates, counts in the norm, and saves.
 #
@@ -82,16 +82,11 @@ class Placement:
     is_packed: bool = False
 
     def slices(self, mesh: Mesh) -> tuple[range, ...]:
-        """The part of each dim that this rank holds; of experts, the places. Of a dim of several
-        blocks that is sharded only the length of the range is right."""
-        parts = [range(size) for size in self.shape]
-        for axis_name, dim in self.shards.items():
-            axis = mesh[axis_name]
-            parts[dim] = shard_range(self.shape[dim], axis.size, axis.index)
-            if axis_name == "ep" and self.per_rank is not None:
-                first = sum(self.per_rank[: axis.index])
-                parts[dim] = range(first, first + self.per_rank[axis.index])
-        return tuple(parts)
+        """:func:`moemesh.sharding.parameters.held_slices` of this rank."""
+        shape, shards, per_rank = self.shape, self.shards, self.per_rank
+        return held_slices(
+            shape, shards, per_rank, lambda axis: mesh[axis].size, lambda axis: mesh[axis].index
+        )
 
     def parts_of_expert(self, mesh: Mesh) -> list[tuple[range, ...]]:
         """The parts of each expert of a stack that this rank holds, in the order of its memory."""

@@ -17,7 +17,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice
-from moemesh.planner.intervals import Interval, shipped_intervals
+from moemesh.planner.intervals import Interval, fits_chance
 from moemesh.planner.layout_sources import exact_plan, from_plan, read_plan, trained_shares
 from moemesh.planner.memory import MemoryEstimate, PeakMemory, RankMemory, estimate_memory
 from moemesh.planner.parameters import (
@@ -40,7 +40,7 @@ from moemesh.planner.speed import (
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import predict_activations, predict_memory
+from moemesh.planner.traffic.own_memory import predict_activations, predicted_memory
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.sharding.dispatchers import rows_at_once
@@ -342,8 +342,7 @@ class Estimate:
     def fits_chance(self) -> float:
         """The chance that a device has enough memory."""
         capacity = self.cluster.memory_bytes * self.pricing.usable_share
-        known = bool(self.pricing.device.generation)
-        return shipped_intervals().fits_chance(self.peak.needed, capacity, known=known)
+        return fits_chance(self.peak.needed, capacity, self.pricing.memory_width)
 
     @property
     def device_balance(self) -> float:
@@ -368,9 +367,11 @@ def estimate(
     plan: Plan | None = None,
     *,
     rank: str | int = "worst",
+    run: RunConfig | None = None,
 ) -> Estimate:
     """Price one layout, with the traffic of pipeline rank `rank`: a number, "first", "inner",
-    "last", or the "worst" in memory. Raises ConfigError with every rule that the layout breaks for
+    "last", or the "worst" in memory. The traffic is that of `run`, by default of one that trains
+    all weights with AdamW. Raises ConfigError with every rule that the layout breaks for
     this model."""
     shape = model.shape
     if problems := layout.check(shape.sizes):
@@ -390,7 +391,10 @@ def estimate(
             f"{cluster.num_devices}: more nodes of the same kind are assumed"
         )
     pp_rank = pipeline_rank(rank, layout.pp, memory.worst.rank)
-    traffic, note = _traffic(model, plan, layout, pp_rank, bool(cluster.accelerator))
+    settings: dict[str, Any] = {"on_accelerator": bool(cluster.accelerator)}
+    if run is not None:
+        settings |= {"tuning": run.tuning, "whole_matrices": run.train.updates_matrices}
+    traffic, note = _traffic(model, plan, layout, pp_rank, settings)
     known = pricing(cluster)
     peak, seconds = known.price(shape, layout)
     if not known.device.peak(layout.precision):
@@ -427,15 +431,17 @@ def estimate(
 
 
 def _traffic(
-    model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, on_accelerator: bool
+    model: Model, plan: Plan | None, layout: PlannedLayout, pp_rank: int, settings: dict[str, Any]
 ) -> tuple[Ledger, str]:
     """The ledger of one rank with a note on it. It is exact to the byte if `moemesh train` supports
-    the plan, else it is made of closed forms."""
+    the plan, with more `settings` of :func:`predict_ledger`; else it is made of closed forms."""
     exact: Plan | str
     if (config := model.config) is None:
         exact = "`moemesh train` does not have this model"
     elif plan is None:
         exact = "no [plan] of `moemesh train` describes this layout"
+    elif layout.dtype not in ELEMENT_BYTES:
+        exact = f"`moemesh train` does not train in {layout.dtype}"
     else:
         exact = exact_plan(config, plan)
     if config is None or isinstance(exact, str):
@@ -444,8 +450,7 @@ def _traffic(
             f"routing; not to the byte: {exact}"
         )
     rank, other = pp_rank * layout.stage_ranks, (pp_rank + 1) * layout.stage_ranks - 1
-    settings = {**layout.step_sizes, "on_accelerator": on_accelerator}
-    of_rank = partial(predict_ledger, config, exact, **settings)
+    of_rank = partial(predict_ledger, config, exact, **layout.step_sizes, **settings)
     ledger = of_rank(rank=rank)
     note = f"traffic: what `moemesh train` enters on rank {rank}, uniform routing"
     if exact.data == "parameter_server" and other != rank:
@@ -531,7 +536,8 @@ def estimate_run(
         size = round(layout.optimizer_bytes - fewer * layout.gradient_bytes, 2)
         layout = layout.changed(optimizer_bytes=size)
     text, layout = layout.text, layout.changed(**trained_shares(config))
-    priced = replace(estimate(known, layout, machine, config.plan, rank=rank), text=text)
+    priced = estimate(known, layout, machine, config.plan, rank=rank, run=config)
+    priced = replace(priced, text=text)
     layout, is_full = priced.layout, config.tuning.is_full
     plan = exact_plan(config.model, config.plan)
     if isinstance(plan, str):
@@ -539,19 +545,11 @@ def estimate_run(
         return priced if is_full else replace(priced, notes=(*priced.notes, note))
     # The same prediction as in the run's files.
     short, batch = _shortened(plan, data.global_batch)
-    of_rank = partial(
-        predict_memory,
-        *(config.model, short),
-        seq_len=data.seq_len,
-        global_batch=batch,
-        dtype=train.dtype,
-        num_states=train.num_states,
-        tuning=config.tuning,
-    )
+    short = replace(config, plan=short, data=data.model_copy(update={"global_batch": batch}))
+    of_rank = partial(predicted_memory, short, on_cpu=False)
     numbers = sorted({0, priced.memory.worst.rank, layout.pp - 1})
-    profiles = ((number, of_rank(rank=number * layout.stage_ranks)) for number in numbers)
-    ranks = tuple(RankMemory.of(profile, number) for number, profile in profiles)
-    memory = MemoryEstimate(ranks=ranks)
+    profiles = (of_rank(number * layout.stage_ranks) for number in numbers)
+    memory = MemoryEstimate(ranks=tuple(map(RankMemory.of, profiles, numbers)))
     held, peak = memory.worst.total, priced.peak
     closed_form = peak.needed
     less = 0.0 if is_full else priced.memory.worst.states - memory.worst.states
@@ -568,24 +566,13 @@ def estimate_run(
         room = machine.memory_bytes - round(max(held - closed_form, 0.0))
         smaller = machine.model_copy(update={"memory_bytes": max(room, 1)})
         priced = replace(priced, instead=instead(priced.shape, smaller, layout))
-    if is_full and not train.updates_matrices:
-        return priced
-    ledger = predict_ledger(
-        config.model,
-        plan,
-        **layout.step_sizes,
-        rank=priced.traffic_rank * layout.stage_ranks,
-        tuning=config.tuning,
-        on_accelerator=bool(priced.cluster.accelerator),
-        whole_matrices=train.updates_matrices,
-    )
     if is_full:
-        return replace(priced, traffic=ledger)
+        return priced
     trained = num_trained(config.tuning, config.model, plan)
     note = f"{trained:,} parameters train: memory and traffic are those of this choice"
     if not layout.adapters:
         note += ", seconds those of training everything"
-    return replace(priced, traffic=ledger, notes=(*priced.notes, note))
+    return replace(priced, notes=(*priced.notes, note))
 
 
 def planned_step(config: RunConfig, cluster: str) -> PlannedStep:

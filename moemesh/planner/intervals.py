@@ -22,7 +22,7 @@ width: with four runs the interval is nearly the published one, with fifty it is
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import exp, log
@@ -30,6 +30,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from moemesh.config.sources import read_preset_table
 
@@ -134,27 +135,11 @@ class Intervals:
         names = [source.generation for source in self.seconds]
         return frozenset(name for name in names if names.count(name) >= ENOUGH_SOURCES)
 
-    def of_seconds(self, value: float, generation: str, own: Sequence[float] = ()) -> Interval:
-        """Interval of a step time on a device of `generation` ("" if unknown); `own` are the
-        leave-one-out errors of a cluster's own runs."""
-        return Interval.around(value, own_width(own, self.seconds_width(generation)))
-
-    def of_memory(self, value: float, *, known: bool = False) -> Interval:
-        """Interval of the bytes that a device needs; `known` if the stack's allocation is
-        calibrated."""
-        return Interval.around(value, self.known_width if known else self.memory_width)
-
-    def fits_chance(self, needed: float, capacity: float, *, known: bool = False) -> float:
-        """Probability, 0 to 1, that `capacity` bytes suffice, for a normal error with the 80 %
-        interval of memory."""
-        deviation = (self.known_width if known else self.memory_width) / _NORMAL_80
-        return NormalDist(0.0, deviation).cdf(log(capacity / needed))
-
     def seconds_width(
         self, generation: str, *, without: str = "", level: float | None = None
     ) -> float:
         """Half the interval in logarithms; `without` is a source to leave out, `level` the quantile
-        of errors."""
+        of errors, with equal weight for each source."""
         known = generation in self.well_measured
         others = [source for source in self.seconds if source.source != without]
         similar = [
@@ -163,7 +148,12 @@ class Intervals:
         by_source: dict[str, list[float]] = {}
         for item in similar or others:
             by_source.setdefault(item.source, []).extend(abs(error) for error in item.errors)
-        return _quantile(by_source.values(), self._seconds_quantile if level is None else level)
+        rows = [(size, 1 / len(sizes)) for sizes in by_source.values() for size in sizes]
+        values, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
+        # Between the middles of the steps of the distribution.
+        places = (np.cumsum(weights) - weights / 2) / weights.sum()
+        level = self._seconds_quantile if level is None else level
+        return float(np.interp(level, places, values))
 
     @cached_property
     def _seconds_quantile(self) -> float:
@@ -216,6 +206,12 @@ _STRANGERS = 2
 _NORMAL_80 = 1.2816
 
 
+def fits_chance(needed: float, capacity: float, width: float) -> float:
+    """Probability, 0 to 1, that `capacity` bytes suffice, for a normal error with an 80 % interval
+    of `width`."""
+    return NormalDist(0.0, width / _NORMAL_80).cdf(log(capacity / needed))
+
+
 def own_width(own: Sequence[float], strangers: float) -> float:
     """Half the interval, in logarithms, of a cluster whose runs have the leave-one-out errors
     `own`; `strangers` is the published width."""
@@ -223,15 +219,6 @@ def own_width(own: Sequence[float], strangers: float) -> float:
         return strangers
     sizes = [*(abs(error) for error in own), *[strangers] * _STRANGERS]
     return float(np.quantile(sizes, LEVEL))
-
-
-def _quantile(sources: Iterable[Sequence[float]], level: float) -> float:
-    """Quantile of the numbers of all sources, with equal weight for each source, interpolated
-    between the middles of the steps of the distribution."""
-    rows = [(value, 1 / len(errors)) for errors in sources for value in errors]
-    values, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
-    places = (np.cumsum(weights) - weights / 2) / weights.sum()
-    return float(np.interp(level, places, values))
 
 
 def _memory_width(sources: Sequence[MemoryErrors]) -> float:
@@ -246,15 +233,8 @@ def _memory_width(sources: Sequence[MemoryErrors]) -> float:
 
 def read_intervals(table: Mapping[str, Any]) -> Intervals:
     """Intervals from parsed TOML with the errors of held-out sources."""
-
-    def of(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: tuple(x) if isinstance(x, list) else x for name, x in row.items()}  # pyright: ignore[reportUnknownArgumentType]
-
-    return Intervals(
-        seconds=tuple(SecondsErrors(**of(row)) for row in table["seconds"]),
-        memory=tuple(MemoryErrors(**of(row)) for row in table["memory"]),
-        known=tuple(MemoryErrors(**of(row)) for row in table.get("known_memory", ())),
-    )
+    known = {"known": table.get("known_memory", ())}
+    return TypeAdapter(Intervals).validate_python({**table, **known})
 
 
 @cache

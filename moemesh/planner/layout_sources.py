@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
 from moemesh.config.dispatcher_table import PREDICTED
-from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.errors import ConfigError, Problem, UserError, unknown_keys
 from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
@@ -25,7 +25,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
-from moemesh.config.suggest import aliases, choices_of, nearest_choice, nearest_divisors
+from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
 from moemesh.config.toml import unreadable
 from moemesh.config.trainable import refusals
 from moemesh.planner.planned_layout import (
@@ -206,9 +206,11 @@ def trained_shares(config: RunConfig) -> dict[str, float | bool | str]:
 PLANS = "plans"
 
 _LAYOUT_FIELDS = {item.name: item for item in fields(PlannedLayout)}
-_KNOWN = tuple(dict.fromkeys([*Plan.model_fields, *_LAYOUT_FIELDS]))
 #: Keys that the command sets instead of a plan.
 _BATCH = ("seq_len", "global_batch")
+_KNOWN = tuple(
+    dict.fromkeys(key for key in (*Plan.model_fields, *_LAYOUT_FIELDS) if key not in _BATCH)
+)
 _RECOMPUTE_CHOICES: tuple[str, ...] = get_args(Recompute)
 
 
@@ -249,15 +251,7 @@ def read_plan(
     batch = {name: table.pop(name, None) for name in _BATCH}
     given = {"seq_len": seq_len, "global_batch": global_batch}
     batch |= {name: size for name, size in given.items() if size is not None}
-    problems: list[Problem] = []
-    for key, value in table.items():
-        if key not in _KNOWN:
-            fix = nearest_choice(key, tuple(name for name in _KNOWN if name not in _BATCH))
-            if (foreign := aliases().get(key, "")).startswith("plan."):
-                fix = f"here it is called {foreign.removeprefix('plan.')}"
-            message = f"a plan has no key `{key}`"
-            problems.append(Problem.of("unknown-key", f"plan.{key}", value, message, fix))
-    problems += _batch_problems(batch, table)
+    problems = [*unknown_keys("plan", table, _KNOWN), *_batch_problems(batch, table)]
     known = {key: value for key, value in table.items() if key in _KNOWN}
     # If the batch is invalid, the other keys are checked with legal numbers in its place.
     if any(problem.key == "seq_len" for problem in problems):

@@ -10,8 +10,8 @@ from moemesh.config.run import RunConfig
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.monitor.devices import signs_of_gpus
-from moemesh.planner.traffic.own_memory import predict_memory
-from moemesh.trace.memory_profile import MemoryProfile, format_bytes
+from moemesh.planner.traffic.own_memory import predicted_memory
+from moemesh.trace.memory_profile import format_bytes
 
 #: Largest number of ranks that may be meant for one machine: memory is predicted for each.
 MOST_RANKS = 8
@@ -49,20 +49,6 @@ def refuse_too_large(
             f"{format_bytes(available)}: take {other}a smaller model (model.preset, "
             "model.num_layers), or more machines; `moemesh estimate` and `moemesh plan` find them"
         )
-
-
-def predicted_memory(config: RunConfig, rank: int, *, on_cpu: bool = True) -> MemoryProfile:
-    """Memory of a rank of a run in a step, with uniform routing; on a CPU nothing is offloaded."""
-    return predict_memory(
-        config.model,
-        config.plan.without_offload if on_cpu else config.plan,
-        seq_len=config.data.seq_len,
-        global_batch=config.data.global_batch,
-        dtype=config.train.dtype,
-        num_states=config.train.num_states,
-        rank=rank,
-        tuning=config.tuning,
-    )
 
 
 def predicted_peaks(config: RunConfig) -> int:

@@ -25,6 +25,7 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property, lru_cache, partial, reduce
@@ -84,6 +85,10 @@ class KeptTensor(NamedTuple):
     recomputed_by: tuple[str, ...] = ()
 
 
+#: Kernels of the attention core that keep its scores for the backward.
+KEEP_SCORES = ("fused", "eager")
+
+
 def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterator[KeptTensor]:
     """All kept tensors of the attention block and the MLP of one layer."""
     w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
@@ -107,7 +112,7 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
     if shape.attention_gate:
         yield KeptTensor("width", 2 * w * shape.query_width)
     yield KeptTensor("width", w * shape.output_width)
-    if layout.attention_kernel == "flash":
+    if layout.attention_kernel not in KEEP_SCORES:
         yield KeptTensor("width", 4 * heads)
     else:
         # The scores (masked by the window, if any), and dropout's copy and mask of them.
@@ -248,15 +253,14 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
         return _most(alive(pipeline_step(layout))[rank], kept)
     # The number of microbatches varies along the first axis only, and many numbers have the same
     # microbatches in flight.
-    step = pipeline_step(layout, 1)
-    counts, places = np.unique(np.ravel(layout.microbatches), return_inverse=True)
-    groups: dict[tuple[tuple[float, ...], ...], int] = {}
-    moments_of = [alive(step.of(count))[rank] for count in counts.tolist()]
-    group_of = np.array([groups.setdefault(moments, len(groups)) for moments in moments_of])[places]
+    step, numbers = pipeline_step(layout, 1), np.ravel(layout.microbatches)
+    groups: defaultdict[tuple[tuple[float, ...], ...], list[int]] = defaultdict(list)
+    for count in np.unique(numbers).tolist():
+        groups[alive(step.of(count))[rank]].append(count)
     sizes = np.broadcast_arrays(layout.microbatches, *kept)[1:]
     held_bytes = np.zeros(sizes[0].shape)
-    for moments, group in groups.items():
-        rows = group_of == group
+    for moments, counts in groups.items():
+        rows = np.isin(numbers, counts)
         held_bytes[rows] = _most(moments, [size[rows] for size in sizes])
     return held_bytes
 
@@ -272,8 +276,7 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
 
 
 class ChunkBytes:
-    """Activation bytes of chunks of layers under one layout, cached because most of its ranks have
-    the same chunks.
+    """Activation bytes of layers under one layout, computed once for each kind of layer.
 
     ``once`` bytes of a layer are kept from its forward to its backward, ``whole`` bytes exist while
     its backward runs. `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by
@@ -299,23 +302,19 @@ class ChunkBytes:
             return once, as_whole(layer_kept(shape, kind, bare)) if layout.recompute else once
 
         self.layer = layer
-        self._chunks: dict[tuple[object, ...], Number] = {}
-        #: Rank -> bytes that it keeps at its peak.
+        #: Rank -> bytes of its activations at its peak (:func:`rank_memory`).
         self.held: dict[int, Number] = {}
 
     def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
         """Bytes kept by the layers of a chunk if at most `limit` of them are recomputed."""
-        key = (*layers.items(), limit)
-        if key not in self._chunks:
-            total: Number = 0.0
-            for kind, number in layers.items():
-                once, whole = self.layer(kind)
-                if limit is None or number <= limit:
-                    total = total + number * once
-                else:
-                    total = total + (limit * once + (number - limit) * whole)
-            self._chunks[key] = total
-        return self._chunks[key]
+        total: Number = 0.0
+        for kind, number in layers.items():
+            once, whole = self.layer(kind)
+            if limit is None or number <= limit:
+                total = total + number * once
+            else:
+                total = total + (limit * once + (number - limit) * whole)
+        return total
 
 
 def _rank_states(
@@ -379,15 +378,15 @@ def rank_memory(
             numbers = layout.tokens * shape.vocab_size / layout.tp
             logits = numbers * WHOLE_LOGIT_BYTES[layout.loss]
         logits = logits + 2 * w * layout.token_shard * shape.hidden_size
-    limit = layout.recompute_layers
-    share = None if limit is None else limit / len(content.chunks)
-    kept = [chunks.chunk(chunk, share) for chunk in content.chunks]
-    work: Number = 0.0
-    for kind in content.kinds:
-        once, whole = chunks.layer(kind)
-        work = maximum(work, whole - once)
     if rank not in chunks.held:
-        chunks.held[rank] = held(layout, rank, kept)
+        limit = layout.recompute_layers
+        share = None if limit is None else limit / len(content.chunks)
+        work: Number = 0.0
+        for kind in content.kinds if "full" in layout.recompute else ():
+            once, whole = chunks.layer(kind)
+            work = maximum(work, whole - once)
+        kept = [chunks.chunk(chunk, share) for chunk in content.chunks]
+        chunks.held[rank] = held(layout, rank, kept) + work
     # Buffers of communication: gathered inputs, unsharded units of ZeRO-3; a dequantized block.
     buffers: Number = 0.0
     if layout.sequence_parallel:
@@ -411,7 +410,7 @@ def rank_memory(
     return RankMemory(
         rank=rank,
         **state_bytes,
-        activations=chunks.held[rank] + ("full" in layout.recompute) * work,
+        activations=chunks.held[rank],
         logits=logits,
         buffers=buffers,
     )
@@ -537,8 +536,7 @@ def _peaks(
     shards = layout.tp if layout.sequence_parallel else 1
     gathered = tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
     score_bytes, score_work = 0.0, 0.0
-    if layout.attention_kernel != "flash":
-        name = "eager" if layout.attention_kernel == "eager" else "fused"
+    if (name := layout.attention_kernel) in KEEP_SCORES:
         each = getattr(allocation, f"{name}_score_work")
         score_work = each * tokens * layout.seq_len * shape.num_heads / layout.tp
         counted = tokens * layout.seq_len * shape.num_heads / layout.tp

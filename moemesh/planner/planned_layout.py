@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.layout import Layout
+from moemesh.config.layout import Degrees, Layout
 from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, Offload, ScheduleName
 from moemesh.config.rules import (
     V_SCHEDULES,
@@ -20,7 +20,9 @@ from moemesh.config.rules import (
 from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
-AttentionKernel = Literal["flash", "eager", "fused"]
+#: Kernels of the attention core: FlashAttention 2 or newer, the first one, a fused and a plain
+#: softmax that keep their scores, and the fused softmax of 2021, which writes all scores.
+AttentionKernel = Literal["flash", "first_flash", "fused", "eager", "masked"]
 Precision = Literal["bfloat16", "float16", "float32", "float64", "float8", "float4"]
 
 #: Parts that can be recomputed in the backward instead of kept: whole layers; or the attention core
@@ -74,7 +76,7 @@ _LEAST: dict[str, tuple[float, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PlannedLayout(Shown):
+class PlannedLayout(Degrees, Shown):
     """Degrees, batch and every strategy of one step. Fields shared with Plan have its values.
 
     `microbatch` is in sequences per data-parallel replica, `global_batch` in sequences per step. A
@@ -209,20 +211,6 @@ class PlannedLayout(Shown):
                 fix = f"{name} = {type(value)(least) if value == value else least}"
                 complain("out-of-range", name, message, fix)
         return problems
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
-
-    @property
-    def stage_ranks(self) -> int:
-        """Ranks of one pipeline stage."""
-        return self.dp * self.cp * self.tp
-
-    @property
-    def edp(self) -> int:
-        """Number of expert replicas (D_e)."""
-        return self.stage_ranks // (self.ep * self.etp)
 
     @property
     def dense_replicas(self) -> int:

@@ -1,4 +1,4 @@
-"""Ranges of a flattened tensor as boxes of it, and as parts of its rows."""
+"""Ranges of a flattened tensor as boxes of it, as parts of its rows and of logical tensors."""
 
 from __future__ import annotations
 
@@ -40,6 +40,45 @@ def boxes(shape: Sequence[int], numbers: range) -> Iterator[Box]:
                 covered = range(start, start + len(box.numbers))
                 yield Box((index, *box.offset), (1, *box.shape), covered)
         place = stop
+
+
+class Part(NamedTuple):
+    """A box of the tensor `name` of logical `shape`: it begins at `offset` and has `sizes`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def logical_parts(
+    name: str,
+    shape: tuple[int, ...],
+    held: Sequence[Sequence[range]],
+    numbers: range,
+    experts: Sequence[int] | None = None,
+) -> Iterator[tuple[Part, range]]:
+    """The parts of logical tensors in the range `numbers` of a flattened local tensor, each with
+    its own range of them.
+
+    The local tensor has the ranges `held` of the dims of `name`, one after the other. A stack of
+    `experts` (ids) has these ranges of each expert, which is a tensor of its own:
+    "layers.1.feed_forward.experts.17.gate_up".
+    """
+    module, _, leaf = name.replace(".experts.rest.", ".experts.").rpartition(".")
+    size = math.prod(map(len, held[0]))
+    for index, part in rows(len(held) * len(experts or (0,)), size, numbers):
+        start = index * size
+        place, block = divmod(index, len(held))
+        if experts is not None:
+            name = f"{module}.{experts[place]}.{leaf}"
+        slices = held[block]
+        inside = range(part.start - start, part.stop - start)
+        for box in boxes([len(dim) for dim in slices], inside):
+            ends = zip(slices, box.offset, strict=True)
+            offset = tuple(dim.start + first for dim, first in ends)
+            whole = range(box.numbers.start + start, box.numbers.stop + start)
+            yield Part(name, shape, offset, box.shape), whole
 
 
 def rows(num_rows: int, row: int, numbers: range) -> Iterator[tuple[int, range]]:

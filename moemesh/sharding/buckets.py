@@ -103,15 +103,15 @@ class Bucket:
 
     def expert_numbers(self, own: range) -> int:
         """Count of the numbers in the range `own` that belong to routed experts."""
-        return sum(numbers for one, numbers in self.parts(own) if one.axis in EXPERT_AXES)
+        return sum(len(part) for member, part in self.parts(own) if member.axis in EXPERT_AXES)
 
-    def parts(self, own: range) -> Iterator[tuple[Member, int]]:
-        """Each member, with the count of its numbers in the range `own`."""
+    def parts(self, own: range) -> Iterator[tuple[Member, range]]:
+        """Each member, with the range of its numbers that is in the range `own` of the bucket."""
         start = 0
         for member in self.members:
-            stop = start + member.numbers
-            yield member, len(range(max(own.start, start), min(own.stop, stop)))
-            start = stop
+            first, end = max(own.start - start, 0), min(own.stop - start, member.numbers)
+            yield member, range(first, end)
+            start += member.numbers
 
 
 def owned_sizes(numbers: int, ranks: int, owners: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple, TypeAlias
 
 from moemesh.config.optimizer_table import has_matrices
+from moemesh.sharding.boxes import Part
 from moemesh.sharding.buckets import unit_of
 
 
@@ -42,15 +43,6 @@ def matrices(name: str, shape: Sequence[int]) -> tuple[Matrix, ...]:
     return tuple(
         Matrix(box, prod(sizes), shape[-1]) for box, sizes in zip(parts, rows, strict=True)
     )
-
-
-class Part(NamedTuple):
-    """A box of the tensor `name` of logical `shape`: it begins at `offset` and has `sizes`."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 #: (source, destination) -> parts on the way.

@@ -20,11 +20,13 @@ norms, and extra prediction layers. The backward ends at the first unit in which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain, pairwise
 from math import prod
 
-from moemesh.config.layout import EXPERT_AXES, Layout, shard_range, shard_sizes
+from moemesh.config.layout import EXPERT_AXES, Layout, shard_range
 from moemesh.config.lora import factors_of, packed_bytes, parts_of
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -74,17 +76,36 @@ class ParameterTensor:
         is_fp32 = self.is_fp32 if self.recorded_unit else ".router." in self.name
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
+    def slices(self, layout: Layout, at: Mapping[str, int]) -> tuple[range, ...]:
+        """:func:`held_slices` of the rank with these coordinates."""
+        degree = partial(getattr, layout)
+        return held_slices(self.shape, self.shards, self.per_rank, degree, at.__getitem__)
+
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
         """Elements held by the rank with these coordinates: numbers, or packed bytes."""
-        sizes = list(self.shape)
-        for axis, dim in self.shards.items():
-            degree = int(getattr(layout, axis))
-            is_uneven = axis == "ep" and self.per_rank
-            shares = self.per_rank if is_uneven else shard_sizes(sizes[dim], degree)
-            sizes[dim] = shares[at[axis]]
+        sizes = [len(part) for part in self.slices(layout, at)]
         if self.is_packed:
             sizes[-1] = packed_bytes(sizes[-1])
         return prod(sizes)
+
+
+def held_slices(
+    shape: tuple[int, ...],
+    shards: Mapping[str, int],
+    per_rank: Sequence[int] | None,
+    degree: Callable[[str], int],
+    index: Callable[[str], int],
+) -> tuple[range, ...]:
+    """The part of each dim that a rank holds, from the degree of each axis and its index on it; of
+    a stack of experts, places. Of a sharded dim of several blocks only the length is right."""
+    parts = [range(size) for size in shape]
+    for axis, dim in shards.items():
+        at = index(axis)
+        parts[dim] = shard_range(shape[dim], degree(axis), at)
+        if axis == "ep" and per_rank:
+            first = sum(per_rank[:at])
+            parts[dim] = range(first, first + per_rank[at])
+    return tuple(parts)
 
 
 def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
@@ -303,6 +324,31 @@ def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[Pa
         )
         behind.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
     yield from behind
+
+
+def unit_orders(
+    layers: Iterable[int], *, first: bool, last: bool, ahead: Iterable[int]
+) -> list[list[str]]:
+    """The units that the forward of a part of the model reads, in order; the `ahead` (extra
+    prediction) layers of the last part each have an order of their own."""
+    inner = [f"layers.{index}" for index in layers]
+    orders = [["embedding"] * first + inner + ["head"] * last]
+    if last:
+        orders += [["embedding", f"layers.{index}", "head"] for index in ahead]
+    return orders
+
+
+def next_units(
+    orders: Iterable[Sequence[str]], without_backward: Collection[str]
+) -> dict[tuple[str, str], str]:
+    """(phase, unit) -> the unit that always follows it, which ZeRO-3 gathers ahead of its use. No
+    backward reads the embedding, or reaches the units `without_backward`."""
+    following: dict[tuple[str, str], set[str]] = {}
+    for before, after in chain.from_iterable(map(pairwise, orders)):
+        following.setdefault(("forward", before), set()).add(after)
+        if before != "embedding" and before not in without_backward:
+            following.setdefault(("backward", after), set()).add(before)
+    return {key: units.pop() for key, units in following.items() if len(units) == 1}
 
 
 def units_without_backward(first: str, model: ModelConfig) -> frozenset[str]:

@@ -26,8 +26,9 @@ from moemesh.checkpoint.store import Shard
 from moemesh.comm import transfers
 from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
+from moemesh.sharding.boxes import Part
 from moemesh.sharding.buckets import unit_of
-from moemesh.sharding.matrices import MatrixExchange, Part, Parts, exchanges, matrices, splits
+from moemesh.sharding.matrices import MatrixExchange, Parts, exchanges, matrices, splits
 
 #: Coefficients of the Newton-Schulz iteration, and its number of steps (Keller Jordan).
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5

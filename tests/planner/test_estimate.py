@@ -33,6 +33,17 @@ def test_a_parameter_server_shows_what_a_worker_sends() -> None:
     assert sent == pytest.approx([3 * 2 * number, 4 * number], rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8"])
+def test_traffic_in_a_number_type_that_no_run_has_comes_from_closed_forms(dtype: str) -> None:
+    plan = f"dp=2,ep=2,dtype={dtype}"
+    document = estimated("tiny", plan, cluster="laptop_cpu", seq_len=64, global_batch=8)
+    (note,) = [note for note in document["notes"] if note.startswith("traffic")]
+    assert note.endswith(f"`moemesh train` does not train in {dtype}")
+    counts = document["parameters"]
+    (sums,) = [row for row in document["traffic"] if row["caller"] == "gradients"]
+    assert sums["wire_bytes"] == 4 * (counts["total"] - counts["experts"])
+
+
 def test_more_devices_than_the_cluster_has_are_noted() -> None:
     document = estimated(plan="tp=2,dp=16,ep=8,microbatch=1", global_batch=64)
     assert any("32 devices" in note for note in document["notes"])

@@ -15,6 +15,7 @@ from moemesh.planner.intervals import (
     Intervals,
     MemoryErrors,
     SecondsErrors,
+    fits_chance,
     own_width,
     read_intervals,
     shipped_intervals,
@@ -42,7 +43,7 @@ def test_a_device_that_few_sources_measured_has_the_wider_interval() -> None:
     assert intervals.well_measured == {"ampere", "hopper"}
     assert intervals.seconds_width("hopper") < intervals.seconds_width("blackwell")
     assert intervals.seconds_width("") == intervals.seconds_width("blackwell")
-    low, high = intervals.of_seconds(10.0, "hopper")
+    low, high = Interval.around(10.0, intervals.seconds_width("hopper"))
     assert low * high == pytest.approx(100.0)
     assert Interval.around(8.0, log(2)) == pytest.approx((4.0, 16.0))
 
@@ -101,11 +102,12 @@ def test_memory_of_a_known_stack_is_within_an_eighth() -> None:
     intervals = shipped_intervals()
     assert intervals.known_width <= log(1.13)
     assert min(intervals.memory_coverage(known=True).by_source.values()) >= 0.8
-    assert intervals.of_memory(80.0, known=True).high < intervals.of_memory(80.0).high
-    assert intervals.fits_chance(80.0, 80.0, known=True) == pytest.approx(0.5)
-    edge = 80.0 * exp(intervals.known_width)
-    assert intervals.fits_chance(80.0, edge, known=True) == pytest.approx(0.9, abs=1e-3)
-    assert intervals.fits_chance(80.0, edge) < intervals.fits_chance(80.0, edge, known=True)
+    known = intervals.known_width
+    assert known < intervals.memory_width
+    assert fits_chance(80.0, 80.0, known) == pytest.approx(0.5)
+    edge = 80.0 * exp(known)
+    assert fits_chance(80.0, edge, known) == pytest.approx(0.9, abs=1e-3)
+    assert fits_chance(80.0, edge, intervals.memory_width) < fits_chance(80.0, edge, known)
 
 
 def test_the_interval_goes_from_that_of_strangers_to_that_of_own_runs() -> None:
@@ -114,5 +116,7 @@ def test_the_interval_goes_from_that_of_strangers_to_that_of_own_runs() -> None:
     assert own_width(small, 0.3) == pytest.approx(0.3)
     assert own_width(small * 3, 0.3) < 0.1
     assert own_width(small * 12, 0.3) == pytest.approx(0.02, abs=0.005)
-    low, high = shipped_intervals().of_seconds(10.0, "hopper", small * 12)
+    low, high = Interval.around(
+        10.0, own_width(small * 12, shipped_intervals().seconds_width("hopper"))
+    )
     assert high / low < 1.05

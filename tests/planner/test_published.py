@@ -63,14 +63,14 @@ def test_hardware_descriptions(text, name, intra, inter, node):
 
 def test_notes_become_software():
     fused = parse_run(llama(1, 1, 1, 1, 26.5), ARCHS)
-    assert (fused.software.kernel, fused.software.balanced_stages) == ("flash", True)
+    assert fused.layout.attention_kernel == "flash"
     old = parse_run(llama(1, 1, 1, 1, 26.5, notes="attention kernel: torch"), ARCHS)
-    assert old.software.kernel == "eager"
+    assert old.layout.attention_kernel == "eager"
     assert (fused.layout.fused_norm, old.layout.fused_norm) == (True, False)
     first = parse_run(
         llama(1, 1, 1, 1, 26.5, notes="attention kernel: flash_attentionv1.0.8"), ARCHS
-    ).software
-    assert first.kernel == "first_flash"
+    ).layout
+    assert first.attention_kernel == "first_flash"
     moe = {"arch": "moe-30B", "ep": 8}
     deep = parse(**moe, notes="dispatcher DeepEP; +1f1b A2A overlap").software
     assert (deep.deduplicated, deep.overlapped_exchange) == (True, True)
@@ -456,8 +456,9 @@ def test_a_table_of_nobody_says_in_columns_what_known_sources_imply() -> None:
     other = parse_run(llama(1, 2, 2, 1, 34.8, src="somebody", **columns), ARCHS)
     assert (other.software, other.layout) == (known.software, known.layout)
     assert other.cluster == "ours/A100-80G" != known.cluster
-    masked = parse_run(llama(1, 1, 1, 1, 26.5, kernel="masked", dedup="1"), ARCHS).software
-    assert (masked.kernel, masked.deduplicated) == ("masked", True)
+    masked = parse_run(llama(1, 1, 1, 1, 26.5, kernel="masked", dedup="1"), ARCHS)
+    assert masked.layout.attention_kernel == "masked"
+    assert masked.software.deduplicated
     assert annotated_row({"src": "mpf_tab3", "dedup": "1"}, "")["dedup"] == "1"
     assert annotated_row({"src": "mpf_tab3"}, "") | {"generation": ""} == {
         "src": "mpf_tab3", "generation": "", "stack": "mpf", "token_drop": "1", "dedup": "0",

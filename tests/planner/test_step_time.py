@@ -60,13 +60,13 @@ def price(
     **layout,
 ) -> StepTime:
     planned = PlannedLayout(**{"seq_len": 2048, "global_batch": 256} | layout)
-    return step_time(
+    work = PricedStep(
         model_row(shape),
         layout_row(shape, planned, software or Software()),
         hardware_row(ACCELERATORS[device]),
         constants or Constants(),
-        stages=[Stages.of(shape, planned)],
     )
+    return step_time(work, stages=[Stages.of(shape, planned)])
 
 
 def test_parts_add_up_to_the_step():
@@ -216,7 +216,7 @@ def test_a_format_that_a_device_lacks_is_the_next_wider_one(device, precision, a
     for name in (precision, as_slow_as):
         row = layout_row(DENSE, PlannedLayout(**planned, precision=name), Software())
         hardware = hardware_row(sheet, name)
-        prices.append(step_time(model_row(DENSE), row, hardware, Constants()).total)
+        prices.append(step_time(PricedStep(model_row(DENSE), row, hardware, Constants())).total)
     assert prices[0] == prices[1]
 
 
@@ -358,13 +358,13 @@ def simulated(shape: ModelShape, layout: PlannedLayout, stages: Stages) -> StepT
 
 
 def bound(shape: ModelShape, layout: PlannedLayout, stages: list[Stages] | None = None) -> StepTime:
-    return step_time(
+    work = PricedStep(
         model_row(shape),
         layout_row(shape, layout, Software()),
         hardware_row(ACCELERATORS["A100-80G"]),
         Constants(),
-        stages=stages,
     )
+    return step_time(work, stages=stages)
 
 
 def test_a_cut_by_weight_of_a_published_run():
@@ -416,13 +416,13 @@ def test_compute_floor_is_a_lower_bound(values, moe, precision, adapters, capaci
     shape = MOE if moe else DENSE
     layout = PlannedLayout(dp=dp, global_batch=256 * dp, precision=precision, **values)
     layout = layout.changed(adapters=adapters, capacity_factor=capacity)
-    arguments = (
+    work = PricedStep(
         model_row(shape),
         layout_row(shape, layout, Software()),
         hardware_row(ACCELERATORS["H100-80G"], precision),
         Constants(),
     )
-    assert float(compute_floor(*arguments)) <= float(step_time(*arguments).total)
+    assert float(compute_floor(work)) <= float(step_time(work).total)
 
 
 def test_columns_give_what_single_rows_give():
@@ -433,16 +433,16 @@ def test_columns_give_what_single_rows_give():
     software = [Software(native_kernel=index % 2 == 1) for index in range(len(cases))]
     device = ACCELERATORS["H100-80G"]
     rows = zip(cases, software, strict=True)
-    together = step_time(
+    columns = PricedStep(
         stacked([model_row(shape) for shape, _ in cases]),
         stacked([layout_row(shape, layout, traits) for (shape, layout), traits in rows]),
         stacked([hardware_row(device, layout.precision) for _, layout in cases]),
         Constants(),
     )
+    together = step_time(columns)
     for index, ((shape, layout), traits) in enumerate(zip(cases, software, strict=True)):
-        alone = step_time(
-            model_row(shape), layout_row(shape, layout, traits), hardware_row(device), Constants()
-        )
+        row = layout_row(shape, layout, traits)
+        alone = step_time(PricedStep(model_row(shape), row, hardware_row(device), Constants()))
         assert together.row(index) == pytest.approx(alone.row(0), rel=1e-12)
 
 
@@ -501,7 +501,7 @@ def test_large_product_approaches_best_efficiency():
 
 
 def test_flash_skips_the_upper_triangle_and_windows_cap():
-    work, written = priced(), priced(software=Software(kernel="eager"))
+    work, written = priced(), priced(attention_kernel="eager")
     assert (attended(work), attended(written)) == (1024, 2048)
     assert core_seconds(written) > 2 * core_seconds(work)
     assert attended(priced(DENSE.changed(windows=(128,) * 40))) == 128

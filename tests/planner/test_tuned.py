@@ -28,6 +28,7 @@ from moemesh.planner.traffic.tensors import StagePlacement
 from moemesh.planner.traffic.volumes import step_volumes
 from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import num_trained, tensors
+from moemesh.trace.memory_profile import format_bytes
 
 CHOICES = (
     RunConfig(lora=LoraConfig(rank=8)),
@@ -178,6 +179,22 @@ def test_states_and_traffic_are_those_of_what_trains() -> None:
     less = before.states - memory.states
     assert estimated.peak.needed == pytest.approx(every.peak.needed - less)
     assert any(f"{trained:,} parameters train" in note for note in estimated.notes)
+
+
+def test_bytes_in_words_are_those_of_what_trains() -> None:
+    """The note on a server, and rows that cross nodes, which are the cluster's without a key."""
+    server = RunConfig(plan=Plan(dp=4, data="parameter_server"), lora=LoraConfig(rank=4))
+    estimated = estimate_run(server, "laptop_cpu")
+    sums = (estimated.traffic.total(caller=name) for name in ("gradients", "weights"))
+    size = format_bytes(sum(one.wire_bytes for one in sums))
+    assert f"with gradients {size} are sent by it" in "".join(estimated.notes)
+
+    def sent(**keys: int) -> int:
+        plan = Plan(dp=16, ep=8, tp=2, etp=2, dispatcher="hierarchical", **keys)
+        run = RunConfig(plan=plan, lora=LoraConfig(rank=4))
+        return estimate_run(run, load_cluster("dgx_h100")).traffic.total().wire_bytes
+
+    assert sent() == sent(ranks_per_node=8)
 
 
 def test_the_estimate_of_a_packed_base_is_that_of_its_tensors() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from moemesh.config.trainable import refusals
-from moemesh.planner.machine_memory import TooLargeError, predicted_memory, refuse_too_large
+from moemesh.planner.machine_memory import TooLargeError, refuse_too_large
+from moemesh.planner.traffic.own_memory import predicted_memory
 from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import num_trained
 from tests.train import runs

@@ -21,9 +21,9 @@ from moemesh.config.train import TrainConfig
 from moemesh.planner.machine_memory import (
     TooLargeError,
     memory_warning,
-    predicted_memory,
     refuse_too_large,
 )
+from moemesh.planner.traffic.own_memory import predicted_memory
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.train.console import Console

@@ -18,7 +18,7 @@ tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from moemesh.model.transformer import ModelPart
 from moemesh.ops.permute import linear_map
 from moemesh.parallel.placement import OwnRange
 from moemesh.sharding.buckets import Bucket, owned_sizes
+from moemesh.sharding.parameters import next_units, unit_orders
 
 #: Waits for an exchange that has been started.
 Wait = Callable[[], object]
@@ -507,20 +508,11 @@ class GatheredWeights(WeightGate):
         if tied and any(part.last for part in parts):
             # Without a norm of its own the head reads nothing else.
             by_unit["head"] = by_unit.get("head", []) + by_unit["embedding"]
-        following: dict[tuple[str, str], set[str]] = {}
-        for part in parts:
-            # In the order of its forward; extra prediction layers apart, which not every one runs.
-            layers = [f"layers.{index}" for index in part.layers]
-            sequences = [["embedding"] * part.first + layers + ["head"] * part.last]
-            if part.last:
-                sequences += [["embedding", f"layers.{index}", "head"] for index in ahead]
-            for units in sequences:
-                for before, after in pairwise(units):
-                    following.setdefault(("forward", before), set()).add(after)
-                    if before != "embedding" and before not in without_backward:
-                        following.setdefault(("backward", after), set()).add(before)
-        #: The unit to gather ahead, where it is always the same one.
-        self._next = {key: units.pop() for key, units in following.items() if len(units) == 1}
+        orders = [
+            unit_orders(part.layers, first=part.first, last=part.last, ahead=ahead)
+            for part in parts
+        ]
+        self._next = next_units(chain.from_iterable(orders), without_backward)
 
     def fetch(self, unit: str) -> None:
         self._gather(unit, "forward")

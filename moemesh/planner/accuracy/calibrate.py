@@ -10,9 +10,10 @@ the fit of all runs would contain information on held-out ones.
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import log
 from typing import Literal
 
@@ -39,6 +40,7 @@ from moemesh.planner.timing.calibration import (
     stack_of,
 )
 from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns, picked
+from moemesh.planner.timing.compute import PricedStep
 from moemesh.planner.timing.step_time import step_time
 
 # The unknowns of a fit: logarithms of shared constants, and deviations by cluster, stack,
@@ -102,7 +104,7 @@ class TimedRuns:
 
 def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
     constants = Constants(**dict(zip(NAMES, np.exp(values), strict=True)))
-    total: FloatArray = step_time(*columns, constants).total
+    total: FloatArray = step_time(PricedStep(*columns, constants)).total
     return np.log(total)
 
 
@@ -364,24 +366,11 @@ def _memory_errors(
 def intervals_toml(intervals: Intervals) -> str:
     """Text of the file for :func:`moemesh.planner.intervals.read_intervals`."""
     lines = [_HEADING]
-    for source in intervals.seconds:
-        lines += [
-            "",
-            "[[seconds]]",
-            f'source = "{source.source}"',
-            f'generation = "{source.generation}"',
-        ]
-        lines += _numbers("errors", source.errors)
-    for kind, sources in (("memory", intervals.memory), ("known_memory", intervals.known)):
+    kinds = ("seconds", intervals.seconds), ("memory", intervals.memory)
+    for kind, sources in (*kinds, ("known_memory", intervals.known)):
         for source in sources:
-            lines += ["", f"[[{kind}]]", f'source = "{source.source}"']
-            for name in ("errors", "ran", "out"):
-                if values := getattr(source, name):
-                    lines += _numbers(name, values)
+            lines += ["", f"[[{kind}]]"]
+            for name, value in asdict(source).items():
+                if value != ():
+                    lines += textwrap.wrap(f"{name} = {format_value(value)}", 100)
     return "\n".join(lines) + "\n"
-
-
-def _numbers(name: str, values: Sequence[float]) -> list[str]:
-    texts = [format_value(value) for value in values]
-    rows = [", ".join(texts[start : start + 12]) for start in range(0, len(texts), 12)]
-    return [f"{name} = [", *(f"    {row}," for row in rows), "]"]

@@ -25,30 +25,24 @@ _NO_DEVIATION = 0.01
 
 def calibration_toml(calibration: Calibration, heading: str) -> str:
     """The calibration as TOML for :func:`read_calibration`."""
-    lines = [f"# {line}" for line in heading.splitlines()]
-    lines += _table("shared", calibration.shared)
-    for kind, levels in (
-        ("stack", calibration.stacks),
-        ("release", calibration.releases),
-        ("cluster", calibration.clusters),
-    ):
+    tables = {"shared": calibration.shared}
+    for kind in ("stack", "release", "cluster"):
+        levels: Mapping[str, Mapping[str, float]] = getattr(calibration, f"{kind}s")
         for key, factors in sorted(levels.items()):
             moved = {name: x for name, x in factors.items() if abs(x - 1) >= _NO_DEVIATION}
-            lines += _table(f"{kind}.{format_key(key)}", moved)
+            tables[f"{kind}.{format_key(key)}"] = moved
+    # Fitted numbers are written with four significant digits.
+    tables = {
+        name: {key: float(f"{value:.4g}") for key, value in values.items()}
+        for name, values in tables.items()
+    }
     for stack, settings in sorted(calibration.allocations.items()):
-        lines += _table(f"memory.{format_key(stack)}", settings)
+        tables[f"memory.{format_key(stack)}"] = dict(settings)
+    lines = [f"# {line}" for line in heading.splitlines()]
+    for name, values in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{format_key(key)} = {format_value(x)}" for key, x in values.items()]
     return "\n".join(lines) + "\n"
-
-
-def _table(name: str, values: Mapping[str, object]) -> list[str]:
-    return ["", f"[{name}]", *(f"{format_key(key)} = {_value(x)}" for key, x in values.items())]
-
-
-def _value(value: object) -> str:
-    """Text of a value: four significant digits for a fitted number."""
-    if isinstance(value, float) and 0 < abs(value) < 1e5:
-        return f"{value:.4g}" if "." in f"{value:.4g}" or "e" in f"{value:.4g}" else f"{value:.1f}"
-    return format_value(value)
 
 
 def use_cluster(

@@ -30,7 +30,7 @@ from moemesh.planner.accuracy.calibrate import (
     measured_runs,
 )
 from moemesh.planner.accuracy.published import PublishedRun
-from moemesh.planner.accuracy.validate import Prediction, predict
+from moemesh.planner.accuracy.validate import OTHER_UNIT, Prediction, predict
 from moemesh.planner.arithmetic import FloatArray
 from moemesh.planner.intervals import own_width, shipped_intervals
 from moemesh.planner.layout_sources import from_plan, trained_shares
@@ -59,9 +59,7 @@ _FEWEST_TO_DOUBT = 4
 #: Degrees of freedom of Student's t, and the weight below which a run is reported.
 _FREEDOM = 2.0
 _DOUBTED = 0.1
-#: Ratio to the prediction from which on a table has another unit, and ratio of the times of equal
-#: layouts from which on they contradict each other.
-_OTHER_UNIT = 50.0
+#: Ratio of the times of equal layouts from which on they contradict each other.
 _CONTRADICTS = 1.25
 
 
@@ -202,10 +200,10 @@ def _size(errors: FloatArray) -> float:
 def _check_units(runs: Sequence[PublishedRun], ratios: FloatArray) -> None:
     """Raise UserError if the median time differs from the prediction by a factor of 50."""
     middle = exp(float(np.median(ratios)))
-    if 1 / _OTHER_UNIT < middle < _OTHER_UNIT:
+    if 1 / OTHER_UNIT < middle < OTHER_UNIT:
         return
     off = ", ".join(run.id for run, ratio in zip(runs, ratios, strict=True)
-                    if abs(ratio) > log(_OTHER_UNIT))  # fmt: skip
+                    if abs(ratio) > log(OTHER_UNIT))  # fmt: skip
     raise UserError(
         f"runs {off} take {middle:,.3g} times the seconds that such a device needs: times are in "
         "seconds a step (step_time_s; are these milliseconds?), rates of one device"

@@ -157,7 +157,7 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     precision: Precision | None = next((x for x in patterns if re.search(patterns[x], text)), None)
     if precision is None:
         raise ValueError(f"precision is `{text}`: known are bf16, fp16, fp32, fp8 and fp4")
-    kernels: dict[str, AttentionKernel] = {"eager": "eager", "fused": "fused"}
+    kernels: dict[str, AttentionKernel] = {kernel: kernel for kernel in KERNELS}
     # Frozen weights have neither gradients nor optimizer states; those of adapters are small.
     trained = 0.0 if (adapters := row.get("adapters") == "1") else 1.0
     return PlannedLayout(
@@ -378,7 +378,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         layout = from_run(row)
         _check(row, shape, layout, device)
         seconds, memory = _measured_seconds(row, shape, layout, device), _number(row, "mem_gib")
-        software = software_of(row, shape, layout)
+        software = software_of(row, layout)
         if capacity := _decimal(row, "capacity"):
             # With real routing the fullest expert rank is full, with padded experts every rank is.
             is_full = software.natural_routing or row.get("padded") == "1"
@@ -390,9 +390,9 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
             layout = layout.changed(etp=layout.tp)
         is_measured = row.get("mem_kind", "").strip().lower() in _MEASURED_MEMORY
         if layout.pp > 1:
-            cut = even_cut
-            if software.balanced_stages and layout.stages_per_rank == 1:
-                cut = cut_by_weight
+            # Embedding and head count as layers where equal numbers of layers are impossible.
+            is_balanced = row.get("balanced") == "1" or shape.num_layers % layout.pp > 0
+            cut = cut_by_weight if is_balanced and layout.stages_per_rank == 1 else even_cut
             layout = layout.changed(layers_per_stage=cut(shape, layout.num_stages))
         if shape.activation == "gelu" and software.fsdp:
             layout = layout.changed(dropout=False)
@@ -518,13 +518,12 @@ def _check(
 
 #: Field of Software -> its column, where that has another name.
 _COLUMNS = {
-    "balanced_stages": "balanced", "deduplicated": "dedup", "overlapped_exchange": "overlap",
-    "overlapped_tensor": "tensor_overlap", "natural_routing": "natural",
-    "recomputed_share": "",
+    "deduplicated": "dedup", "overlapped_exchange": "overlap",
+    "overlapped_tensor": "tensor_overlap", "natural_routing": "natural", "recomputed_share": "",
 }  # fmt: skip
 
 
-def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout) -> Software:
+def software_of(row: Mapping[str, str], layout: PlannedLayout) -> Software:
     """Properties of the framework from the columns of :func:`annotated_row`."""
     values: dict[str, Any] = {}
     defaults: dict[str, Any] = vars(Software())
@@ -533,11 +532,8 @@ def software_of(row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout
             is_switch = isinstance(default, bool)
             values[name] = text == "1" if is_switch else type(default)(text)
     software = Software(**values)
-    is_uneven = shape.num_layers % (layout.pp * layout.stages_per_rank) != 0
     return replace(
         software,
-        kernel=software.kernel if software.kernel in KERNELS else "flash",
-        balanced_stages=software.balanced_stages or is_uneven,
         overlapped_exchange=software.overlapped_exchange or layout.schedule == "dualpipe",
         fsdp=software.fsdp or layout.zero == 3,
     )

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import exp
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from moemesh.planner.timing.columns import (
     model_row,
     stacked,
 )
+from moemesh.planner.timing.compute import PricedStep
 from moemesh.planner.timing.step_time import step_time
 from moemesh.schedule.build import is_defined
 
@@ -35,7 +36,7 @@ from moemesh.schedule.build import is_defined
 _WHOLE_LAYERS = frozenset({"full"})
 _ROUNDING = 1e-9
 #: Ratio of predicted and measured seconds from which on a row has another unit.
-_OTHER_UNIT = 50.0
+OTHER_UNIT = 50.0
 #: Microbatches that are tried for a row without one.
 _MICROBATCHES = (1, 2, 4, 8, 16)
 
@@ -61,7 +62,7 @@ class Prediction:
     def is_in_another_unit(self) -> bool:
         """Whether measured and predicted seconds differ by a factor of 50 (milliseconds do)."""
         error = self.error
-        return error is not None and not 1 / _OTHER_UNIT < 1 + error < _OTHER_UNIT
+        return error is not None and not 1 / OTHER_UNIT < 1 + error < OTHER_UNIT
 
     @property
     def memory_error(self) -> float | None:
@@ -108,7 +109,7 @@ def _fits(run: PublishedRun, memory: PeakMemory, allocation: Allocation) -> bool
 def _run_seconds(runs: Sequence[PublishedRun], constants: Sequence[Constants]) -> FloatArray:
     """The step times of runs, with simulated schedules."""
     stages = [Stages.of(*run.priced[:2]) for run in runs]
-    return step_time(*run_columns(runs), stacked(constants), stages=stages).total
+    return step_time(PricedStep(*run_columns(runs), stacked(constants)), stages=stages).total
 
 
 def run_columns(
@@ -217,15 +218,11 @@ class SelectionStatistics:
     out_of_memory: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The planner's choice in one group and the best run, by id."""
+class Selection(NamedTuple):
+    """The planner's choice in one group, by id, and its regret: None if it ran out of memory."""
 
     group: str
-    choices: int
     picked: str
-    best: str
-    #: Regret of the choice; None if it ran out of memory.
     regret: float | None
 
 
@@ -356,14 +353,7 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
         picked = min(
             fitting, key=lambda prediction: float(f"{each(prediction, prediction.seconds):.9g}")
         ).run.id
-        best = min(measured, key=lambda run: measured[run])
-        selections.append(
-            Selection(
-                group=", ".join(part for part in key if part),
-                choices=len(members),
-                picked=picked,
-                best=best,
-                regret=measured[picked] / measured[best] - 1 if picked in measured else None,
-            )
-        )
+        best = min(measured.values())
+        regret = measured[picked] / best - 1 if picked in measured else None
+        selections.append(Selection(", ".join(part for part in key if part), picked, regret))
     return selections

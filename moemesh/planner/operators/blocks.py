@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moemesh.planner.operators.strategies import CostModel, GraphBuilder, OperatorSpec
-from moemesh.planner.parameters import attended_tokens
+from moemesh.planner.parameters import attended_tokens, attention_products
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 
 #: Groups of the operator graph besides the kinds of layers (`group_of`).
@@ -181,13 +181,9 @@ class TransformerBlocks:
         shape, width = self.shape, self.widths["qkv"]
         source, inner, elements = self._norm("attention norm", entry), "hidden", None
         if shape.attention == "mla":
-            query = shape.q_lora_rank
-            down = shape.hidden_size * (query + shape.kv_lora_rank + shape.qk_rotary_head_dim)
+            per_head, down = attention_products(shape)
             source = self._product("latent", "hidden", "latent", source, elements=down, kept=True)
-            inner = "latent"
-            elements = (query or shape.hidden_size) * shape.query_width
-            per_head = shape.qk_nope_head_dim + shape.v_head_dim
-            elements += shape.kv_lora_rank * shape.num_heads * per_head
+            inner, elements = "latent", per_head - shape.output_width * shape.hidden_size
         qkv = self._product(
             "qkv", inner, "heads", source, outer_width=width, elements=elements, kept=True
         )

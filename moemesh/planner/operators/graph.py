@@ -144,16 +144,14 @@ class ProgramAnswer(NamedTuple):
     num_nodes: int
 
 
-@dataclass(kw_only=True)
 class IntegerProgram:
     """minimise sum of cost * variable, subject to rows low <= sum of coefficient * x <= high."""
 
-    #: (cost, upper bound, whether it is integral) of each variable; bounds of each row.
-    _variables: list[tuple[float, float, bool]] = field(
-        default_factory=list[tuple[float, float, bool]]
-    )
-    _rows: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    _entries: list[tuple[int, int, float]] = field(default_factory=list[tuple[int, int, float]])
+    def __init__(self) -> None:
+        #: (cost, upper bound, whether it is integral) of each variable; bounds of each row.
+        self._variables: list[tuple[float, float, bool]] = []
+        self._rows: list[tuple[float, float]] = []
+        self._entries: list[tuple[int, int, float]] = []
 
     def variable(self, cost: float = 0.0, *, high: float = 1.0, integral: bool = True) -> int:
         """A new variable of 0 to `high`; its position. An infinite cost fixes it to 0."""

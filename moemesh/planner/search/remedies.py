@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,6 +24,8 @@ _SHORTEST = 512
 
 #: Options of a run that needs less memory, and the fields of its layouts; the best first.
 Tunings = Mapping[str, Mapping[str, Any]]
+#: All layouts of the model on a cluster in a space.
+Search = Callable[[Cluster, Space], SearchSpace]
 
 
 def remedies(
@@ -37,21 +40,22 @@ def remedies(
     optimizer on the hosts (of each group of `tunings` the first that fits; if none does, with the
     longest half, quarter, ... of the sequence with which any does), and the packaged cluster of at
     least as many devices with the least memory a device."""
+    search = partial(SearchSpace, shape, progress=progress)
     nodes = cluster.nodes * 2
     while nodes <= cluster.nodes * _MOST_TIMES and nodes * cluster.gpus_per_node <= LARGEST_DEGREE:
         larger = cluster.model_copy(update={"nodes": nodes})
-        if seconds := _seconds(shape, larger, space, progress):
+        if seconds := _seconds(search, larger, space):
             yield f"--nodes {nodes}: {seconds}"
             break
         nodes *= 2
-    tuned = [_first(shape, cluster, space, group, progress) for group in tunings]
+    tuned = [_first(search, cluster, space, group) for group in tunings]
     yield from filter(None, tuned)
     every, length = {"": space.trained}, space.seq_len // 2
     for group in tunings:
         every |= group
     while not any(tuned) and length >= _SHORTEST:
         shorter = {f"--seq-len {length} {options}".rstrip(): every[options] for options in every}
-        tuned = [_first(shape, cluster, replace(space, seq_len=length), shorter, progress)]
+        tuned = [_first(search, cluster, replace(space, seq_len=length), shorter)]
         yield from filter(None, tuned)
         length //= 2
     packaged = [load_cluster(name) for name in preset_names("clusters")]
@@ -59,32 +63,24 @@ def remedies(
     for other in sorted(packaged, key=lambda one: one.memory_bytes):
         nodes = ceil(cluster.num_devices / other.gpus_per_node)
         same = other.model_copy(update={"nodes": nodes})
-        if seconds := _seconds(shape, same, space, progress):
+        if seconds := _seconds(search, same, space):
             yield f"--cluster {other.name} --nodes {nodes} ({same.num_devices} devices): {seconds}"
             break
 
 
-def _first(
-    shape: ModelShape,
-    cluster: Cluster,
-    space: Space,
-    group: Tunings,
-    progress: Callable[[str], None],
-) -> str:
+def _first(search: Search, cluster: Cluster, space: Space, group: Tunings) -> str:
     """The first options of `group` with which the model fits, with their seconds; "" if none do."""
     for options, shares in group.items():
-        if seconds := _seconds(shape, cluster, replace(space, trained=dict(shares)), progress):
+        if seconds := _seconds(search, cluster, replace(space, trained=dict(shares))):
             return f"{options}: {seconds}"
     return ""
 
 
-def _seconds(
-    shape: ModelShape, cluster: Cluster, space: Space, progress: Callable[[str], None]
-) -> str:
+def _seconds(search: Search, cluster: Cluster, space: Space) -> str:
     """Seconds a step of the fastest layout that fits, as text; "" if none fits."""
     sizes = {"num_devices": cluster.num_devices, "node_size": cluster.gpus_per_node}
     with suppress(ConfigError):
-        search = SearchSpace(shape, cluster, replace(space, **sizes), progress)
-        if numbers := search.fitting(search.capacity, 1):
-            return f"{search.seconds(numbers[0]):.3g} s a step"
+        searched = search(cluster, replace(space, **sizes))
+        if numbers := searched.fitting(searched.capacity, 1):
+            return f"{searched.seconds(numbers[0]):.3g} s a step"
     return ""

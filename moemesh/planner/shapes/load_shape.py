@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from moemesh.config.cluster import Cluster, load_cluster
-from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.errors import ConfigError, Problem, unknown_keys
 from moemesh.config.hub import local_folder, short_name
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import model_values
@@ -20,7 +20,7 @@ from moemesh.config.load import build_section
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.config.sources import RUN_CONFIG, Leaf, preset_names, read_preset_table
-from moemesh.config.suggest import aliases, nearest_choice
+from moemesh.config.suggest import nearest_choice
 from moemesh.config.toml import unreadable
 from moemesh.planner.shapes.counted import shape_of, shape_of_folder
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
@@ -302,15 +302,8 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
             raise _refused("not-a-choice", str(preset), "unknown model preset", fix)
         table = read_preset_table(str(preset)) | table
     shape_fields, config_fields = ModelShape.model_fields, set(ModelConfig.model_fields)
-    problems: list[Problem] = []
-    for key, value in table.items():
-        if key not in config_fields and key not in shape_fields:
-            fix = nearest_choice(key, tuple({**ModelConfig.model_fields, **shape_fields}))
-            if (foreign := aliases().get(key, "")).startswith("model."):
-                fix = f"here it is called {foreign.removeprefix('model.')}"
-            message = f"a model has no key `{key}`"
-            problems.append(Problem.of("unknown-key", f"model.{key}", value, message, fix))
-    if problems:
+    known = tuple({**ModelConfig.model_fields, **shape_fields})
+    if problems := unknown_keys("model", table, known):
         raise ConfigError(problems)
     trained = set(table) - set(shape_fields)
     if is_section and set(table) <= config_fields:

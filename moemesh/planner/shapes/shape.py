@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from moemesh.config.attention_keys import HeadSizes
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.sizes import read_sizes
 from moemesh.config.load import type_problems
 from moemesh.config.model import ModelConfig
 from moemesh.config.rules import CutSizes
-from moemesh.config.section import Section
 from moemesh.config.sources import Leaf
 
 #: Learned numbers per channel of one norm: a scale; a scale and a shift; nothing.
@@ -46,7 +46,7 @@ class Counted(NamedTuple):
     kept_bytes: float = 0.0
 
 
-class ModelShape(Section):
+class ModelShape(HeadSizes):
     """Every size of a decoder-only transformer. Fields shared with ModelConfig have its names.
 
     Widths are in channels, `intermediate_size` that of a dense MLP, `expert_intermediate_size` of
@@ -217,18 +217,6 @@ class ModelShape(Section):
     def gated(self) -> bool:
         """Whether the MLPs have a gate: three matrices instead of two."""
         return self.activation == "swiglu"
-
-    @property
-    def query_head_dim(self) -> int:
-        """Width of a query or key head in the attention product (d_qk)."""
-        if self.attention == "mla":
-            return self.qk_nope_head_dim + self.qk_rotary_head_dim
-        return self.head_dim
-
-    @property
-    def value_head_dim(self) -> int:
-        """Width of a value head (d_v)."""
-        return self.v_head_dim if self.attention == "mla" else self.head_dim
 
     @property
     def kv_heads(self) -> int:

@@ -81,50 +81,6 @@ _SELECTIVE = (
 _problem = partial(Problem.of, "partition")
 
 
-def imply(
-    model: Model,
-    cluster: Cluster,
-    base: Plan,
-    request: PartitionRequest,
-    mesh: Mapping[str, int],
-    operators: Sequence[OperatorChoice],
-) -> ImpliedPlan | None:
-    """`base` with the degrees nearest to `operators` that fit; None if no degrees are legal.
-
-    If none fit, the result has the degrees that need the least memory and ``fits = False``. For a
-    model that `moemesh train` trains, only plans that it supports are considered.
-    """
-    seq_len, global_batch = request.seq_len, request.global_batch
-    trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
-    best: ImpliedPlan | None = None
-    for agreement, differing, keys in _ranked(mesh, operators, model.shape.is_moe):
-        plan = base.model_copy(update=keys)
-        if plan.check(seq_len=seq_len, global_batch=global_batch):
-            continue
-        layout = from_plan(plan, model.config, seq_len=seq_len, global_batch=global_batch)
-        if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
-            continue
-        prices = pricing(cluster)
-        memory, seconds = prices.price(model.shape, layout)
-        refused = tuple(not_trained(layout, model))
-        fits = memory.fits(cluster.memory_bytes, prices.usable_share)
-        implied = ImpliedPlan(
-            plan=plan,
-            agreement=agreement,
-            differing=differing,
-            seconds=seconds["total"],
-            memory_bytes=memory.needed,
-            fits=fits,
-            command=train_command(layout, model) if fits and not refused else "",
-            not_trained=refused,
-        )
-        if fits:
-            return implied
-        if best is None or implied.memory_bytes < best.memory_bytes:
-            best = implied
-    return best
-
-
 def _ranked(
     mesh: Mapping[str, int], operators: Sequence[OperatorChoice], is_moe: bool
 ) -> list[tuple[float, tuple[str, ...], dict[str, object]]]:
@@ -367,8 +323,47 @@ class _Pipeline:
             "evaluations": division.evaluations,
             "stages": stages,
             "assignments": assignments,
-            "implied": imply(self.model, self.cluster, plan, self.request, mesh.axes, operators),
+            "implied": self._implied(plan, mesh.axes, operators),
         }
+
+    def _implied(
+        self, base: Plan, mesh: Mapping[str, int], operators: Sequence[OperatorChoice]
+    ) -> ImpliedPlan | None:
+        """`base` with the degrees nearest to `operators` that fit; None if no degrees are legal.
+
+        If none fit, the result has the degrees that need the least memory and ``fits = False``. For
+        a model that `moemesh train` trains, only plans that it supports are considered.
+        """
+        model, request = self.model, self.request
+        seq_len, global_batch = request.seq_len, request.global_batch
+        trained = not untrained(PlannedLayout(seq_len=seq_len, global_batch=1), model)
+        best: ImpliedPlan | None = None
+        for agreement, differing, keys in _ranked(mesh, operators, model.shape.is_moe):
+            plan = base.model_copy(update=keys)
+            if plan.check(seq_len=seq_len, global_batch=global_batch):
+                continue
+            layout = from_plan(plan, model.config, seq_len=seq_len, global_batch=global_batch)
+            if layout.check(model.shape.sizes) or (trained and untrained(layout, model)):
+                continue
+            prices = pricing(self.cluster)
+            memory, seconds = prices.price(model.shape, layout)
+            refused = tuple(not_trained(layout, model))
+            fits = memory.fits(self.cluster.memory_bytes, prices.usable_share)
+            implied = ImpliedPlan(
+                plan=plan,
+                agreement=agreement,
+                differing=differing,
+                seconds=seconds["total"],
+                memory_bytes=memory.needed,
+                fits=fits,
+                command=train_command(layout, model) if fits and not refused else "",
+                not_trained=refused,
+            )
+            if fits:
+                return implied
+            if best is None or implied.memory_bytes < best.memory_bytes:
+                best = implied
+        return best
 
 
 class _Network:

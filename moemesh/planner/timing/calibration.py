@@ -12,7 +12,6 @@ from typing import Annotated, Any, cast, get_type_hints
 import numpy as np
 
 from moemesh.config.devices import ACCELERATORS
-from moemesh.config.errors import UserError
 from moemesh.config.sources import read_preset_table
 from moemesh.planner.arithmetic import FloatArray, Number
 from moemesh.planner.memory import Allocation
@@ -232,8 +231,7 @@ def _generation(device: str) -> str:
 @cache
 def shipped_calibration() -> Calibration:
     """The packaged constants, which were fitted to published runs."""
-    table = read_preset_table("published", "calibration")
-    return read_calibration(table, "the packaged calibration")
+    return read_calibration(read_preset_table("published", "calibration"))
 
 
 def prior_calibration() -> Calibration:
@@ -241,25 +239,14 @@ def prior_calibration() -> Calibration:
     return Calibration(shared=dict(zip(NAMES, (float(value) for value in PRIORS), strict=True)))
 
 
-def read_calibration(table: Mapping[str, Any], origin: str) -> Calibration:
-    """A calibration from parsed TOML. Raises UserError for unknown names and values below zero."""
-    shared, allocations = table.get("shared", {}), table.get("memory", {})
+def read_calibration(table: Mapping[str, Any]) -> Calibration:
+    """A calibration from the parsed text of
+    :func:`moemesh.planner.accuracy.calibration_file.calibration_toml`."""
     stacks, releases, clusters = (table.get(level, {}) for level in ("stack", "release", "cluster"))
-    groups = [("shared", shared), *stacks.items(), *releases.items(), *clusters.items()]
-    for place, values in groups:
-        for name, value in values.items():
-            if name not in NAMES:
-                raise UserError(f"{origin}: [{place}] names `{name}`, no constant of the model")
-            if not value > 0:
-                raise UserError(f"{origin}: [{place}] {name} must be above 0, not {value}")
-    settings = {item.name for item in fields(Allocation)}
-    for key, values in allocations.items():
-        if unknown := set(values) - settings:
-            raise UserError(f"{origin}: [memory.{key}] names {', '.join(sorted(unknown))}")
     return Calibration(
-        shared={**prior_calibration().shared, **shared},
+        shared={**prior_calibration().shared, **table.get("shared", {})},
         stacks=stacks,
         releases=releases,
         clusters=clusters,
-        allocations=allocations,
+        allocations=table.get("memory", {}),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,34 +13,24 @@ from numpy.typing import NDArray
 from moemesh.config.devices import Accelerator
 from moemesh.planner.arithmetic import Number
 from moemesh.planner.parameters import attention_products, layer_matmul, mlp_matmul
-from moemesh.planner.planned_layout import PlannedLayout, Precision
+from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages
 from moemesh.schedule.step import PipelineStep
 
-Kernel = Literal["flash", "first_flash", "fused", "eager", "masked"]
-
 #: Attention kernels; columns hold the index in this list, because they hold numbers only.
-KERNELS: tuple[Kernel, ...] = ("flash", "first_flash", "fused", "eager", "masked")
+KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
 FLASH, FIRST_FLASH, FUSED, EAGER, MASKED = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
     """Properties of a training framework that are not part of a layout. Defaults are those of a
-    recent Megatron.
+    recent Megatron."""
 
-    `kernel` is the attention core's: "masked" is the fused softmax of 2021, which writes all
-    scores.
-    """
-
-    kernel: Kernel = "flash"
     #: The attention kernel was written for the device's generation; FlashAttention-2 was not for
     #: Hopper (35 % of its peak where FlashAttention-3 reaches 75 %, arXiv:2407.08608).
     native_kernel: bool = True
-    #: Stages hold equal weights, embedding and head counted, instead of equal numbers of layers.
-    #: Only for descriptions of runs: the cut itself is in the layout.
-    balanced_stages: bool = False
     #: Stage borders send 1/tp of the activation from each tensor rank.
     scatter_gather: bool = True
     #: A token is sent to each node once, even to a node with several of its experts.
@@ -212,7 +202,7 @@ class LayoutColumns(Software):
     recompute_experts: Number = column(lambda row: row.recomputes("experts"))
     recompute_shared: Number = column(lambda row: row.recomputes("shared_expert"))
     #: Index in :data:`KERNELS`.
-    kernel: Number = column("kernel")
+    kernel: Number = column(lambda row: KERNELS.index(row.layout.attention_kernel))
     fused_norm: Number
     fsdp: Number = column(lambda row: row.traits.fsdp or row.layout.zero == 3)
 
@@ -291,12 +281,6 @@ class _LayoutRow:
     def recomputes(self, *parts: str) -> bool:
         """Whether the layout recomputes one of `parts`."""
         return not self.layout.recompute.isdisjoint(parts)
-
-    @property
-    def kernel(self) -> int:
-        kernel = self.layout.attention_kernel
-        is_override = self.traits.kernel == "flash" and kernel != "flash"
-        return KERNELS.index(kernel if is_override else self.traits.kernel)
 
     @property
     def ranks(self) -> tuple[RankColumns, ...]:

@@ -14,7 +14,7 @@ The backward costs two forwards (input and weight gradients), 2.5 to 3 in a flas
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from moemesh.planner.timing.columns import (
     LayoutColumns,
     ModelColumns,
 )
-from moemesh.planner.timing.links import Links, known, visited_nodes
+from moemesh.planner.timing.links import Links, LinkTable, known, visited_nodes
 
 #: Side length in units of which products lose efficiency, and peak of the device of that constant.
 _TILE = 64
@@ -42,14 +42,20 @@ _ROUTER_EFFICIENCY = 0.1
 ACTIVATION_BYTES = 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PricedStep:
-    """One step's model, layout and hardware with the constants that price them."""
+    """One step's model, layout and hardware with the constants that price them; `table` overrides
+    the closed forms of transfers."""
 
     model: ModelColumns
     layout: LayoutColumns
     hardware: HardwareColumns
     constants: Constants
+    table: LinkTable = field(default_factory=LinkTable)
+
+    @cached_property
+    def links(self) -> Links:
+        return Links.of(self.hardware, self.constants, self.table)
 
     @property
     def tokens(self) -> Number:
@@ -71,6 +77,13 @@ class PricedStep:
         """Bytes per second that streaming kernels reach."""
         return self.hardware.memory_bandwidth * self.constants.memory_efficiency
 
+    @property
+    def gemm_efficiency(self) -> Number:
+        """Best share of the peak of products in the layout's precision."""
+        constants, width = self.constants, self.hardware.width
+        narrow = where(width == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency)
+        return where(width == 2, constants.gemm_efficiency_4bit, narrow)
+
     @cached_property
     def accumulate(self) -> Number:
         """Bytes per weight for accumulating gradients over microbatches."""
@@ -83,12 +96,6 @@ class PricedStep:
         numbers of 16 bits are written that the products read."""
         packed = NF4_BLOCK_BYTES / NF4_BLOCK + ACTIVATION_BYTES
         return where(self.layout.packed == 1, packed, 0.0)
-
-    @property
-    def routed_rows(self) -> Number:
-        """Rows at the experts of the most loaded rank; the number does not depend on ep."""
-        rows = self.tokens / self.layout.tp * self.model.top_k * self.layout.etp
-        return rows * self.load * self.kept_choices
 
     @property
     def load(self) -> Number:
@@ -116,14 +123,9 @@ class BlockTime:
 
 def product_seconds(work: PricedStep, rows: Number, columns: Number, inner: Number) -> Number:
     """Seconds of a product in the layout's precision."""
-    constants, layout, hardware = work.constants, work.layout, work.hardware
-    efficiency = where(
-        hardware.width == 2,
-        constants.gemm_efficiency_4bit,
-        where(hardware.width == 1, constants.gemm_efficiency_8bit, constants.gemm_efficiency),
-    )
-    narrow = hardware.peak * efficiency
-    wide = hardware.peak_16bit * constants.gemm_efficiency
+    layout, hardware = work.layout, work.hardware
+    narrow = hardware.peak * work.gemm_efficiency
+    wide = hardware.peak_16bit * work.constants.gemm_efficiency
     rate = 1 / ((1 - layout.wide_share) / narrow + layout.wide_share / wide)
     return _product(work, rows, columns, inner, rate)
 
@@ -205,6 +207,15 @@ def core_backward_factor(work: PricedStep) -> Number:
     return where(work.layout.kernel >= FUSED, 2.0, work.constants.attention_backward)
 
 
+def attention_weights(model: ModelColumns, t: Number = 1) -> Number:
+    """Weights of one layer in front of its attention core, on one of `t` tensor ranks."""
+    heads, query, value = model.heads, model.query_dim, model.value_dim
+    low = model.query_rank + model.kv_rank + model.rotary_dim
+    expanded = model.query_inner * query + model.kv_rank * (model.nope_dim + value)
+    width = (heads * query + model.kv_heads * (query + value)) / t
+    return where(model.latent == 1, model.hidden * low + expanded * heads / t, model.hidden * width)
+
+
 def attention_block(work: PricedStep) -> BlockTime:
     """Norm, projections and core of one layer."""
     model, layout, constants = work.model, work.layout, work.constants
@@ -218,15 +229,8 @@ def attention_block(work: PricedStep) -> BlockTime:
     )
     plain_width = (heads * query + model.kv_heads * (query + value)) / t
     plain = product_seconds(work, u, plain_width, hidden)
-    is_latent = model.latent == 1
-    products = where(is_latent, latent, plain)
+    products = where(model.latent == 1, latent, plain)
     products = products + product_seconds(work, u, hidden, heads * value / t)
-    weights = where(
-        is_latent,
-        hidden * low
-        + (model.query_inner * query + model.kv_rank * (model.nope_dim + value)) * heads / t,
-        hidden * plain_width,
-    )
     norms = 24 + where(layout.fused_norm == 1, 0, constants.unfused_norm_bytes)
     traffic = norms * u * hidden / work.sequence_shards
     traffic = traffic + (8 + quantize_bytes(work)) * u * heads * query / t
@@ -236,7 +240,7 @@ def attention_block(work: PricedStep) -> BlockTime:
         products=products * model.mixer_factor,
         core=core_seconds(work),
         elementwise=constants.elementwise_traffic * traffic / work.hbm,
-        weights=(weights + hidden * heads * value / t) * model.mixer_factor,
+        weights=(attention_weights(model, t) + hidden * heads * value / t) * model.mixer_factor,
     )
 
 
@@ -284,7 +288,8 @@ def expert_block(work: PricedStep) -> ExpertTime:
     u, t, hidden = work.tokens, layout.tp, model.hidden
     has = where(model.experts > 0, 1, 0)
     local = maximum(model.experts / layout.ep, 1)
-    rows = work.routed_rows
+    # Rows at the experts of the most loaded rank do not depend on ep.
+    rows = u / t * model.top_k * layout.etp * work.load * work.kept_choices
     width = maximum(model.expert_width, 1) / layout.etp
     grouped = local * mlp_seconds(work, rows / local, width)
     router = 2 * u / t * hidden * model.experts / (work.hardware.peak_16bit * _ROUTER_EFFICIENCY)
@@ -364,17 +369,16 @@ class LayerTime(NamedTuple):
     waiting: Number = 0.0
 
 
-def layer_transfers(work: PricedStep, links: Links) -> LayerTransfers:
+def layer_transfers(work: PricedStep) -> LayerTransfers:
     """Seconds of one all-reduce (or gather and scatter), context exchange, dispatch, ETP pair."""
-    model, layout, constants = work.model, work.layout, work.constants
+    model, layout, constants, links = work.model, work.layout, work.constants, work.links
     t, c, u = layout.tp, layout.cp, work.tokens
     stream = u * model.hidden * ACTIVATION_BYTES
     tensor = 2 * (t - 1) / t * stream / links.bandwidth(t, 1) + 2 * links.latency
     pair, whole = links.measured_pair(t, 1, stream), links.measured("all_reduce", t, 1, stream)
     tensor = known(where(layout.sequence_parallel == 1, pair, whole), where(t > 1, tensor, 0))
-    keys = u * c * model.kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
-    latent_keys = u * c * model.heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
-    keys = where(model.latent == 1, latent_keys, keys)
+    kv_heads = where(model.latent == 1, model.heads, model.kv_heads)
+    keys = u * c * kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
     # Ulysses sends a rank's own queries, keys, values and outputs, and waits for them; a ring
     # sends all keys and values beside the products.
     swapped = 2 * u * (model.heads + model.kv_heads) * model.value_dim * ACTIVATION_BYTES / t

@@ -120,9 +120,7 @@ class Links:
     table: LinkTable = field(default_factory=LinkTable)
 
     @classmethod
-    def of(
-        cls, hardware: HardwareColumns, constants: Constants, table: LinkTable | None = None
-    ) -> Links:
+    def of(cls, hardware: HardwareColumns, constants: Constants, table: LinkTable) -> Links:
         """The links of a device, from its data sheet and the calibrated constants."""
         return cls(
             intra=hardware.intra * constants.intra_node_efficiency,
@@ -130,7 +128,7 @@ class Links:
             latency=constants.collective_latency_us * 1e-6,
             contention=constants.network_contention,
             node_size=hardware.node_size,
-            table=table or LinkTable(),
+            table=table,
         )
 
     def network(self, nodes: Number) -> Number:

@@ -16,7 +16,7 @@ from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import nearest_choice
 from moemesh.planner.arithmetic import Number
-from moemesh.planner.intervals import Interval, shipped_intervals
+from moemesh.planner.intervals import Interval, own_width, shipped_intervals
 from moemesh.planner.memory import Allocation, PeakMemory, peak_memory
 from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
@@ -31,6 +31,7 @@ from moemesh.planner.timing.columns import (
     model_row,
     stacked,
 )
+from moemesh.planner.timing.compute import PricedStep
 from moemesh.planner.timing.links import LinkTable
 from moemesh.planner.timing.own_runs import OwnRuns
 from moemesh.planner.timing.step_time import compute_floor, step_seconds, step_time
@@ -106,32 +107,28 @@ class Pricing:
 
     def seconds(self, shape: ModelShape, layout: PlannedLayout) -> dict[str, float]:
         """Seconds of a step by part, with `total`."""
-        row = layout_row(shape, layout, software_of(layout))
-        return self._seconds(shape, [layout], row)[0]
+        return self.seconds_of_all(shape, [layout])[0]
 
     def seconds_of_all(
         self, shape: ModelShape, layouts: Sequence[PlannedLayout]
     ) -> list[dict[str, float]]:
         """:meth:`seconds` of many layouts of one precision, with the formulas in columns."""
-        rows = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
-        return self._seconds(shape, layouts, stacked(rows))
-
-    def _seconds(
-        self,
-        shape: ModelShape,
-        layouts: Sequence[PlannedLayout],
-        rows: LayoutColumns,
-    ) -> list[dict[str, float]]:
-        model, hardware = model_row(shape), hardware_row(self.device, layouts[0].precision)
+        each = [layout_row(shape, layout, software_of(layout)) for layout in layouts]
+        rows = stacked(each) if len(each) > 1 else each[0]
+        work = self._work(shape, rows, layouts[0].precision)
         stages = [Stages.of(shape, layout) for layout in layouts]
-        times = step_time(model, rows, hardware, self.constants, table=self.table, stages=stages)
+        times = step_time(work, stages)
         factors = np.ones(len(layouts))
         if self.own.runs:
-            factors = np.exp(np.ravel(self.own.correction(model, rows)))
+            factors = np.exp(np.ravel(self.own.correction(work.model, rows)))
         return [
             {name: seconds * float(factor) for name, seconds in times.row(number).items()}
             for number, factor in enumerate(factors)
         ]
+
+    def _work(self, shape: ModelShape, rows: LayoutColumns, precision: Precision) -> PricedStep:
+        hardware = hardware_row(self.device, precision)
+        return PricedStep(model_row(shape), rows, hardware, self.constants, self.table)
 
     def own_runs(self, shape: ModelShape, layout: PlannedLayout) -> str:
         """Line on the correction of a layout by the cluster's own runs; "" without runs."""
@@ -139,12 +136,19 @@ class Pricing:
 
     def seconds_interval(self, seconds: float) -> Interval:
         """80 % interval of predicted seconds of a step."""
-        errors = tuple(run.left_out for run in self.own.runs)
-        return shipped_intervals().of_seconds(seconds, self.device.generation, errors)
+        errors = [run.left_out for run in self.own.runs]
+        published = shipped_intervals().seconds_width(self.device.generation)
+        return Interval.around(seconds, own_width(errors, published))
+
+    @property
+    def memory_width(self) -> float:
+        """Half the 80 % interval of memory in logarithms."""
+        known = shipped_intervals()
+        return known.known_width if self.device.generation else known.memory_width
 
     def memory_interval(self, needed: float) -> Interval:
         """80 % interval of the bytes that a device needs."""
-        return shipped_intervals().of_memory(needed, known=bool(self.device.generation))
+        return Interval.around(needed, self.memory_width)
 
     def price(
         self, shape: ModelShape, layout: PlannedLayout
@@ -154,16 +158,15 @@ class Pricing:
 
     def bound(self, shape: ModelShape, columns: LayoutColumns, precision: Precision) -> Number:
         """Lower bound of the seconds of a step, for every layout of `columns`."""
-        model, hardware = model_row(shape), hardware_row(self.device, precision)
-        total = step_seconds(model, columns, hardware, self.constants, table=self.table)
-        return total * np.exp(self.own.correction(model, columns)) if self.own.runs else total
+        work = self._work(shape, columns, precision)
+        total = step_seconds(work)
+        return total * np.exp(self.own.correction(work.model, columns)) if self.own.runs else total
 
     def compute_floor(
         self, shape: ModelShape, columns: LayoutColumns, precision: Precision
     ) -> float:
         """Lower bound of the seconds of a step, for all layouts with the columns' devices."""
-        hardware = hardware_row(self.device, precision)
-        floor = float(compute_floor(model_row(shape), columns, hardware, self.constants))
+        floor = float(compute_floor(self._work(shape, columns, precision)))
         return floor * exp(self.own.least)
 
 

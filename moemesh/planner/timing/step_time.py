@@ -22,19 +22,16 @@ bound of this model for any layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from moemesh.planner.arithmetic import Number, log2, maximum, minimum, where
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import (
-    HardwareColumns,
-    LayoutColumns,
-    ModelColumns,
     RankColumns,
     rank_row,
     stacked,
@@ -49,6 +46,7 @@ from moemesh.planner.timing.compute import (
     PricedStep,
     attended,
     attention_block,
+    attention_weights,
     core_backward_factor,
     expert_block,
     layer_times,
@@ -56,7 +54,7 @@ from moemesh.planner.timing.compute import (
     mlp_block,
     model_ends,
 )
-from moemesh.planner.timing.links import Links, LinkTable, known
+from moemesh.planner.timing.links import known
 from moemesh.schedule.step import duration
 from moemesh.trace import wire
 
@@ -111,20 +109,18 @@ def _shard_groups(work: PricedStep) -> tuple[Number, Number]:
 
 
 def _moved(
-    work: PricedStep, links: Links, dense: Number, expert: Number, groups: tuple[Number, Number]
+    work: PricedStep, dense: Number, expert: Number, groups: tuple[Number, Number]
 ) -> tuple[Number, tuple[Number, Number]]:
     """Seconds per byte for `groups` of ranks to gather or scatter `dense` and `expert` weights, and
     the two rates in bytes per second."""
-    layout, (n_dense, n_expert) = work.layout, groups
+    layout, (n_dense, n_expert), links = work.layout, groups, work.links
     dense_rate = links.bandwidth(n_dense, layout.tp)
     expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
     moved = (n_dense - 1) / n_dense * dense / dense_rate
     return moved + (n_expert - 1) / n_expert * expert / expert_rate, (dense_rate, expert_rate)
 
 
-def sharded_unit(
-    work: PricedStep, links: Links, layer: LayerTime, dense: Number, expert: Number
-) -> LayerTime:
+def sharded_unit(work: PricedStep, layer: LayerTime, dense: Number, expert: Number) -> LayerTime:
     """A layer as an FSDP unit: gathers overlap with the forward, gathers and reduces with the
     backward.
 
@@ -132,9 +128,9 @@ def sharded_unit(
     (HSDP) are gathered inside it, and the gradients of a shard are summed over the groups. Frozen
     weights have no gradients.
     """
-    layout, constants = work.layout, work.constants
+    layout, constants, links = work.layout, work.constants, work.links
     (n_dense, n_expert), groups = replicas(work), _shard_groups(work)
-    moved, _ = _moved(work, links, dense, expert, groups)
+    moved, _ = _moved(work, dense, expert, groups)
     across: Number = 0.0
     for size, ranks, group in zip((dense, expert), (n_dense, n_expert), groups, strict=True):
         others = maximum(ranks / group, 1)
@@ -172,10 +168,10 @@ def rank_weights(
     )
 
 
-def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number) -> Number:
+def mirror_seconds(work: PricedStep, dense: Number, expert: Number) -> Number:
     """Seconds of summing the gradients that a rank owns with the other holder of its stages (two
     pipes). The sum follows all others and is not overlapped."""
-    layout = work.layout
+    layout, links = work.layout, work.links
     # The outermost pair is the farthest apart.
     stride = layout.tp * layout.cp * layout.dp * maximum(layout.pp - 1, 1)
     size = _owned(work, dense, expert) * _GRADIENT_BYTES
@@ -183,19 +179,17 @@ def mirror_seconds(work: PricedStep, links: Links, dense: Number, expert: Number
     return where((layout.pipe_share < 1) & (layout.adapters == 0), seconds, 0)
 
 
-def data_seconds(
-    work: PricedStep, links: Links, dense: Number, expert: Number, backward: Number
-) -> Number:
+def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Number) -> Number:
     """Exposed seconds of gradient reduction and weight gathering of replicas without FSDP.
     `backward` are the seconds of one microbatch's backward, with which the reduction overlaps."""
-    layout, constants = work.layout, work.constants
+    layout, constants, links = work.layout, work.constants, work.links
     n_dense, n_expert = replicas(work)
-    moved, (dense_rate, expert_rate) = _moved(work, links, dense, expert, replicas(work))
+    moved, (dense_rate, expert_rate) = _moved(work, dense, expert, replicas(work))
     is_summed = layout.zero == 0
     reduced = moved * _GRADIENT_BYTES * where(is_summed, 2, 1)
     gathered = where(is_summed, 0, moved * _WEIGHT_BYTES)
     if len(links.table):
-        by_table = _measured(work, links, dense, expert)
+        by_table = _measured(work, dense, expert)
         reduced = where(layout.zero_group == 0, known(by_table[0], reduced), reduced)
         gathered = where(layout.zero_group == 0, known(by_table[1], gathered), gathered)
     # Shards inside a group: scatter and gather inside the group, sums of shards across groups.
@@ -219,11 +213,9 @@ def data_seconds(
     return where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, exposed)
 
 
-def _measured(
-    work: PricedStep, links: Links, dense: Number, expert: Number
-) -> tuple[Number, Number]:
+def _measured(work: PricedStep, dense: Number, expert: Number) -> tuple[Number, Number]:
     """Seconds of reducing gradients and of gathering weights, from the table of links."""
-    layout = work.layout
+    layout, links = work.layout, work.links
     reduced: Number = 0.0
     gathered: Number = 0.0
     strides = (layout.tp, layout.ep * layout.etp)
@@ -239,15 +231,13 @@ def _measured(
 
 def _owned(work: PricedStep, dense: Number, expert: Number) -> Number:
     """Number of weights whose summed gradients and optimizer states a rank keeps."""
-    layout = work.layout
-    n_dense, n_expert = replicas(work)
-    group, _ = _shard_groups(work)
+    layout, ranks = work.layout, replicas(work)
     sharded = (layout.zero >= 1) | (layout.fsdp == 1)
-    served = layout.parameter_server == 1
-    dense_servers = where(served, minimum(layout.servers, n_dense), 1)
-    expert_servers = where(served, minimum(layout.servers, n_expert), 1)
-    owned_dense = dense / where(sharded, group, dense_servers)
-    return owned_dense + expert / where(sharded, n_expert, expert_servers)
+    groups, owned = (_shard_groups(work)[0], ranks[1]), 0.0
+    for psi, workers, group in zip((dense, expert), ranks, groups, strict=True):
+        servers = where(layout.parameter_server == 1, minimum(layout.servers, workers), 1)
+        owned = owned + psi / where(sharded, group, servers)
+    return owned
 
 
 #: Largest share of a step that is attributed to rounding of sums.
@@ -284,66 +274,37 @@ class StepTime:
         return {name: float(column[index % len(column)]) for name, column in columns}
 
 
-def step_time(
-    model: ModelColumns,
-    layout: LayoutColumns,
-    hardware: HardwareColumns,
-    constants: Constants,
-    *,
-    table: LinkTable | None = None,
-    stages: Sequence[Stages] | None = None,
-) -> StepTime:
-    """The time of one step of every row; `table` overrides the closed forms of transfers.
+def step_time(work: PricedStep, stages: Sequence[Stages] | None = None) -> StepTime:
+    """The time of one step of every row.
 
     With the `stages` of each row, waiting is simulated with the schedule. Without them, waiting and
     the total are lower bounds. Raises ValueError for `stages` of an impossible schedule.
     """
-    return _in_parts(*_timed(model, layout, hardware, constants, table, stages))
+    return _timed(work, stages)[1]()
 
 
-def step_seconds(
-    model: ModelColumns,
-    layout: LayoutColumns,
-    hardware: HardwareColumns,
-    constants: Constants,
-    *,
-    table: LinkTable | None = None,
-) -> Number:
+def step_seconds(work: PricedStep) -> Number:
     """Lower bound of the seconds of one step of every row, without its parts."""
-    return _timed(model, layout, hardware, constants, table, None)[-1]["total"]
+    return _timed(work, None)[0]
 
 
 def _timed(
-    model: ModelColumns,
-    layout: LayoutColumns,
-    hardware: HardwareColumns,
-    constants: Constants,
-    table: LinkTable | None,
-    stages: Sequence[Stages] | None,
-) -> tuple[
-    PricedStep,
-    _PassTimes,
-    Number | RankColumns,
-    tuple[BlockTime, BlockTime, ExpertTime],
-    LayerTransfers,
-    dict[str, Number],
-]:
-    """(work, passes, busiest rank or its index in `LayoutColumns.ranks`, blocks, transfers) of
-    every row, and the seconds of the step's total, bubble, data parallelism and optimizer."""
-    work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
-    links = Links.of(hardware, constants, table)
+    work: PricedStep, stages: Sequence[Stages] | None
+) -> tuple[Number, Callable[[], StepTime]]:
+    """The seconds of a step of every row, and a function that returns them with their parts."""
+    layout, constants = work.layout, work.constants
     blocks = attention_block(work), mlp_block(work), expert_block(work)
     attention, mlp, experts = blocks
     ends = model_ends(work)
-    transfers = layer_transfers(work, links)
+    transfers = layer_transfers(work)
     dense_weights = attention.weights + mlp.weights
     routed_weights = attention.weights + experts.shared_weights
     dense, routed = layer_times(work, attention, mlp, experts, transfers)
     times = _PassTimes(
-        dense=sharded_unit(work, links, dense, dense_weights, 0.0),
-        routed=sharded_unit(work, links, routed, routed_weights, experts.expert_weights),
+        dense=sharded_unit(work, dense, dense_weights, 0.0),
+        routed=sharded_unit(work, routed, routed_weights, experts.expert_weights),
         ends=ends,
-        message=_message(work, links),
+        message=_message(work),
     )
     rank: Number | RankColumns
     if stages is None:
@@ -359,7 +320,7 @@ def _timed(
     weights = rank_weights(work, dense_weights, routed_weights, experts, ends)
     first = layout.ranks[0]
     backward = times.backward(first.dense, first.routed) * layout.slices
-    data = data_seconds(work, links, *weights, backward) + mirror_seconds(work, links, *weights)
+    data = data_seconds(work, *weights, backward) + mirror_seconds(work, *weights)
     owned = _owned(work, *weights)
     optimizer = where(layout.adapters == 1, 0, owned * OPTIMIZER_BYTES / work.hbm)
     on_host = owned * (OPTIMIZER_BYTES / HOST_BANDWIDTH + _WEIGHT_BYTES / HOST_LINK)
@@ -371,7 +332,7 @@ def _timed(
     waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
     total = busy + waiting + data + optimizer + constants.step_overhead_ms * 1e-3
     outside = {"total": total, "bubble": waiting, "data": data, "optimizer": optimizer}
-    return work, times, rank, blocks, transfers, outside
+    return total, partial(_in_parts, work, times, rank, blocks, transfers, outside)
 
 
 class _PassTimes(NamedTuple):
@@ -400,9 +361,9 @@ class _PassTimes(NamedTuple):
         return layers + ends + rank.sends * self.message
 
 
-def _message(work: PricedStep, links: Links) -> Number:
+def _message(work: PricedStep) -> Number:
     """Exposed seconds of one message from a stage to the next."""
-    layout, constants = work.layout, work.constants
+    layout, constants, links = work.layout, work.constants, work.links
     cut = where((layout.sequence_parallel == 1) | (layout.scatter_gather == 1), layout.tp, 1)
     size = work.tokens * work.model.hidden * ACTIVATION_BYTES / cut
     near = layout.tp * layout.cp * layout.dp < work.hardware.node_size
@@ -556,31 +517,13 @@ def _in_parts(
     return StepTime(**{**outside, **parts})
 
 
-def compute_floor(
-    model: ModelColumns, layout: LayoutColumns, hardware: HardwareColumns, constants: Constants
-) -> Number:
+def compute_floor(work: PricedStep) -> Number:
     """Lower bound of the seconds of all layouts with the same number of devices: the step's
     operations without recomputation, at the best efficiency of the widest products, spread evenly
     over devices."""
-    work = PricedStep(model=model, layout=layout, hardware=hardware, constants=constants)
-    best = maximum(
-        where(hardware.width == 2, constants.gemm_efficiency_4bit, 0),
-        where(
-            hardware.width == 1,
-            constants.gemm_efficiency_8bit,
-            where(hardware.width == 0, constants.gemm_efficiency, 0),
-        ),
-    )
+    model, layout, hardware, constants = work.model, work.layout, work.hardware, work.constants
     heads = model.heads
-    latent = (
-        model.hidden * (model.query_rank + model.kv_rank + model.rotary_dim)
-        + (model.query_inner * model.query_dim) * heads
-        + model.kv_rank * (model.nope_dim + model.value_dim) * heads
-    )
-    plain = model.hidden * (
-        heads * model.query_dim + model.kv_heads * (model.query_dim + model.value_dim)
-    )
-    attention = where(model.latent == 1, latent, plain) + model.hidden * heads * model.value_dim
+    attention = attention_weights(model) + model.hidden * heads * model.value_dim
     gated = model.mlp_matrices * model.hidden
     per_layer = attention * model.layers
     per_layer = per_layer + (model.layers - model.moe_layers) * gated * model.mlp_width
@@ -589,7 +532,7 @@ def compute_floor(
     )
     passes = where(layout.adapters == 1, 2.0, 3.0)
     tokens = layout.microbatch * layout.seq_len / layout.cp * layout.microbatches
-    products = 2 * passes * tokens * per_layer / (hardware.peak * best)
+    products = 2 * passes * tokens * per_layer / (hardware.peak * work.gemm_efficiency)
     head = 6 * tokens * model.hidden * model.vocab
     head = head / (hardware.peak_16bit * constants.gemm_efficiency)
     core = (

@@ -72,14 +72,8 @@ def most_gradient_buffers(placement: StagePlacement, rank: int, element: int) ->
             for tensor in placement.held(pp_rank)
             if (tensor.is_expert and has_replicas) or tensor.name.split(".")[0] in tables
         }
-    #: (operation, buffers before it) -> buffers after it.
-    known: dict[object, tuple[frozenset[int], frozenset[int], tuple[int, ...]]] = {}
     for op in schedule.ops(pp_rank):
-        before = op.kind, op.stage, sums.state
         if op.kind == "F":
-            continue
-        if before in known:
-            sums.state = known[before]
             continue
         tensors = [tensor for tensor in orders[op.stage] if tensor.name in sums.bucket_of]
         if op.kind == "B":
@@ -93,7 +87,6 @@ def most_gradient_buffers(placement: StagePlacement, rank: int, element: int) ->
                     sums.add(tensor.name)
             if op.kind == "W":
                 sums.start(sums.buckets_of(tensor.name for tensor in tensors))
-        known[before] = sums.state
     return sums.most
 
 
@@ -124,17 +117,6 @@ class _Sums:
         self.sent: set[int] = set()
         self.pending: list[int] = []
         self.held = self.most = 0
-
-    @property
-    def state(self) -> tuple[frozenset[int], frozenset[int], tuple[int, ...]]:
-        """Buffers held between two operations: filled, sent and pending buckets."""
-        return frozenset(self.filled), frozenset(self.sent), tuple(self.pending)
-
-    @state.setter
-    def state(self, state: tuple[frozenset[int], frozenset[int], tuple[int, ...]]) -> None:
-        self.filled, self.sent, self.pending = set(state[0]), set(state[1]), list(state[2])
-        self.held = sum(self.vectors[place] for place in (*self.filled, *self.sent))
-        self.held += sum(self.received[place] for place in self.sent)
 
     def buckets_of(self, names: Iterable[str]) -> list[int]:
         """The buckets of these parameters, in the order of their sums."""

@@ -42,19 +42,19 @@ from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, Routing, replicated
 from moemesh.planner.traffic.ledger_lines import BOTH, LedgerLines, Transfer
-from moemesh.planner.traffic.matrices import matrix_exchanges
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     RankStep,
     StagePlacement,
     data_buckets,
     gathered_units,
+    matrix_parts,
     owned,
 )
 from moemesh.schedule.action import messages
 from moemesh.sharding.context import context_sizes, head_share
 from moemesh.sharding.dispatchers import spare_rows
-from moemesh.sharding.matrices import splits
+from moemesh.sharding.matrices import exchanges, splits
 from moemesh.trace.ledger import Ledger
 
 #: Callers of context parallelism in a forward, the same in all layers.
@@ -364,7 +364,8 @@ def _end(step: RankStep, whole_matrices: bool) -> Iterator[Transfer]:
     if whole_matrices:
         # Parts of matrices on the way to the ranks that update them, and back.
         ranks = placement.members("stage", step.rank)
-        for exchange in matrix_exchanges(placement, step.rank, step.w).values():
+        parts_by_rank = [list(matrix_parts(placement, peer, step.w)) for peer in ranks]
+        for exchange in exchanges(parts_by_rank).values():
             for parts in (exchange.there, exchange.back):
                 sides = splits(parts, ranks.index(step.rank), len(ranks))
                 # Masters are never below fp32.

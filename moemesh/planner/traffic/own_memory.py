@@ -17,6 +17,7 @@ from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
+from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
@@ -26,7 +27,7 @@ from moemesh.planner.traffic.tensors import (
     StagePlacement,
     data_buckets,
     gathered_units,
-    owned,
+    owned_range,
 )
 from moemesh.schedule.step import PipelineStep, weight_copies
 from moemesh.sharding.context import head_share
@@ -78,10 +79,7 @@ def predict_states(
     weights = {True: 0, False: 0}
     gradients = masters = updated = moments = 0
     for bucket in data_buckets(placement, rank, element):
-        whole = share = range(bucket.numbers)
-        if plan.data != "replicate":
-            sizes, index = owned(placement, bucket, rank)
-            share = range(sum(sizes[:index]), sum(sizes[: index + 1]))
+        whole, share = range(bucket.numbers), owned_range(placement, bucket, rank)
         kept = share if plan.data == "zero3" else whole
         of_experts = bucket.expert_numbers(kept)
         weights[True] += of_experts * bucket.weight_bytes
@@ -92,7 +90,7 @@ def predict_states(
             # A weight as wide as its gradient is its own master, and is copied like a master.
             masters += len(share) * wide if bucket.weight_bytes < wide else 0
             updated += len(share) * wide
-            moments += wide * sum(num_states(one.name) * n for one, n in bucket.parts(share))
+            moments += wide * sum(num_states(one.name) * len(n) for one, n in bucket.parts(share))
     biases = 0
     if model.router_selection_bias:
         # Selection biases of routers are whole on every rank.
@@ -617,3 +615,17 @@ def predict_memory(
     kinds = predict_activations(placement, **shared, global_batch=global_batch, routing=routing)
     profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
     return replace(profile, peak=profile.total)
+
+
+def predicted_memory(config: RunConfig, rank: int, *, on_cpu: bool = True) -> MemoryProfile:
+    """Memory of a rank of a run in a step, with uniform routing; on a CPU nothing is offloaded."""
+    return predict_memory(
+        config.model,
+        config.plan.without_offload if on_cpu else config.plan,
+        seq_len=config.data.seq_len,
+        global_batch=config.data.global_batch,
+        dtype=config.train.dtype,
+        num_states=config.train.num_states,
+        rank=rank,
+        tuning=config.tuning,
+    )

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import chain, pairwise
+from itertools import chain
 
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
+from moemesh.config.optimizer_table import has_matrices
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing, SentRows, uniform_routing
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
+from moemesh.sharding.boxes import Part, logical_parts
 from moemesh.sharding.buckets import Bucket, Member, buckets, owned_sizes
 from moemesh.sharding.context import context_sizes
 from moemesh.sharding.parameters import (
     ParameterTensor,
     first_stage,
     first_unit,
+    next_units,
     tuned_tensors,
+    unit_orders,
     units_without_backward,
 )
 from moemesh.sharding.stages import cut_layers
@@ -55,7 +59,8 @@ class StagePlacement:
         self.schedule: Schedule = replace(schedule, first_trained_stage=ends_at)
         #: The parameters of the whole model.
         self.tensors: list[ParameterTensor] = list(tuned_tensors(model, plan, tuning))
-        self._frozen_units = units_without_backward(self.first_trained_unit, model)
+        #: Units that no backward reaches.
+        self.frozen_units = units_without_backward(self.first_trained_unit, model)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -64,16 +69,6 @@ class StagePlacement:
             return (self.seq_len,)
         # Frozen pydantic models are hashable, but their types do not declare it.
         return slice_lengths(self.model, self.plan, self.seq_len)  # pyright: ignore[reportArgumentType]
-
-    # Forwards of a step are numbered by microbatch and, inside it, by slice of the sequences.
-
-    def tokens(self, global_batch: int, rank: int, forward: int) -> tuple[int, int]:
-        """(tokens of a forward on the ranks that share its positions, rows of the residual stream
-        on `rank`)."""
-        at = self.coordinates(rank)
-        sequences = self.sequences(global_batch, at["dp"], forward // len(self.lengths))
-        whole = sequences * self.positions(at["cp"], forward % len(self.lengths))
-        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 
     def sequences(self, global_batch: int, dp: int, microbatch: int) -> int:
         """Sequences of one microbatch of one data-parallel rank."""
@@ -97,7 +92,7 @@ class StagePlacement:
 
     def has_backward(self, unit: str) -> bool:
         """Whether the backward reaches a unit: "embedding", "layers.3", "head"."""
-        return unit not in self._frozen_units
+        return unit not in self.frozen_units
 
     def users(self, tensor: ParameterTensor, pp_rank: int) -> tuple[int, ...]:
         """The stages of a pipeline rank that use `tensor`; a rank holds (a slice of) the tensors
@@ -140,9 +135,14 @@ class RankStep:
         self.chunks = 1 if is_whole else self.plan.dispatch_chunks
 
     def tokens(self, forward: int, rank: int | None = None) -> tuple[int, int]:
-        """:meth:`StagePlacement.tokens` of one forward of `rank`, by default this one."""
-        rank = self.rank if rank is None else rank
-        return self.placement.tokens(self.global_batch, rank, forward)
+        """(tokens of a forward on the ranks that share its positions, rows of the residual stream
+        on `rank`, by default this one)."""
+        placement = self.placement
+        at = placement.coordinates(self.rank if rank is None else rank)
+        microbatch, part = divmod(forward, len(placement.lengths))
+        whole = placement.sequences(self.global_batch, at["dp"], microbatch)
+        whole *= placement.positions(at["cp"], part)
+        return whole, shard_sizes(whole, self.plan.tp)[at["tp"]]
 
     def blocks(self, tokens: int, channels: int | None = None) -> list[float]:
         """Bytes of each tensor-parallel rank's rows of `channels`, by default of the stream."""
@@ -203,6 +203,31 @@ def owned(placement: StagePlacement, bucket: Bucket, rank: int) -> tuple[tuple[i
     return sizes, ranks.index(rank)
 
 
+def owned_range(placement: StagePlacement, bucket: Bucket, rank: int) -> range:
+    """The numbers of `bucket` whose states `rank` keeps."""
+    if placement.plan.data == "replicate":
+        return range(bucket.numbers)
+    sizes, index = owned(placement, bucket, rank)
+    return range(sum(sizes[:index]), sum(sizes[: index + 1]))
+
+
+def matrix_parts(placement: StagePlacement, rank: int, element: int) -> Iterator[Part]:
+    """The parts of tensors with matrices whose states `rank` keeps, as those of
+    :class:`moemesh.train.muon.MatrixUpdates`."""
+    tensors = {tensor.name: tensor for tensor in placement.tensors}
+    layout, at = placement.layout, placement.coordinates(rank)
+    for bucket in data_buckets(placement, rank, element):
+        for member, numbers in bucket.parts(owned_range(placement, bucket, rank)):
+            if not (member.trains and has_matrices(member.name)):
+                continue
+            tensor = tensors[member.name]
+            slices, shape, experts = tensor.slices(layout, at), tensor.shape, None
+            if tensor.is_expert:
+                experts, slices, shape = slices[0], slices[1:], shape[1:]
+            for part, _ in logical_parts(member.name, shape, [slices], numbers, experts):
+                yield part
+
+
 # Gathers of ZeRO-3, from a walk over the operations of a rank: their number, and the bytes of
 # gathered weights at the same time.
 #
@@ -224,24 +249,21 @@ def gathered_units(
             units.setdefault(bucket.unit, []).append(bucket)
     if model.tied_embeddings:
         units["head"] = [*units.get("head", ()), *units.get("embedding", ())]
-    #: Stage -> sequences of units that a forward reads: the main one, then one for each extra
+    #: Stage -> orders of the units that a forward reads: the main one, then one for each extra
     #: prediction layer.
-    sequences: dict[int, list[list[str]]] = {}
-    following: dict[tuple[str, str], set[str]] = {}
-    for stage in placement.stages(pp_rank):
-        layers = [f"layers.{index}" for index in placement.layers[stage]]
-        sequences[stage] = [["embedding"] * (stage == 0) + layers]
-        if stage == schedule.num_stages - 1:
-            sequences[stage][0].append("head")
-            ahead = [["embedding", f"layers.{index}", "head"] for index in model.mtp_layers]
-            sequences[stage] += ahead
-        for before, after in chain.from_iterable(map(pairwise, sequences[stage])):
-            following.setdefault(("forward", before), set()).add(after)
-            if before != "embedding" and placement.has_backward(before):
-                following.setdefault(("backward", after), set()).add(before)
+    orders = {
+        stage: unit_orders(
+            placement.layers[stage],
+            first=stage == 0,
+            last=stage == schedule.num_stages - 1,
+            ahead=model.mtp_layers,
+        )
+        for stage in placement.stages(pp_rank)
+    }
+    following = next_units(chain.from_iterable(orders.values()), placement.frozen_units)
     uses: list[tuple[str, str]] = []
     for op in schedule.ops(pp_rank):
-        main, *ahead = sequences[op.stage]
+        main, *ahead = orders[op.stage]
         if op.kind == "F":
             uses += [("forward", unit) for unit in chain(main, *ahead)]
         elif op.kind == "B":
@@ -254,11 +276,8 @@ def gathered_units(
     gathered: set[Bucket] = set()
     most = 0
     for phase, unit in uses:
-        # The next unit is prefetched if it is always the same one.
-        successors = following.get((phase, unit), set[str]())
         used = units.get(unit, [])
-        prefetched = units.get(min(successors), []) if len(successors) == 1 else []
-        for bucket in (*used, *prefetched):
+        for bucket in (*used, *units.get(following.get((phase, unit), ""), ())):
             if bucket not in gathered:
                 gathered.add(bucket)
                 gathers[bucket, phase] += 1

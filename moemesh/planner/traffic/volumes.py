@@ -51,7 +51,7 @@ from moemesh.trace.ledger import Ledger
 
 class Volume(NamedTuple):
     """Events of one kind: `events` per step, each with `wire_bytes` sent, `received_bytes` received
-    and a tensor of `payload_bytes`, on an axis of `members` ranks."""
+    and a tensor of `payload_bytes`."""
 
     axis: str
     op: str
@@ -61,7 +61,6 @@ class Volume(NamedTuple):
     payload_bytes: float
     wire_bytes: float
     received_bytes: float
-    members: int
 
 
 def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> list[Volume]:
@@ -72,7 +71,7 @@ def step_volumes(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> lis
 def volumes_ledger(shape: ModelShape, layout: PlannedLayout, rank: int = 0) -> Ledger:
     """The volumes of a step as a ledger, with the bytes of all events together."""
     return ledger_of(
-        (*volume[:5], *(volume.events * size for size in volume[5:8]))
+        (*volume[:5], *(volume.events * size for size in volume[5:]))
         for volume in step_volumes(shape, layout, rank)
     )
 
@@ -142,7 +141,7 @@ class _Volumes:
         if op != "send_receive":
             # Collectives are rings, an all-reduce in two phases, or direct exchanges.
             sent *= (2 if op == "all_reduce" else 1) * (members - 1) / members
-        self.volumes.append(Volume(axis, op, phase, caller, count, payload, sent, sent, members))
+        self.volumes.append(Volume(axis, op, phase, caller, count, payload, sent, sent))
 
     def _tensor(self) -> None:
         layout, m = self.layout, self.m
@@ -279,8 +278,8 @@ class _Volumes:
         if layout.parameter_server:
             servers = min(layout.servers, replicas)
             server = wire.parameter_server(gradient, weight, replicas, servers)
-            push = gradient, server.push_sent, server.push_received, replicas
-            pull = weight, server.pull_sent, server.pull_received, replicas
+            push = gradient, server.push_sent, server.push_received
+            pull = weight, server.pull_sent, server.pull_received
             self.volumes += [
                 Volume(axis, "reduce_scatter", "backward", "gradients", sums, *push),
                 Volume(axis, "all_gather", "optimizer", "weights", buckets, *pull),

@@ -14,7 +14,7 @@ from moemesh.config.run import RunConfig
 from moemesh.planner.estimate import planned_step
 from moemesh.planner.step_parts import predicted_seconds
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import predict_memory
+from moemesh.planner.traffic.own_memory import predicted_memory
 from moemesh.report import page
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.simulate import simulate
@@ -59,8 +59,8 @@ def write_end(
     # file that the planner cannot model.
     predicted: dict[str, Any] | None = None
     with suppress(ValueError):
-        of_memory = predict_memory(model, plan, **common, num_states=train.num_states)
         on_accelerator = mesh.device.type != "cpu"
+        of_memory = predicted_memory(config, mesh.rank, on_cpu=not on_accelerator)
         of_ledger = predict_ledger(
             model,
             plan,
