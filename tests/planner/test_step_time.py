@@ -36,7 +36,6 @@ from moemesh.planner.timing.compute import (
     layer_transfers,
     product_seconds,
 )
-from moemesh.planner.timing.links import Links
 from moemesh.planner.timing.price import pricing, software_of
 from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
 from moemesh.planner.traffic.ledger import predict_ledger
@@ -255,8 +254,7 @@ def test_the_exchange_of_a_dispatcher_takes_the_bytes_of_its_ledger(dispatcher, 
         hardware=hardware_row(ACCELERATORS["H100-80G"]),
         constants=Constants(),
     )
-    links = Links.of(work.hardware, work.constants)
-    seconds = layer_transfers(work, links)
+    links, seconds = work.links, layer_transfers(work)
     ledger = predict_ledger(
         model, Plan(dispatcher=dispatcher, ranks_per_node=world, **degrees), rank=0, seq_len=1024,
         global_batch=8, dtype="bfloat16",

@@ -387,7 +387,7 @@ def layer_transfers(work: PricedStep) -> LayerTransfers:
     context = where(c > 1, (c - 1) / c * moved / links.bandwidth(c, t), 0)
     gathered = links.measured("all_gather", c, t, keys) * constants.context_exposed
     context = known(where(swaps, np.nan, gathered), context)
-    exchange, expert_tensor = _expert_transfers(work, links)
+    exchange, expert_tensor = _expert_transfers(work)
     return LayerTransfers(
         tensor=tensor
         * _attention_share(work)
@@ -398,10 +398,10 @@ def layer_transfers(work: PricedStep) -> LayerTransfers:
     )
 
 
-def _expert_transfers(work: PricedStep, links: Links) -> tuple[Number, Number]:
+def _expert_transfers(work: PricedStep) -> tuple[Number, Number]:
     """Seconds of a dispatch, which are those of a combine (their mean where they differ), and of
     the gather and scatter of ETP."""
-    model, layout, x = work.model, work.layout, work.layout.etp
+    model, layout, links, x = work.model, work.layout, work.links, work.layout.etp
     once = work.tokens / layout.tp * model.hidden * ACTIVATION_BYTES
     nodes = maximum(layout.ep * x / work.hardware.node_size, 1)
     gathers, chosen = layout.gathered == 1, model.top_k * work.kept_choices
