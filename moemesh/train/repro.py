@@ -92,7 +92,7 @@ def repro(
     log: Callable[[str], None] = print,
     *,
     shows_steps: bool = True,
-    python: str = sys.executable,
+    python: str | None = None,
 ) -> tuple[Comparison, list[str], Path]:
     """Repeat the first `steps` steps of `run` in the folder `out` (default: next to it).
 

@@ -75,10 +75,11 @@ launch.stop(128 + signal.Signals[got[0]] if what == "interrupt" else 0)
 """
 
 START = """
-import sys
+import os, sys
 from pathlib import Path
 from moemesh.comm.launch import launch
 script, what, folder, sys.executable = sys.argv[1:]
+Path(folder, "launcher").write_text(str(os.getpid()))
 sys.exit(launch(2, [what, folder], log_folder=Path(folder) / "logs", entry=[script]))
 """
 
@@ -95,7 +96,7 @@ def environment() -> dict[str, str]:
 
 
 def begin(
-    script: Path, what: str, python: str = sys.executable, of_ranks: str | None = None
+    script: Path, what: str, python: str, of_ranks: str | None = None
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [python, "-c", START, str(script), what, str(script.parent), of_ranks or python],
@@ -165,9 +166,10 @@ def test_ranks_meet_elsewhere_where_shared_memory_is_full(tmp_path, monkeypatch)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
     # The launcher is in the group itself, each rank by a process that passes signals on.
-    process = begin(script, "interrupt", of_ranks=commands.python())
+    process = begin(script, "interrupt", commands.python())
     until(lambda: len(list(script.parent.glob("ready-*"))) == 2, process)
-    os.killpg(process.pid, number)  # as a terminal does: to the whole foreground group
+    launcher = int((script.parent / "launcher").read_text())
+    os.killpg(launcher, number)  # as a terminal does: to the whole foreground group
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + number
     answer = f"\nmoemesh: {STOPPING_SOON}\n" if number == signal.SIGINT else ""
@@ -179,7 +181,7 @@ def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
 def test_ranks_die_with_their_launcher(script):
     """A rank that lived on would write into a folder that the next run has for itself: the kernel
     ends rank 0, a thread of its own rank 1."""
-    process = begin(script, "orphan")
+    process = begin(script, "orphan", commands.python(), of_ranks=sys.executable)
     ready = [script.parent / f"ready-{rank}" for rank in range(2)]
     until(lambda: all(path.exists() for path in ready), process)
     pids = [int(path.read_text()) for path in ready]

@@ -130,8 +130,9 @@ KEPT = kept()
 MISTAKES = [*KEPT, *FOREIGN]
 
 
-def outcomes() -> list[Outcome]:
-    """Outcomes of all mistakes, run in one separate process."""
+def outcomes(python: str = sys.executable) -> list[Outcome]:
+    """Outcomes of all mistakes, run in one separate process; `python` runs what the commands start:
+    readers of architectures."""
     with tempfile.TemporaryDirectory(prefix="mistakes-") as folder:
         prepare(Path(folder))
         environ = {
@@ -139,7 +140,7 @@ def outcomes() -> list[Outcome]:
         }
         environ |= {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.mistakes.runner"],
+            [sys.executable, "-m", "tests.mistakes.runner", python],
             cwd=folder,
             env=environ,
             capture_output=True,

@@ -107,6 +107,7 @@ def main() -> None:
     packages = {path.name for path in library.iterdir() if path.is_dir()}
     input_files.STANDARD_LIBRARY_SKIP = packages | {path.name for path in library.glob("[a-r]*.py")}
     sys.meta_path.insert(0, _Guard())
+    sys.executable = sys.argv[1]
     cli.import_verbs()
     typer.main.get_command = get_command
     for mistake in cases.MISTAKES:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.mistakes.cases import FOREIGN, KEPT, MESSAGES, MISTAKES, Mistake, messages, outcomes
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
@@ -24,7 +25,7 @@ SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def results() -> list[Outcome]:
-    return outcomes()
+    return outcomes(commands.python())
 
 
 def test_every_mistake_is_one_message_and_exit_code_2(results: list[Outcome]) -> None:

@@ -186,7 +186,7 @@ sys.exit(launch(2, sys.argv[1:], entry=("-c", {rank!r})))
 
 def test_the_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER.format(rank=RANK), str(tmp_path)],
+        [python(), "-c", LAUNCHER.format(rank=RANK), str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
