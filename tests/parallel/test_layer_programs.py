@@ -103,10 +103,10 @@ def one_device(clip: str) -> Any:
 @pytest.mark.parametrize(
     ("way", "clip"),
     [
-        ("ddp", "2"),
+        pytest.param("ddp", "2", marks=pytest.mark.slow),
         ("ddp", "inf"),
         ("ddp unused", "by hand"),
-        ("fsdp2", "2"),
+        pytest.param("fsdp2", "2", marks=pytest.mark.slow),
         ("fsdp2", "moemesh"),
         ("hsdp", "1"),
         ("hsdp", "accelerate"),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moemesh.checkpoint.files import CheckpointError
+from moemesh.monitor import lease
 from moemesh.monitor.lease import LeaseLost
 from moemesh.train import session as session_module
 from moemesh.train.early_stop import EarlyStop
@@ -45,7 +46,10 @@ def _lose(out: Path, how: str) -> Path | None:
 
 
 @pytest.mark.parametrize("how", ["renamed", "deleted", "replaced", "replaced by a run"])
-def test_a_lost_folder_takes_nothing_more(tmp_path: Path, how: str) -> None:
+def test_a_lost_folder_takes_nothing_more(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_PAUSES", (0.0, 0.01))
     out = tmp_path / "run"
     holder = RunFolder.open(out)
     holder.lock()

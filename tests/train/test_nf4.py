@@ -30,13 +30,28 @@ TRAIN = [
 ]
 
 
+def settings(folder: Path) -> list[str]:
+    """The settings of a run on the base and the text in `folder`, which are written there."""
+    tiny.make("qwen3_moe", hidden_size=64, moe_intermediate_size=128).save_pretrained(
+        folder / "base"
+    )
+    (folder / "a.txt").write_text("What holds the base in four bits trains the rest. " * 40)
+    return [*TRAIN, f"data.path={folder / 'a.txt'}", f"model.path={folder / 'base'}"]
+
+
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
-    tiny.make("qwen3_moe", hidden_size=64, moe_intermediate_size=128).save_pretrained(
-        tmp_path / "base"
+    return settings(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, which no test changes."""
+    folder = tmp_path_factory.mktemp("nf4")
+    said(
+        "train", *sets(*settings(folder), "lora.base=nf4", "train.steps=1"), "--out", folder / "run"
     )
-    (tmp_path / "a.txt").write_text("What holds the base in four bits trains the rest. " * 40)
-    return [*TRAIN, f"data.path={tmp_path / 'a.txt'}", f"model.path={tmp_path / 'base'}"]
+    return folder / "run"
 
 
 def rounded(base: Path, out: Path) -> Path:
@@ -68,6 +83,23 @@ def evaluated(source: Path, *more: str) -> float:
     return json.loads(moemesh(*words, *sets(*more)).stdout)["loss"]
 
 
+def test_the_merged_model_and_the_run_in_another_plan_have_one_loss(
+    trained: Path, tmp_path: Path
+) -> None:
+    run = trained
+    assert predicted_memory(run)
+    manifest = json.loads((run / "checkpoints/step-1/manifest.json").read_text())
+    names = {name for name in manifest["tensors"] if name.startswith("model.")}
+    assert names and all("_lora_" in name for name in names)
+    said("convert", run, tmp_path / "merged")
+    (tmp_path / "a.txt").write_text((run.parent / "a.txt").read_text())
+    loss = evaluated(run)
+    assert evaluated(run, "plan.dp=2", "plan.ep=2") == pytest.approx(loss, rel=1e-5)
+    merged = evaluated(tmp_path / "merged", "data.tokenizer=bytes")
+    assert merged == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_from_the_folder_to_the_export(tmp_path: Path, given: list[str]) -> None:
     """Losses of the dequantized copy, a resume in another plan, the merged model, the adapters."""
     run, other = tmp_path / "run", tmp_path / "other"
@@ -108,6 +140,7 @@ def test_from_the_folder_to_the_export(tmp_path: Path, given: list[str]) -> None
     assert evaluated(tmp_path / "base", *keys) != pytest.approx(loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_from_the_folder_to_the_export(
     tmp_path: Path, given: list[str]
 ) -> None:
@@ -138,15 +171,16 @@ def refusal(*words: object) -> str:
     return said(*words, code=2)
 
 
-def test_another_base_is_refused(tmp_path: Path, given: list[str]) -> None:
+def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
-    said("train", *sets(*given, "lora.base=nf4", "train.steps=1"), "--out", run)
-    rounded(tmp_path / "base", other)
+    shutil.copytree(trained, run)
+    rounded(trained.parent / "base", other)
     words = ["train", run / "config.toml", *sets(f"model.path={other}", "train.steps=2")]
     text = refusal(*words, "--out", run, "--allow-change", "model.path")
     assert "other weights" in text and "model.path = the folder of the first start" in text
-    shutil.move(tmp_path / "base", tmp_path / "gone")
+    base = (trained.parent / "base").rename(tmp_path / "gone")
     assert "base holds no weights" in refusal("convert", run, tmp_path / "merged")
+    base.rename(trained.parent / "base")
     assert not (tmp_path / "merged").exists()
 
 
@@ -203,10 +237,9 @@ def test_a_base_that_is_drawn_is_refused(tmp_path: Path, given: list[str]) -> No
         load_run([], [*given, "lora.base=int8"])
 
 
-def test_the_base_is_not_exported(tmp_path: Path, given: list[str]) -> None:
+def test_the_base_is_not_exported(trained: Path, tmp_path: Path) -> None:
     """A delta has what trained, and folders have no dtype of 4 bits."""
-    run = tmp_path / "run"
-    said("train", *sets(*given, "lora.base=nf4", "train.steps=1"), "--out", run)
+    run = trained
     assert "--adapter" in refusal("convert", run, tmp_path / "out", "--delta")
     assert "nf4" in refusal("convert", run, tmp_path / "out", "--dtype", "nf4")
     assert not (tmp_path / "out").exists()
