@@ -24,7 +24,7 @@ from moemesh.comm.slurm import (
 )
 from moemesh.config.jobs import ClusterJob
 from tests import commands
-from tests.train.runs import arguments, metrics, moemesh, start
+from tests.train.runs import arguments, metrics, moemesh
 from tests.waiting import PATIENCE, until
 
 STEP = {
@@ -143,11 +143,22 @@ def test_a_wrong_environment_ends_in_one_sentence(
     assert re.fullmatch(rf"moemesh: .*{words}.*\n", done.stderr), done.stderr
 
 
+#: The command, whose ranks print soon for whom they wait.
+SOON = """
+from moemesh.cli import main
+from moemesh.comm import launch
+launch._FIRST_NOTE_SECONDS = 0.5
+main()
+"""
+
+
 def waiting(tmp_path: Path, port: int, rank: int = 1) -> subprocess.Popen[str]:
     given = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
-    return start(
-        *arguments(tmp_path / "run", plan__dp=3),
-        python=commands.python(),
+    return subprocess.Popen(
+        [commands.python(), "-c", SOON, *arguments(tmp_path / "run", plan__dp=3)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | given | {"MASTER_PORT": str(port)},
     )
 

@@ -185,7 +185,7 @@ def some_experts(name: str) -> Tuning:
     return Tuning(train_only=("*norm*",), experts=table)
 
 
-@pytest.mark.representative("qwen3_moe-zero3", "gpt_oss-ep2", "nemotron_h-pp2")
+@pytest.mark.representative("gpt_oss-ep2", "nemotron_h-pp2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FEW)
 def test_chosen_experts_train_as_in_a_plain_loop(name: str, layout: str) -> None:

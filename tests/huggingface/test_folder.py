@@ -326,6 +326,7 @@ def test_the_address_of_a_model() -> None:
         load_run([], ["model=Qwen3-0.6B"])
 
 
+@pytest.mark.usefixtures("architectures")
 def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
     """`AutoConfig` changes its family, whose windows alternate; our own code has none of it."""
     model = make("mistral", sliding_window=24)
