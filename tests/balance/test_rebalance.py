@@ -77,7 +77,7 @@ def test_results_are_of_the_kind_that_came_in() -> None:
 def test_never_worse_and_no_twins(place: tuple[int, int, int, int]) -> None:
     """Both efforts on every shape: bounds hold, and groups stay on one node."""
     replicas, groups, nodes, gpus = place
-    for name, loads in shapes(2, 64, seed=3).items():
+    for name, loads in shapes(1, 64, seed=3).items():
         published = hottest(loads, rebalance_published(loads, *place)[0], gpus)
         bound = lower_bound(loads, *place)
         for effort in ("fast", "quality"):
@@ -217,7 +217,7 @@ def test_a_time_budget_is_used_well() -> None:
     """An effort in seconds: at least as good as fast, and within the time limit."""
     loads = shapes(2, 64, seed=1)["lognormal-1.5"]
     fast = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort="fast")[0], 32)
-    spent = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=3)[0], 32)
+    spent = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=1)[0], 32)
     at_once = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=0)[0], 32)
     assert (spent <= fast * SAME).all() and spent.sum() < fast.sum()
     assert (at_once <= fast * SAME).all()

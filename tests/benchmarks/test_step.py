@@ -28,13 +28,13 @@ SIZES = {"layers": 2, "hidden": 64, "width": 32, "experts": 4, "top_k": 2, "voca
 
 
 def losses_of_both(mesh: Mesh, settings: StepSettings, folder: Path) -> list[list[float]]:
-    """The losses of three steps of our contender and of the peer, on this rank's mesh."""
+    """The losses of two steps of our contender and of the peer, on this rank's mesh."""
     values = SimpleNamespace(**settings.to_json(), lora_alpha=16, generated=GENERATED)
     steps = [
         step.our_step(mesh, settings, folder, settings.dtype),
         peer_step(values, folder, settings.dtype, mesh.device),
     ]
-    rounds = [tokens_of_round(settings, number) for number in range(3)]
+    rounds = [tokens_of_round(settings, number) for number in range(2)]
     return [[take(tokens_BS) for tokens_BS in rounds] for take in steps]
 
 

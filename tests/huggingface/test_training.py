@@ -38,7 +38,7 @@ from tests.train.runs import metrics, said, sets
 
 pytest.importorskip("transformers")
 
-STEPS = 20
+STEPS = 10
 SETTINGS: dict[str, Any] = {
     "data.seq_len": 32, "data.global_batch": 6, "train.steps": STEPS, "train.warmup_steps": 5,
     "train.clip": 1.0, "train.validation_batches": 1,
@@ -103,7 +103,7 @@ def steps_of(config: RunConfig, run: Path) -> list[Step]:
 
 @pytest.mark.representative("gpt_oss-sgd-float64-sft-auxiliary")
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_losses_of_twenty_steps(case: Case, tmp_path: Path) -> None:
+def test_losses_of_steps(case: Case, tmp_path: Path) -> None:
     folder, settings = prepare(case, tmp_path)
     config = load_run([], settings).config
     options = {"output_router_logits": True} if case.auxiliary else {}

@@ -11,6 +11,7 @@ from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.planner.estimate import estimate, estimate_named
 from moemesh.planner.layout_sources import read_plan
 from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.search import command
 from moemesh.planner.search.rival import edits, nearest_that_fits
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.timing.price import pricing
@@ -110,7 +111,10 @@ def test_a_layout_that_fits_needs_no_advice() -> None:
     assert document["memory"]["fits"] and document["nearest_that_fits"] is None
 
 
-def test_plan_says_that_nothing_fits_with_exit_code_2(invoke: Invoke) -> None:
+def test_plan_says_that_nothing_fits_with_exit_code_2(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "remedies", lambda *_: ())  # searches with other options
     words = "plan --model deepseek-v3 --cluster dgx_h100 --nodes 1 --seq-len 4096 --global-batch 64"
     code, out, err = invoke(*words.split(), "--json")
     assert (code, out) == (2, "")

@@ -23,7 +23,7 @@ from moemesh.schedule.text import from_text, to_text
 
 NAMES = tuple(SCHEDULES)
 RANKS = (1, 2, 3, 4, 8)
-MICROBATCHES = (1, 2, 4, 6, 7, 8, 12, 16, 24)
+MICROBATCHES = (1, 2, 4, 6, 7, 8, 12, 16)
 #: tF, tI, tW and tFB (None: the sum), with every relation that the region of a formula depends on.
 TIMES = (
     (1, 1, 1, None),

@@ -112,7 +112,7 @@ def run_on_rank(
 
     def save(self: SaveJob) -> None:
         # With `damage`, longer than the steps up to it: the run ends while a save is pending.
-        time.sleep(0.5 * damage)
+        time.sleep(0.2 * damage)
         plain_save(self)
 
     error, facts = "", {}

@@ -56,8 +56,14 @@ def assert_close(ours: list[float], theirs: list[float], tolerance: float = 1e-5
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("one") / "run"
-    train(out)
+    train(out, train__checkpoint_every=2)
     return out
+
+
+@pytest.fixture
+def one_rank_copy(one_rank: Path, tmp_path: Path) -> Path:
+    """The run with checkpoints at steps 2 and 4, in a folder of its own."""
+    return shutil.copytree(one_rank, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +121,13 @@ def test_memory_and_traffic_stand_beside_their_predictions(two_ranks: Path) -> N
 
 
 def test_resume_in_another_plan_goes_on_with_the_same_losses(
-    tmp_path: Path, one_rank: Path
+    one_rank_copy: Path, one_rank: Path
 ) -> None:
-    short = {"train__checkpoint_every": 2}
-    out = tmp_path / "run"
-    said(*arguments(out, **short), "--stop-after", 2)
+    out = one_rank_copy
+    shutil.rmtree(out / "checkpoints" / "step-4")
     (out / "timeline_simulated.json").write_text("{}")  # of an end under the first plan
-    rows = train(out, **short, plan__dp=2, plan__ep=2)
+    keys = {"data__path": str(one_rank.parent / "corpus.txt"), "train__checkpoint_every": 2}
+    rows = train(out, **keys, plan__dp=2, plan__ep=2)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     plans = Run.load(out).plans
     assert [one.record["dp"] for one in plans] == [1, 2] and plans[1].last == 4
@@ -152,18 +158,17 @@ def test_checkpoints_behind_an_address_outlive_their_machine(tmp_path: Path) -> 
 @pytest.mark.representative("replicate")
 @pytest.mark.parametrize("data", ["replicate", "zero1", "zero2", "zero3"])
 def test_a_killed_run_ends_with_the_losses_of_an_uninterrupted_one(
-    tmp_path: Path, data: str
+    tmp_path: Path, data: str, two_ranks: Path
 ) -> None:
-    keys = TWO_RANKS | {"train__checkpoint_every": 2, "train__steps": 6, "plan__data": data}
-    keys |= {"train__restarts": 0}
-    whole = losses(train(tmp_path / "whole", **keys))
-    out = tmp_path / "run"
-    spec = Spec(action="kill", rank=1, step=5, place="forward", folder=str(tmp_path))
+    keys = TWO_RANKS | {"train__checkpoint_every": 2, "plan__data": data, "train__restarts": 0}
+    rows = metrics(two_ranks) if data == "replicate" else train(tmp_path / "whole", **keys)
+    whole, out = losses(rows), tmp_path / "run"
+    spec = Spec(action="kill", rank=1, step=4, place="forward", folder=str(tmp_path))
     said(spec.text(), *arguments(out, **keys), code=137, module="tests.drill.rank")
     shutil.copytree(out, tmp_path / "other")
     rows = train(out, **keys)
     assert "resumed" in {event["kind"] for event in rows_of(out / "events.jsonl")}
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert losses(rows) == whole  # bit by bit
     if data != "replicate":
         assert_close(losses(train(tmp_path / "other", **keys | {"plan__data": "replicate"})), whole)
@@ -262,10 +267,11 @@ def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert second.returncode == 2 and "in use by another run" in second.stderr
 
 
-def test_a_truncated_checkpoint_is_named_and_the_older_one_used(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    keys = {"train__checkpoint_every": 2}
-    train(out, **keys)
+def test_a_truncated_checkpoint_is_named_and_the_older_one_used(
+    one_rank_copy: Path, one_rank: Path
+) -> None:
+    out = one_rank_copy
+    keys = {"data__path": str(one_rank.parent / "corpus.txt"), "train__checkpoint_every": 2}
     whole = losses(metrics(out))
     broken = out / "checkpoints" / "step-4" / "rank-00000.safetensors"
     os.truncate(broken, broken.stat().st_size // 2)
