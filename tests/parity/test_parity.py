@@ -322,6 +322,7 @@ def test_the_reference_does_something() -> None:
     assert trained.losses[0] != trained.losses[-1]
 
 
+@pytest.mark.slow
 def test_float32_losses_stay_together_over_ten_steps() -> None:
     keys = TRAIN | {"dtype": "float32", "steps": 10, "lr": 0.05}
     one = alone(MODELS["moe"], keys)

@@ -34,8 +34,8 @@ MODELS = ("tiny", "llama3-8b", "qwen3-30b-a3b", "mixtral-8x7b")
 CLUSTERS = ("dgx_h100", "dgx_a100", "gb200_nvl72", "laptop_cpu", "hgx_b300", "dgx_h200")
 #: (model, cluster, nodes, sequence length, batch, answers that are looked at).
 FEW = (
-    ("llama3-8b", "dgx_h100", 8, 4096, 64, 3),
-    ("qwen3-30b-a3b", "dgx_h100", 3, 4096, 256, 2),
+    ("llama3-8b", "dgx_h100", 2, 4096, 64, 2),
+    ("qwen3-30b-a3b", "dgx_h100", 3, 4096, 64, 2),
     ("qwen3-30b-a3b", "dgx_h200", 1, 32768, 1, 2),
     ("mixtral-8x7b", "dgx_h200", 4, 8192, 48, 2),
     ("tiny", "laptop_cpu", 2, 128, 32, 3),

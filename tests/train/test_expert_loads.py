@@ -105,8 +105,6 @@ def test_a_run_rings_warns_and_writes_the_numbers(tmp_path: Path) -> None:
         "model__aux_loss_scope": "microbatch",
         "model__router_jitter": 0.1,
         "train__steps": 21,
-        "plan__tp": 2,
-        "plan__ep": 2,
     }
     printed = said(*arguments(out, **keys))
     alarms = [line for line in printed.splitlines() if line.startswith("alarm: ")]

@@ -181,7 +181,7 @@ def test_a_run_that_never_drains_counts_what_replicas_computed(
     tmp_path: Path, schedule: str
 ) -> None:
     keys = KEYS | {"plan__pp": 2, "plan__schedule": schedule, "plan__microbatches": 4}
-    train(tmp_path, **keys, plan__spare_slots=1, train__validate_every=2)
+    train(tmp_path, **keys | {"train__steps": 4}, plan__spare_slots=1, train__validate_every=2)
     rows = rows_of(tmp_path / "loads.jsonl")
     for row in rows:
         assert sum(row["tokens_per_rank"]) == sum(row["tokens_per_expert"])
@@ -258,8 +258,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "tok").mkdir()
     made.save(str(tmp_path / "tok" / "tokenizer.json"))
     (tmp_path / "b").mkdir()
-    # Above the size that every rank would tokenize for itself.
-    write_lines(tmp_path / "a.jsonl", 1, 20_000)
+    write_lines(tmp_path / "a.jsonl", 1, 500)
     write_lines(tmp_path / "b" / "one.jsonl", 2, 50)
     write_lines(tmp_path / "b" / "two.jsonl", 3, 50)
     write_lines(tmp_path / "v.jsonl", 4, 50)
@@ -268,6 +267,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_ranks_share_the_cache_and_no_layout_changes_the_losses(folder: Path) -> None:
+    # Above the size that every rank would tokenize for itself.
+    write_lines(folder / "a.jsonl", 1, 20_000)
     few = ["--set", "train.epochs=0.001"]
     printed = runs.said("train", "run.toml", *few, "--out", "one", cwd=folder)
     steps = len(losses(runs.metrics(folder / "one")))
@@ -286,7 +287,6 @@ def test_ranks_share_the_cache_and_no_layout_changes_the_losses(folder: Path) ->
 
 
 def test_data_that_changed_in_place_are_refused(folder: Path) -> None:
-    write_lines(folder / "a.jsonl", 1, 500)
     few = ["--set", "train.epochs=0.04", "--out", "run"]
     runs.said("train", "run.toml", *few, cwd=folder)
     steps = len(losses(runs.metrics(folder / "run")))

@@ -36,7 +36,7 @@ from moemesh.train.step import StepResult
 from tests.ranks import mesh_on_ranks
 from tests.train.runs import config_of, metrics, rows_of, shared_file
 
-BATCH, STEPS = 4, 8
+BATCH, STEPS = 4, 6
 #: Settings of all runs here.
 SETTINGS: dict[str, Any] = {
     "model__num_layers": 4,

@@ -365,7 +365,7 @@ def run(plan_keys: dict[str, Any], ranks: list[int], layers: list[int], **keys: 
 
 
 def test_one_rank() -> None:
-    assert run({"microbatches": 2}, [0], [1, 2]) >= 18
+    assert run({"microbatches": 2}, [0], [2]) >= 10
 
 
 @pytest.mark.slow
