@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -33,9 +33,16 @@ class Guard(MetaPathFinder):
             raise SystemExit(f"forbidden import: {{name}}")
 
 sys.meta_path.insert(0, Guard())
-sys.argv, sys.executable = ["moemesh", *{arguments!r}], {python!r}
+sys.executable = {python!r}
 from moemesh.cli import main
-main()
+commands = {commands!r}
+for words in commands:
+    sys.argv = ["moemesh", *words]
+    try:
+        main()
+    except SystemExit as error:
+        if words is commands[-1] or isinstance(error.code, str):
+            raise
 """
 
 
@@ -43,7 +50,15 @@ def run_guarded(
     forbidden: set[str], *arguments: str, python: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     """The command in an interpreter of its own, whose processes run in `python`."""
-    script = GUARD.format(forbidden=forbidden, arguments=list(arguments), python=python)
+    return run_all_guarded(forbidden, arguments, python=python)
+
+
+def run_all_guarded(
+    forbidden: set[str], *commands: Sequence[str], python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Several commands in one such interpreter; the exit code is that of the last."""
+    given = [list(arguments) for arguments in commands]
+    script = GUARD.format(forbidden=forbidden, commands=given, python=python)
     return subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -72,28 +87,20 @@ def run(
 Invoke = Callable[..., tuple[int, str, str]]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        ["--version"],
-        ["train", "--help"],
-        ["bench", "links", "--help"],
-        ["config", "--help"],
-    ],
-)
-def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    # Newer versions of typer use pydantic themselves to read the arguments of a verb.
+def test_help_imports_nothing_heavy() -> None:
     forbidden = {"torch", "numpy", "rich", "jinja2"}
-    done = run_guarded(forbidden | ({"pydantic"} if len(arguments) == 1 else set()), *arguments)
-    assert done.returncode in (0, 2), done.stderr
-    assert "forbidden import" not in done.stderr
-    assert "moemesh" in done.stdout + done.stderr
+    verbs = ["train", "--help"], ["bench", "links", "--help"], ["config", "--help"]
+    # Newer versions of typer use pydantic themselves to read the arguments of a verb.
+    for names, commands in (({"pydantic"}, (["--help"], ["--version"])), (set(), verbs)):
+        done = run_all_guarded(forbidden | names, *commands)
+        assert done.returncode == 0, done.stderr
+        assert "forbidden import" not in done.stderr
+        assert done.stdout.count("moemesh") >= len(commands)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
+def test_configuration_and_report_never_import_torch() -> None:
+    done = run_all_guarded(
+        {"torch"},
         ["config", "show"],
         ["config", "show", "--json"],
         ["config", "check", "--set", "plan.dp=4"],
@@ -101,11 +108,8 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         ["train", "--set", "plan.ep=3"],
         ["train", "--no-such-option"],
         ["report", "/no/such/folder"],
-    ],
-)
-def test_configuration_and_report_never_import_torch(arguments: list[str]) -> None:
-    done = run_guarded({"torch"}, *arguments)
-    assert "forbidden import" not in done.stderr
+    )
+    assert "forbidden import" not in done.stderr and "/no/such/folder" in done.stderr
     assert "Traceback" not in done.stderr
 
 

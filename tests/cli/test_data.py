@@ -19,7 +19,7 @@ from moemesh.model.batch import document_starts
 from moemesh.sharding.load_run import load_run
 from moemesh.train.opening import own_batches
 from tests.data.texts import byte_level_tokenizer
-from tests.test_cli import Invoke, run_guarded
+from tests.test_cli import Invoke, run_all_guarded, run_guarded
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -112,13 +112,12 @@ def test_characters_in_two_pieces_are_shown_once(tmp_path: Path) -> None:
 
 
 def test_data_show_and_tokenize_need_no_torch(folder: Path) -> None:
-    process = run_guarded({"torch"}, "data", "show", *settings(folder))
-    assert process.returncode == 0, process.stderr
-    out = str(folder / "tokens")
-    process = run_guarded(
-        {"torch"}, "tokenize", str(folder / "chat.jsonl"), out, "--tokenizer", str(folder)
+    words = ["tokenize", str(folder / "chat.jsonl"), str(folder / "tokens")]
+    process = run_all_guarded(
+        {"torch"}, ["data", "show", *settings(folder)], [*words, "--tokenizer", str(folder)]
     )
     assert process.returncode == 0, process.stderr
+    assert "training samples" in process.stdout and "tokens.bin: " in process.stdout
     assert run_guarded({"numpy", "tokenizers"}, "tokenize", "--help").returncode == 0
 
 

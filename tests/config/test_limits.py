@@ -17,7 +17,8 @@ from moemesh.monitor.lease import RunFolderError, read_claim
 from moemesh.report import svg
 from moemesh.report.watch import Watched
 from moemesh.train.records.run_folder import RunFolder
-from tests.test_cli import Invoke, run_guarded
+from tests.test_cli import Invoke
+from tests.train.runs import moemesh
 
 #: A title of the window, a clear screen, C1, a line of another direction, a line separator.
 STEERING = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202eabc\u2066\u2028\r"
@@ -44,7 +45,7 @@ def test_what_steers_a_terminal_is_escaped() -> None:
     ],
 )
 def test_no_verb_prints_what_steers_a_terminal(words: tuple[str, ...]) -> None:
-    done = run_guarded({"torch"}, *words)
+    done = moemesh(*words)
     assert done.returncode == 2
     assert not CONTROLS.search(done.stdout + done.stderr)
     assert "\\x1b" in done.stderr or "\\u001B" in done.stderr
