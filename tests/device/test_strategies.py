@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tuning]] = {
     ),
     "capacity": ({"dp": 2, "ep": 2}, {"capacity_factor": 1.0}, FULL),
 }  # fmt: skip
-QUICK = "one", "exact"
+QUICK = "one", "lora"
 #: Schedules that test_asynchronous covers.
 ASYNCHRONOUS = "pipedream", "pipedream_2bw", "ampnet"
 

@@ -147,9 +147,7 @@ def test_clean_runs_step_early_and_redo_nothing(faults: tuple[Fault, ...]) -> No
     assert got.redone() == []
 
 
-@pytest.mark.representative(
-    "sigmoid-{'pp': 2, 'dp': 2, 'ep': 2, 'schedule': 'zb_h1', 'microbatches': 2}",
-)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
     [

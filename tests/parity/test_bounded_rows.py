@@ -28,7 +28,7 @@ CASES = rows(
     moe | tp=2 dp=2 ep=4 dispatcher=low_latency {EVERY} | 6x8 padded
     moe | dp=2 ep=2 combine=exact {EVERY} | 6x8 padded
     moe | dp=2 tp=2 ep=2 etp=2 {EVERY} | 6x8 padded
-    *moe | dp=4 ep=4 spare_slots=2 recompute=full | 6x8 padded
+    moe | dp=4 ep=4 spare_slots=2 recompute=full | 6x8 padded
     moe | dp=4 ep=4 spare_slots=2 {EVERY} | 6x8 padded
     moe | dp=2 ep=2 spare_slots=1 dispatch_chunks=2 {EVERY} | 6x8 padded
     moe | pp=2 dp=2 ep=2 schedule=zb_h1 microbatches=3 {EVERY} | 6x8 padded

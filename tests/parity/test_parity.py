@@ -65,7 +65,8 @@ ATTENTION = rows(
     *latent_plain ... | tp=2 ep=2 attention_exit=all_to_all
     ... | tp=2 ep=2 attention_exit=all_reduce
     # Recomputation, padding, several microbatches.
-    *over_projection ... | tp=2 ep=2 dp=2 recompute=full microbatches=2 | padded
+    *over_projection | tp=2 ep=2 recompute=full microbatches=2 | padded
+    over_projection ... | tp=2 ep=2 dp=2 recompute=full microbatches=2 | padded
     ... | tp=2 ep=2 dp=2 recompute=selective | padded
     # Pipelines whose weight gradients are deferred; slices of sequences.
     *latent ... | pp=2 microbatches=3 schedule=zb_h1 tp=2

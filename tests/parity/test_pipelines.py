@@ -54,7 +54,7 @@ REORDERED = rows(
 MIXED = rows(
     """
     moe | pp=2 tp=2 ep=2 schedule=zb_v microbatches=4 | 11x7
-    moe *sigmoid | pp=2 dp=2 ep=2 schedule=dualpipe microbatches=4 | 11x7
+    moe sigmoid | pp=2 dp=2 ep=2 schedule=dualpipe microbatches=4 | 11x7
     tied | pp=2 tp=2 ep=2 schedule=zb_h1 microbatches=3 | 11x7
     tied | pp=4 schedule=chimera microbatches=4 | 11x7
     tied | pp=2 dp=2 schedule=zb_v microbatches=3 | 11x7
@@ -146,6 +146,7 @@ def test_a_file_of_any_order_equals_one_process(tmp_path: Path, name: str) -> No
     assert got.loads == expected.loads
 
 
+@pytest.mark.slow
 def test_a_hand_written_file_equals_one_process(tmp_path: Path) -> None:
     """The file runs on two pipelines, whose experts share ranks; microbatches are out of order."""
     path = tmp_path / "mine.txt"

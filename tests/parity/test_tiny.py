@@ -7,7 +7,7 @@ from tests.parity.training import Shape, train
 
 TINY = load_run([], []).config.model.model_dump()
 HALF = TINY | {"num_layers": TINY["num_layers"] // 2}
-SHAPE = Shape(global_batch=8, seq_len=32)
+SHAPE = Shape(global_batch=4, seq_len=16)
 TRAIN: dict[str, Any] = {"steps": 2, "lr": 3e-3, "warmup_steps": 1}
 MESH: dict[str, Any] = {"tp": 2, "dp": 2, "ep": 4, "ranks_per_node": 2}
 

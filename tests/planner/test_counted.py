@@ -76,6 +76,7 @@ def test_layers_without_formulas_are_counted(kind: str) -> None:
         assert count_flops(shape, length, "full").forward == pytest.approx(want, rel=0.02)
 
 
+@pytest.mark.representative("qwen3_next")
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
 def test_layers_alike_are_counted_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {key: size for key, size in SIZES.items() if key != "head_dim"} | {"num_experts": 4}

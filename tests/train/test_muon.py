@@ -53,6 +53,7 @@ def test_a_run_resumes_under_other_plans(keys: dict[str, Any], tmp_path: Path) -
     assert runs.losses(rows) == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_validated_late_changes_nothing(tmp_path: Path) -> None:
     keys = MUON | {
         "model__num_layers": 4,

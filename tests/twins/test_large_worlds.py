@@ -161,15 +161,16 @@ def replayed(batch: Batch) -> Batch:
     return replace(batch, experts=dict.fromkeys(MODEL.routed_layers, chosen))
 
 
-@pytest.mark.representative("dualpipe_v")
+@pytest.mark.representative("dualpipe_v-in the middle")
+@pytest.mark.parametrize("ranks", [(0, 333), (333,)], ids=["two", "in the middle"])
 @pytest.mark.parametrize("name", PLANS)
-def test_a_rank_of_512_sends_and_holds_what_is_predicted(name: str) -> None:
+def test_a_rank_of_512_sends_and_holds_what_is_predicted(name: str, ranks: tuple[int, ...]) -> None:
     plan = Plan(**PLANS[name])
     assert plan.layout.world_size == RANKS and not plan.check()
     shape = Shape(plan.dp * plan.microbatches, TOKENS * plan.tp * plan.cp)
     train = TrainConfig(optimizer="adamw", dtype="bfloat16")
     tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
-    for rank in (0, 333):
+    for rank in ranks:
         with alone_in_a_world() as mesh_of:
             mesh = mesh_of(plan, rank)
             parallel = parallelize(
