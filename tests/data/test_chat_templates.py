@@ -117,7 +117,7 @@ def conversation(draw: random.Random, name: str) -> dict[str, Any]:
 def test_ids_and_mask_are_those_of_transformers(tmp_path: Path, name: str, blocks: bool) -> None:
     ours, template, theirs = tokenizer_of(tmp_path, name, blocks=blocks)
     draw = random.Random(f"{name}")
-    for _ in range(80):
+    for _ in range(40):
         record = conversation(draw, name)
         expected = theirs.apply_chat_template(
             record["messages"],

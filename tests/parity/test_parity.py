@@ -219,7 +219,7 @@ CONTEXT = rows(
     expert_choice sinkhorn_capacity probability | cp=2 tp=1 ep=2 context=ring | 3x13 padded
     expert_choice sinkhorn_capacity probability | cp=2 tp=2 ep=2 context=all_gather | 3x13 padded
     # With tensor parallelism: heads are cut twice.
-    *deep | cp=2 tp=2 ep=4 attention_exit=reduce_scatter context=ring | 3x13 padded packed
+    deep | cp=2 tp=2 ep=4 attention_exit=reduce_scatter context=ring | 3x13 padded packed
     deep | cp=2 tp=2 ep=4 attention_exit=all_reduce context=all_gather | 3x13 padded packed
     deep | cp=2 tp=2 ep=4 attention_exit=all_to_all context=all_to_all | 3x13 padded packed
     grouped | cp=2 tp=4 ep=8 context=all_to_all | 3x13

@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 CASES = rows(
     """
-    *wide *capacity tiny | dp=4 ep=4
+    *wide capacity tiny | dp=4 ep=4
     tiny | dp=2 ep=2
     tiny | dp=2 tp=2 ep=4
     tiny | dp=4 ep=4 recompute=full
