@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from moemesh.balance import (
     rebalance_experts,
     rebalance_published,
 )
+from moemesh.balance.inputs import Policy
 from moemesh.config.errors import ConfigError
 from tests.balance.cases import (
     Floats,
@@ -205,12 +207,16 @@ def test_loads_of_any_size() -> None:
 
 def test_policies() -> None:
     loads = shapes(1, 32)["bursty"]
-    auto = rebalance_experts(loads, 48, 8, 4, 16)[0]
-    assert np.array_equal(auto, rebalance_experts(loads, 48, 8, 4, 16, policy="hierarchical")[0])
-    everywhere = rebalance_experts(loads, 48, 8, 4, 16, policy="global")[0]
-    assert np.array_equal(everywhere, rebalance_experts(loads, 48, 1, 1, 16)[0])
+
+    def slots(*sizes: int, policy: Policy | None = None) -> Any:
+        return rebalance_experts(loads, 48, *sizes, 16, effort="fast", policy=policy)[0]
+
+    assert np.array_equal(slots(8, 4), slots(8, 4, policy="hierarchical"))
+    everywhere = slots(8, 4, policy="global")
+    assert np.array_equal(everywhere, slots(1, 1))
     # 3 nodes do not divide 8 groups: the global policy, although 3 does not divide 16 GPUs.
-    assert np.array_equal(everywhere, rebalance_experts(loads, 48, 8, 3, 16)[0])
+    assert np.array_equal(everywhere, slots(8, 3))
+    assert not np.array_equal(everywhere, slots(8, 4))
 
 
 def test_a_time_budget_is_used_well() -> None:
