@@ -33,6 +33,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ownership, "_HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(ownership, "_OBSERVE_SECONDS", 0.2)
     monkeypatch.setattr(ownership, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(ownership, "_PAUSES", (0.0, 0.01, 0.03))
 
 
 @pytest.fixture(params=["memory", "disk"])

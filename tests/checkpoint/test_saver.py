@@ -154,7 +154,7 @@ from moemesh.checkpoint import files
 from tests.checkpoint.simulate import one_rank
 from tests.checkpoint.simulate import whole
 real = files.write_file
-files.write_file = lambda *args: (time.sleep(0.3), real(*args))[1]
+files.write_file = lambda *args: (time.sleep(0.1), real(*args))[1]
 one_rank(Path({str(tmp_path)!r})).start(1, [whole("w", torch.ones(3))], {{}})
 raise ValueError("training broke")
 """
@@ -223,7 +223,7 @@ def test_a_stop_during_a_save_ends_the_pauses(
             1,
             [] if rank else shards(),
             {},
-            hurries=lambda: rank == 1 and time.monotonic() > since + 0.5,
+            hurries=lambda: rank == 1 and time.monotonic() > since + 0.1,
         )
         return own.finish()
 

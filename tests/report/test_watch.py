@@ -188,7 +188,7 @@ def test_a_run_that_begins_is_waited_for(
     def begin() -> None:
         append(run(tmp_path / "run") / "events.jsonl", event("stopped"))
 
-    timer = threading.Timer(0.5, begin)
+    timer = threading.Timer(0.1, begin)
     timer.start()
     with pytest.raises(Exit) as end:
         watch(tmp_path / "run", every=0.1, wait=60.0)
