@@ -126,7 +126,7 @@ def trained(plan: dict[str, Any], *args: Any) -> list[Trained]:
     ("plan", "dtype", "optimizer"),
     [
         ({"microbatches": 2}, "bfloat16", "adamw"),
-        ({}, "float32", "sgd"),
+        pytest.param({}, "float32", "sgd", marks=pytest.mark.slow),
         pytest.param(
             {"dp": 2, "ep": 2, "dispatcher": "all_gather"}, "bfloat16", "adamw",
             marks=pytest.mark.slow,

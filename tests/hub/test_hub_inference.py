@@ -17,7 +17,7 @@ from tests.hub.families import family_names, random_model
 
 #: Attention alone, a linear attention, a Mamba, a router by tables, one whose code is random in
 #: training, one with state outside of the modules of parameters.
-REPRESENTATIVES = ("qwen3_next", "nemotron_h", "gemma4_text", "deepseek_v4", "phimoe", "zaya")
+REPRESENTATIVES = ("qwen3_next", "nemotron_h", "gemma4_text", "phimoe", "zaya")
 NAMES = [
     pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.slow)
     for name in family_names()

@@ -187,6 +187,7 @@ def test_experts_of_a_task(tmp_path: Path) -> None:
     assert user.run(["moemesh", "generate", str(run), "--prompt", "12", "--max-tokens", "4"])
 
 
+@pytest.mark.slow
 def test_adapters(tmp_path: Path) -> None:
     """LoRA: training, the adapters in PEFT, and the merged model in transformers."""
     peft = pytest.importorskip("peft")

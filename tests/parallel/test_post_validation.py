@@ -119,6 +119,7 @@ def test_faults_on_any_rank_end_as_in_one_process(
     assert wanted.num_updates == 4
 
 
+@pytest.mark.slow
 def test_every_rank_has_its_clip_and_its_infinity() -> None:
     """With the case of four ranks above: each fault on each of them."""
     plan = {"pp": 4, "schedule": "zb_h2", "microbatches": 4, "layers_per_stage": [1, 1, 1, 1]}

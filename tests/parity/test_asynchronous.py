@@ -125,12 +125,12 @@ def test_recorded_orders_replay(case: Any) -> None:
     assert replay(reference, streamed.schedule).losses != expected.losses
 
 
-@pytest.mark.representative("ampnet")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", [STREAM, AMPNET | {"update_window": 2}], ids=["stash", "ampnet"]
 )
 def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
-    plan, keys = schedule | {"pp": 2, "tp": 2, "ep": 2}, SGD | {"steps": 2}
+    plan, keys = schedule | {"pp": 2, "tp": 2, "ep": 2}, SGD | {"steps": 3}
     streamed = stream(BIASED, plan, keys, SHAPE)
     assert streamed.schedule is not None
     reference = Reference(BIASED, plan, keys, SHAPE)

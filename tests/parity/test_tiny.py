@@ -2,16 +2,19 @@
 
 from typing import Any
 
+import pytest
+
 from moemesh.sharding.load_run import load_run
 from tests.parity.training import Shape, train
 
 TINY = load_run([], []).config.model.model_dump()
 HALF = TINY | {"num_layers": TINY["num_layers"] // 2}
-SHAPE = Shape(global_batch=4, seq_len=16)
+SHAPE = Shape(global_batch=8, seq_len=32)
 TRAIN: dict[str, Any] = {"steps": 2, "lr": 3e-3, "warmup_steps": 1}
 MESH: dict[str, Any] = {"tp": 2, "dp": 2, "ep": 4, "ranks_per_node": 2}
 
 
+@pytest.mark.slow
 def test_fp8_rows_train_tiny_close_to_the_same_losses() -> None:
     plan = MESH | {"dispatcher": "hierarchical"}
     plain = train(HALF, plan, TRAIN, SHAPE).losses

@@ -116,6 +116,7 @@ def test_a_report_of_100_000_steps_of_a_wide_model_takes_200_mb(tmp_path: Path) 
     assert page <= 1.5e6, f"{page / 1e6:.2f} MB"
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows_of_loads(tmp_path: Path) -> None:
     """Also of a run that wrote a row for every step: those of an older version, load_bins = 0."""
     shape = {"layers": 6, "experts": 64}

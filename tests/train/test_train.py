@@ -207,7 +207,7 @@ def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
     assert "This run failed" in page and "ower train.lr (1e+30)" in page
 
 
-@pytest.mark.representative("bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
