@@ -140,8 +140,10 @@ def verdicts(mesh: Mesh, names: list[str], dtype: torch.dtype) -> tuple[dict[str
     return errors, len(mesh.ledger)
 
 
-@pytest.mark.representative("two nodes-bfloat16-exact")
-@pytest.mark.parametrize("modes", [("", "+exact", "+fp8"), ("+exact",)], ids=["every", "exact"])
+@pytest.mark.representative("two nodes-bfloat16-two")
+@pytest.mark.parametrize(
+    "modes", [("", "+exact", "+fp8"), ("+exact", "+fp8")], ids=["every", "two"]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize(
     "layout",

@@ -122,14 +122,18 @@ ROUTERS = rows(
     expert_choice | tp=2 dp=2 ep=4 combine=exact
     expert_choice | tp=2 dp=2 ep=4 dispatcher=low_latency
     expert_choice | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2
-    *expert_choice | tp=2 dp=2 ep=4 dispatch_chunks=2
-    *sinkhorn | tp=2 dp=2 ep=4
+    expert_choice | tp=2 dp=2 ep=4 dispatch_chunks=2
+    *expert_choice | tp=2 ep=2 dispatch_chunks=2
+    *sinkhorn | tp=2 ep=2
+    sinkhorn | tp=2 dp=2 ep=4
     sinkhorn | tp=4 dp=2 ep=2 etp=2 | padded
     jitter | tp=2 dp=2 ep=4 microbatches=2
-    *jitter | tp=4 ep=4 dispatcher=all_gather | padded
+    *jitter | tp=2 ep=2 dispatcher=all_gather | padded
+    jitter | tp=4 ep=4 dispatcher=all_gather | padded
     probability | tp=2 dp=2 ep=4
     *probability | tp=4 etp=4 | padded
-    *position | tp=2 dp=2 ep=4 microbatches=2
+    position | tp=2 dp=2 ep=4 microbatches=2
+    *position | tp=2 ep=2 microbatches=2
     position | tp=8 ep=8 | 1x5
     """
 )
@@ -147,7 +151,8 @@ EXPERTS = rows(
     oss | tp=2 dp=2 ep=4 recompute=selective | padded
     oss | tp=2 ep=2 dispatcher=hierarchical | padded
     gate | tp=2 ep=2 | padded
-    *gate | tp=2 dp=2 ep=2 recompute=selective | padded
+    *gate | tp=2 ep=2 recompute=selective | padded
+    gate | tp=2 dp=2 ep=2 recompute=selective | padded
     gate | tp=2 ep=2 recompute=full attention_exit=all_to_all | padded
     gate | pp=2 cp=2 ep=2 microbatches=2 | padded
     granite | tp=2 pp=2 ep=2 microbatches=2 | padded

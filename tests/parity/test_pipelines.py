@@ -37,8 +37,8 @@ BITWISE = rows(
     moe | pp=4 schedule=interleaved_1f1b stages_per_rank=2 microbatches=8 | 11x7
     *moe | pp=2 schedule=zb_h1/zb_h2/dualpipe_v microbatches=4 | 11x7
     moe | pp=4 schedule=zb_h1/zb_h2/dualpipe_v microbatches=8 | 11x7
-    moe | pp=2 schedule=zb_v microbatches=4 | 11x7
-    *moe | pp=4 schedule=zb_v microbatches=8 | 11x7
+    *moe | pp=2 schedule=zb_v microbatches=4 | 11x7
+    moe | pp=4 schedule=zb_v microbatches=8 | 11x7
     *moe | pp=2 schedule=1f1b microbatches=4 layers_per_stage=(7,1) | 11x7
     """
 )
