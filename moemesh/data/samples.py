@@ -439,14 +439,16 @@ class Samples(Windows):
             f"which make {self.num_training} training samples of data.seq_len {self.seq_len}"
             f"{_besides(split)}; a step needs {1 if is_alone and not is_text else global_batch}"
             f"{' besides the held-out ones' if held_out is not None else ''}{exactly}: add data, "
-            f"or {_other_length(split)} or data.global_batch"
+            f"or {_other_length(split)}"
+            f"{', or lower' if split.without_loss else ' or'} data.global_batch"
         )
 
 
 def _besides(split: WindowSplit) -> str:
     if not split.without_loss:
         return ""
-    return f" ({split.without_loss} conversations have no target that carries loss)"
+    has = "conversation has" if split.without_loss == 1 else "conversations have"
+    return f" ({split.without_loss} {has} no target that carries loss)"
 
 
 def _other_length(split: WindowSplit) -> str:
