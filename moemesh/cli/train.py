@@ -168,9 +168,7 @@ def preparation_text(prepared: "Preparation") -> str:
         facts += samples.reading(steps, data.global_batch)
         counts = samples.num_training, samples.num_validation
         facts.append("samples  {:,} for training, {:,} for validation".format(*counts))
-        if (learned := samples.num_learned) is not None:
-            facts.append(f"chat     conversations by the template of {data.tokenizer}")
-            facts.append(f"         {learned:,} tokens bear loss")
+        facts += samples.loss_lines(data.tokenizer)
         facts += prepared.notes
     files = [*FILES, *([] if has_name(plan) else ["schedule.txt"])]
     checkpoints, last = f"{train.checkpoints_kept} kept", train.steps

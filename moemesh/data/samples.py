@@ -25,7 +25,7 @@ from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import mask_of
 from moemesh.data.order import Epochs, IdRanges, Interleaving, held_out_blocks
-from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizer import DataError, has_chat_template
 
 #: Tokens counted at once in a pass over a whole stream: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
@@ -347,6 +347,16 @@ class Samples(Windows):
     def steps(self, epochs: float, global_batch: int) -> int:
         """Steps after which a run has read the training samples of all sources `epochs` times."""
         return math.ceil(epochs * self.num_training / global_batch)
+
+    def loss_lines(self, tokenizer: str) -> list[str]:
+        """Lines for the terminal: the number of tokens that bear loss, if not all of them do."""
+        if (learned := self.num_learned) is None:
+            return []
+        every = sum(split.num_tokens for split in self.splits)
+        line = f"{learned:,} of {every:,} tokens bear loss ({learned / every:.1%})"
+        if not has_chat_template(tokenizer):
+            return [f"loss     of completions: {line}"]
+        return [f"chat     conversations by the template of {tokenizer}", f"         {line}"]
 
     def reading(self, steps: int, global_batch: int) -> list[str]:
         """Lines for the terminal: each source with its tokens, and the epochs that a run reads."""

@@ -34,6 +34,7 @@ from moemesh.config.limits import few, parse_json
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
+from moemesh.data.tokenizer import has_chat_template
 from moemesh.monitor.lease import FILE as LEASE
 from moemesh.monitor.lease import (
     Lease,
@@ -464,6 +465,11 @@ def was_tuned_on_conversations(run: Path) -> bool:
         sources = parse_json((run / DATA).read_text(encoding="utf-8"))["sources"]
         return any(source.get("loss_tokens") is not None for source in sources)
     return False
+
+
+def answers_chats(run: Path, tokenizer: str) -> bool:
+    """Whether `moemesh generate --chat` asks the run as it was tuned: by a template."""
+    return was_tuned_on_conversations(run) and has_chat_template(tokenizer)
 
 
 def changes_samples(key: str) -> bool:
