@@ -468,7 +468,7 @@ def was_tuned_on_conversations(run: Path) -> bool:
 
 
 def answers_chats(run: Path, tokenizer: str) -> bool:
-    """Whether `moemesh generate --chat` asks the run as it was tuned: by a template."""
+    """Whether the run was tuned on conversations that the template of `tokenizer` renders."""
     return was_tuned_on_conversations(run) and has_chat_template(tokenizer)
 
 
