@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -127,9 +126,7 @@ def convert(request: ConvertRequest) -> None:
             on_file=log,
         )
     typer.echo(weight_sources.written_text(source, out, kind, lora), err=True)
-    config, name = shlex.quote(str(out / "config.toml")), shlex.quote(str(out))
-    start = f"a run to continue: moemesh train {config} --out {name}"
-    typer.echo(start if kind == "run" else str(out))
+    typer.echo(str(out))
 
 
 @dataclass(frozen=True, kw_only=True)

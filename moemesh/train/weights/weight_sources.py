@@ -217,7 +217,7 @@ def written_text(source: Path, out: Path, kind: Written, lora: LoraConfig = NO_A
     )
     name, chat = shlex.quote(str(out)), " --chat" * answers_chats(source, str(out))
     follow = {
-        "run": f"moemesh train {shlex.quote(str(out / 'config.toml'))} --out {name}",
+        "run": f"moemesh train {name} --set data.path=PATH",
         "folder": f"moemesh generate {name} --prompt TEXT{chat}",
         "adapter": " --set ".join(["moemesh train CONFIG.toml", *words]),
         "delta": f"moemesh convert BASE NEW_FOLDER --apply {name}",
