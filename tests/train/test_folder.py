@@ -368,7 +368,7 @@ def test_converted_weights_have_no_course_of_training(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="the model cannot change"):
         changes(new.replace("hidden_size = 128", "hidden_size = 256"))
     save_one(place, 1, [whole("w", torch.zeros(2))], {"config": OLD})
-    with pytest.raises(RunFolderError, match="--allow-change train.lr"):
+    with pytest.raises(RunFolderError, match=r"--allow-change train\.lr"):
         changes(new)
 
 
