@@ -203,6 +203,13 @@ def whole_models(rank: int) -> None:
     model = model_of("qwen3_moe")
     mm.use_experts(model)
     torch.testing.assert_close(logits_of(copy.deepcopy(model)), wanted, rtol=0, atol=MOST)
+    # An average of weights begins after a step, as a copy of a model that has run.
+    backward(model, _IDS.chunk(RANKS)[rank])
+    copied = copy.deepcopy(model)
+    backward(copied, _IDS.chunk(RANKS)[rank])
+    expected = gradients(model)
+    for name, gradient in gradients(copied).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=MOST, msg=name)
     with pytest.raises(LayerError, match=r"only experts \d to \d: save mm.full_state_dict"):
         pickle.dumps(model)
     model.set_experts_implementation("eager")
@@ -228,6 +235,34 @@ def under_a_larger_ddp(rank: int) -> None:
         LayerError, match=r"DDP reduces gradients over 4 ranks, and the experts .* 2:"
     ):
         DistributedDataParallel(model)(_IDS)
+
+
+def by_kernels_of_several_tensors(rank: int) -> dict[str, Tensor]:
+    """A step with FSDP2; torch has no kernel for its DTensors beside plain tensors."""
+    model = model_of("qwen3_moe")
+    mm.use_experts(model)
+    fully_shard(model)
+    spread = list(mm.expert_parameters(model).values())
+    others = [one for one in model.parameters() if all(one is not expert for expert in spread)]
+    for kernel in ("fused", "foreach"):
+        optimizer = torch.optim.AdamW(model.parameters(), **{kernel: True})
+        backward(model, _IDS.chunk(RANKS)[rank])
+        with pytest.raises(LayerError, match=rf"{kernel}=True takes no DTensors .* of their own"):
+            optimizer.step()
+        model.zero_grad()
+    optimizer = torch.optim.SGD([{"params": others}, {"params": spread}], 0.1, foreach=True)
+    backward(model, _IDS.chunk(RANKS)[rank])
+    optimizer.step()
+    return mm.full_state_dict(model)
+
+
+def test_experts_have_a_group_of_their_own_beside_dtensors() -> None:
+    one = model_of("qwen3_moe")
+    backward(one, _IDS)
+    torch.optim.SGD(one.parameters(), 0.1).step()
+    for state in run_on_ranks(RANKS, by_kernels_of_several_tensors, timeout=300):
+        for key, value in one.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=MOST, msg=key)
 
 
 def test_other_programs_are_refused() -> None:

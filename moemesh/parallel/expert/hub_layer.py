@@ -33,7 +33,12 @@ from moemesh.parallel.expert.layer import (
     model_config,
     refuse_misuse,
 )
-from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
+from moemesh.parallel.expert.spread import (
+    LayerError,
+    Spread,
+    copy_sharing,
+    expert_parameters,
+)
 from moemesh.parallel.expert.transformers_trainer import caller, follow
 
 #: Refusal of adapters on experts.
@@ -200,6 +205,11 @@ class _Exchange:
         self.moe = HubMoE(module, cast("Any", module).num_experts)
         self._connection: Connection | None = None
         set_exchange(module, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Exchange:
+        """The exchange of a copied module, over the same group."""
+        shared = (self.ranks, self.reduction, self._connection, self.moe.dispatcher)
+        return copy_sharing(self, memo, *shared)
 
     def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
@@ -48,6 +51,7 @@ class Spread(nn.Module):
 
     def share_state(self) -> None:
         """Entries of state dicts become those of all ranks."""
+        _watch_optimizers()
         self.register_state_dict_post_hook(_share)
         self.register_load_state_dict_pre_hook(_take_own)
         # FSDP passes over modules that torch's composable `replicate` manages.
@@ -184,6 +188,25 @@ def _norm_of_all(
     norms = transfers.all_gather(norm.view(1), ranks, phase="backward", caller="moe.norm")
     whole = torch.linalg.vector_norm(norms, 2 if order in (None, "fro") else order)
     return SpreadGradient.of(whole, None)
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Refuse what no kernel of torch computes, before the first step of an optimizer."""
+    register_optimizer_step_pre_hook(_refuse_mixed_kernels)
+
+
+def _refuse_mixed_kernels(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for kernel in ("fused", "foreach"):
+            parameters = group["params"] if group.get(kernel) else ()
+            has_experts = any(isinstance(one.grad, SpreadGradient) for one in parameters)
+            if has_experts and any(isinstance(one, DTensor) for one in parameters):
+                raise LayerError(
+                    f"{kernel}=True takes no DTensors of FSDP2 beside experts that are spread over "
+                    "ranks: a parameter group of their own for "
+                    f"mm.expert_parameters(model).values(), or {kernel}=False"
+                )
 
 
 class _Mark(NamedTuple):
