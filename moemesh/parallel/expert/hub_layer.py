@@ -33,6 +33,7 @@ from moemesh.parallel.expert.layer import (
     model_config,
     refuse_misuse,
 )
+from moemesh.parallel.expert.optimizers import watch_optimizers
 from moemesh.parallel.expert.spread import (
     LayerError,
     Spread,
@@ -97,6 +98,7 @@ def use_experts(
     for module in modules.values():
         if ranks.size > 1:
             _spread(module, ranks)
+            watch_optimizers()
         _Exchange(module, ranks, replicas, dispatcher, gradients)
     cast("Any", model)._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
@@ -51,7 +48,6 @@ class Spread(nn.Module):
 
     def share_state(self) -> None:
         """Entries of state dicts become those of all ranks."""
-        _watch_optimizers()
         self.register_state_dict_post_hook(_share)
         self.register_load_state_dict_pre_hook(_take_own)
         # FSDP passes over modules that torch's composable `replicate` manages.
@@ -190,25 +186,6 @@ def _norm_of_all(
     return SpreadGradient.of(whole, None)
 
 
-@cache
-def _watch_optimizers() -> None:
-    """Refuse what no kernel of torch computes, before the first step of an optimizer."""
-    register_optimizer_step_pre_hook(_refuse_mixed_kernels)
-
-
-def _refuse_mixed_kernels(optimizer: Optimizer, *_: object) -> None:
-    for group in optimizer.param_groups:
-        for kernel in ("fused", "foreach"):
-            parameters = group["params"] if group.get(kernel) else ()
-            has_experts = any(isinstance(one.grad, SpreadGradient) for one in parameters)
-            if has_experts and any(isinstance(one, DTensor) for one in parameters):
-                raise LayerError(
-                    f"{kernel}=True takes no DTensors of FSDP2 beside experts that are spread over "
-                    "ranks: a parameter group of their own for "
-                    f"mm.expert_parameters(model).values(), or {kernel}=False"
-                )
-
-
 class _Mark(NamedTuple):
     """A hook of a parameter, after its gradient has been accumulated."""
 
@@ -263,12 +240,31 @@ class ExpertShare(DTensor):
 
 def _share(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Entries of global shape, each rank's part its parameter's memory."""
-    assert isinstance(experts, Spread) and experts.ranks.group is not None
-    mesh = DeviceMesh.from_group(experts.ranks.group, experts.ranks.device.type)
+    assert isinstance(experts, Spread)
     for name, parameter in experts.named_parameters():
-        share = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
-        share.__class__ = ExpertShare
-        state[prefix + name] = share
+        state[prefix + name] = share_of(experts, parameter.detach())
+
+
+def share_of(experts: Spread, tensor: Tensor) -> Tensor:
+    """`tensor` of this rank's experts as its part of that of all ranks."""
+    assert experts.ranks.group is not None
+    mesh = DeviceMesh.from_group(experts.ranks.group, experts.ranks.device.type)
+    share = DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+    share.__class__ = ExpertShare
+    return share
+
+
+def own_part(experts: Spread, given: Tensor) -> Tensor:
+    """This rank's experts of a tensor of all ranks; a tensor of another length is returned as it
+    is."""
+    if isinstance(given, DTensor):
+        local, (first, *_) = local_part(given)
+        if first == experts.held.start and len(local) == len(experts.held):
+            return local
+        given = given.full_tensor()
+    if len(given) != experts.num_experts:
+        return given
+    return given.narrow(0, experts.held.start, len(experts.held))
 
 
 def _take_own(
@@ -287,12 +283,6 @@ def _take_own(
         given = state.get(prefix + name)
         if given is None:
             continue
-        if isinstance(given, DTensor):
-            local, (first, *_) = local_part(given)
-            if first == experts.held.start and local.shape == own.shape:
-                state[prefix + name] = local
-                continue
-            given = given.full_tensor()
         expected = [experts.num_experts, *own.shape[1:]]
         if list(given.shape) != expected:
             errors.append(
@@ -301,5 +291,5 @@ def _take_own(
             )
             state[prefix + name] = own.detach()
             continue
-        part = given.narrow(0, experts.held.start, len(experts.held))
-        state[prefix + name] = part.clone() if metadata.get("assign_to_params_buffers") else part
+        part, is_kept = own_part(experts, given), metadata.get("assign_to_params_buffers")
+        state[prefix + name] = part.clone() if is_kept and not isinstance(given, DTensor) else part
