@@ -95,6 +95,12 @@ def test_a_run_of_few_steps_is_a_start() -> None:
     )
     text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
     assert "20 steps are a start" in text and "has not learned" not in text
+    # More steps do not help a run that its patience has ended.
+    stopped = EarlyStop(1)
+    for step, loss in ((1, 3.3), (2, 3.4)):
+        stopped.add(step, loss)
+    text = Artifacts.summary(cast("Artifacts", ended), stopped)
+    assert "are a start" not in text and "has not learned" in text
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "tokenizer"])

@@ -353,7 +353,8 @@ class Artifacts:
         unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
         reason, (step, loss) = early_stop.reason, early_stop.best
         steps = self.config.train.steps
-        above = _A_START.format(steps=steps) if steps < LEAST_STEPS else _NOT_LEARNED
+        is_start = steps < LEAST_STEPS and not reason
+        above = _A_START.format(steps=steps) if is_start else _NOT_LEARNED
         data, run = self.config.data, shlex.quote(str(self.folder.path))
         explain = f"moemesh explain {run}"
         prompt = '"def "' if data.path is None and not data.sources else "TEXT"
