@@ -327,8 +327,8 @@ def launch(request: LaunchRequest) -> None:
         typer.echo(choices)
     if not is_set["data.path"]:
         typer.echo(
-            "note: data.path is not set: the job would train on Python's own library sources, by "
-            "bytes"
+            "note: data.path is not set: the job would train on Python's own library sources, "
+            f"with data.tokenizer = {run.data.tokenizer}"
         )
 
 

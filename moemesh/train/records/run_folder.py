@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -306,7 +307,7 @@ class RunFolder:
             )
         elif steps:
             advice = f"the last checkpoint of this run is {checkpoints / f'step-{steps[0]}'}"
-            advice += "" if path is None else f"; --out {path} resumes from it"
+            advice += "" if path is None else f"; --out {shlex.quote(str(path))} resumes from it"
         else:
             advice = "no checkpoint of this run is left: the same command starts from the beginning"
         if path not in (None, self.path):
