@@ -222,7 +222,7 @@ class RunFolder:
         if not self.has_run or self.recorded.config is None:
             return []
         changes = compare(self.recorded.config, new)
-        if _steps(self.checkpoints) == [0]:  # converted weights: no step has begun a course of training
+        if _steps(self.checkpoints) == [0]:  # converted weights have no course of training yet
             allowed = [change.key for change in changes]
         refuse_changes(changes, frozenset(allowed), self.recorded.whose)
         return changes
