@@ -278,7 +278,10 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
     leaf = name.lstrip("-").replace("-", "_")
     keys = [leaf] if "." in leaf else [f"{section}.{leaf}" for section in sections_with(leaf)]
     keys = [key for key in [aliases().get(name) or aliases().get(leaf)] if key] or keys
-    if not keys and (hint := alias_hint(leaf) or spelled_hint(leaf)):
+    hint = "" if keys else alias_hint(leaf) or spelled_hint(leaf)
+    if hint:
+        if not {*re.findall(r"--\w[\w-]*", re.sub("`[^`]*`", "", hint))} <= {*options}:
+            return every  # the hint names options of another verb
         if (renamed := re.fullmatch(r"here it is called ([\w.]+)", hint)) is None:
             return hint
         keys = [renamed[1]]

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -189,10 +190,10 @@ def init(request: ClusterFileRequest) -> None:
     changes = {"nodes": request.nodes, "gpus_per_node": request.gpus_per_node}
     given = {key: value for key, value in changes.items() if value is not None}
     cluster = cluster.model_copy(update={"name": name} | given)
-    origin = heading
+    origin, quoted = heading, shlex.quote(str(out))
     heading += (
         "\nBandwidths are those of one device in one direction. Edit what differs, then see"
-        f"\n`moemesh cluster show {out}`; `moemesh plan --cluster {out}` reads it."
+        f"\n`moemesh cluster show {quoted}`; `moemesh plan --cluster {quoted}` reads it."
     )
     write_texts([(out, cluster.to_toml(heading, explained=True))], replaces=True)
     typer.echo(f"wrote {out}: {cluster.num_devices} devices; see `moemesh cluster show {out}`")

@@ -169,9 +169,7 @@ def preparation_text(prepared: "Preparation") -> str:
         facts += samples.reading(steps, data.global_batch)
         counts = samples.num_training, samples.num_validation
         facts.append("samples  {:,} for training, {:,} for validation".format(*counts))
-        if (learned := samples.num_learned) is not None:
-            facts.append(f"chat     conversations by the template of {data.tokenizer}")
-            facts.append(f"         {learned:,} tokens bear loss")
+        facts += samples.loss_lines(data.tokenizer)
         facts += prepared.notes
     files = [*FILES, *([] if has_name(plan) else ["schedule.txt"])]
     checkpoints, last = f"{train.checkpoints_kept} kept", train.steps
@@ -330,8 +328,8 @@ def launch(request: LaunchRequest) -> None:
         typer.echo(choices)
     if not is_set["data.path"]:
         typer.echo(
-            "note: data.path is not set: the job would train on Python's own library sources, by "
-            "bytes"
+            "note: data.path is not set: the job would train on Python's own library sources, "
+            f"with data.tokenizer = {run.data.tokenizer}"
         )
 
 

@@ -125,9 +125,8 @@ def convert(request: ConvertRequest) -> None:
             best=best,
             on_file=log,
         )
-    typer.echo(weight_sources.written_text(out, kind, lora), err=True)
-    start = f"a run to continue: moemesh train {out / 'config.toml'} --out {out}"
-    typer.echo(start if kind == "run" else str(out))
+    typer.echo(weight_sources.written_text(source, out, kind, lora), err=True)
+    typer.echo(str(out))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,7 +281,7 @@ def scores(request: ScoresRequest) -> None:
         if path is not None and path.exists():
             check_target(path, kind)
     overrides = request.overrides or []
-    request = request.checked(config_of(request.source, overrides))
+    request = request.checked(config_of(request.source, overrides, prints_notes=True))
     check_weights(request.source)
     check_best(request.source, request.best)
     from moemesh.train.inference.esft import write_scores
@@ -294,6 +293,6 @@ def _check(source: Path, given: list[str], best: bool) -> None:
     """Report mistakes before torch, which takes seconds, is imported."""
     from moemesh.train.weights.weight_sources import check_best, check_weights, config_of
 
-    config_of(source, given)
+    config_of(source, given, prints_notes=True)
     check_weights(source)
     check_best(source, best)

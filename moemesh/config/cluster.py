@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -307,7 +308,7 @@ def _cluster_of_devices(source: str) -> Cluster:
         nearest_choice(name, names)
         + "; a device or machine of `moemesh cluster list`, like 8xMI300X; "
     )
-    fix += f"`moemesh cluster init {file}{f' --from {near}' if near in names else ''}`"
+    fix += f"`moemesh cluster init {shlex.quote(file)}{f' --from {near}' if near in names else ''}`"
     fix += " writes a file to edit"
     raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)])
 

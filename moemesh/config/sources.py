@@ -131,7 +131,7 @@ def read_text(path: Path) -> str:
         if path.name == RUN_CONFIG and path.parent.is_dir():
             is_model = (path.parent / "config.json").is_file()
             fix = "a TOML file, or the folder of a run"
-            fix = f"--set model.path={path.parent}" if is_model else fix
+            fix = f"--set {shlex.quote(f'model.path={path.parent}')}" if is_model else fix
         problem = Problem.of("no-file", str(path), None, message, fix)
     except UnicodeDecodeError as error:
         problem = Problem.of("syntax", str(path), None, unreadable(error))

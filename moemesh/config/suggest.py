@@ -12,6 +12,7 @@ from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import unquote
 
 from moemesh.config.names import Names
 
@@ -159,7 +160,14 @@ def _is_edit(word: str, name: str) -> bool:
 
 def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True) -> str:
     """A suggestion of a file or folder with a similar name that `accepts` returns True for, in the
-    deepest existing folder of `path`; else that folder, or the origin of relative paths."""
+    deepest existing folder of `path`; else that folder, or the origin of relative paths. The
+    path of a ``file://`` URL is suggested, and a copy for a URL of another scheme."""
+    if (url := re.match(r"(\w+):/+(.*)", str(path))) is not None:
+        if url[1] != "file":
+            return f"{url[1]}:// is not read here, so copy it to this machine first"
+        places = Path(f"/{unquote(url[2])}"), Path(unquote(url[2]))
+        place = next((one for one in places if one.exists()), places[0])
+        return f"did you mean {place}?" if place.exists() else nearest_path(place, accepts)
     missing, home = path, path.absolute().parent
     while not home.exists() and home != home.parent:
         missing, home = missing.parent, home.parent

@@ -121,7 +121,7 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         return [DataFile(Path(path), "dataset", named=True)]
     if (on_hub := hub_name(path)) is not None:
         return _train_files(path, downloaded(on_hub), format)
-    if (scheme := re.match(r"\w+(?=://)", path)) is not None:
+    if (scheme := re.match(r"(?!file:)\w+(?=://)", path)) is not None:
         raise DataError(
             f"data.path {path}: data is read from files of this machine; copy it first, such as "
             f"by python -c \"import fsspec; fsspec.filesystem('{scheme[0]}').get('{path}', "

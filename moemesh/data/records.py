@@ -273,6 +273,8 @@ def _record(found: object, text_key: str, where: Where) -> Record:
         for key in (text_key, MESSAGES):
             if key in found:
                 held = f'"{key}" with {_kind(found[key])}'
+                if others := [name for name in fields if name != key]:
+                    held += f" beside {_some(others)}"
         advice = _conversion(fields)
     else:
         held = _kind(found)
@@ -297,7 +299,8 @@ def _path(key: str) -> str:
 
 
 def _conversion(fields: Mapping[str, Any]) -> str:
-    """The command that converts a record of another form, after a semicolon; "" if unknown."""
+    """The command that converts a record of another form, or the key of its only text, after a
+    semicolon; "" if unknown."""
     if "input_ids" in fields:
         return f"; {TOKEN_IDS}"
     note = "; preferences are not trained, and" if "rejected" in fields else ";"
@@ -321,7 +324,8 @@ def _conversion(fields: Mapping[str, Any]) -> str:
     elif len(fields) == 1 and isinstance(value := next(iter(fields.values())), list) and value:
         program = f"{_path(next(iter(fields)))}[]"
     else:
-        return ""
+        texts = [json.dumps(key) for key, value in fields.items() if isinstance(value, str)]
+        return f"; data.text_key = {texts[0]} reads that text" if len(texts) == 1 else ""
     return f"{note} jq -c {shlex.quote(program)} converts such a file"
 
 
@@ -484,17 +488,16 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
     wanted = [name for name in (MESSAGES, text_key) if name in held]
     if MESSAGES in wanted:
         wanted += optional
-    for keys, others in SHAPES.items() if not wanted else ():
+    for keys, others in SHAPES.items():  # also beside a text, which may be null in some rows
         if all(key in held for key in keys):
-            wanted = [*keys, *others, *optional]
-            break
+            wanted += [*keys, *others, *optional]
     if not wanted:
         advice = "data.text_key names the column of the text"
         raise DataError(
             f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {_some(held)}: '
             + (TOKEN_IDS if "input_ids" in held else advice)
         )
-    return [name for name in wanted if name in held]
+    return [name for name in dict.fromkeys(wanted) if name in held]
 
 
 def without_nulls(value: Any) -> Any:

@@ -25,7 +25,7 @@ from moemesh.config.errors import refuse_together
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import mask_of
 from moemesh.data.order import Epochs, IdRanges, Interleaving, held_out_blocks
-from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizer import DataError, has_chat_template
 
 #: Tokens counted at once in a pass over a whole stream: bounds the extra memory.
 CHUNK_TOKENS = 1 << 20
@@ -348,6 +348,16 @@ class Samples(Windows):
         """Steps after which a run has read the training samples of all sources `epochs` times."""
         return math.ceil(epochs * self.num_training / global_batch)
 
+    def loss_lines(self, tokenizer: str) -> list[str]:
+        """Lines for the terminal: the number of tokens that bear loss, if not all of them do."""
+        if (learned := self.num_learned) is None:
+            return []
+        every = sum(split.num_tokens for split in self.splits)
+        line = f"{learned:,} of {every:,} tokens bear loss ({learned / every:.1%})"
+        if not has_chat_template(tokenizer):
+            return [f"loss     of completions: {line}"]
+        return [f"chat     conversations by the template of {tokenizer}", f"         {line}"]
+
     def reading(self, steps: int, global_batch: int) -> list[str]:
         """Lines for the terminal: each source with its tokens, and the epochs that a run reads."""
         batch = f"{global_batch} x {self.seq_len} a step"
@@ -439,14 +449,16 @@ class Samples(Windows):
             f"which make {self.num_training} training samples of data.seq_len {self.seq_len}"
             f"{_besides(split)}; a step needs {1 if is_alone and not is_text else global_batch}"
             f"{' besides the held-out ones' if held_out is not None else ''}{exactly}: add data, "
-            f"or {_other_length(split)} or data.global_batch"
+            f"or {_other_length(split)}"
+            f"{', or lower' if split.without_loss else ' or'} data.global_batch"
         )
 
 
 def _besides(split: WindowSplit) -> str:
     if not split.without_loss:
         return ""
-    return f" ({split.without_loss} conversations have no target that carries loss)"
+    has = "conversation has" if split.without_loss == 1 else "conversations have"
+    return f" ({split.without_loss} {has} no target that carries loss)"
 
 
 def _other_length(split: WindowSplit) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
@@ -374,6 +375,15 @@ def _change(folder: Path, file: Path, loaded: Any) -> str | None:
     settings = settings_of(folder / SETTINGS)
     changing = [key for key in ("split_special_tokens", VERSIONS) if settings.get(key)]
     return f"{folder / SETTINGS} sets {changing[0]}" if changing else None
+
+
+def has_chat_template(tokenizer: str) -> bool:
+    """Whether a folder, or that of a tokenizer.json, has a chat template; False for "bytes"."""
+    path = Path(tokenizer).expanduser()
+    folder = path.parent if path.is_file() else path
+    with suppress(DataError, OSError):
+        return tokenizer != "bytes" and "default" in _settings(folder).templates
+    return False
 
 
 def _settings(folder: Path) -> TokenizerSettings:

@@ -47,7 +47,7 @@ _NOISES = 3
 #: Least gap between validation and training loss that is reported: absolute, and relative.
 _GAP, _GAP_SHARE = 0.1, 0.1
 #: Least number of steps for a verdict on the losses, and number of parts of the run for medians.
-_LEAST_STEPS, _PARTS = 40, 20
+LEAST_STEPS, _PARTS = 40, 20
 #: Number of parts of the losses for a comparison of the first with the last.
 _THIRDS = 3
 #: Ratio of the largest gradient norm to the median above which gradients are uneven.
@@ -122,14 +122,17 @@ def _verdict(
     name, loss = "training", latest
     if validated and validated[-1][0] == newest:
         name, loss = "validation", validated[-1][1]
-    is_judged = newest >= _LEAST_STEPS or newest == run.num_steps
+    is_judged = newest >= LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
         # Four times the steps so far, unless the run has more configured.
-        more_steps = f"train.steps={4 * newest}" if 4 * newest > (run.num_steps or 0) else ""
+        wanted = max(4 * newest, LEAST_STEPS)
+        more_steps = f"train.steps={wanted}" if wanted > (run.num_steps or 0) else ""
         higher = higher_rate(run)
         # A rate below the usual one gains more from a higher one than from more steps.
         is_low = more_steps and _rate_of(run) * 2 <= _usual_rate_of(run)
         shape = shape_of(rows, rose=rose)
+        if newest < LEAST_STEPS and shape != "rises":
+            shape, is_low = "falls", False  # a start
         why, change, is_early = {
             "falls": ("it needs more steps", more_steps, True),
             "stays": ("its loss stays where it began: its learning rate is too low", higher, False),
@@ -148,7 +151,7 @@ def _verdict(
             change,
             is_early,
         )
-    if newest < _LEAST_STEPS:
+    if newest < LEAST_STEPS:
         return "", "", False
     if rose:
         return (
@@ -209,7 +212,7 @@ def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
         # Too high a rate leaves the first value at once.
         ends = (statistics.fmean(first), statistics.fmean(last))
         is_near = all(abs(mean - losses[0]) < _GAP for mean in ends)
-        return "stays" if is_near and len(losses) >= _LEAST_STEPS else ""
+        return "stays" if is_near and len(losses) >= LEAST_STEPS else ""
     return "falls" if fall > _GAP else "falls slowly" if is_even else ""
 
 

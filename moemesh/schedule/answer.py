@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -143,7 +144,9 @@ def saved(schedule: Schedule, path: Path) -> str:
         "schedule": (path, None),
     }
     given = [
-        f"--set plan.{key}={value}" for key, (value, default) in keys.items() if value != default
+        f"--set {shlex.quote(f'plan.{key}={value}')}"
+        for key, (value, default) in keys.items()
+        if value != default
     ]
     return f"saved; train with it: moemesh train {' '.join(given)}"
 

@@ -101,10 +101,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         total = num_trained(FULL, model, plan)
         tuned = [f"trains   {trained:,} of {total:,} parameters ({trained / total:.1%})"]
     lines = samples.reading(train.steps, data.global_batch)
-    if (learned := samples.num_learned) is not None:
-        every = sum(split.num_tokens for split in samples.splits)
-        lines.append(f"chat     conversations by the template of {data.tokenizer}")
-        lines.append(f"         {learned:,} of {every:,} tokens bear loss ({learned / every:.1%})")
+    lines += samples.loss_lines(data.tokenizer)
     if data.validation is not None:
         lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
     return "\n".join(

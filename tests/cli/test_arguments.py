@@ -128,6 +128,13 @@ def test_all_mistakes_of_a_command_line_come_in_one_message(verb: str, said: Sai
     assert message.count("    fix: ") == count, message
 
 
+@pytest.mark.parametrize("option", ["--output-dir", "--force", "--resume-from-checkpoint"])
+def test_a_hint_names_options_of_the_verb_alone(option: str, said: Said) -> None:
+    assert "a new --out" in said(["train", "--force"])
+    message = said(["config", "check", option])
+    assert "--out" not in message.partition("fix: ")[2].replace(option, "")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_fix_of_what_is_missing_can_be_typed(verb: str, said: Said) -> None:
     """No fix repeats the word of the help, except names that the user chooses."""

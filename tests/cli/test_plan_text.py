@@ -28,6 +28,7 @@ from moemesh.planner.search.command import (
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import format_bytes
+from tests.huggingface.tiny import save
 
 PLAN = (
     *["plan", "--model", "tiny", "--cluster", "laptop_cpu", "--seq-len", "64", "--global-batch"],
@@ -101,6 +102,18 @@ def test_the_risk_names_the_worst_routing_as_estimate_does(planned: PlannedAnswe
     assert risk_of_memory(planned).startswith(f"risk: {reason}; the 80 % interval of 1 ends at ")
     small = plan_named(PlanRequest("tiny", "laptop_cpu", 64, 8))
     assert risk_of_memory(small).startswith("risk: none seen; ")
+
+
+def test_the_file_names_the_rate_of_its_run(tmp_path: Path) -> None:
+    """Loaded weights have another default than a model from scratch, and adapters a third."""
+    folder = save("qwen3_moe", tmp_path / "model")
+    words = ["plan", "--model", str(folder), *PLAN[3:], "--trainable"]
+    for settings in ([], ["--set", "lora.rank=4"]):
+        out = tmp_path / f"{len(settings)}.toml"
+        assert run(*words, *settings, "--write", str(out)).exit_code == 0
+        rate = load_run([out], []).config.train.lr
+        assert f"train.lr (now {rate:g}), data.path" in out.read_text()
+        assert rate == (1e-4 if settings else 1e-5)
 
 
 @pytest.mark.parametrize("tokens", [None, "1B"])

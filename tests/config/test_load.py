@@ -364,13 +364,15 @@ def test_epochs_give_the_warm_up_when_they_are_steps() -> None:
 
 
 def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[train]\nsteps = 7\n")
-    loaded = load_run([tmp_path], [], {})
+    home = tmp_path / "a folder"
+    home.mkdir()
+    (home / "config.toml").write_text("[train]\nsteps = 7\n")
+    loaded = load_run([home], [], {})
     assert loaded.config.train.steps == 7
-    assert loaded.origins["train.steps"] == f"{tmp_path / 'config.toml'}:2"
-    (tmp_path / "config.toml").unlink()
+    assert loaded.origins["train.steps"] == f"{home / 'config.toml'}:2"
+    (home / "config.toml").unlink()
     with pytest.raises(ConfigError, match="the folder of a run"):
-        load_run([tmp_path], [], {})
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=f"--set model.path={tmp_path}"):
-        load_run([tmp_path], [], {})
+        load_run([home], [], {})
+    (home / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"--set 'model.path={home}'"):
+        load_run([home], [], {})

@@ -41,8 +41,9 @@ ANSWERS: dict[str, dict[str, str]] = {
         "sequence_parallel": "plan.tp always",
     },
     "torchtitan": {
-        "data_parallel_replicate_degree": "plan.dp",
+        "data_parallel_replicate_degree": "plan.dp is the product plan.shard_group not called",
         "data_parallel_shard_degree": 'plan.data = "zero3"',
+        "dp_replicate": 'product of plan.data = "zero3" plan.shard_group not called',
         "tensor_parallel_degree": "plan.tp",
         "expert_parallel_degree": "plan.ep",
         "pipeline_parallel_schedule": "plan.schedule",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import string
+from pathlib import Path
 
 import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.schema import SECTIONS, all_keys, explain_unknown_key, keys_of
-from moemesh.config.suggest import aliases, nearest_choice
+from moemesh.config.suggest import aliases, nearest_choice, nearest_path
 from moemesh.sharding.load_run import load_run
 
 ALPHABET = string.ascii_lowercase + "_"
@@ -120,3 +121,16 @@ def test_explanations(key: str, expected: str) -> None:
 )
 def test_choices(value: str, choices: tuple[str, ...], expected: str) -> None:
     assert nearest_choice(value, choices).startswith(expected)
+
+
+def test_the_path_of_a_url_of_this_machine_is_suggested(tmp_path: Path) -> None:
+    (tmp_path / "my data").mkdir()
+    (tmp_path / "my data" / "chats.jsonl").write_text("")
+    name = tmp_path / "my data" / "chats.jsonl"
+    assert nearest_path(Path(name.as_uri())) == f"did you mean {name}?"
+    assert nearest_path(Path(name.as_uri().replace("chats", "chat"))) == f"did you mean {name}?"
+    assert nearest_path(Path("gs://bucket/chats.jsonl")).startswith("gs:// is not read here")
+    with pytest.raises(ConfigError, match=f"did you mean {tmp_path}"):
+        load_run([], [f"model.path={tmp_path.as_uri()}"], {})
+    with pytest.raises(ConfigError, match=r"fix: model\.path=Qwen/Qwen3-0\.6B"):
+        load_run([], ["model.path=hf://Qwen/Qwen3-0.6B"], {})

@@ -47,6 +47,7 @@ SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         ({"data": [{"text": "a"}]}, ".data[]"),
         ({"my turns": TURNS}, '{messages: .["my turns"]}'),
         ({"it's": [{"text": "a"}]}, """.["it's"][]"""),
+        ({"text": None, "turns": TURNS}, "{messages: .turns}"),
         (TURNS, "{messages: .}"),
         ([TURNS], ".[] | {messages: .}"),
     ],
@@ -67,6 +68,31 @@ def test_records_of_other_forms_have_the_command_that_converts_them(
         (converted,) = texts(file)
         wanted = b"a" if advice.endswith("[]") else TURNS
         assert converted == (wanted if isinstance(wanted, bytes) else {"messages": wanted})
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_null_text_is_a_missing_one(tmp_path: Path, name: str) -> None:
+    """Rows of a table that joins texts with records of another form."""
+    rows: list[dict[str, str | None]] = [
+        {"text": None, "instruction": "q", "output": "a"},
+        {"text": "plain", "instruction": None, "output": None},
+        {"text": "both", "instruction": "q", "output": "a"},
+    ]
+    if name == "a.parquet":
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+    assert texts(tmp_path / name) == [{"messages": TURNS}, b"plain", b"both"]
+
+
+def test_the_key_of_the_only_text_is_named(tmp_path: Path) -> None:
+    for record, held in (
+        ({"text": None, "body": "x"}, r'"text" with null beside "body"'),
+        ({"body": "x", "score": 3}, r'an object with the keys "body", "score"'),
+    ):
+        (tmp_path / "a.jsonl").write_text(json.dumps(record))
+        with pytest.raises(BadRecordError, match=rf'{held}; data.text_key = "body" reads'):
+            texts(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(

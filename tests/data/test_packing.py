@@ -128,6 +128,8 @@ def test_conversations_without_loss_and_texts() -> None:
     assert len(samples.notes) == 1 and samples.notes[0].endswith(left_out)
     assert (documents == 3).sum() == 25 and mask[documents[:, :-1] == 3].sum() == 25 - 3
     assert samples.splits[0].num_learned == samples.num_learned == mask.sum() == 22 + 3 + 2
+    share = "27 of 74 tokens bear loss (36.5%)"
+    assert samples.loss_lines("bytes") == [f"loss     of completions: {share}"]
 
 
 def test_small_data_is_spread_and_filled_with_padding() -> None:

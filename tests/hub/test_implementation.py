@@ -66,6 +66,23 @@ def test_a_model_that_reads_later_tokens_is_refused(name: str) -> None:
         read(values_of(name))
 
 
+def test_a_family_without_a_small_form_is_refused_with_the_reason() -> None:
+    values = CONFIG_MAPPING["xglm"](vocab_size=64, d_model=32, num_layers=2).to_dict()
+    with pytest.raises(ConfigError, match=r"a small model of the family, which fails: value"):
+        read(values)
+
+
+@pytest.mark.parametrize("name", ["lama", "qwen3_mo", ""])
+def test_transformers_is_not_started_for_an_unknown_family(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.run", None)
+    (tmp_path / "config.json").write_text(json.dumps({**values_of("llama"), "model_type": name}))
+    with pytest.raises(ConfigError, match="does not know this family") as raised:
+        load_run([], [f"model.path={tmp_path}"], {})
+    assert len(raised.value.problems) == 2  # and that of our own reading, with the nearest name
+
+
 @pytest.mark.parametrize(
     ("key", "fix"),
     [("plan.tp=2", "tp = 1"), ("plan.cp=2", "cp = 1"), ("plan.recompute=selective", "full")],

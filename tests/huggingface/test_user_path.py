@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from moemesh.cli import main
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.model.batch import Batch
@@ -297,6 +299,33 @@ def test_the_next_command_of_adapters_is_accepted(tmp_path: Path) -> None:
     assert (config.lora.rank, config.lora.alpha) == (3, 5.0)
     assert config.lora.targets == ("gate_proj", "up_proj")
     said("train", *sets(*given, *keys), "--out", tmp_path / "again")
+
+
+def test_the_next_commands_of_a_run_on_conversations_are_accepted(tmp_path: Path) -> None:
+    """In folders whose names have blanks, with the template of the training."""
+    folder = add_tokenizer(save("qwen3_moe", tmp_path / "a model"))
+    write_sums(tmp_path / "sums.jsonl", 24)
+    given = [f"model.path={folder}", f"data.path={tmp_path / 'sums.jsonl'}", "data.seq_len=48"]
+    given += ["data.global_batch=2", "train.steps=1", "train.validation_batches=1"]
+    trained = said("train", *sets(*given), "--out", tmp_path / "a run")
+    done = moemesh("convert", str(tmp_path / "a run"), str(tmp_path / "an export"))
+    lines = [*trained.splitlines(), *done.stderr.splitlines()]
+    commands = [line[line.index("moemesh generate") :] for line in lines if "generate " in line]
+    for command, source in zip(commands[:1] + commands[-1:], ("a run", "an export"), strict=True):
+        verb, name, *words = shlex.split(command.partition("  ")[0])[1:]
+        assert (verb, name) == ("generate", str(tmp_path / source)) and "--chat" in words
+        assert moemesh(verb, name, *words, "--max-tokens", "1").returncode == 0
+
+
+def test_notes_on_a_folder_are_printed_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = save("llama", tmp_path / "model")
+    with pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["moemesh", "generate", str(folder), "--prompt", "a"])
+        patch.setattr("moemesh.train.inference.generation.on_ranks", lambda *_, **__: 0)
+        main()
+    assert capfd.readouterr().err.count("holds no tokenizer.json") == 1
 
 
 def test_what_generation_refuses(tmp_path: Path) -> None:

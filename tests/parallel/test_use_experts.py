@@ -11,9 +11,16 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 import moemesh as mm
 from moemesh.model.hub.precision import exactly
@@ -203,6 +210,13 @@ def whole_models(rank: int) -> None:
     model = model_of("qwen3_moe")
     mm.use_experts(model)
     torch.testing.assert_close(logits_of(copy.deepcopy(model)), wanted, rtol=0, atol=MOST)
+    # An average of weights begins after a step, as a copy of a model that has run.
+    backward(model, _IDS.chunk(RANKS)[rank])
+    copied = copy.deepcopy(model)
+    backward(copied, _IDS.chunk(RANKS)[rank])
+    expected = gradients(model)
+    for name, gradient in gradients(copied).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=MOST, msg=name)
     with pytest.raises(LayerError, match=r"only experts \d to \d: save mm.full_state_dict"):
         pickle.dumps(model)
     model.set_experts_implementation("eager")
@@ -228,6 +242,90 @@ def under_a_larger_ddp(rank: int) -> None:
         LayerError, match=r"DDP reduces gradients over 4 ranks, and the experts .* 2:"
     ):
         DistributedDataParallel(model)(_IDS)
+
+
+def optimized(model: Any) -> tuple[Any, torch.optim.Optimizer]:
+    return model, torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+
+
+def states_of(model: Any, optimizer: torch.optim.Optimizer, *, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    states = get_state_dict(model, optimizer, options=options)
+    return dict(zip(("model", "optimizer"), states, strict=True))
+
+
+def in_checkpoints_of_torch(rank: int, folder: str, flat: bool, begun: bool) -> dict[str, Tensor]:
+    """The first step, which is saved, or the second one, after loading the first."""
+    model, optimizer = optimized(model_of("qwen3_moe"))
+    mm.use_experts(model)
+    wrapped = DistributedDataParallel(model)
+    if begun:
+        states = states_of(model, optimizer, flat=flat)
+        checkpoint.load(states, checkpoint_id=folder)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=states["model"],
+            optim_state_dict=states["optimizer"],
+            options=StateDictOptions(flatten_optimizer_state_dict=flat),
+        )
+    backward(wrapped, _IDS.chunk(RANKS)[rank])
+    optimizer.step()
+    if not begun:
+        checkpoint.save(states_of(model, optimizer, flat=flat), checkpoint_id=folder)
+    return mm.full_state_dict(model)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_checkpoints_of_torch_have_the_moments_of_all_experts(flat: bool, tmp_path: Path) -> None:
+    """Written by two ranks, read by two, and by one that has all experts."""
+    one, steps = optimized(model_of("qwen3_moe"))
+    run_on_ranks(RANKS, in_checkpoints_of_torch, str(tmp_path), flat, False, timeout=300)
+    backward(one, _IDS)
+    steps.step()
+    states = states_of(*optimized(model_of("qwen3_moe")), flat=flat)
+    checkpoint.load(states, checkpoint_id=tmp_path, no_dist=True)
+    found, expected = tree_leaves(states), tree_leaves(states_of(one, steps, flat=flat))
+    for ours, theirs in zip(found, expected, strict=True):
+        if isinstance(theirs, str):
+            assert ours == theirs
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=MOST)
+    steps.zero_grad()
+    backward(one, _IDS)
+    steps.step()
+    words = (in_checkpoints_of_torch, str(tmp_path), flat, True)
+    for state in run_on_ranks(RANKS, *words, timeout=300):
+        for key, value in one.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=MOST, msg=key)
+
+
+def by_kernels_of_several_tensors(rank: int) -> dict[str, Tensor]:
+    """A step with FSDP2; torch has no kernel for its DTensors beside plain tensors."""
+    model = model_of("qwen3_moe")
+    mm.use_experts(model)
+    fully_shard(model)
+    spread = list(mm.expert_parameters(model).values())
+    others = [one for one in model.parameters() if all(one is not expert for expert in spread)]
+    for kernel in ("fused", "foreach"):
+        optimizer = torch.optim.AdamW(model.parameters(), **{kernel: True})
+        backward(model, _IDS.chunk(RANKS)[rank])
+        with pytest.raises(LayerError, match=rf"{kernel}=True takes no DTensors .* of their own"):
+            optimizer.step()
+        model.zero_grad()
+    optimizer = torch.optim.SGD([{"params": others}, {"params": spread}], 0.1, foreach=True)
+    backward(model, _IDS.chunk(RANKS)[rank])
+    optimizer.step()
+    return mm.full_state_dict(model)
+
+
+def test_experts_have_a_group_of_their_own_beside_dtensors() -> None:
+    one = model_of("qwen3_moe")
+    backward(one, _IDS)
+    torch.optim.SGD(one.parameters(), 0.1).step()
+    for state in run_on_ranks(RANKS, by_kernels_of_several_tensors, timeout=300):
+        for key, value in one.state_dict().items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=MOST, msg=key)
 
 
 def test_other_programs_are_refused() -> None:

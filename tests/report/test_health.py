@@ -51,7 +51,15 @@ CASES = {
     "a line in noise": (scattered(6.04, -0.0003, 0.01), {}, 3.2, "higher", "train.lr=0.06"),
     "climbs": (scattered(5.0, 0.01, 0.05), {}, 3.2, "too high", "train.lr=0.003"),
     "still falling": (FALLING, {100: 2.05}, 2.0, "needs more steps", "train.steps=400"),
-    "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below", ""),
+    "short and finished": ([5.0] * 5, {5: 3.3}, 3.2, "not below", "train.steps=40"),
+    "a start": ([5.0, 5.03, 5.01, 5.04], {4: 5.1}, 3.2, "needs more steps", "train.steps=40"),
+    "a slow start": (
+        scattered(6.0, -0.01, steps=12),
+        {},
+        3.2,
+        "needs more steps",
+        "train.steps=48",
+    ),
     "no validation": ([3.3] * 60, {}, 3.2, "training loss (3.30) is not below", "train.lr=0.06"),
     "overfits": (FALLING, {50: 2.4, 100: 2.6}, 3.2, "at step 50 (2.4000)", "train.steps=50"),
     "rises again": (

@@ -12,6 +12,8 @@ from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.config.errors import UserError
 from moemesh.report.files import write_texts
+from tests.huggingface.conversations import add_tokenizer
+from tests.huggingface.tiny import save
 
 SCHEDULE = "schedule zb_h1 --ranks 2 --microbatches 4"
 PLAN = "plan --model tiny --cluster laptop_cpu --seq-len 128 --global-batch 8"
@@ -73,7 +75,10 @@ def test_a_job_that_was_edited_stays() -> None:
 
 
 def test_a_job_without_data_says_so() -> None:
-    assert "note: data.path is not set" in call("launch --set plan.dp=2 --slurm")
+    assert "with data.tokenizer = bytes" in call("launch --set plan.dp=2 --slurm")
+    folder = add_tokenizer(save("qwen3_moe", Path("model")))
+    output = call(f"launch --set model.path={folder} --set plan.dp=2 --slurm --file own.sbatch")
+    assert f"library sources, with data.tokenizer = {folder}" in output
 
 
 def test_a_job_names_what_its_plan_left_to_choose() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import choices_of
+from moemesh.schedule import answer
 from moemesh.schedule.action import messages
 from moemesh.schedule.build import build
 from moemesh.schedule.check import check
@@ -72,9 +74,11 @@ def saved(folder: Path, name: str = "zb_h1", ranks: int = 2, count: int = 4, **k
 @pytest.mark.parametrize("ending", ["txt", "csv"])
 def test_a_file_is_the_schedule_that_was_saved(tmp_path: Path, ending: str) -> None:
     schedule = build("dualpipe", 2, 4)
-    path = tmp_path / f"s.{ending}"
+    path = tmp_path / f"a schedule.{ending}"
     save(schedule, path)
     assert build_step(Plan(pp=2, microbatches=4, schedule=str(path))) == schedule
+    command = shlex.split(answer.saved(schedule, path).partition("train with it: ")[2])
+    assert command[-2:] == ["--set", f"plan.schedule={path}"]
 
 
 def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:

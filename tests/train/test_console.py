@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from moemesh.sharding.load_run import load_run
 from moemesh.train.console import Progress
 from moemesh.train.early_stop import EarlyStop
 from moemesh.train.records.artifacts import Artifacts, _peak_flops
+from moemesh.train.records.run_folder import DATA
 from tests.commands import python
 from tests.train.runs import arguments, metrics, rows_of, said
 from tests.waiting import PATIENCE, until
@@ -92,6 +94,33 @@ def test_a_run_of_few_steps_is_a_start() -> None:
     )
     text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
     assert "20 steps are a start" in text and "has not learned" not in text
+    # More steps do not help a run that its patience has ended.
+    stopped = EarlyStop(1)
+    for step, loss in ((1, 3.3), (2, 3.4)):
+        stopped.add(step, loss)
+    text = Artifacts.summary(cast("Artifacts", ended), stopped)
+    assert "are a start" not in text and "has not learned" in text
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "tokenizer"])
+def test_the_next_command_of_a_tuned_run(tmp_path: Path, tokenizer: str) -> None:
+    """Completions need no chat template: without one, `--chat` would be refused."""
+    sources = [{"loss_tokens": 3}]
+    (tmp_path / DATA).write_text(json.dumps({"sources": sources}))
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
+    name = tokenizer if tokenizer == "bytes" else str(tmp_path / tokenizer)
+    keys = [f"data.tokenizer={name}", "data.path=a.jsonl"]
+    ended = SimpleNamespace(
+        config=load_run([], keys, environ={}).config,
+        folder=SimpleNamespace(path=str(tmp_path)),
+        _validation=3.4,
+        _unigram=3.2,
+        _recent=(),
+    )
+    text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
+    words = "TEXT" if tokenizer == "bytes" else "TEXT --chat"
+    assert f"generate {tmp_path} --prompt {words} --temperature" in text
 
 
 def test_time_that_is_left() -> None:

@@ -356,6 +356,22 @@ def test_the_refusal_shows_the_difference() -> None:
         compare("= 1", OLD)
 
 
+def test_converted_weights_have_no_course_of_training(tmp_path: Path) -> None:
+    """Every setting but those of the model is free until a step is saved."""
+    place, new = tmp_path / "kept", OLD.replace("lr = 0.003", "lr = 0.1")
+    save_one(place, 0, [whole("w", torch.zeros(2))], {"config": OLD})
+
+    def changes(text: str) -> list[Change]:
+        return RunFolder.open(tmp_path / "new", checkpoint_folder=str(place)).changes(text)
+
+    assert [change.key for change in changes(new)] == ["train.lr"]
+    with pytest.raises(RunFolderError, match="the model cannot change"):
+        changes(new.replace("hidden_size = 128", "hidden_size = 256"))
+    save_one(place, 1, [whole("w", torch.zeros(2))], {"config": OLD})
+    with pytest.raises(RunFolderError, match=r"--allow-change train\.lr"):
+        changes(new)
+
+
 def test_a_checkpoint_says_what_it_was_trained_with(tmp_path: Path) -> None:
     """The checkpoint counts, whatever the run folder holds, and also without a run folder."""
     place = tmp_path / "kept"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -45,14 +46,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def scores(run: Path, text: Path, out: Path, *more: str) -> dict[str, Any]:
     given = ["--seq-len", "16", "--samples", "40", "--out", str(out), *more]
-    said("esft", "scores", str(run), str(text), *given)
+    printed = said("esft", "scores", str(run), str(text), *given)
+    assert shlex.split(printed.rpartition("train them: ")[2]) == ["--set", f"train.esft={out}"]
     return json.loads(out.read_text())
 
 
 def test_scores_are_shares_and_plans_agree(trained: tuple[Path, Path], tmp_path: Path) -> None:
     run, text = trained
     drawn = tmp_path / "p.svg"
-    one = scores(run, text, tmp_path / "1.json", "--threshold", "0.5", "--svg", str(drawn))
+    one = scores(run, text, tmp_path / "a table.json", "--threshold", "0.5", "--svg", str(drawn))
     for layer, chosen in one["experts"].items():
         row = one["scores"][layer]
         assert sum(row["gate"]) == pytest.approx(1) and sum(row["token"]) == pytest.approx(1)

@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +76,33 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
         raise ConfigError([*error.problems, *other.problems]) from other
 
 
+def unknown_family(values: Mapping[str, Any], installed: str) -> ConfigError:
+    """The refusal of a ``config.json`` whose family transformers `installed` does not know."""
+    from packaging.version import InvalidVersion, Version  # a requirement of transformers
+
+    message = f"transformers {installed} does not know this family"
+    fix = "the version of transformers that the folder's model card names"
+    with suppress(InvalidVersion):
+        saved = Version(str(values.get("transformers_version")))
+        if saved > Version(installed):
+            fix = f"transformers {saved} or later: this version has written the folder"
+    if "auto_map" in values:
+        message += ", and code in the folder is never run"
+        fix = "a version of transformers that has the family itself"
+    return wrong("not-available", "model_type", str(values.get("model_type") or ""), message, fix)
+
+
+def _may_know(kind: object) -> bool:
+    """Whether the automatic classes of transformers name the family; their files are read as text,
+    because their import takes seconds."""
+    package = find_spec("transformers")
+    homes = (package and package.submodule_search_locations) or ()
+    files = [file for home in homes for file in Path(home, "models", "auto").glob("*.py")]
+    names = (f'"{kind}"', f"'{kind}'")
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    return not files or (bool(kind) and any(name in text for text in texts for name in names))
+
+
 @lru_cache
 def _read(text: str, installed: str) -> Architecture:
     key = hashlib.sha256(f"{RECORD_VERSION}/{installed}/{text}".encode()).hexdigest()
@@ -81,6 +110,10 @@ def _read(text: str, installed: str) -> Architecture:
     kept = home / "moemesh" / "architectures" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         return Architecture.from_json(kept.read_text(encoding="utf-8"))
+    values = cast("dict[str, Any]", json.loads(text))
+    kind = values.get("model_type")
+    if not _may_know(kind):
+        raise unknown_family(values, installed)
     command = python_command("moemesh.model.hub.architecture")
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     *_, answer = done.stdout.splitlines() or [""]
@@ -89,7 +122,6 @@ def _read(text: str, installed: str) -> Architecture:
         raise ConfigError([Problem(**problem)])
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-        kind = json.loads(text).get("model_type")
         message = f"transformers {installed} cannot build this model: {last[0]}"
         raise _refusal(kind, message, "another version of transformers")
     architecture = Architecture.from_json(answer)

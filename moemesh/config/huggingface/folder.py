@@ -55,7 +55,7 @@ CONFIG_LIMIT = 4 << 20
 #: The tables that a model with ``tie_word_embeddings`` has once.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: The address of a model's page, whose slashes a path has lost.
-_ON_HUB = r"^https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)"
+_ON_HUB = r"^(?:https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)([\w.-]+/[\w.-]+)"
 _CHUNK_BYTES, _HEADER_LIMIT = 4 << 20, 32 << 20
 #: Place of a tensor: file, its age, first byte and size of the tensor, its dtype and shape.
 _Place = tuple[Path, int, int, int, str]

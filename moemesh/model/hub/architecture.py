@@ -127,17 +127,25 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     is_counted = documents is None  # else for a proof
     is_cut = not is_counted
     if documents is None:
-        documents, reads_later = "rows", not experts
-        with suppress(Exception):
+        documents, refusal, fix = "rows", "", "a decoder-only model"
+        try:
             small = shrunken(values).build()
             initialize(small, seed=0)
             with suppress(Exception), exactly(torch.float64):
                 is_cut = all(adds_up(one) for one in small.modules() if is_experts(one))
-            reads_later = _reads_later(small)
-            documents = _documents(small)
-        if reads_later:
-            message = "logits of a position depend on later tokens, or no small model tests that"
-            raise wrong("not-available", "model_type", kind, message, "a decoder-only model")
+            if _reads_later(small):
+                refusal = "logits of a position depend on later tokens"
+        except Exception as error:  # raised by the modelling code of any family
+            if not experts:
+                reason = str(error).partition("\n")[0]
+                refusal = "whether logits depend on later tokens is tested on a small model of the "
+                refusal += f"family, which fails: {reason}"
+                fix = "a family of docs/huggingface.md"
+        else:
+            with suppress(Exception):
+                documents = _documents(small)
+        if refusal:
+            raise wrong("not-available", "model_type", kind, refusal, fix)
 
     def record(path: str, parameter: Tensor) -> ParameterRecord:
         index, leaf = path.removeprefix(name + ".").split(".")[0], path.rpartition(".")[2]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from packaging.version import InvalidVersion, Version
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -21,6 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from moemesh.config.huggingface.architecture import unknown_family
 from moemesh.config.huggingface.keys import wrong
 from moemesh.config.lora import packed_bytes
 from moemesh.model.hub.experts import IMPLEMENTATION, adopt
@@ -82,16 +82,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     kind = str(values.get("model_type") or "")
     installed = transformers.__version__
     if kind not in CONFIG_MAPPING:
-        message = f"transformers {installed} does not know this family"
-        fix = "the version of transformers that the folder's model card names"
-        with suppress(InvalidVersion):
-            saved = Version(str(values.get("transformers_version")))
-            if saved > Version(installed):
-                fix = f"transformers {saved} or later: this version has written the folder"
-        if "auto_map" in values:
-            message += ", and code in the folder is never run"
-            fix = "a version of transformers that has the family itself"
-        raise wrong("not-available", "model_type", kind, message, fix)
+        raise unknown_family(values, installed)
     if values.get("quantization_config"):
         method = dict(values["quantization_config"]).get("quant_method")
         message = "quantized weights are not read into models of transformers"

@@ -33,7 +33,13 @@ from moemesh.parallel.expert.layer import (
     model_config,
     refuse_misuse,
 )
-from moemesh.parallel.expert.spread import LayerError, Spread, expert_parameters
+from moemesh.parallel.expert.optimizers import watch_optimizers
+from moemesh.parallel.expert.spread import (
+    LayerError,
+    Spread,
+    copy_sharing,
+    expert_parameters,
+)
 from moemesh.parallel.expert.transformers_trainer import caller, follow
 
 #: Refusal of adapters on experts.
@@ -92,6 +98,7 @@ def use_experts(
     for module in modules.values():
         if ranks.size > 1:
             _spread(module, ranks)
+            watch_optimizers()
         _Exchange(module, ranks, replicas, dispatcher, gradients)
     cast("Any", model)._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))
 
@@ -200,6 +207,11 @@ class _Exchange:
         self.moe = HubMoE(module, cast("Any", module).num_experts)
         self._connection: Connection | None = None
         set_exchange(module, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Exchange:
+        """The exchange of a copied module, over the same group."""
+        shared = (self.ranks, self.reduction, self._connection, self.moe.dispatcher)
+        return copy_sharing(self, memo, *shared)
 
     def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

@@ -51,6 +51,7 @@ from moemesh.parallel.expert.layer_block import (
     LayerBlock,
     TransformersBlock,
 )
+from moemesh.parallel.expert.optimizers import watch_optimizers
 from moemesh.parallel.expert.spread import (
     LayerError,
     SpreadExperts,
@@ -350,6 +351,7 @@ class MoELayer(nn.Module):
             block = LayerBlock(self.config, gradients, size)
             if size > 1:
                 block.experts = SpreadExperts(self.config, self.ranks)
+                watch_optimizers()
         if size > 1 or dispatch_chunks > 1:
             block.runner = overlapped(1 if combine == "exact" else dispatch_chunks)
         # The children are the layer's own, so that names of parameters have no prefix; the block

@@ -240,12 +240,31 @@ class ExpertShare(DTensor):
 
 def _share(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Entries of global shape, each rank's part its parameter's memory."""
-    assert isinstance(experts, Spread) and experts.ranks.group is not None
-    mesh = DeviceMesh.from_group(experts.ranks.group, experts.ranks.device.type)
+    assert isinstance(experts, Spread)
     for name, parameter in experts.named_parameters():
-        share = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
-        share.__class__ = ExpertShare
-        state[prefix + name] = share
+        state[prefix + name] = share_of(experts, parameter.detach())
+
+
+def share_of(experts: Spread, tensor: Tensor) -> Tensor:
+    """`tensor` of this rank's experts as its part of that of all ranks."""
+    assert experts.ranks.group is not None
+    mesh = DeviceMesh.from_group(experts.ranks.group, experts.ranks.device.type)
+    share = DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+    share.__class__ = ExpertShare
+    return share
+
+
+def own_part(experts: Spread, given: Tensor) -> Tensor:
+    """This rank's experts of a tensor of all ranks; a tensor of another length is returned as it
+    is."""
+    if isinstance(given, DTensor):
+        local, (first, *_) = local_part(given)
+        if first == experts.held.start and len(local) == len(experts.held):
+            return local
+        given = given.full_tensor()
+    if len(given) != experts.num_experts:
+        return given
+    return given.narrow(0, experts.held.start, len(experts.held))
 
 
 def _take_own(
@@ -264,12 +283,6 @@ def _take_own(
         given = state.get(prefix + name)
         if given is None:
             continue
-        if isinstance(given, DTensor):
-            local, (first, *_) = local_part(given)
-            if first == experts.held.start and local.shape == own.shape:
-                state[prefix + name] = local
-                continue
-            given = given.full_tensor()
         expected = [experts.num_experts, *own.shape[1:]]
         if list(given.shape) != expected:
             errors.append(
@@ -278,5 +291,5 @@ def _take_own(
             )
             state[prefix + name] = own.detach()
             continue
-        part = given.narrow(0, experts.held.start, len(experts.held))
-        state[prefix + name] = part.clone() if metadata.get("assign_to_params_buffers") else part
+        part, is_kept = own_part(experts, given), metadata.get("assign_to_params_buffers")
+        state[prefix + name] = part.clone() if is_kept and not isinstance(given, DTensor) else part

@@ -100,7 +100,7 @@ def _save_optimizer(trainer: Any, inner: Callable[[str], None], output_dir: str)
     """`Trainer._save_optimizer_and_scheduler` with the optimizer's state of all ranks."""
     optimizer = _optimizer(trainer)
     whole = optimizer.state_dict()
-    for index, experts, entry in _of_experts(trainer.model, optimizer, whole):
+    for index, experts, entry in of_experts(trainer.model, optimizer, whole):
         for key, value in entry.items():
             if isinstance(value, Tensor) and value.ndim:
                 if len(value) != len(experts.held):
@@ -128,7 +128,7 @@ def _load_optimizer(
 
     def take_own(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         own = {**state, "state": dict(state["state"])}
-        for index, experts, entry in _of_experts(trainer.model, optimizer, state):
+        for index, experts, entry in of_experts(trainer.model, optimizer, state):
             held = slice(experts.held.start, experts.held.stop)
             own["state"][index] = {
                 key: value[held].clone() if isinstance(value, Tensor) and value.ndim else value
@@ -148,10 +148,11 @@ def _optimizer(trainer: Any) -> torch.optim.Optimizer:
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
-def _of_experts(
+def of_experts(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> list[tuple[int, Spread, dict[str, Any]]]:
-    """Entries of an optimizer's state of spread parameters: index, module, values by name."""
+) -> list[tuple[Any, Spread, dict[str, Any]]]:
+    """Entries of an optimizer's state of spread parameters: key, module, values by name. The keys
+    of the parameters, numbers or names, are in the order of the optimizer's groups."""
     modules = {
         id(parameter): module
         for module in model.modules()
@@ -159,8 +160,9 @@ def _of_experts(
         for parameter in module.parameters()
     }
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    keys = [key for group in state["param_groups"] for key in group["params"]]
     return [
-        (index, modules[id(parameter)], state["state"][index])
-        for index, parameter in enumerate(parameters)
-        if id(parameter) in modules and index in state["state"]
+        (key, modules[id(parameter)], state["state"][key])
+        for key, parameter in zip(keys, parameters, strict=True)
+        if id(parameter) in modules and key in state["state"]
     ]

@@ -18,7 +18,7 @@ from moemesh.config.run import projections
 from moemesh.config.section import LARGEST_SIZE, Section
 from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
-from moemesh.config.train import TrainConfig
+from moemesh.config.train import TrainConfig, usual_rate
 from moemesh.planner.intervals import Interval
 from moemesh.planner.layout_sources import plan_of, read_plan, trained_shares, untrained
 from moemesh.planner.planned_layout import PlannedLayout, Precision
@@ -457,10 +457,12 @@ def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
     if tokens is not None:
         steps = ""  # steps follow from the tokens
     model = planned.model
+    rank = 0 if model.run is None else model.run.lora.rank
     data = "data.path, data.tokenizer" if model.path is None else "data.path"
-    if model.path is None and model.run is not None and model.run.lora.rank:
+    if model.path is None and rank:
         data += ", model.path in place of model.preset (adapters need trained weights)"
-    return f"{steps}train.lr (now {train.lr:g}), {data}"
+    rate = usual_rate(loads_weights=model.path is not None, lora_rank=rank)
+    return f"{steps}train.lr (now {rate:g}), {data}"
 
 
 def _settings(layout: PlannedLayout, model: Model) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Legend: L layers with experts, E experts, T tokens, K slots per token.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -158,7 +159,7 @@ def as_text(table: dict[str, Any], out: Path) -> str:
     every = len(table["experts"]) * table["num_experts"]
     tokens = table["data"]["tokens"]
     lines.append(f"{total} of {every} experts ({total / every:.1%}), {tokens:,} tokens")
-    return "\n".join([*lines, f"to train them: --set train.esft={out}"])
+    return "\n".join([*lines, f"to train them: --set {shlex.quote(f'train.esft={out}')}"])
 
 
 def picture(table: dict[str, Any]) -> str:

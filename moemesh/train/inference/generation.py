@@ -29,7 +29,7 @@ from moemesh.model.seams import ScopeSums, SliceState
 from moemesh.model.transformer import Transformer
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.evaluation import load, on_ranks
-from moemesh.train.records.run_folder import was_tuned_on_conversations
+from moemesh.train.records.run_folder import answers_chats
 from moemesh.train.weights.conversion import to_stderr
 from moemesh.train.weights.end_of_turn import text_ends
 from moemesh.train.weights.weight_sources import config_of
@@ -289,7 +289,8 @@ def generate(
         batch = 1  # the modelling code's cache has no place for padding
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat needs one") if chat else None
-    if template is None and was_tuned_on_conversations(source) and not launch.launched():
+    chats = answers_chats(source, config.data.tokenizer)
+    if template is None and chats and not launch.launched():
         note = "this run was tuned on conversations: --chat uses their template"
         print(f"note: {note}", file=sys.stderr, flush=True)
     converses = prompt is None and prompts is None

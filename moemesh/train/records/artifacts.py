@@ -33,6 +33,7 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.parameters import training_flops
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
+from moemesh.report.explain import LEAST_STEPS
 from moemesh.schedule.action import Schedule
 from moemesh.sharding.parameters import num_trained
 from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
@@ -45,7 +46,14 @@ from moemesh.train.records.expert_loads import LoadAlarms, LoadLog
 from moemesh.train.records.failure import keep_failure
 from moemesh.train.records.machine_rates import measure_rates
 from moemesh.train.records.rows import Sinks, cut_after
-from moemesh.train.records.run_folder import CONFIG, DATA, ROWS, RunFolder, record_of_data
+from moemesh.train.records.run_folder import (
+    CONFIG,
+    DATA,
+    ROWS,
+    RunFolder,
+    answers_chats,
+    record_of_data,
+)
 from moemesh.train.records.step_clock import StepClock
 from moemesh.train.step import FinishedStep
 
@@ -91,8 +99,6 @@ def measure_saved(model: Transformer) -> SavedForBackward:
 
 #: Files of the end of a start that are valid under its plan only.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory", "seconds")
-#: Number of steps below which a run is only a start.
-_FEW_STEPS = 40
 _A_START = (
     "note: {steps} steps are a start: with more of them (train.steps) the loss falls below that of "
     "the unigram model, which has only the frequency of each token"
@@ -347,10 +353,13 @@ class Artifacts:
         unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
         reason, (step, loss) = early_stop.reason, early_stop.best
         steps = self.config.train.steps
-        above = _A_START.format(steps=steps) if steps < _FEW_STEPS else _NOT_LEARNED
+        is_start = steps < LEAST_STEPS and not reason
+        above = _A_START.format(steps=steps) if is_start else _NOT_LEARNED
         data, run = self.config.data, shlex.quote(str(self.folder.path))
         explain = f"moemesh explain {run}"
         prompt = '"def "' if data.path is None and not data.sources else "TEXT"
+        if answers_chats(Path(self.folder.path), data.tokenizer):
+            prompt = "TEXT --chat"
         # A small model repeats itself where it takes the likeliest token.
         generate = f"moemesh generate {run} --prompt {prompt} --temperature 0.8"
         width = max(len(explain), len(generate)) + 2

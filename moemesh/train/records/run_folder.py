@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -34,6 +35,7 @@ from moemesh.config.limits import few, parse_json
 from moemesh.config.schema import all_keys, explain_unknown_key
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
+from moemesh.data.tokenizer import has_chat_template
 from moemesh.monitor.lease import FILE as LEASE
 from moemesh.monitor.lease import (
     Lease,
@@ -220,6 +222,8 @@ class RunFolder:
         if not self.has_run or self.recorded.config is None:
             return []
         changes = compare(self.recorded.config, new)
+        if _steps(self.checkpoints) == [0]:  # converted weights have no course of training yet
+            allowed = [change.key for change in changes]
         refuse_changes(changes, frozenset(allowed), self.recorded.whose)
         return changes
 
@@ -303,7 +307,7 @@ class RunFolder:
             )
         elif steps:
             advice = f"the last checkpoint of this run is {checkpoints / f'step-{steps[0]}'}"
-            advice += "" if path is None else f"; --out {path} resumes from it"
+            advice += "" if path is None else f"; --out {shlex.quote(str(path))} resumes from it"
         else:
             advice = "no checkpoint of this run is left: the same command starts from the beginning"
         if path not in (None, self.path):
@@ -464,6 +468,11 @@ def was_tuned_on_conversations(run: Path) -> bool:
         sources = parse_json((run / DATA).read_text(encoding="utf-8"))["sources"]
         return any(source.get("loss_tokens") is not None for source in sources)
     return False
+
+
+def answers_chats(run: Path, tokenizer: str) -> bool:
+    """Whether the run was tuned on conversations that the template of `tokenizer` renders."""
+    return was_tuned_on_conversations(run) and has_chat_template(tokenizer)
 
 
 def changes_samples(key: str) -> bool:

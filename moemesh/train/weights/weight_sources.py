@@ -40,7 +40,12 @@ from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.trace.memory_profile import format_bytes
-from moemesh.train.records.run_folder import CHECKPOINTS, checkpoints_of, names_in
+from moemesh.train.records.run_folder import (
+    CHECKPOINTS,
+    answers_chats,
+    checkpoints_of,
+    names_in,
+)
 
 Target = Literal["huggingface", "moemesh"]
 ExpertLayout = Literal["per-expert", "fused"]
@@ -48,13 +53,13 @@ ExpertLayout = Literal["per-expert", "fused"]
 Written = Literal["run", "folder", "adapter", "delta"]
 
 
-def config_of(source: Path, given: Sequence[str]) -> RunConfig:
+def config_of(source: Path, given: Sequence[str], *, prints_notes: bool = False) -> RunConfig:
     """The configuration to use the model of `source`: its tokenizer, one device, and the overrides
     `given` (``plan.tp=2``). Raises ConfigError with all problems."""
     if (source / CONFIG).exists():
         resolved = load_run([], [f"model.path={source}", *given])
         config = resolved.config
-        if "RANK" not in os.environ:  # the launcher has printed them
+        if prints_notes and "RANK" not in os.environ:  # the launcher has printed them
             for note in resolved.notes:
                 print(f"moemesh: note: {note}", file=sys.stderr, flush=True)
     elif (source / "config.toml").exists():
@@ -188,7 +193,7 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
         raise refused("OUT", str(out), message, "choose a new folder")
 
 
-def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> str:
+def written_text(source: Path, out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> str:
     """A summary of a conversion into `out`, and a command that uses the result; `lora`: the
     settings of written adapters."""
     held: list[tuple[str, int]] = []
@@ -210,11 +215,12 @@ def written_text(out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> st
         shlex.quote(f"lora.{key}={value if isinstance(value, str) else format_value(value)}")
         for key, value in given.items()
     )
+    name, chat = shlex.quote(str(out)), " --chat" * answers_chats(source, str(out))
     follow = {
-        "run": f"moemesh train {out / 'config.toml'} --out {out}",
-        "folder": f"moemesh generate {out} --prompt TEXT",
+        "run": f"moemesh train {name} --set data.path=PATH",
+        "folder": f"moemesh generate {name} --prompt TEXT{chat}",
         "adapter": " --set ".join(["moemesh train CONFIG.toml", *words]),
-        "delta": f"moemesh convert BASE NEW_FOLDER --apply {out}",
+        "delta": f"moemesh convert BASE NEW_FOLDER --apply {name}",
     }[kind]
     size = format_bytes(sum(number for _, number in held))
     kinds = ", ".join(f"{count:,} of {dtype}" for dtype, count in dtypes.most_common())

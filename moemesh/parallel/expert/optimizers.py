@@ -1,0 +1,84 @@
+"""Optimizers of spread experts: states of all ranks in the checkpoints of torch, kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from moemesh.parallel.expert.spread import LayerError, Spread, SpreadGradient, own_part, share_of
+from moemesh.parallel.expert.transformers_trainer import caller, of_experts
+
+#: Module of torch whose functions of this name save and load the state of an optimizer.
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_WATCHED: WeakSet[Optimizer] = WeakSet()
+
+
+@cache
+def watch_optimizers() -> None:
+    """Before the first step of each optimizer, add the hooks of its state."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for kernel in ("fused", "foreach"):
+            parameters = group["params"] if group.get(kernel) else ()
+            has_experts = any(isinstance(one.grad, SpreadGradient) for one in parameters)
+            if has_experts and any(isinstance(one, DTensor) for one in parameters):
+                raise LayerError(
+                    f"{kernel}=True takes no DTensors of FSDP2 beside experts that are spread over "
+                    "ranks: a parameter group of their own for "
+                    f"mm.expert_parameters(model).values(), or {kernel}=False"
+                )
+    if optimizer not in _WATCHED:
+        _WATCHED.add(optimizer)
+        optimizer.register_state_dict_post_hook(_share)
+        optimizer.register_load_state_dict_pre_hook(_take_own)
+
+
+def _share(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """For `torch.distributed.checkpoint`, which writes a plain tensor of one rank: each rank's
+    states of experts as its part of those of all ranks."""
+
+    def shared(experts: Spread, value: Tensor) -> Tensor:
+        if len(value) != len(experts.held):
+            raise LayerError(
+                f"{type(optimizer).__name__} keeps {list(value.shape)} for the "
+                f"{len(experts.held)} experts of a rank, with no part of each expert's: save the "
+                "model alone"
+            )
+        return share_of(experts, value)
+
+    return _mapped("_get_optim_state_dict", optimizer, state, shared)
+
+
+def _take_own(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """The inverse of :func:`_share`."""
+    return _mapped("_load_optim_state_dict", optimizer, state, own_part)
+
+
+def _mapped(
+    function: str,
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    change: Callable[[Spread, Tensor], Tensor],
+) -> dict[str, Any] | None:
+    """`state` with changed tensors of the experts of the model that `function` of torch saves or
+    loads; None where it does not run."""
+    if (frame := caller(function, _STATE_DICT)) is None:
+        return None
+    model: nn.Module = frame.f_locals["model"]
+    entries = dict(state["state"])
+    for key, experts, entry in of_experts(model, optimizer, state):
+        entries[key] = {
+            name: change(experts, value) if isinstance(value, Tensor) and value.ndim else value
+            for name, value in entry.items()
+        }
+    return {**state, "state": entries}
