@@ -302,7 +302,7 @@ def test_the_next_command_of_adapters_is_accepted(tmp_path: Path) -> None:
 
 
 def test_the_next_commands_of_a_run_on_conversations_are_accepted(tmp_path: Path) -> None:
-    """In folders whose names have blanks, with the template of the training."""
+    """Folders have blanks in their names, the text has the template of the training."""
     folder = add_tokenizer(save("qwen3_moe", tmp_path / "a model"))
     write_sums(tmp_path / "sums.jsonl", 24)
     given = [f"model.path={folder}", f"data.path={tmp_path / 'sums.jsonl'}", "data.seq_len=48"]
