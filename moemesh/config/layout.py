@@ -70,7 +70,7 @@ def shard_range(size: int, parts: int, index: int) -> range:
     return range(start, start + base + (index < extra))
 
 
-class Degrees:
+class MeshDegrees:
     """Mixin of records with the degrees of the two meshes: numbers of ranks that follow."""
 
     if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Degrees:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Layout(Degrees, Shown):
+class Layout(MeshDegrees, Shown):
     """The degrees of the two meshes. Raises ValueError when they do not cover the same ranks.
     ``ranks_per_node = 0`` means that all ranks share one node."""
 

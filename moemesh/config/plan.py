@@ -11,7 +11,7 @@ from typing_extensions import TypeAliasType
 
 from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.errors import Problem, independent
-from moemesh.config.layout import Degrees, Layout
+from moemesh.config.layout import Layout, MeshDegrees
 from moemesh.config.model import ModelConfig
 from moemesh.config.names import Names
 from moemesh.config.rules import (
@@ -68,7 +68,7 @@ LARGEST_DEGREE = 2**20
 Degree = Annotated[int, Range(1, LARGEST_DEGREE)]
 
 
-class Plan(Degrees, Section):
+class Plan(MeshDegrees, Section):
     """Degrees of the two meshes and the strategy on each axis."""
 
     section: ClassVar[str] = "plan"

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.layout import Degrees, Layout
+from moemesh.config.layout import Layout, MeshDegrees
 from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, Offload, ScheduleName
 from moemesh.config.rules import (
     V_SCHEDULES,
@@ -76,7 +76,7 @@ _LEAST: dict[str, tuple[float, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PlannedLayout(Degrees, Shown):
+class PlannedLayout(MeshDegrees, Shown):
     """Degrees, batch and every strategy of one step. Fields shared with Plan have its values.
 
     `microbatch` is in sequences per data-parallel replica, `global_batch` in sequences per step. A

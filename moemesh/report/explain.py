@@ -27,6 +27,7 @@ from moemesh.trace.loads import collapse_text
 from moemesh.trace.memory_profile import MEASURED_HELD, PREDICTED_HELD, format_bytes
 from moemesh.trace.run import (
     JUMPED,
+    LEAST_STEPS,
     Event,
     MetricsRow,
     PlannedStep,
@@ -46,8 +47,8 @@ _NOTICEABLE = 0.03
 _NOISES = 3
 #: Least gap between validation and training loss that is reported: absolute, and relative.
 _GAP, _GAP_SHARE = 0.1, 0.1
-#: Least number of steps for a verdict on the losses, and number of parts of the run for medians.
-LEAST_STEPS, _PARTS = 40, 20
+#: Number of parts of the run for medians.
+_PARTS = 20
 #: Number of parts of the losses for a comparison of the first with the last.
 _THIRDS = 3
 #: Ratio of the largest gradient norm to the median above which gradients are uneven.

@@ -146,6 +146,8 @@ def median_of(rows: Sequence[MetricsRow], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+#: Least number of steps for a verdict on the losses of a run.
+LEAST_STEPS = 40
 #: Part of the text of an event about a jump of the loss.
 JUMPED = "deviations above the last ones"
 

@@ -33,12 +33,11 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.parameters import training_flops
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.planner.speed import device_peak_flops, mfu, peak_flops
-from moemesh.report.explain import LEAST_STEPS
 from moemesh.schedule.action import Schedule
 from moemesh.sharding.parameters import num_trained
 from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
-from moemesh.trace.run import MetricsRow
+from moemesh.trace.run import LEAST_STEPS, MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.early_stop import EarlyStop
 from moemesh.train.optimizer import Optimizer
