@@ -37,9 +37,9 @@ class EarlyStop:
             return None
         step, loss = self.best
         lowest = f"since step {step} ({loss:.4f})" if step else "yet"
+        validations = "1 validation" if self.since == 1 else f"{self.since} validations"
         return (
-            f"no lower validation loss {lowest} in {self.since} validations "
-            f"(train.patience = {self.patience})"
+            f"no lower validation loss {lowest} in {validations} (train.patience = {self.patience})"
         )
 
     def state(self, step: int) -> dict[str, Any]:

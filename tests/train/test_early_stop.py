@@ -165,6 +165,10 @@ def test_a_loss_that_is_not_finite_is_never_lowest() -> None:
     assert stop.best[0] == 0 and stop.reason is None and "validation_loss" not in stop.state(3)
     stop.add(6, math.inf)
     assert stop.reason is not None and "yet in 2 validations" in stop.reason
+    single = EarlyStop(1)
+    for step, loss in ((2, 1.0), (4, 1.5)):
+        single.add(step, loss)
+    assert single.reason is not None and "since step 2 (1.0000) in 1 validation (" in single.reason
     stop.add(9, 1.5)
     again = EarlyStop(2)
     again.load_state(json.loads(json.dumps(stop.state(9))))

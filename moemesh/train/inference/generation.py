@@ -362,7 +362,8 @@ def generate(
             if mesh.rank == 0:
                 note_positions(len(ids) + len(growing.tokens), "--prompt")
             if not text and mesh.rank == 0:
-                to_stderr("note: the answer is empty: the model ends the text at once")
+                why = "its tokens have no text" if growing.tokens else "the model ends it at once"
+                to_stderr(f"note: the answer is empty: {why}")
             return text, growing.tokens
 
         choose = chooser(temperature, top_p, seed)
