@@ -280,7 +280,7 @@ def check_head(file: DataFile) -> None:
             f"{path} holds one JSON object on several lines, and records are JSON lines or the "
             f"elements of a list: jq -c . {shlex.quote(path.name)} > "
             f"{shlex.quote(f'{path.stem}.jsonl')} writes each object on a line, "
-            " jq -c '.KEY[]' those of a list under KEY; data.format = \"text\" trains on the "
+            "jq -c '.KEY[]' those of a list under KEY; data.format = \"text\" trains on the "
             "JSON text itself"
         )
 

@@ -533,9 +533,9 @@ def waited_in_steps() -> float | None:
     return None if _own is None else _own.waited_in_steps
 
 
-def on_wait(listener: Callable[[str, float, float], None]) -> None:
+def on_wait(listener: Callable[[str, float, float], None] | None) -> None:
     """Call `listener` after each wait of :func:`waited_in_steps` with its axis, and with its start
-    and its end on the monotonic clock."""
+    and its end on the monotonic clock; None ends the calls."""
     if _own is not None:
         _own.listener = listener
 

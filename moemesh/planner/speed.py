@@ -4,8 +4,8 @@
 
 Model FLOPs are :func:`moemesh.planner.parameters.training_flops` (causal attention, without
 recomputation: PaLM's definition, arXiv:2204.02311; without gradients of weights that only adapters
-change). The peak is the dense one for the number type
-of the matrix products, from the cluster file.
+change). The peak is the dense one for the number type of the matrix products, from the cluster
+file.
 """
 
 from __future__ import annotations

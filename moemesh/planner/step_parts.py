@@ -62,8 +62,8 @@ def predicted_seconds(
 
 
 def pass_flops(config: RunConfig) -> dict[str, float]:
-    """FLOPs of a step on the mean rank by part, recomputation included. None for a run that trains
-    some of the weights, or adapters of a packed base."""
+    """FLOPs of a step on the mean rank by part, recomputation included. Empty for a run that
+    trains some of the weights, or adapters of a packed base."""
     shape, plan, seq_len = shape_of(config.model), config.plan, config.data.seq_len
     tokens = config.data.global_batch * seq_len / plan.world_size
     adapters = config.trains_adapters

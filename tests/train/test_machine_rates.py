@@ -8,6 +8,7 @@ import pytest
 
 from moemesh.config.run import RunConfig
 from moemesh.model.transformer import Transformer
+from moemesh.monitor import progress
 from moemesh.planner.step_parts import pass_flops
 from moemesh.sharding.load_run import load_run
 from moemesh.trace import step_seconds as parts
@@ -102,6 +103,16 @@ def test_what_is_frozen_in_the_run_is_frozen_in_the_small_model(
     monkeypatch.setattr(machine_rates, "StepClock", Clock)
     machine_rates._pass_rates(small_run(configured("lora.rank=2")))
     assert trained and all("_lora_" in name for name in trained)
+
+
+def test_the_clock_of_the_small_model_does_not_keep_the_waits_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs whose steps have no clock would grow by each of their waits."""
+    listeners: list[object] = []
+    monkeypatch.setattr(progress, "on_wait", listeners.append)
+    machine_rates._pass_rates(small_run(configured()))
+    assert len(listeners) == 2 and listeners[-1] is None
 
 
 def test_a_model_too_large_to_try_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ class EndWeight(NamedTuple):
         return self.theirs.rpartition(".")[0]
 
 
-def end_weights(model: ModelConfig) -> list[EndWeight]:
+def weights_of_ends(model: ModelConfig) -> list[EndWeight]:
     """The weights of the ends of `model`, each of which one tensor of transformers holds."""
     return [
         EndWeight(weight.name, ENDS.get(weight.name, weight.name), weight.shape)
@@ -422,7 +422,7 @@ def _stored_ends(
 ) -> tuple[list[EndWeight], list[EndWeight]]:
     """Whole weights in a folder with these `shapes`, and those of ``modules_to_save``, which PEFT
     compares with the ends of the names of modules."""
-    ends = [weight for weight in end_weights(model) if weight.stored in shapes]
+    ends = [weight for weight in weights_of_ends(model) if weight.stored in shapes]
     for weight in ends:
         if shapes[weight.stored] != weight.shape:
             raise CheckpointError(
@@ -441,7 +441,7 @@ def _stored_ends(
             "head: PEFT trains a copy for one of them, which is not supported"
         )
     if unknown:
-        known = sorted({weight.module for weight in end_weights(model)})
+        known = sorted({weight.module for weight in weights_of_ends(model)})
         raise CheckpointError(
             f"{file}: modules_to_save has {unknown[0]}, and the folder no weights of it for an end "
             f"of this model ({', '.join(known)})"

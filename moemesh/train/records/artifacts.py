@@ -145,8 +145,8 @@ class Artifacts:
         #: Peak bytes of older weight versions, and of copies for undoing a step.
         self.weight_versions = self.snapshots = 0
         is_clocked = self.mesh.device.type == "cpu" and config.plan.optimizer_validation != "after"
-        # Before the clock of the run: waits go to the newest clock.
-        self._rates = measure_rates(config, self.mesh)
+        # Before the clock of the run: the last clock gets the waits.
+        self._rates = measure_rates(config, self.mesh) if is_clocked else {}
         #: Measures the parts of steps; None where steps overlap, or their device runs later.
         self._clock = StepClock(parallel.model) if is_clocked else None
         #: Identity of the run, for its checkpoints; empty on ranks that do not write.

@@ -27,6 +27,7 @@ from moemesh.config.run import RunConfig
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
+from moemesh.monitor import progress
 from moemesh.planner.shapes.counted import shape_of
 from moemesh.planner.step_parts import MEMORY, bandwidth, latency, pass_flops
 from moemesh.trace import step_seconds as parts
@@ -151,6 +152,7 @@ def _pass_rates(config: RunConfig) -> dict[str, float]:
         recorder.add(name="F", start=begin, end=middle, kind="F", step=step)
         recorder.add(name="B", start=middle, end=end, kind="B", step=step)
         clock.finish_step(recorder, step, end - begin)
+    progress.on_wait(None)  # the clock of the small model would keep every wait of the run
     _, seconds = clock.result()
     rates = {part: flops[part] / seconds[part] for part in flops if seconds.get(part)}
     return rates | {parts.TOGETHER: sum(flops.values()) / sum(seconds.values())}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
-from moemesh.checkpoint.huggingface.adapters import end_weights
+from moemesh.checkpoint.huggingface.adapters import weights_of_ends
 from moemesh.checkpoint.huggingface.convert import (
     Delta,
     Description,
@@ -178,7 +178,7 @@ def write_adapter(
     if not config.lora.rank:
         message = f"{run} has no adapters: its lora.rank is 0"
         raise refused("--adapter", str(source), message, "leave --adapter out")
-    ends = {weight.ours: weight for weight in end_weights(config.model)}
+    ends = {weight.ours: weight for weight in weights_of_ends(config.model)}
     trained = [
         tensor.name
         for tensor in tensors(config.model, config.plan)
