@@ -352,7 +352,10 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
             table = parse_toml(path.read_text(encoding="utf-8-sig"))
         except OSError:
             message = "neither key=value pairs, a packaged plan nor a readable TOML file"
+            degrees = re.findall(r"([a-z]+)[ :]?(\d+)", source.lower())  # "TP2 PP4"
             fix = nearest_choice(source, preset_names(PLANS))
+            if degrees and all(key in DEGREES for key, _ in degrees):
+                fix = f"--plan {','.join('='.join(degree) for degree in degrees)}"
             raise ConfigError([Problem.of("no-file", "plan", source, message, fix)]) from None
         except ValueError as error:
             message = unreadable(error)
