@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,7 +83,17 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         numba: Any = importlib.import_module("numba")
     except ImportError:
         return _unchanged
-    folder = _cache_folder(numba)
+    # The folder for compiled code, if it is writable. Its name holds a hash of all sources of this
+    # package: numba checks only the file of a function, and would keep an old version of the
+    # functions that it calls.
+    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    version = f"{numba.__version__} {np.__version__} {sys.version}".encode()
+    name = f"moemesh-{hashlib.sha256(sources + version).hexdigest()[:16]}"
+    folder = None
+    with suppress(OSError, RuntimeError):
+        place = Path(numba.config.CACHE_DIR or Path.home() / ".cache" / "moemesh") / name
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = place if os.access(place, os.W_OK) else None
     options = {"cache": folder is not None, "nogil": True, "error_model": "numpy"}
     news = [_FIRST] if folder is None or not any(folder.rglob("*.nbi")) else []
 
@@ -108,18 +118,3 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def _unchanged(value: Any) -> Any:
     return value
-
-
-def _cache_folder(numba: Any) -> Path | None:
-    """The folder for compiled code; None if it is not writable. The folder's name holds a hash of
-    all sources of this package: numba checks only the file of a function, and would keep an old
-    version of the functions that it calls."""
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    version = f"{numba.__version__} {np.__version__} {sys.version}".encode()
-    name = f"moemesh-{hashlib.sha256(sources + version).hexdigest()[:16]}"
-    try:
-        folder = Path(numba.config.CACHE_DIR or Path.home() / ".cache" / "moemesh") / name
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except (OSError, RuntimeError):
-        return None
-    return folder if os.access(folder, os.W_OK) else None

@@ -42,8 +42,6 @@ DISK_FAIL, DISK_WARN = GIB, 20 * GIB
 SHARED_MEMORY_WARN = 256 << 20
 #: Seconds by which a file server's clock may be off.
 CLOCK_SECONDS = 2.0
-#: warn or fail, what is so of the environment, and the fix.
-_Remark = tuple[Literal["warn", "fail"], str, str]
 #: Variable -> the values that hurt (none named: any), and what they do.
 HURTFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel is waited for: nothing overlaps"),
@@ -76,7 +74,7 @@ def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         yield from check(folder, environ)
 
 
-def _versions() -> Iterator[Diagnosis]:
+def _versions(*_: object) -> Iterator[Diagnosis]:
     version = ".".join(map(str, sys.version_info[:3]))
     try:
         wanted = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
@@ -122,7 +120,7 @@ def _keeps(version: str, wanted: str) -> bool:
     return True
 
 
-def _folder(folder: Path) -> Iterator[Diagnosis]:
+def _folder(folder: Path, _: object) -> Iterator[Diagnosis]:
     """Disk, locks, renames and clock of the file system that runs are written to."""
     home = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     fixes = {
@@ -138,7 +136,18 @@ def _folder(folder: Path) -> Iterator[Diagnosis]:
             )
             yield Diagnosis("disk", verdict, text, fixes.get(verdict, ""))
             yield _locks(Path(scratch) / "lease")
-            yield _clock(Path(scratch) / "clock")
+            clock = Path(scratch) / "clock"
+            clock.write_text("")
+            skew, year = clock.stat().st_mtime - time.time(), time.gmtime().tm_year
+            if abs(skew) > CLOCK_SECONDS:
+                text = f"the disk's clock is {skew:+.1f} s off this machine's"
+                yield Diagnosis("clock", "warn", text, "synchronise both (chrony, ntpd)")
+            elif year < 2025:
+                fix = "set the clock: certificates and logs need it"
+                yield Diagnosis("clock", "fail", f"the year is {year}", fix)
+            else:
+                text = "this machine and the disk of the runs agree"
+                yield Diagnosis("clock", "pass", text)
     except OSError as error:
         text = f"{home}: cannot be written ({error.strerror or error})"
         yield Diagnosis("run folder", "fail", text, "choose another with --out")
@@ -163,24 +172,11 @@ def _locks(file: Path) -> Diagnosis:
     return Diagnosis("file locks", "fail", text, "runs on a file system that knows flock")
 
 
-def _clock(file: Path) -> Diagnosis:
-    file.write_text("")
-    skew = file.stat().st_mtime - time.time()
-    if abs(skew) > CLOCK_SECONDS:
-        text = f"the disk's clock is {skew:+.1f} s off this machine's"
-        return Diagnosis("clock", "warn", text, "synchronise both (chrony, ntpd)")
-    year = time.gmtime().tm_year
-    if year < 2025:
-        fix = "set the clock: certificates and logs need it"
-        return Diagnosis("clock", "fail", f"the year is {year}", fix)
-    return Diagnosis("clock", "pass", "this machine and the disk of the runs agree")
-
-
-def _shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Diagnosis]:
-    if not folder.is_dir():
+def _shared_memory(*_: object) -> Iterator[Diagnosis]:
+    if not SHARED_MEMORY.is_dir():
         return
-    size = shutil.disk_usage(folder).total
-    text = f"{format_bytes(size)} in {folder}"
+    size = shutil.disk_usage(SHARED_MEMORY).total
+    text = f"{format_bytes(size)} in {SHARED_MEMORY}"
     if size < SHARED_MEMORY_WARN:
         fix = "docker run --shm-size=8g (or --ipc=host); Kubernetes: an emptyDir of medium Memory"
         verdict: Verdict = "fail" if signs_of_gpus() else "warn"
@@ -189,7 +185,7 @@ def _shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Diagnosis]:
         yield Diagnosis("shared memory", "pass", text)
 
 
-def _limits() -> Iterator[Diagnosis]:
+def _limits(*_: object) -> Iterator[Diagnosis]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -209,7 +205,7 @@ def _limits() -> Iterator[Diagnosis]:
         yield Diagnosis("locked memory", "warn", text, "ulimit -l unlimited")
 
 
-def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
+def _names_and_ports(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
@@ -244,22 +240,17 @@ def _names_and_ports(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         yield Diagnosis("ports", "pass", f"port {wanted} is free")
 
 
-def _variables(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
-    remarks = list(_environment(environ))
-    yield from (Diagnosis("environment", *remark) for remark in remarks)
-    if not remarks:
-        yield Diagnosis("environment", "pass", "no variable that hurts, no rank of a launcher")
-
-
-def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
+def _environment(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     """Variables that change a run, or stop it."""
+    remarks: list[tuple[Verdict, str, str]] = []
     for name, (values, effect) in HURTFUL.items():
         if environ.get(name, "").upper() in values:
-            yield "warn", f"{name}={environ[name]}: {effect}", f"unset {name}"
+            remarks.append(("warn", f"{name}={environ[name]}: {effect}", f"unset {name}"))
     threads, cores = environ.get("OMP_NUM_THREADS", ""), usable_cores()
     if threads.isdecimal() and int(threads) > cores:
         text = f"OMP_NUM_THREADS={threads} on {cores} core(s): threads wait for each other"
-        yield "warn", text, "unset OMP_NUM_THREADS: each rank takes its share of the cores"
+        fix = "unset OMP_NUM_THREADS: each rank takes its share of the cores"
+        remarks.append(("warn", text, fix))
     known = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACES:
         # NCCL also knows prefixes, "^" for all but these, and "=" for exactly these.
@@ -268,34 +259,37 @@ def _environment(environ: Mapping[str, str]) -> Iterator[_Remark]:
         wrong = [one for one in filter(None, names) if not any(n.startswith(one) for n in known)]
         if wrong:
             text = f"{variable}={interfaces} names no interface of this machine"
-            yield "fail", text, f"one of {', '.join(known)}"
+            remarks.append(("fail", text, f"one of {', '.join(known)}"))
     source = read_environment(environ)
-    for problem in source.problems:
-        yield "fail", f"{problem.origin}: {problem.message}", problem.fix
+    remarks += [("fail", f"{one.origin}: {one.message}", one.fix) for one in source.problems]
     if source.leaves:
         names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
         text = f"{', '.join(names)} set keys of every run from this shell"
-        yield "warn", text, "unset what is not meant: `moemesh config show` names its origins"
+        fix = "unset what is not meant: `moemesh config show` names its origins"
+        remarks.append(("warn", text, fix))
     there = [name for name in _RANK if name in environ]
     try:
         slurm = ranks_of_slurm(environ)
     except SlurmError as error:
-        yield "fail", str(error), "srun --distribution=block"
-        return
-    if "RANK" in there and len(there) < len(_RANK):
-        missing = ", ".join(name for name in _RANK if name not in environ)
-        text = f"{', '.join(there)} are set as for a rank, but not {missing}"
-        yield "fail", text, "unset them, or start ranks with torchrun"
-    elif len(there) == len(_RANK):
-        text = f"this is rank {environ['RANK']} of {environ['WORLD_SIZE']} of torchrun"
-        fix = "outside of a job unset RANK and WORLD_SIZE: train would wait for others"
-        yield "warn", text, fix
-    elif slurm:
-        text = f"this is task {slurm['RANK']} of {slurm['WORLD_SIZE']} of srun"
-        yield "warn", text, "srun --ntasks=1 examines a node by itself"
+        remarks.append(("fail", str(error), "srun --distribution=block"))
+    else:
+        if "RANK" in there and len(there) < len(_RANK):
+            missing = ", ".join(name for name in _RANK if name not in environ)
+            text = f"{', '.join(there)} are set as for a rank, but not {missing}"
+            remarks.append(("fail", text, "unset them, or start ranks with torchrun"))
+        elif len(there) == len(_RANK):
+            text = f"this is rank {environ['RANK']} of {environ['WORLD_SIZE']} of torchrun"
+            fix = "outside of a job unset RANK and WORLD_SIZE: train would wait for others"
+            remarks.append(("warn", text, fix))
+        elif slurm:
+            text = f"this is task {slurm['RANK']} of {slurm['WORLD_SIZE']} of srun"
+            remarks.append(("warn", text, "srun --ntasks=1 examines a node by itself"))
+    if not remarks:
+        remarks.append(("pass", "no variable that hurts, no rank of a launcher", ""))
+    yield from (Diagnosis("environment", *remark) for remark in remarks)
 
 
-def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
+def _torch(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     start = time.monotonic()
     answers, error = _ask_torch(environ)
     took = f"{time.monotonic() - start:.0f} s"
@@ -307,8 +301,26 @@ def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     facts = answers[0]
     versions = f"{facts['torch']}, CUDA {facts['cuda'] or 'none'}, NCCL {facts['nccl'] or 'none'}"
     yield Diagnosis("torch", "pass", f"{versions}; asked in {took}")
-    yield from _devices(facts)
-    if facts["devices"]:
+    devices, signs = facts["devices"], signs_of_gpus()
+    names = sorted({one["name"] for one in devices})
+    text = f"{len(devices)} x {', '.join(names)}"
+    used = [number for number, one in enumerate(devices) if one["free"] < 0.9 * one["total"]]
+    if not devices and not signs:
+        yield Diagnosis("devices", "pass", f"no GPU: {usable_cores()} core(s)")
+    elif not devices:
+        fix = "this torch is built for the CPU: install the one for CUDA"
+        if facts["cuda"] is not None:
+            fix = "the driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs"
+        reason = f"a driver is there ({signs[0]}), torch sees no GPU"
+        yield Diagnosis("devices", "fail", reason, fix)
+    elif len(names) > 1:
+        yield Diagnosis("devices", "warn", text, "ranks wait for the slowest: use equal devices")
+    elif not used:
+        yield Diagnosis("devices", "pass", text)
+    if used:
+        fix = "nvidia-smi names the processes that hold it"
+        yield Diagnosis("devices", "warn", f"{text}; memory of {used} is in use", fix)
+    if devices:
         kernels = [f"{name} {state}" for name, state in facts["experts"].items()]
         yield Diagnosis("experts", "pass", "; ".join(["grouped_mm of torch", *kernels]))
     if len(answers) < 2:
@@ -321,31 +333,6 @@ def _torch(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     slow = rate < 0.05
     fix = "a loaded machine, or a slow interface: `moemesh bench links` says more" if slow else ""
     yield Diagnosis("links", "warn" if slow else "pass", text, fix)
-
-
-def _devices(facts: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    devices, signs = facts["devices"], signs_of_gpus()
-    if not devices and not signs:
-        yield Diagnosis("devices", "pass", f"no GPU: {usable_cores()} core(s)")
-        return
-    if not devices:
-        built = facts["cuda"] is not None
-        fix = "the driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs"
-        fix = fix if built else "this torch is built for the CPU: install the one for CUDA"
-        yield Diagnosis(
-            "devices", "fail", f"a driver is there ({signs[0]}), torch sees no GPU", fix
-        )
-        return
-    names = sorted({one["name"] for one in devices})
-    text = f"{len(devices)} x {', '.join(names)}"
-    if len(names) > 1:
-        yield Diagnosis("devices", "warn", text, "ranks wait for the slowest: use equal devices")
-    used = [number for number, one in enumerate(devices) if one["free"] < 0.9 * one["total"]]
-    if used:
-        fix = "nvidia-smi names the processes that hold it"
-        yield Diagnosis("devices", "warn", f"{text}; memory of {used} is in use", fix)
-    elif len(names) == 1:
-        yield Diagnosis("devices", "pass", text)
 
 
 def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
@@ -381,13 +368,13 @@ def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
 
 #: Checks by name, the quick ones first: the folder of runs and the environment -> their lines.
 CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Diagnosis]]] = {
-    "versions": lambda folder, environ: _versions(),
-    "folder": lambda folder, environ: _folder(folder),
-    "shared memory": lambda folder, environ: _shared_memory(),
-    "limits": lambda folder, environ: _limits(),
-    "names and ports": lambda folder, environ: _names_and_ports(environ),
-    "environment": lambda folder, environ: _variables(environ),
-    "torch": lambda folder, environ: _torch(environ),
+    "versions": _versions,
+    "folder": _folder,
+    "shared memory": _shared_memory,
+    "limits": _limits,
+    "names and ports": _names_and_ports,
+    "environment": _environment,
+    "torch": _torch,
 }
 
 # The processes that import torch.

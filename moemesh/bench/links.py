@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from moemesh.bench import hosts
 from moemesh.bench.link_cluster import fit
 from moemesh.bench.settings import BenchError, HostSettings, LinksSettings, Settings
 from moemesh.comm import collectives, cuda, launch, point_to_point, transfers
-from moemesh.comm.mesh import Axis, Mesh
+from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.limits import parse_json
 from moemesh.config.python import python_command
@@ -177,8 +178,24 @@ def measure_shape(
             numbers = -(-size // (_NUMBER_BYTES * shape.ranks)) * shape.ranks
             if numbers * _NUMBER_BYTES in measured:
                 continue
-            run = _operation(operation, axis, numbers)
-            measured[numbers * _NUMBER_BYTES] = _seconds(run, mesh, rounds)
+            whole = torch.zeros(numbers, device=axis.device)
+            part = torch.zeros(numbers // axis.size, device=axis.device)
+            pair = point_to_point.receive if axis.index else point_to_point.send
+            calls: dict[str, Callable[..., object]] = {
+                "all_reduce": partial(transfers.all_reduce_, whole, axis),
+                "all_gather": partial(transfers.all_gather, part, axis),
+                "reduce_scatter": partial(transfers.reduce_scatter, whole, axis),
+                "all_to_all": partial(transfers.all_to_all, whole, axis),
+                "send": partial(pair, whole, axis, 1 - axis.index),
+            }
+            run = partial(calls[operation], **_SAID)
+            # Medians over rounds of what the slowest rank takes.
+            _timed(run, mesh, 1)
+            longest = max(collectives.gather_json(_timed(run, mesh, 1), mesh.control))
+            repeats = min(max(int(_SAMPLE_SECONDS / longest), 1), _MOST_REPEATS)
+            samples = [_timed(run, mesh, repeats) for _ in range(rounds)]
+            of_ranks = zip(*collectives.gather_json(samples, mesh.control), strict=True)
+            measured[numbers * _NUMBER_BYTES] = median(map(max, of_ranks))
         rows.append(
             {
                 "operation": operation,
@@ -191,44 +208,15 @@ def measure_shape(
     return rows
 
 
-def _operation(name: str, axis: Axis, numbers: int) -> Callable[[], object]:
-    """One call of the operation over tensors of `numbers` float32 in all."""
-    whole = torch.zeros(numbers, device=axis.device)
-    own = torch.zeros(numbers // axis.size, device=axis.device)
-    match name:
-        case "all_reduce":
-            return lambda: transfers.all_reduce_(whole, axis, **_SAID)
-        case "all_gather":
-            return lambda: transfers.all_gather(own, axis, **_SAID)
-        case "reduce_scatter":
-            return lambda: transfers.reduce_scatter(whole, axis, **_SAID)
-        case "all_to_all":
-            return lambda: transfers.all_to_all(whole, axis, **_SAID)
-        case _ if axis.index == 0:
-            return lambda: point_to_point.send(whole, axis, 1, **_SAID)
-        case _:
-            return lambda: point_to_point.receive(whole, axis, 0, **_SAID)
-
-
-def _seconds(run: Callable[[], object], mesh: Mesh, rounds: int) -> float:
-    """Median over rounds of what the slowest rank took, an operation."""
-    world, device = mesh["world"], mesh.device
-
-    def timed(repeats: int) -> float:
-        collectives.barrier(world)
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        synchronize(device)
-        return (time.perf_counter() - start) / repeats
-
-    timed(1)
-    longest = max(collectives.gather_json(timed(1), mesh.control))
-    repeats = min(max(int(_SAMPLE_SECONDS / longest), 1), _MOST_REPEATS)
-    own = [timed(repeats) for _ in range(rounds)]
-    ranks = collectives.gather_json(own, mesh.control)
-    return median(max(samples) for samples in zip(*ranks, strict=True))
+def _timed(run: Callable[[], object], mesh: Mesh, repeats: int) -> float:
+    """Mean seconds of `run` on this rank; all ranks of the mesh start together."""
+    collectives.barrier(mesh["world"])
+    synchronize(mesh.device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    synchronize(mesh.device)
+    return (time.perf_counter() - start) / repeats
 
 
 def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> dict[str, Any]:

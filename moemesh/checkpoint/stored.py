@@ -337,7 +337,26 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
     entry = first.entry(name)
     a_bits, b_bits = first.read_bits(name), second.read_bits(name)
     num_bad = tuple(num_nonfinite(x.tobytes(), entry.dtype) for x in (a_bits, b_bits))
-    a, b = (_values(x, entry.dtype) for x in (a_bits, b_bits))
+    numbers: list[Bits] = []  # float64; integers are rounded to the nearest
+    for bits in (a_bits, b_bits):
+        match entry.dtype:
+            case "bfloat16":
+                values = (bits.astype("<u4") << np.uint32(16)).view("<f4")
+            case "float8_e4m3fn":
+                # float16 has one more exponent bit, and a bias larger by 8.
+                wide = bits.astype("<u2")
+                sign, rest = wide & np.uint16(0x80), wide & np.uint16(0x7F)
+                half = (sign << np.uint16(8) | rest << np.uint16(7)).view("<f2")
+                values = np.where(rest == 0x7F, np.nan, half.astype(np.float64) * 256)
+            case "float8_e5m2":
+                values = (bits.astype("<u2") << np.uint16(8)).view("<f2")
+            case "bool" | "uint8":
+                values = bits
+            case dtype:
+                kind = "f" if dtype.startswith("float") else "i"
+                values = bits.view(f"<{kind}{ITEM_BYTES[dtype]}")
+        numbers.append(values.astype(np.float64))
+    a, b = numbers
     usable = np.isfinite(a) & np.isfinite(b)
     a, b = a[usable], b[usable]
     largest = float(np.max(np.abs(a - b), initial=0.0))
@@ -349,21 +368,3 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
         relative=largest / magnitude if magnitude else (0.0 if largest == 0 else float("inf")),
         num_nonfinite=(num_bad[0], num_bad[1]),
     )
-
-
-def _values(bits: Bits, dtype: str) -> Bits:
-    """The numbers as float64 (integers are rounded to the nearest)."""
-    match dtype:
-        case "bfloat16":
-            return (bits.astype("<u4") << np.uint32(16)).view("<f4").astype(np.float64)
-        case "float8_e4m3fn":
-            # float16 has one more exponent bit, and a bias larger by 8.
-            sign, rest = bits.astype("<u2") & np.uint16(0x80), bits.astype("<u2") & np.uint16(0x7F)
-            half = (sign << np.uint16(8) | rest << np.uint16(7)).view("<f2")
-            return np.where(rest == 0x7F, np.nan, half.astype(np.float64) * 256)
-        case "float8_e5m2":
-            return (bits.astype("<u2") << np.uint16(8)).view("<f2").astype(np.float64)
-        case "bool" | "uint8":
-            return bits.astype(np.float64)
-    native = f"<{'f' if dtype.startswith('float') else 'i'}{ITEM_BYTES[dtype]}"
-    return bits.view(native).astype(np.float64)

@@ -156,7 +156,7 @@ def init(request: ClusterFileRequest) -> None:
 
         moemesh bench links --json > links.json && moemesh cluster init mine.toml --links links.json
     """
-    from moemesh.config.errors import UserError
+    from moemesh.config.errors import ConfigError, Problem, UserError
     from moemesh.report.files import write_texts
 
     out, name = request.out, request.name or request.out.stem
@@ -165,13 +165,25 @@ def init(request: ClusterFileRequest) -> None:
     if out.exists() and not request.force:
         raise UserError(f"{out} exists; --force replaces it")
     if request.links is not None:
-        cluster, heading = _measured(request.links, name)
+        from moemesh.bench.link_cluster import cluster_of, origin_of
+
+        try:
+            result = parse_json(request.links.read_text(encoding="utf-8"))
+            cluster, heading = cluster_of(result, name), origin_of(result)
+        except OSError as error:
+            raise UserError(f"{request.links}: {error.strerror or error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            raise UserError(
+                f"{request.links}: not what `moemesh bench links --json` prints "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        if problems := cluster.check():
+            raise ConfigError(problems)
         if request.nodes or request.gpus_per_node:
             raise typer.BadParameter("--links has the number of nodes and devices")
     elif request.device is not None:
         from moemesh.config.cluster import cluster_of_device
         from moemesh.config.devices import ACCELERATORS, accelerator_of
-        from moemesh.config.errors import ConfigError, Problem
         from moemesh.config.suggest import nearest_choice
 
         sheet = ACCELERATORS.get(request.device) or accelerator_of(request.device)
@@ -320,26 +332,6 @@ def _facts(cluster: "Cluster") -> dict[str, Any]:
         },
         "measured_links": len(cluster.links),
     }
-
-
-def _measured(links: Path, called: str) -> "tuple[Cluster, str]":
-    """Cluster measured by `moemesh bench links --json`. Raises UserError for any other file."""
-    from moemesh.bench.link_cluster import cluster_of, origin_of
-    from moemesh.config.errors import ConfigError, UserError
-
-    try:
-        result = parse_json(links.read_text(encoding="utf-8"))
-        cluster, origin = cluster_of(result, called), origin_of(result)
-    except OSError as error:
-        raise UserError(f"{links}: {error.strerror or error}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        raise UserError(
-            f"{links}: not what `moemesh bench links --json` prints "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    if problems := cluster.check():
-        raise ConfigError(problems)
-    return cluster, origin
 
 
 def _rate(number: float) -> str:

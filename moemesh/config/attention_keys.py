@@ -160,7 +160,15 @@ class AttentionConfig(HeadSizes):
 
     def attention_rules(self, num_layers: int) -> Iterator[Problem]:
         """The rules between these keys, for a model of `num_layers`."""
-        yield from self._latent_rules() if self.attention == "mla" else self._grouped_rules()
+        if self.attention == "mla":
+            for name in _MLA_SIZES:
+                if getattr(self, name) == 0:
+                    message = f'attention = "mla" needs {name} of at least 1, not 0'
+                    fix = f'{name} = {self.head_dim}, or attention = "gqa"'
+                    yield self.problem("missing", name, message, fix, "attention")
+            yield from self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
+        else:
+            yield from self._grouped_rules()
         kind = format_value(self.rope_type)
         if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
             name, longest = "original_max_position_embeddings", self.max_position_embeddings
@@ -218,15 +226,6 @@ class AttentionConfig(HeadSizes):
             )
             name, fix = "partial_rotary_factor", f"partial_rotary_factor = {factors or 1.0}"
             yield self.problem("not-divisible", name, message, fix, "head_dim")
-
-    def _latent_rules(self) -> Iterator[Problem]:
-        other = 'or attention = "gqa"'
-        for name in _MLA_SIZES:
-            if getattr(self, name) == 0:
-                message = f'attention = "mla" needs {name} of at least 1, not 0'
-                fix = f"{name} = {self.head_dim}, {other}"
-                yield self.problem("missing", name, message, fix, "attention")
-        yield from self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
 
     def _even(self, name: str, size: int) -> Iterator[Problem]:
         if size % 2:

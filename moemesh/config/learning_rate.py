@@ -17,23 +17,24 @@ from moemesh.config.names import Names
 
 DecayShape = Literal["linear", "sqrt"]
 
-#: (progress, share of the decay, its shape) -> height.
-SCHEDULES: dict[str, Callable[[float, float, DecayShape], float]] = {
-    "cosine": lambda progress, share, shape: 0.5 * (1 + math.cos(math.pi * progress)),
-    "linear": lambda progress, share, shape: 1 - progress,
-    "constant": lambda progress, share, shape: 1.0,
-    "wsd": lambda progress, share, shape: _stable_then_decay(progress, share, shape),
-}
-LrSchedule = TypeAliasType("LrSchedule", Annotated[str, Names(SCHEDULES)])
-#: Schedules that end below the peak.
-FALLING = Names(SCHEDULES, where=lambda height: height(1.0, 1.0, "linear") < 1)
-
 
 def _stable_then_decay(progress: float, share: float, shape: DecayShape) -> float:
     """Warm-up, stable, decay (MiniCPM, arXiv:2404.06395): constant until the decay, which falls
     linearly or as 1 - sqrt (Hägele et al., 2024, arXiv:2405.18392)."""
     decayed = max(progress - (1 - share), 0.0) / share if share else 0.0
     return 1 - (math.sqrt(decayed) if shape == "sqrt" else decayed)
+
+
+#: (progress, share of the decay, its shape) -> height.
+SCHEDULES: dict[str, Callable[[float, float, DecayShape], float]] = {
+    "cosine": lambda progress, share, shape: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress, share, shape: 1 - progress,
+    "constant": lambda progress, share, shape: 1.0,
+    "wsd": _stable_then_decay,
+}
+LrSchedule = TypeAliasType("LrSchedule", Annotated[str, Names(SCHEDULES)])
+#: Schedules that end below the peak.
+FALLING = Names(SCHEDULES, where=lambda height: height(1.0, 1.0, "linear") < 1)
 
 
 def scheduled_rate(

@@ -42,7 +42,7 @@ from moemesh.config.sources import (
     read_preset,
 )
 from moemesh.config.suggest import choices_of, nearest_choice
-from moemesh.config.toml import format_value
+from moemesh.config.toml import format_value, is_number
 from moemesh.config.train import TrainConfig
 
 #: Type expected by pydantic -> its name in messages.
@@ -274,26 +274,24 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for name in SECTIONS:
         section = cast("Section", getattr(config, name))
-        fields: dict[str, object] = {
-            key: _plain(getattr(section, key)) for key in SECTIONS[name].model_fields
-        }
-        found[name] = {**source, **fields} if name == "model" else fields
+        fields: dict[str, object] = dict(source) if name == "model" else {}
+        for key in SECTIONS[name].model_fields:
+            value: object = getattr(section, key)
+            # Of each table of a list, TOML has the keys that differ from their defaults.
+            fields[key] = (
+                value
+                if not isinstance(value, tuple)
+                else tuple(
+                    item.model_dump(exclude_defaults=True) if isinstance(item, Section) else item
+                    for item in cast("tuple[object, ...]", value)
+                )
+            )
+        found[name] = fields
     if config.train.epochs is not None:  # these follow from the data
         given = config.train.model_fields_set
         follows = ("steps", "warmup_steps")
         found["train"] |= {key: None for key in follows if key == "steps" or key not in given}
     return found
-
-
-def _plain(value: object) -> object:
-    """A list of tables as TOML knows it: of each table the keys that differ from their defaults."""
-    if not isinstance(value, tuple):
-        return value
-    items = cast("tuple[object, ...]", value)
-    return tuple(
-        item.model_dump(exclude_defaults=True) if isinstance(item, Section) else item
-        for item in items
-    )
 
 
 def _unknown_keys(sources: Sequence[ConfigSource]) -> list[Problem]:
@@ -365,30 +363,28 @@ def type_problems(
         field = str(detail["loc"][0])
         if field in problems:
             continue
-        key = f"{kind.section}.{field}"
+        key, inner = f"{kind.section}.{field}", detail["loc"][1:]
         if (leaf := leaves.get(key)) is None:
             message = f"the {kind.section} has no {field}"
-            problems[field] = Problem.of("missing", key, None, message)
-        elif key == SOURCES_KEY and len(detail["loc"]) > 1:
-            problems[field] = _table_problem(key, leaf, detail)
+            problem = Problem.of("missing", key, None, message)
+        elif key != SOURCES_KEY or not inner:
+            problem = _type_problem(kind, field, leaf, detail)
         else:
-            problems[field] = _type_problem(kind, field, leaf, detail)
+            place = f"{field}[{inner[0]}]"
+            if len(inner) == 1:
+                message, fix = f"{place} must be a table", '{ path = "FOLDER", weight = 2.0 }'
+                problem = leaf.problem("wrong-type", key, message, fix)
+            elif detail["type"] == "extra_forbidden":
+                message = f"{place} has no key `{inner[1]}`"
+                fix = nearest_choice(str(inner[1]), tuple(DataSource.model_fields))
+                problem = leaf.problem("unknown-key", key, message, fix)
+            else:
+                entry = replace(leaf, value=detail["input"])
+                problem = _type_problem(DataSource, str(inner[1]), entry, detail)
+                message = f"{place}: {problem.message}"
+                problem = replace(problem, key=key, value=leaf.value, message=message)
+        problems[field] = problem
     return problems
-
-
-def _table_problem(key: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
-    """The problem of an entry in a list of tables: not a table, or with a wrong key or value."""
-    place = f"{key.rpartition('.')[2]}[{detail['loc'][1]}]"
-    if len(detail["loc"]) == 2:
-        message = f"{place} must be a table"
-        return leaf.problem("wrong-type", key, message, '{ path = "FOLDER", weight = 2.0 }')
-    name = str(detail["loc"][2])
-    if detail["type"] == "extra_forbidden":
-        keys = tuple(DataSource.model_fields)
-        message = f"{place} has no key `{name}`"
-        return leaf.problem("unknown-key", key, message, nearest_choice(name, keys))
-    own = _type_problem(DataSource, name, replace(leaf, value=detail["input"]), detail)
-    return replace(own, key=key, value=leaf.value, message=f"{place}: {own.message}")
 
 
 def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
@@ -409,37 +405,28 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
     message = f"{field}: {detail['msg']}"
     if expected:
         message = f"{field} must be {expected}, not {shown}"
-    default = kind.model_fields[field].default
-    fix = "" if is_text else _rewritten(field, leaf.value, reason)
+    value, default, fix = leaf.value, kind.model_fields[field].default, ""
+    if reason == "string_type":
+        fix = f"{field} = {format_value(format_value(value))}"
+    elif reason == "bool_type":
+        is_off = str(value).lower() in ("0", "no", "off", "false", "0.0")
+        fix = f"{field} = {'false' if is_off else 'true'}"
+    elif field == "sources" and isinstance(value, str):
+        fix = f"sources = [{{ path = {format_value(value)} }}]"
+    elif reason == "tuple_type" and isinstance(value, int) and not is_text:
+        fix = f"{field} = [{value}]"
+    elif reason == "finite_number":
+        fix = f"leave {field} out to take the default"
+    elif isinstance(value, (str, float)) and is_number(str(value)):
+        number = float(value)
+        if reason == "float_type":
+            fix = f"{field} = {number}"
+        elif reason == "int_type" and number.is_integer():
+            fix = f"{field} = {int(number)}"
     if not fix and not kind.model_fields[field].is_required():
         shown = format_value(default)
         fix = f"leave {field} out" if default is None else f"{field} = {shown}{_DEFAULT}"
     return leaf.problem("wrong-type", key, message, fix)
-
-
-def _rewritten(field: str, value: object, reason: str) -> str:
-    """The corrected form of a value of a wrong type, "" if unknown."""
-    if reason == "string_type":
-        return f"{field} = {format_value(format_value(value))}"
-    if reason == "bool_type":
-        is_off = str(value).lower() in ("0", "no", "off", "false", "0.0")
-        return f"{field} = {'false' if is_off else 'true'}"
-    if field == "sources" and isinstance(value, str):
-        return f"sources = [{{ path = {format_value(value)} }}]"
-    if reason == "tuple_type" and isinstance(value, int):
-        return f"{field} = [{value}]"
-    if reason == "finite_number":
-        return f"leave {field} out to take the default"
-    if reason in ("int_type", "float_type") and isinstance(value, (str, float)):
-        try:
-            number = float(value)
-        except ValueError:
-            return ""
-        if reason == "float_type":
-            return f"{field} = {number}"
-        if number.is_integer():
-            return f"{field} = {int(number)}"
-    return ""
 
 
 def _as_the_model(problem: Problem, base: ConfigSource) -> Problem:

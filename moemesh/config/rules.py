@@ -83,11 +83,27 @@ def degree_problems(
     `copied_kv_heads`: where there are fewer key/value heads than tp ranks, each rank holds a copy
     of one, as other trainers do; ours shards them and never copies. Degrees must be at least 1."""
     plan = Degrees.of(values)
-    yield from _mesh_rules(plan, 0 if sizes is None else max(sizes.num_experts, 0))
+    ranks, experts = plan.dp * plan.cp * plan.tp, plan.ep * plan.etp
+    if ranks % experts:
+        # The nearest degrees with which the two meshes cover the same ranks.
+        num_experts = 0 if sizes is None else max(sizes.num_experts, 0)
+        if ranks % plan.etp == 0:
+            legal = gcd(ranks // plan.etp, num_experts)  # 0 experts divide by any ep
+            fix = f"ep = {nearest_divisors(legal, plan.ep)}"
+        elif ranks % plan.ep == 0:
+            fix = f"etp = {nearest_divisors(ranks // plan.ep, plan.etp)}"
+        else:
+            fix = f"ep*etp = {nearest_divisors(ranks, experts)}"
+        if num_experts % plan.ep == 0:
+            # Then more replicas help, too.
+            step = experts // gcd(experts, plan.cp * plan.tp)
+            fix += f", or dp = {-(-plan.dp // step) * step}"
+        key, keys = "ep" if plan.ep > 1 else "etp", ("ep", "etp", "dp", "cp", "tp")
+        message = f"ep*etp ({experts}) must divide dp*cp*tp ({ranks})"
+        yield plan_problem(plan, "not-divisible", key, message, fix, *keys)
     if sizes is not None:
         yield from _stage_rules(plan, sizes.num_layers)
-        yield from _tensor_rules(plan, sizes, copied_kv_heads)
-        yield from _expert_rules(plan, sizes)
+        yield from _cut_rules(plan, sizes, copied_kv_heads)
 
 
 def uncut_by_tensor(sizes: CutSizes, tp: int, *, copied_kv_heads: bool = False) -> dict[str, int]:
@@ -111,28 +127,6 @@ def experts_fit(sizes: CutSizes, ranks: int, ep: int, etp: int) -> bool:
     return not cut and ranks % (ep * etp) == 0
 
 
-def _mesh_rules(plan: Degrees, num_experts: int) -> Iterator[Problem]:
-    """The two meshes must cover the same ranks."""
-    ranks, experts = plan.dp * plan.cp * plan.tp, plan.ep * plan.etp
-    if ranks % experts == 0:
-        return
-    # The nearest degrees with which the two meshes cover the same ranks.
-    if ranks % plan.etp == 0:
-        legal = gcd(ranks // plan.etp, num_experts)  # 0 experts divide by any ep
-        fix = f"ep = {nearest_divisors(legal, plan.ep)}"
-    elif ranks % plan.ep == 0:
-        fix = f"etp = {nearest_divisors(ranks // plan.ep, plan.etp)}"
-    else:
-        fix = f"ep*etp = {nearest_divisors(ranks, experts)}"
-    if num_experts % plan.ep == 0:
-        # Then more replicas help, too.
-        step = experts // gcd(experts, plan.cp * plan.tp)
-        fix += f", or dp = {-(-plan.dp // step) * step}"
-    key, keys = "ep" if plan.ep > 1 else "etp", ("ep", "etp", "dp", "cp", "tp")
-    message = f"ep*etp ({experts}) must divide dp*cp*tp ({ranks})"
-    yield plan_problem(plan, "not-divisible", key, message, fix, *keys)
-
-
 def server_problems(values: object) -> Iterator[Problem]:
     """Servers must be fewer than the ranks that share dense weights: at least one is a worker."""
     plan = Degrees.of(values)
@@ -152,8 +146,9 @@ def server_problems(values: object) -> Iterator[Problem]:
     yield plan_problem(plan, "too-large", "servers", message, fix, *keys)
 
 
-def _tensor_rules(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> Iterator[Problem]:
-    """Tensor parallelism cuts heads, dense widths, shared experts; context may cut heads, too."""
+def _cut_rules(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> Iterator[Problem]:
+    """Tensor parallelism cuts heads, dense widths, shared experts; context may cut heads, too;
+    expert parallelism cuts experts over ep, the width of each over etp."""
     tp, heads = plan.tp, sizes.num_heads
     for name, size in uncut_by_tensor(sizes, tp, copied_kv_heads=copied_kv_heads).items():
         message = f"tp ({tp}) must divide {name} ({size})"
@@ -174,10 +169,6 @@ def _tensor_rules(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> Iter
         fix = f'cp = {nearest_divisors(heads // tp, plan.cp)}, or context = "ring"'
         keys = ("context", "tp", "model.num_heads")
         yield plan_problem(plan, "not-divisible", "cp", message, fix, *keys)
-
-
-def _expert_rules(plan: Degrees, sizes: CutSizes) -> Iterator[Problem]:
-    """Expert parallelism cuts experts over ep, the width of each over etp."""
     ranks = plan.dp * plan.cp * plan.tp
     for name, size_name in (("ep", "num_experts"), ("etp", "expert_intermediate_size")):
         degree, size = int(getattr(plan, name)), int(getattr(sizes, size_name))

@@ -130,32 +130,23 @@ def close_names(word: str, names: Iterable[str], *, any_number: bool = False) ->
     `any_number`: then the name with the nearest number comes first."""
     folded = word.lower().replace("-", "_")
     numbers = _numbers(folded)
-    near: dict[str, float] = {}
+    near: dict[str, tuple[float, int]] = {}
     for name in names:
-        ratio = SequenceMatcher(None, name, folded).ratio()
-        is_close = ratio >= 0.75 or (len(folded) > 1 and _is_edit(folded, name))
-        if is_close and (any_number or _numbers(name) == numbers):
-            near[name] = ratio
-    best = sorted(near, key=lambda name: (-near[name], _distance(_numbers(name), numbers)))[:3]
-    return [name for name in best if near[name] > near[best[0]] - 0.05]
+        ratio, others = SequenceMatcher(None, name, folded).ratio(), _numbers(name)
+        # One letter added, left out or changed, or two neighbours swapped.
+        edits = ((folded[i:], name[i:]) for i in range(len(folded) + 1) if folded[:i] == name[:i])
+        is_edit = len(folded) > 1 and any(
+            to in (a[1:], to[:1] + a, to[:1] + a[1:], a[1:2] + a[:1] + a[2:]) for a, to in edits
+        )
+        if (ratio >= 0.75 or is_edit) and (any_number or others == numbers):
+            distance = sum(abs(a - b) for a, b in zip(others, numbers, strict=False))
+            near[name] = -ratio, distance
+    best = sorted(near, key=lambda name: near[name])[:3]
+    return [name for name in best if near[name][0] < near[best[0]][0] + 0.05]
 
 
 def _numbers(name: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", name)]
-
-
-def _distance(first: Sequence[int], second: Sequence[int]) -> int:
-    return sum(abs(a - b) for a, b in zip(first, second, strict=False))
-
-
-def _is_edit(word: str, name: str) -> bool:
-    """Whether one letter was added, left out or changed, or two neighbours swapped."""
-    edits = ((word[i:], name[i:]) for i in range(len(word) + 1) if word[:i] == name[:i])
-    return any(
-        to
-        in (rest[1:], f"{to[:1]}{rest}", f"{to[:1]}{rest[1:]}", f"{rest[1:2]}{rest[:1]}{rest[2:]}")
-        for rest, to in edits
-    )
 
 
 def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True) -> str:

@@ -28,7 +28,13 @@ def format_value(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return '"' + "".join(_escape(character) for character in value) + '"'
+        parts: list[str] = []
+        for character in value:
+            code = ord(character)
+            escape = f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
+            shown = character if character.isprintable() else escape
+            parts.append(_ESCAPES.get(character, shown))
+        return f'"{"".join(parts)}"'
     if isinstance(value, Mapping):
         table = cast("Mapping[object, object]", value)
         inner = ", ".join(f"{format_key(str(k))} = {format_value(v)}" for k, v in table.items())
@@ -60,15 +66,6 @@ def unreadable(error: Exception) -> str:
 def format_key(key: str) -> str:
     """One part of a key: bare when TOML allows it, else quoted."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else format_value(key)
-
-
-def _escape(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    if character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\u{code:04X}" if code < 0x10000 else f"\\U{code:08X}"
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:

@@ -22,18 +22,20 @@ from moemesh.config.toml import format_value
 
 def refusals(config: RunConfig) -> list[Problem]:
     """Legal settings that `moemesh train` would have to ignore; it refuses them instead."""
-    return [
+    problems = [
         *_code_of_transformers(config),
-        *_sharded_states(config),
-        *_matrices(config),
-        *_states_on_host(config),
+        *_optimizer_states(config),
         *_experts_that_move(config),
         *_slices(config),
         *_adapters(config),
-        *_packed_base(config),
         *_frozen(config),
-        *_spikes(config),
     ]
+    train, schedule = config.train, config.plan.schedule
+    if train.on_spike == "skip" and schedule in ASYNCHRONOUS_SCHEDULES:
+        message = f"with schedule = {schedule} stages update before a loss is known"
+        fix = "on_spike = rollback or alarm"
+        problems.append(train.problem("conflict", "on_spike", message, fix, "plan.schedule"))
+    return problems
 
 
 #: Schedules that cut a model of transformers into stages.
@@ -122,29 +124,41 @@ def _clash(
     return plan.problem("conflict", name, message, fix, wanted)
 
 
-def _sharded_states(config: RunConfig) -> Iterator[Problem]:
-    """Conflicts of states that are sharded over data-parallel ranks."""
-    plan = config.plan
-    if plan.data not in ("zero2", "zero3"):
-        return
+def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
+    """Conflicts of states that are sharded over data-parallel ranks, that belong to whole matrices,
+    or that are in host memory."""
+    plan, train = config.plan, config.train
+    is_asynchronous = plan.schedule in ASYNCHRONOUS_SCHEDULES
     wanted = "plan.data", f"data = {plan.data}", "replicate"
     if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
         why = "defers weight gradients to a time when the weights that they read have been freed"
         fix = f"schedule = {SCHEDULES[plan.schedule].undeferred}, or data = zero2"
         yield _clash(plan, "schedule", why, fix, *wanted)
-    elif plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    elif plan.data in ("zero2", "zero3") and is_asynchronous:
         why = "keeps versions of whole weights, and of what they have given by then"
         yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
-
-
-def _states_on_host(config: RunConfig) -> Iterator[Problem]:
-    """Conflicts of an optimizer whose states are in host memory."""
-    plan, train = config.plan, config.train
+    if OPTIMIZERS[train.optimizer].matrix_states:
+        setting = f"optimizer = {train.optimizer}"
+        if is_asynchronous and plan.num_stages > 1:
+            why = "updates the weights of a stage while its ranks compute"
+            wanted = "train.optimizer", setting, "adamw"
+            yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+        if train.rebalance_every:
+            message = f"experts cannot move to other ranks with {setting}"
+            fix = "rebalance_every = 0, or optimizer = adamw"
+            yield train.problem("conflict", "rebalance_every", message, fix, "train.optimizer")
+        if rank := config.lora.rank:
+            message = f"{setting} updates weight matrices, and adapters (rank = {rank}) are none"
+            yield train.problem("conflict", "optimizer", message, "optimizer = adamw", "lora.rank")
+        if config.model.architecture is not None:
+            message = f"{setting} knows the matrices of moemesh's own models only"
+            key = "model.implementation"
+            yield train.problem("not-available", "optimizer", message, "optimizer = adamw", key)
     if plan.offload == "none":
         return
     setting = f"offload = {plan.offload}"
     wanted = "plan.offload", setting, "none"
-    if plan.schedule in ASYNCHRONOUS_SCHEDULES:
+    if is_asynchronous:
         why = "updates the weights of a stage while its ranks compute"
         yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
     if plan.optimizer_validation == "after":
@@ -159,29 +173,6 @@ def _states_on_host(config: RunConfig) -> Iterator[Problem]:
             message = f"{key} = {value} needs the states of the optimizer on the device: {setting}"
             fix = f"{key} = {default}, or offload = none"
             yield train.problem("conflict", key, message, fix, "plan.offload")
-
-
-def _matrices(config: RunConfig) -> Iterator[Problem]:
-    """Conflicts of an optimizer that updates whole matrices."""
-    plan, train = config.plan, config.train
-    if not OPTIMIZERS[train.optimizer].matrix_states:
-        return
-    setting = f"optimizer = {train.optimizer}"
-    if plan.schedule in ASYNCHRONOUS_SCHEDULES and plan.num_stages > 1:
-        why = "updates the weights of a stage while its ranks compute"
-        wanted = "train.optimizer", setting, "adamw"
-        yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
-    if train.rebalance_every:
-        message = f"experts cannot move to other ranks with {setting}"
-        fix = "rebalance_every = 0, or optimizer = adamw"
-        yield train.problem("conflict", "rebalance_every", message, fix, "train.optimizer")
-    if rank := config.lora.rank:
-        message = f"{setting} updates weight matrices, and adapters (rank = {rank}) are none"
-        yield train.problem("conflict", "optimizer", message, "optimizer = adamw", "lora.rank")
-    if config.model.architecture is not None:
-        message = f"{setting} knows the matrices of moemesh's own models only"
-        key = "model.implementation"
-        yield train.problem("not-available", "optimizer", message, "optimizer = adamw", key)
 
 
 def _experts_that_move(config: RunConfig) -> Iterator[Problem]:
@@ -241,23 +232,18 @@ def _slices(config: RunConfig) -> Iterator[Problem]:
 
 def _adapters(config: RunConfig) -> Iterator[Problem]:
     """Conflicts of adapters of experts: with replicas, which do not fetch adapters, and with layers
-    of which some experts train, which are in another order."""
-    plan, lora = config.plan, config.lora
-    if not any(map(lora.adapts, ("gate_proj", "up_proj", "down_proj"))):
-        return
+    of which some experts train, which are in another order. Conflicts of a base in NF4: with
+    experts that train or move, and with cuts through blocks."""
+    plan, train, lora = config.plan, config.train, config.lora
+    is_adapted = any(map(lora.adapts, ("gate_proj", "up_proj", "down_proj")))
     setting = f"rank = {lora.rank} of experts"
-    if plan.spare_slots:
+    if is_adapted and plan.spare_slots:
         why = "fetches the weights of experts for their replicas, but not their adapters"
         yield _clash(plan, "spare_slots", why, "spare_slots = 0", "lora.rank", setting)
-    if trains_some_experts(config):
+    if is_adapted and trains_some_experts(config):
         message = f"some experts of a layer would train beside {setting}"
         fix = "train_only = [], or lora.targets without gate_proj, up_proj and down_proj"
-        yield config.train.problem("conflict", "train_only", message, fix, "lora.rank")
-
-
-def _packed_base(config: RunConfig) -> Iterator[Problem]:
-    """A base in NF4: conflicts with experts that train or move, and with cuts through blocks."""
-    plan, train, lora = config.plan, config.train, config.lora
+        yield train.problem("conflict", "train_only", message, fix, "lora.rank")
     if not lora.is_packed:
         return
     setting = "lora.base = nf4, whose experts are frozen in 4 bits"
@@ -333,12 +319,3 @@ def _frozen(config: RunConfig) -> Iterator[Problem]:
     if is_part and plan.spare_slots:
         why = "copies experts that train like others"
         yield _clash(plan, "spare_slots", why, "spare_slots = 0", *wanted)
-
-
-def _spikes(config: RunConfig) -> Iterator[Problem]:
-    """A step that is not applied because of its loss, where stages update before it is known."""
-    train, schedule = config.train, config.plan.schedule
-    if train.on_spike == "skip" and schedule in ASYNCHRONOUS_SCHEDULES:
-        message = f"with schedule = {schedule} stages update before a loss is known"
-        fix = "on_spike = rollback or alarm"
-        yield train.problem("conflict", "on_spike", message, fix, "plan.schedule")

@@ -99,7 +99,12 @@ class ChatTemplate:
         )
         environment.add_filter("tojson", _json)
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: _now(day).strftime(form)
+
+        def strftime_now(form: str) -> str:
+            now = datetime.datetime.now()
+            return (now if day is None else now.combine(day, datetime.time())).strftime(form)
+
+        environment.globals["strftime_now"] = strftime_now
         self._environment, self._tokens = environment, tokens
         self._origin, self._added = origin, added
         self._templates: dict[str, Template] = {}
@@ -282,14 +287,23 @@ class _Rendering:
             probe = self._render([QUESTION, answer])
         end_of_turn = template.end_of_turn
         stop = end_of_turn(probe.rpartition(self._mark)[2])
-        return [
-            range(
-                self._start(turn, first, template.header),
-                self._stop_at(turn, last, stop, end_of_turn),
-            )
-            for turn, (first, last) in places.items()
-            if learned[turn]
-        ]
+        spans: list[range] = []
+        for turn, (first, last) in places.items():
+            if not learned[turn]:
+                continue
+            start, length = self._start(turn, first, template.header), len(stop)
+            if self._messages[turn].get("tool_calls") or not self.text.startswith(stop, last):
+                is_last = turn + 1 == len(self._messages)
+                rest = self.text[last : None if is_last else max(last, self._place(turn + 1)[0])]
+                if not stop:  # a turn without an end: the text after its calls, if it is the last
+                    alone = _Rendering(self._render, self._messages[: turn + 1])
+                    length = _shared(rest, alone.text[alone._place(turn)[1] :])
+                elif stop in rest:
+                    length += rest.find(stop)
+                else:
+                    length = len(end_of_turn(rest))
+            spans.append(range(start, last + length))
+        return spans
 
     def _place(self, turn: int) -> tuple[int, int]:
         """Begin and end of a message's content in the text: the range that changes with it. Begin
@@ -335,20 +349,6 @@ class _Rendering:
             if (place := self.text.rfind(header[:length], before, first)) >= 0:
                 return place + length
         return first
-
-    def _stop_at(self, turn: int, last: int, stop: str, end_of_turn: Callable[[str], str]) -> int:
-        """The end of the end-of-turn token of the turn whose content ends at `last`."""
-        calls = self._messages[turn].get("tool_calls")
-        if not calls and self.text.startswith(stop, last):
-            return last + len(stop)
-        is_last = turn + 1 == len(self._messages)
-        rest = self.text[last : None if is_last else max(last, self._place(turn + 1)[0])]
-        if stop:
-            ends = rest.find(stop) + len(stop) if stop in rest else len(end_of_turn(rest))
-            return last + ends
-        # A turn without an end: the text after its calls when no message follows.
-        alone = _Rendering(self._render, self._messages[: turn + 1])
-        return last + _shared(rest, alone.text[alone._place(turn)[1] :])
 
 
 def _shared(text: str, other: str) -> int:
@@ -399,19 +399,6 @@ class _Generation(Extension):
         return [first, nodes.Scope(body), last]  # values that it sets end with it
 
 
-def _media(content: Any) -> str | None:
-    """The kind of data other than text in the parts of a message, if there is any."""
-    parts = (
-        [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    )
-    names = [
-        str(name)
-        for part in parts
-        for name in (part.get("type"), *(key for key, value in part.items() if value is not None))
-    ]
-    return next((match[0] for match in map(_MEDIA.search, names) if match), None)
-
-
 def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[bool]]:
     """The messages in the form that transformers gives to templates, reasoning under all of its
     names, and whether each carries loss if the template writes it."""
@@ -425,8 +412,15 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
             raise BadRecordError(where, f'message {number} has no "role"')
         if "content" not in message and "tool_calls" not in message:
             raise BadRecordError(where, f'message {number} has no "content"')
-        if (media := _media(message.get("content"))) is not None:
-            reason = f"message {number} holds {media} data; only text is trained"
+        content = message.get("content")
+        names = [
+            str(name)
+            for part in (content if isinstance(content, list) else ())
+            if isinstance(part, dict)
+            for name in (part.get("type"), *(key for key in part if part[key] is not None))
+        ]
+        if (media := next(filter(None, map(_MEDIA.search, names)), None)) is not None:
+            reason = f"message {number} holds {media[0]} data; only text is trained"
             raise BadRecordError(where, reason)
         message = {key: value for key, value in message.items() if value is not None}
         is_answer = message["role"] == "assistant"
@@ -477,11 +471,6 @@ def _json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _now(day: datetime.date | None) -> datetime.datetime:
-    now = datetime.datetime.now()
-    return now if day is None else now.combine(day, datetime.time())
 
 
 def _raise(message: str) -> None:

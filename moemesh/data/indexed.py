@@ -273,11 +273,27 @@ class IndexedTokens:
                         f"{path_with(prefix, suffix)} has {size} bytes, and {path} has "
                         f"{known['bytes']}: the files do not belong together, or one is incomplete"
                     )
+        mask_path, learned = path_with(prefix, MASK), None
+        has_mask = mask_path.is_file() if facts is None else MASK in facts.files
+        if facts is not None and not has_mask and mask_path.exists():
+            raise DataError(f"{mask_path}: {path} describes no loss mask")
+        if has_mask:
+            if (size := size_of(mask_path)) != num_tokens:
+                raise DataError(
+                    f"{mask_path} has {size} bytes; a loss mask has one for each of {num_tokens}"
+                )
+            mask = np.memmap(mask_path, dtype=np.uint8, mode="r")
+            for start in range(0, num_tokens, CHUNK):
+                if (mask[start : start + CHUNK] > 1).any():
+                    offset = start + int(np.argmax(mask[start : start + CHUNK] > 1))
+                    value = int(mask[offset])
+                    raise DataError(f"{mask_path}, byte {offset}: {value} is neither 0 nor 1")
+            learned = mask.view(np.bool_)
         return IndexedTokens(
             prefix=prefix,
             tokens=np.memmap(bin_path, dtype=dtype, mode="r"),
             starts=starts,
-            learned=_open_mask(prefix, num_tokens, facts),
+            learned=learned,
             sidecar=facts,
         )
 
@@ -495,21 +511,3 @@ class IndexedWriter:
 def mask_of(learned: np.ndarray | None, count: int) -> np.ndarray:
     """The mask of `count` tokens; all carry loss if `learned` is None."""
     return np.ones(count, dtype=bool) if learned is None else learned
-
-
-def _open_mask(prefix: Path, num_tokens: int, sidecar: Sidecar | None) -> np.ndarray | None:
-    path = path_with(prefix, MASK)
-    if sidecar is not None and MASK not in sidecar.files:
-        if path.exists():
-            raise DataError(f"{path}: {path_with(prefix, META)} describes no loss mask")
-        return None
-    if sidecar is None and not path.is_file():
-        return None
-    if (size := size_of(path)) != num_tokens:
-        raise DataError(f"{path} has {size} bytes; a loss mask has one for each of {num_tokens}")
-    mask = np.memmap(path, dtype=np.uint8, mode="r")
-    for start in range(0, num_tokens, CHUNK):
-        if (mask[start : start + CHUNK] > 1).any():
-            offset = start + int(np.argmax(mask[start : start + CHUNK] > 1))
-            raise DataError(f"{path}, byte {offset}: {int(mask[offset])} is neither 0 nor 1")
-    return mask.view(np.bool_)

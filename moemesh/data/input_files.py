@@ -120,7 +120,14 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
             raise DataError(f'data.path {path} is a dataset of the Hub: data.format = "dataset"')
         return [DataFile(Path(path), "dataset", named=True)]
     if (on_hub := hub_name(path)) is not None:
-        return _train_files(path, downloaded(on_hub), format)
+        root = downloaded(on_hub)
+        every = [file for file in _walk(root, lambda _: False) if file.name.endswith(DATA_ENDINGS)]
+        # The split "train" if there are several.
+        splits = [file for file in every if "train" in str(file.relative_to(root)).lower()]
+        if not every:
+            names = ", ".join(DATA_ENDINGS)
+            raise DataError(f"data.path {path}: the dataset has no file named {names}")
+        return [_classified(file, format) for file in splits or every]
     if (scheme := re.match(r"(?!file:)\w+(?=://)", path)) is not None:
         raise DataError(
             f"data.path {path}: data is read from files of this machine; copy it first, such as "
@@ -213,17 +220,6 @@ def downloaded(dataset: HubName) -> Path:
             f"data.path {name} does not exist, and as a dataset of the Hub it cannot be "
             f"downloaded ({error}): where there is a network, {error.command}"
         ) from error
-
-
-def _train_files(path: str, root: Path, format: str) -> list[DataFile]:
-    """The files of a downloaded dataset; of the split "train" if there are several."""
-    every = [file for file in _walk(root, lambda _: False) if file.name.endswith(DATA_ENDINGS)]
-    splits = [file for file in every if "train" in str(file.relative_to(root)).lower()]
-    if not (files := splits or every):
-        raise DataError(
-            f"data.path {path}: the dataset has no file named {', '.join(DATA_ENDINGS)}"
-        )
-    return [_classified(file, format) for file in files]
 
 
 def check_head(file: DataFile) -> None:

@@ -380,7 +380,24 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
         turns = fields[key]
         if not isinstance(turns, list):
             raise BadRecordError(where, f'"{key}" must be a list, and is {_kind(turns)}')
-        messages = [_turn(turn, number, where) for number, turn in enumerate(turns, start=1)]
+        messages = list[Any]()
+        for number, turn in enumerate(turns, start=1):
+            if not isinstance(turn, dict) or "from" not in turn:
+                messages.append(turn)
+                continue
+            role, rest = turn["from"], {k: turn[k] for k in turn if k not in ("from", "value")}
+            if role == "function_call":
+                calls = _json(turn.get("value"), f"turn {number}", where)
+                calls = [
+                    {"type": "function", "function": call}
+                    for call in ([calls] if isinstance(calls, dict) else calls)
+                ]
+                messages.append({"role": "assistant", "tool_calls": calls, **rest})
+            elif role in ROLES:
+                messages.append({"role": ROLES[role], "content": turn.get("value", ""), **rest})
+            else:
+                known = _some([*ROLES, "function_call"], 99)
+                raise BadRecordError(where, f'turn {number} is from "{role}"; known are {known}')
     else:
         question = "\n".join(filter(None, (fields[key], fields.get("input"))))
         pairs = [*fields.get("history", ()), (question, fields["output"])]
@@ -392,24 +409,6 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": fields["system"]})
     return _conversation(messages, fields, where)
-
-
-def _turn(turn: Any, number: int, where: Where) -> Any:
-    """The message of a turn of ShareGPT; a message is returned unchanged."""
-    if not isinstance(turn, dict) or "from" not in turn:
-        return turn
-    role, rest = turn["from"], {key: turn[key] for key in turn if key not in ("from", "value")}
-    if role == "function_call":
-        calls = _json(turn.get("value"), f"turn {number}", where)
-        calls = [
-            {"type": "function", "function": call}
-            for call in ([calls] if isinstance(calls, dict) else calls)
-        ]
-        return {"role": "assistant", "tool_calls": calls, **rest}
-    if role not in ROLES:
-        reason = f'turn {number} is from "{role}"; known are {_some([*ROLES, "function_call"], 99)}'
-        raise BadRecordError(where, reason)
-    return {"role": ROLES[role], "content": turn.get("value", ""), **rest}
 
 
 def _json(value: Any, name: str, where: Where) -> Any:

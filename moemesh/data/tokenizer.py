@@ -94,7 +94,10 @@ class Tokenizer:
                 f"one ({missing})"
             )
         loaded, reason = None, f"{folder} has no {FILE}"
-        if file.is_file() and not _has_class(folder):
+        # A class of transformers may have rules of its own.
+        name = settings_of(folder / SETTINGS).get("tokenizer_class", GENERIC[0])
+        has_class = name not in GENERIC or (folder / "config.json").is_file()
+        if file.is_file() and not has_class:
             reason = _change(folder, file, loaded := _loaded(file))
         may_differ = file.name == FILE and (loaded is None or reason is not None)
         if may_differ and (read := _by_transformers(folder, parts)) is not None:
@@ -256,14 +259,6 @@ def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _state(path: Path) -> object:
-    """A digest of a file; of a large one, its size and time of change."""
-    known = path.stat()
-    if known.st_size > MAX_SETTINGS:
-        return known.st_size, known.st_mtime_ns
-    return _digest(read_whole(path))
-
-
 def _by_transformers(
     folder: Path, parts: Sequence[Path]
 ) -> tuple[Any, Path, TokenizerSettings] | None:
@@ -272,7 +267,14 @@ def _by_transformers(
         import transformers  # pyright: ignore  # optional
     except ImportError:
         return None
-    return _read_once(transformers, folder, tuple((part, _state(part)) for part in parts))
+    # A digest of each file; of a large one, its size and time of change.
+    states: list[tuple[Path, object]] = []
+    for part in parts:
+        known = part.stat()
+        is_large = known.st_size > MAX_SETTINGS
+        state = (known.st_size, known.st_mtime_ns) if is_large else _digest(read_whole(part))
+        states.append((part, state))
+    return _read_once(transformers, folder, tuple(states))
 
 
 @lru_cache(maxsize=4)
@@ -354,19 +356,20 @@ class _SlowTokenizer:
         return []
 
 
-def _has_class(folder: Path) -> bool:
-    """Whether a class of transformers, which may have rules of its own, reads the folder."""
-    name = settings_of(folder / SETTINGS).get("tokenizer_class", GENERIC[0])
-    return name not in GENERIC or (folder / "config.json").is_file()
-
-
 def _change(folder: Path, file: Path, loaded: Any) -> str | None:
     """A sentence on what other files of `folder` change about the tokenizer `loaded` of `file`."""
     added = {token.content: token for token in loaded.get_added_tokens_decoder().values()}
-    for source, token, flags in _named_tokens(folder):
+    named = (
+        (name, token, flags)
+        for name in (SETTINGS, SPECIAL, ADDED)
+        for key, value in settings_of(folder / name).items()
+        if name == ADDED or key.endswith(("_token", "_tokens", "_tokens_decoder"))
+        for token, flags in _tokens_in(key if name == ADDED else value)
+    )
+    for name, token, flags in named:
         known = added.get(token)
         if known is None or any(getattr(known, key) != value for key, value in flags.items()):
-            return f'{source} has the token "{token}" otherwise than {file}'
+            return f'{folder / name} has the token "{token}" otherwise than {file}'
     padding = settings_of(file).get("padding") or {}
     if padding.get("pad_token", next(iter(added), None)) not in {*added, None}:
         return (
@@ -433,17 +436,6 @@ def _rules(loaded: Any) -> bytes:
 def _processor_templates(folder: Path) -> dict[str, str]:
     template = settings_of(folder / PROCESSOR_TEMPLATE).get("chat_template")
     return {"default": template} if isinstance(template, str) else {}
-
-
-def _named_tokens(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """The tokens that files beside a tokenizer.json name, with the flags that they give them."""
-    for name in (SETTINGS, SPECIAL):
-        for key, value in settings_of(folder / name).items():
-            if key.endswith(("_token", "_tokens", "_tokens_decoder")):
-                for token, flags in _tokens_in(value):
-                    yield folder / name, token, flags
-    for token in settings_of(folder / ADDED):
-        yield folder / ADDED, token, {}
 
 
 def _tokens_in(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:

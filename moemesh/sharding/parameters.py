@@ -128,28 +128,24 @@ def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
                 is_packed=model.lora.is_packed and bool(record.parts),
             )
         return
-    for tensor in _tensors(model, plan):
+    hidden = model.hidden_size
+    parameters = [_over_tp("embedding.weight", model.vocab_size, hidden)]
+    for index in range(model.num_layers):
+        parameters += _layer(model, plan, index)
+    for index in model.mtp_layers:
+        prefix = f"layers.{index}"
+        parameters.append(_whole(f"{prefix}.projection", hidden, 2 * hidden))
+        parameters += _layer(model, plan, index)
+        parameters.append(_whole(f"{prefix}.embedding_norm.weight", hidden))
+        parameters.append(_whole(f"{prefix}.stream_norm.weight", hidden))
+    parameters.append(_whole("norm.weight", hidden))
+    parameters += [_whole(f"ahead_norms.{index}.weight", hidden) for index in model.mtp_layers]
+    if not model.tied_embeddings:
+        parameters.append(_over_tp("head.weight", model.vocab_size, hidden))
+    for tensor in parameters:
         if model.lora.is_packed and parts_of(tensor.name.rpartition(".")[2], tensor.shape):
             tensor = replace(tensor, is_packed=True)
         yield tensor
-
-
-def _tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
-    hidden = model.hidden_size
-    yield _over_tp("embedding.weight", model.vocab_size, hidden)
-    for index in range(model.num_layers):
-        yield from _layer(model, plan, index)
-    for index in model.mtp_layers:
-        prefix = f"layers.{index}"
-        yield _whole(f"{prefix}.projection", hidden, 2 * hidden)
-        yield from _layer(model, plan, index)
-        yield _whole(f"{prefix}.embedding_norm.weight", hidden)
-        yield _whole(f"{prefix}.stream_norm.weight", hidden)
-    yield _whole("norm.weight", hidden)
-    for index in model.mtp_layers:
-        yield _whole(f"ahead_norms.{index}.weight", hidden)
-    if not model.tied_embeddings:
-        yield _over_tp("head.weight", model.vocab_size, hidden)
 
 
 def _whole(name: str, *shape: int) -> ParameterTensor:

@@ -11,7 +11,7 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,7 @@ def usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    return max(1, min([cores, *map(int, _cpu_quotas())]))
-
-
-def _cpu_quotas() -> Iterator[float]:
-    """CPU limits of this process's cgroups and their ancestors, in cores; versions 1 and 2."""
+    # CPU limits of this process's cgroups and their ancestors; versions 1 and 2.
     for line in text_of(OWN_CGROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -60,7 +56,8 @@ def _cpu_quotas() -> Iterator[float]:
                 else:
                     quota, period = map(float, text_of(folder / "cpu.max").split())
                 if quota > 0 and period > 0:
-                    yield quota / period
+                    cores = min(cores, int(quota / period))
+    return max(1, cores)
 
 
 def processor() -> str:

@@ -141,7 +141,6 @@ def test_a_cache_that_cannot_be_written(fresh: pytest.MonkeyPatch, tmp_path: Pat
     file = tmp_path / "a-file"
     file.write_text("")
     fresh.setattr(numba.config, "CACHE_DIR", str(file / "folder"))
-    assert loops._cache_folder(numba) is None
     assert is_compiled() and halved()(3.0) == 1.5
 
 
@@ -158,15 +157,16 @@ def test_the_first_compilation_is_announced_once(
     assert len(caplog.messages) == 1
 
 
-def test_the_cache_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_changes_with_the_sources(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Numba compares only the file of a function, not the files of its callees: the folder must
     change."""
     numba = pytest.importorskip("numba")
-    before = loops._cache_folder(numba)
+    fresh.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#")
-    after = loops._cache_folder(numba)
-    assert before and after and before != after
+    for count, end in ((1, b""), (1, b""), (2, b"#")):
+        fresh.setattr(Path, "read_bytes", lambda self, end=end: read(self) + end)
+        loops._compiler.cache_clear()
+        assert is_compiled() and len(list(tmp_path.iterdir())) == count
 
 
 def test_neither_torch_nor_numba_is_imported_before_it_is_needed() -> None:

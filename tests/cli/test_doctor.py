@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from moemesh.bench import examination
-from moemesh.bench.examination import Diagnosis
+from moemesh.bench.examination import CHECKS, Diagnosis
 from tests import commands
 from tests.test_cli import run_guarded
 
@@ -67,7 +67,7 @@ def test_versions(version: str, wanted: str, keeps: bool) -> None:
 )
 def test_disk(free: int, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=1 << 45))
-    assert of(examination._folder(tmp_path / "runs"))["disk"][0] == verdict
+    assert of(CHECKS["folder"](tmp_path / "runs", {}))["disk"][0] == verdict
 
 
 def test_locks_that_do_not_exclude_are_found(
@@ -82,56 +82,58 @@ def test_locks_that_do_not_exclude_are_found(
 def test_a_clock_that_is_off_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = examination.time.time()
     monkeypatch.setattr(examination.time, "time", lambda: now + 60)
-    verdict, text, _ = examination._clock(tmp_path / "a")[1:]
+    verdict, text, _ = of(CHECKS["folder"](tmp_path, {}))["clock"]
     assert verdict == "warn" and "-60" in text
 
 
 def test_a_folder_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    verdict, _, fix = of(examination._folder(tmp_path / "file"))["run folder"]
+    verdict, _, fix = of(CHECKS["folder"](tmp_path / "file", {}))["run folder"]
     assert verdict == "fail" and "--out" in fix
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (300, 300))
-    findings = of(examination._limits())
+    findings = of(CHECKS["limits"](Path(), {}))
     assert findings["open files"][0] == "warn" and "ulimit -n" in findings["open files"][2]
     assert findings["processes"][0] == "warn"
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
-    assert of(examination._limits())["open files"][0] == "fail"
+    assert of(CHECKS["limits"](Path(), {}))["open files"][0] == "fail"
 
 
 def test_shared_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20))
-    ((_, verdict, text, fix),) = examination._shared_memory(tmp_path)
+    monkeypatch.setattr(examination, "SHARED_MEMORY", tmp_path)
+    ((_, verdict, text, fix),) = CHECKS["shared memory"](Path(), {})
     assert verdict in ("warn", "fail") and "64.0 MiB" in text and "--shm-size" in fix
-    assert not list(examination._shared_memory(tmp_path / "none"))
+    monkeypatch.setattr(examination, "SHARED_MEMORY", tmp_path / "none")
+    assert not list(CHECKS["shared memory"](Path(), {}))
 
 
 def test_names_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as server:
         taken = str(server.getsockname()[1])
-        assert of(examination._names_and_ports({"MASTER_PORT": taken}))["ports"][0] == "warn"
-    assert of(examination._names_and_ports({"MASTER_PORT": taken}))["ports"][0] == "pass"
-    assert of(examination._names_and_ports({"MASTER_PORT": "http"}))["ports"][0] == "fail"
+        assert of(CHECKS["names and ports"](Path(), {"MASTER_PORT": taken}))["ports"][0] == "warn"
+    assert of(CHECKS["names and ports"](Path(), {"MASTER_PORT": taken}))["ports"][0] == "pass"
+    assert of(CHECKS["names and ports"](Path(), {"MASTER_PORT": "http"}))["ports"][0] == "fail"
 
     def unknown(_: str) -> str:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    assert of(examination._names_and_ports({}))["host name"][0] == "fail"
+    assert of(CHECKS["names and ports"](Path(), {}))["host name"][0] == "fail"
 
 
 @pytest.mark.parametrize(
     ("environ", "verdict", "words"),
     [
         ({"CUDA_LAUNCH_BLOCKING": "1"}, "warn", "nothing overlaps"),
-        ({"CUDA_LAUNCH_BLOCKING": "0"}, None, ""),
+        ({"CUDA_LAUNCH_BLOCKING": "0"}, "pass", "no variable that hurts"),
         ({"NCCL_P2P_DISABLE": "1"}, "warn", "through the host"),
         ({"TORCH_DISTRIBUTED_DEBUG": "detail"}, "warn", "checked by another"),
         ({"OMP_NUM_THREADS": "100000"}, "warn", "threads wait"),
         ({"GLOO_SOCKET_IFNAME": "none0"}, "fail", "names no interface"),
-        ({"NCCL_SOCKET_IFNAME": "^lo,docker0"}, None, ""),
+        ({"NCCL_SOCKET_IFNAME": "^lo,docker0"}, "pass", ""),
         ({"MOEMESH__plan__ep": "2"}, "warn", "set keys of every run"),
         ({"MOEMESH_plan_ep": "2"}, "fail", "two underscores"),
         ({"RANK": "0"}, "fail", "WORLD_SIZE"),
@@ -141,10 +143,10 @@ def test_names_and_ports(monkeypatch: pytest.MonkeyPatch) -> None:
           "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "fail", "follow each other"),
     ],
 )  # fmt: skip
-def test_environment(environ: Mapping[str, str], verdict: str | None, words: str) -> None:
-    findings = list(examination._environment(environ))
-    assert [one[0] for one in findings] == ([] if verdict is None else [verdict])
-    assert not findings or (words in findings[0][1] and findings[0][2])
+def test_environment(environ: Mapping[str, str], verdict: str, words: str) -> None:
+    (finding,) = CHECKS["environment"](Path(), environ)
+    assert finding.verdict == verdict and words in finding.text
+    assert finding.fix or verdict == "pass"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_what_torch_says(
 ) -> None:
     monkeypatch.setattr(examination, "_ask_torch", lambda _: (answers, "boom"))
     monkeypatch.setattr(examination, "signs_of_gpus", lambda: signs)
-    findings: list[Diagnosis] = list(examination._torch({}))
+    findings: list[Diagnosis] = list(CHECKS["torch"](Path(), {}))
     by_name = of(findings)
     assert {name: by_name[name][0] for name in verdicts} == verdicts
     assert any(words in one.text for one in findings)
@@ -183,6 +185,6 @@ def test_a_source_folder_without_its_package_is_said(monkeypatch: pytest.MonkeyP
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.metadata", missing)
-    findings = of(examination._versions())
+    findings = of(CHECKS["versions"](Path(), {}))
     assert findings["python"][0] == "pass"
     assert findings["packages"][0] == "warn" and "pip install -e ." in findings["packages"][2]

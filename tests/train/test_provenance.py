@@ -6,9 +6,13 @@ import json
 import math
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from moemesh.comm.mesh import Mesh
+from moemesh.config.run import RunConfig
 from moemesh.trace.provenance import differences, read_starts
 from moemesh.train.records import provenance
 from moemesh.train.records.provenance import (
@@ -70,15 +74,19 @@ def test_a_long_diff_is_cut_and_a_directory_without_git_has_none(
     assert git_state(folder) == {}
 
 
-def test_equal_diffs_are_written_once(tmp_path: Path) -> None:
-    run = RunFolder.open(tmp_path / "run")
-    starts: list[dict[str, object]] = []
-    for number, (text, name) in enumerate(
-        [("a", "diff.patch"), ("a", "diff.patch"), ("b", "diff-3.patch"), ("a", "diff.patch")],
-        start=1,
-    ):
-        diff = provenance._write_diff(run, text, f"digest of {text}", starts, number)
-        starts.append({"git": {"diff": diff, "diff_sha256": f"digest of {text}"}})
+def test_equal_diffs_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, mesh = RunFolder.open(tmp_path / "run"), Mesh.single("cpu")
+    samples: Any = SimpleNamespace(fingerprint=dict)
+    for text, name in [
+        ("a", "diff.patch"),
+        ("a", "diff.patch"),
+        ("b", "diff-3.patch"),
+        ("a", "diff.patch"),
+    ]:
+        state = {"text": text, "diff_sha256": f"digest of {text}"}
+        monkeypatch.setattr(provenance, "git_state", lambda _, state=state: dict(state))
+        provenance.record_start(run, RunConfig(), mesh, samples, 1)
+        diff = read_starts(run.path)[-1]["git"]["diff"]
         assert diff == name and (run.path / name).read_text() == text
     assert sorted(p.name for p in run.path.glob("*.patch")) == ["diff-3.patch", "diff.patch"]
 

@@ -92,17 +92,6 @@ def unknown_family(values: Mapping[str, Any], installed: str) -> ConfigError:
     return wrong("not-available", "model_type", str(values.get("model_type") or ""), message, fix)
 
 
-def _may_know(kind: object) -> bool:
-    """Whether the automatic classes of transformers name the family; their files are read as text,
-    because their import takes seconds."""
-    package = find_spec("transformers")
-    homes = (package and package.submodule_search_locations) or ()
-    files = [file for home in homes for file in Path(home, "models", "auto").glob("*.py")]
-    names = (f'"{kind}"', f"'{kind}'")
-    texts = (file.read_text(encoding="utf-8") for file in files)
-    return not files or (bool(kind) and any(name in text for text in texts for name in names))
-
-
 @lru_cache
 def _read(text: str, installed: str) -> Architecture:
     key = hashlib.sha256(f"{RECORD_VERSION}/{installed}/{text}".encode()).hexdigest()
@@ -112,7 +101,14 @@ def _read(text: str, installed: str) -> Architecture:
         return Architecture.from_json(kept.read_text(encoding="utf-8"))
     values = cast("dict[str, Any]", json.loads(text))
     kind = values.get("model_type")
-    if not _may_know(kind):
+    # The automatic classes of transformers name every family. Their files are read as text,
+    # because their import takes seconds.
+    package = find_spec("transformers")
+    homes = (package and package.submodule_search_locations) or ()
+    files = [file for home in homes for file in Path(home, "models", "auto").glob("*.py")]
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    names = (f'"{kind}"', f"'{kind}'") if kind else ()
+    if files and not any(name in text for text in texts for name in names):
         raise unknown_family(values, installed)
     command = python_command("moemesh.model.hub.architecture")
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)

@@ -126,7 +126,21 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
     }
     if model.num_mtp_layers:
         values[AHEAD_KEY] = model.num_mtp_layers
-    values |= _attention(model, kind) | _rope(model, kind)
+    values |= _attention(model, kind) | {"rope_theta": model.rope_theta}
+    table: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rope_theta}
+    if model.rope_type != "default":
+        written = {*ROPE_NEEDS[model.rope_type], "beta_fast", "beta_slow"}
+        for key, ours in ROPE_KEYS.items():
+            value = getattr(model, ours)
+            if value != ModelConfig.model_fields[ours].default or key in written:
+                table[key] = value
+        values["rope_scaling"] = {k: v for k, v in table.items() if k != "rope_theta"}
+    usual = class_rows()[kind]["rope"].get("partial_rotary_factor", 1)
+    if model.partial_rotary_factor != 1 or usual != 1:
+        share = model.partial_rotary_factor
+        table["partial_rotary_factor"] = share
+        values |= {"partial_rotary_factor": share, "rotary_dim": round(model.head_dim * share)}
+    values["rope_parameters"] = table
     name = _CLASSES.get(kind, "".join(word.capitalize() for word in kind.split("_")))
     if model.num_experts:
         values |= _experts(model, kind)
@@ -206,26 +220,6 @@ def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
     else:
         values |= {"sliding_window": None, "use_sliding_window": False}
     return values
-
-
-def _rope(model: ModelConfig, kind: str) -> dict[str, Any]:
-    table: dict[str, Any] = {"rope_type": model.rope_type, "rope_theta": model.rope_theta}
-    defaults = ModelConfig.model_fields
-    if model.rope_type != "default":
-        written = {*ROPE_NEEDS[model.rope_type], "beta_fast", "beta_slow"}
-        for key, ours in ROPE_KEYS.items():
-            value = getattr(model, ours)
-            if value != defaults[ours].default or key in written:
-                table[key] = value
-    values: dict[str, Any] = {"rope_theta": model.rope_theta}
-    if model.rope_type != "default":
-        values["rope_scaling"] = {k: v for k, v in table.items() if k != "rope_theta"}
-    usual = class_rows()[kind]["rope"].get("partial_rotary_factor", 1)
-    if model.partial_rotary_factor != 1 or usual != 1:
-        table["partial_rotary_factor"] = model.partial_rotary_factor
-        values["partial_rotary_factor"] = model.partial_rotary_factor
-        values["rotary_dim"] = round(model.head_dim * model.partial_rotary_factor)
-    return values | {"rope_parameters": table}
 
 
 def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:

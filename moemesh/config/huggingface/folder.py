@@ -126,20 +126,19 @@ def _has_own_head(folder: Path) -> bool:
         files = {name: folder / Path(index.get(name, SINGLE)).name for name in (EMBEDDING, HEAD)}
         if not all(file.is_file() for file in files.values()):
             return False
-        return not _are_equal(*(_place(file, name) for name, file in files.items()))
+        places: list[_Place] = []
+        for name, file in files.items():
+            with file.open("rb") as stream:
+                length, status = int.from_bytes(stream.read(8), "little"), file.stat()
+                entry = parse_json(stream.read(min(length, _HEADER_LIMIT)))[name]
+            begin, end = entry["data_offsets"]
+            if not 0 <= begin <= end <= status.st_size:
+                return False
+            kind = f"{entry['dtype']} {entry['shape']}"
+            places.append((file, status.st_mtime_ns, 8 + length + begin, end - begin, kind))
+        return not _are_equal(*places)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def _place(file: Path, name: str) -> _Place:
-    with file.open("rb") as stream:
-        length, status = int.from_bytes(stream.read(8), "little"), file.stat()
-        entry = parse_json(stream.read(min(length, _HEADER_LIMIT)))[name]
-    begin, end = entry["data_offsets"]
-    if not 0 <= begin <= end <= status.st_size:
-        raise ValueError("the header does not describe the file")
-    kind = f"{entry['dtype']} {entry['shape']}"
-    return file, status.st_mtime_ns, 8 + length + begin, end - begin, kind
 
 
 @lru_cache

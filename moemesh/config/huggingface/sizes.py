@@ -485,7 +485,19 @@ def read_sizes(config: Config) -> Sizes:
         if text is not None:
             raise wrong("wrong-type", key, text, f"{key} must be an object")
     kind = str(config.get("model_type") or "")
-    name, family = _family(kind)
+    known = known_families()
+    same = {other: name for name, others in known["same"].items() for other in others}
+    name = same.get(kind, kind)
+    if (family := known["family"].get(name)) is None:
+        for what, families in known["refused"].items():
+            if kind in families:
+                message = f"{kind} has {what}, which the planner has no formula for"
+                fix = "a TOML file of its sizes, if a transformer of the same size is close enough"
+                raise wrong("unknown-layer", "model_type", kind, message, fix)
+        message = "the planner does not know the layers of this model family"
+        # A family with another number is hardly a typing error; it is a hint at a similar one.
+        fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})), any_number=True)
+        raise wrong("unknown-model", "model_type", kind or None, message, fix)
     values = as_class(config, name)
     for key, value in family.get("defaults", {}).items():
         if values.get(key) is None:
@@ -547,44 +559,16 @@ def _sizes(config: Config, family: Config) -> dict[str, Any]:
             )
             raise wrong("not-divisible", key, heads, message)
         sizes["head_dim"] = size or hidden // heads
-    return sizes | _experts(config, sizes, layers)
-
-
-def _experts(config: Config, sizes_so_far: dict[str, Any], layers: int) -> dict[str, Any]:
-    """The sizes of the experts, without experts empty; the dense width if it is used."""
-    sizes: dict[str, Any] = {"moe_layers": (), "shared_intermediate_size": 0}
-    sizes |= dict.fromkeys(_EXPERT_SIZES, 0)
-    moe = sizes_so_far.get("moe_layers", ())
-    if "moe_layers" in sizes_so_far and (
-        sizes_so_far.get("num_experts") or first(config, "num_experts")
-    ):
-        sizes["moe_layers"] = moe
-        sizes["shared_intermediate_size"] = sizes_so_far.get("shared_intermediate_size", 0)
-        for size in _EXPERT_SIZES:
-            sizes[size] = sizes_so_far[size] if size in sizes_so_far else first(config, size)
+    if "moe_layers" in sizes and (sizes.get("num_experts") or first(config, "num_experts")):
+        sizes.setdefault("shared_intermediate_size", 0)
+        sizes |= {size: first(config, size) for size in _EXPERT_SIZES if size not in sizes}
+    else:
+        sizes["moe_layers"] = ()
     if not sizes["moe_layers"]:
-        sizes |= dict.fromkeys(_EXPERT_SIZES, 0) | {"shared_intermediate_size": 0}
+        sizes |= dict.fromkeys((*_EXPERT_SIZES, "shared_intermediate_size"), 0)
         sizes |= {"router_selection_bias": False, "router_groups": 1, "router_groups_kept": 1}
     if len(sizes["moe_layers"]) == layers:
         sizes["intermediate_size"] = 0
-    elif not sizes_so_far.get("intermediate_size"):
+    elif not sizes.get("intermediate_size"):
         sizes["intermediate_size"] = first(config, "intermediate_size")
     return sizes
-
-
-def _family(kind: str) -> tuple[str, Config]:
-    """The name of a family's row and the row, by any of its names."""
-    known = known_families()
-    same = {other: name for name, others in known["same"].items() for other in others}
-    name = same.get(kind, kind)
-    if (row := known["family"].get(name)) is not None:
-        return name, row
-    for what, families in known["refused"].items():
-        if kind in families:
-            message = f"{kind} has {what}, which the planner has no formula for"
-            fix = "a TOML file of its sizes, if a transformer of the same size is close enough"
-            raise wrong("unknown-layer", "model_type", kind, message, fix)
-    message = "the planner does not know the layers of this model family"
-    # A family with another number is hardly a typing error; it is a hint at a similar one.
-    fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})), any_number=True)
-    raise wrong("unknown-model", "model_type", kind or None, message, fix)

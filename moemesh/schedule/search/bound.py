@@ -56,52 +56,52 @@ def shortest_times(problem: SearchProblem, full: list[float], block: float = mat
 
 def lower_bound(problem: SearchProblem, times: Shortest) -> float:
     """No schedule of this placement and memory has a smaller objective."""
-    return max(_rank_bound(problem, times, rank) for rank in range(problem.num_ranks))
-
-
-def _rank_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
-    first, last = problem.stages[rank][0], problem.stages[rank][-1]
-    m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
-    up, down = _forwards(times, first, last), _backwards(times, last, first)
-    # From the end of the last stage's forward here until its input gradient here may start.
-    around = _round_trip(times, last, problem.num_stages)
-    # (time, size in memory): forwards held at once, gradients held back at once.
-    held: list[tuple[float, float]] = []
-    owed: list[tuple[float, float]] = []
-    # The least times of whole backwards.
-    least: list[float] = []
-    backwards = problem.num_stages * m
-    for stage in owned:
-        kept = min(problem.kept[stage], problem.whole[stage])
-        for op in range(stage * m, (stage + 1) * m):
-            inner, weight = problem.cost[op + backwards], problem.cost[op + 2 * backwards]
-            held.append((problem.cost[op], problem.whole[stage]))
-            owed.append((weight, kept))
-            owed.append((inner, problem.whole[stage] - kept))
-            least.append(min(inner + weight, times.full[stage]))
-    # Least busy time of the rank, with every block that helps. The rounding of a sum must not lift
-    # the bound above a cost that is reached.
-    forwards = [cost for cost, _ in held]
-    pairs = zip(sorted(forwards), sorted(least), strict=True)
-    busy = math.fsum(forwards) + math.fsum(least)
-    busy += sum(min(0, times.block - a - b) for a, b in pairs)
-    idle_before = max(0, up + around - _knapsack(held, problem.caps[rank]))
-    after = around + down + times.rest(first)
-    idle_after = max(0, after - _knapsack(owed, problem.caps[rank]))
-    # With room for every forward the two waits may be one.
-    fits = m * sum(problem.whole[stage] for stage in owned) <= cap
-    idle = max(idle_before, idle_after) if fits else idle_before + idle_after
-    span = max(busy + idle, _memory_bound(problem, times, rank))
-    if problem.objective == "span":
-        return span
-    head = _forwards(times, 0, first) - times.forward[first]
-    tail = _backwards(times, first, 0) - times.inner[first] + times.rest(0) if first else 0
-    # All forwards and input gradients of the rank come before its last input gradient.
-    forwards = sorted(times.forward[stage] for stage in owned)
-    inners = sorted(times.inner[stage] for stage in owned)
-    pairs = zip(forwards, inners, strict=True)
-    chained = m * sum(min(a + b, times.block) for a, b in pairs)
-    return head + max(span, idle_before + chained + tail)
+    bounds: list[float] = []
+    for rank in range(problem.num_ranks):
+        first, last = problem.stages[rank][0], problem.stages[rank][-1]
+        m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
+        up, down = _forwards(times, first, last), _backwards(times, last, first)
+        # From the end of the last stage's forward here until its input gradient here may start.
+        around = _round_trip(times, last, problem.num_stages)
+        # (time, size in memory): forwards held at once, gradients held back at once.
+        held: list[tuple[float, float]] = []
+        owed: list[tuple[float, float]] = []
+        # The least times of whole backwards.
+        least: list[float] = []
+        backwards = problem.num_stages * m
+        for stage in owned:
+            kept = min(problem.kept[stage], problem.whole[stage])
+            for op in range(stage * m, (stage + 1) * m):
+                inner, weight = problem.cost[op + backwards], problem.cost[op + 2 * backwards]
+                held.append((problem.cost[op], problem.whole[stage]))
+                owed.append((weight, kept))
+                owed.append((inner, problem.whole[stage] - kept))
+                least.append(min(inner + weight, times.full[stage]))
+        # Least busy time of the rank, with every block that helps. The rounding of a sum must not
+        # lift the bound above a cost that is reached.
+        forwards = [cost for cost, _ in held]
+        pairs = zip(sorted(forwards), sorted(least), strict=True)
+        busy = math.fsum(forwards) + math.fsum(least)
+        busy += sum(min(0, times.block - a - b) for a, b in pairs)
+        idle_before = max(0, up + around - _knapsack(held, problem.caps[rank]))
+        after = around + down + times.rest(first)
+        idle_after = max(0, after - _knapsack(owed, problem.caps[rank]))
+        # With room for every forward the two waits may be one.
+        fits = m * sum(problem.whole[stage] for stage in owned) <= cap
+        idle = max(idle_before, idle_after) if fits else idle_before + idle_after
+        span = max(busy + idle, _memory_bound(problem, times, rank))
+        if problem.objective == "span":
+            bounds.append(span)
+            continue
+        head = _forwards(times, 0, first) - times.forward[first]
+        tail = _backwards(times, first, 0) - times.inner[first] + times.rest(0) if first else 0
+        # All forwards and input gradients of the rank come before its last input gradient.
+        forwards = sorted(times.forward[stage] for stage in owned)
+        inners = sorted(times.inner[stage] for stage in owned)
+        pairs = zip(forwards, inners, strict=True)
+        chained = m * sum(min(a + b, times.block) for a, b in pairs)
+        bounds.append(head + max(span, idle_before + chained + tail))
+    return max(bounds)
 
 
 def _forwards(times: Shortest, first: int, last: int) -> float:

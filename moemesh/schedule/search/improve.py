@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from moemesh.schedule.search.problem import Letters, SearchProblem, TimedOrders
 
@@ -91,14 +92,21 @@ def improve(problem: SearchProblem, start: State, *, budget: int, target: float)
 def neighbours(problem: SearchProblem, state: State) -> Iterator[tuple[int, list[int]]]:
     """(rank, new letters of that rank) for every move on the longest path."""
     for rank, first, last in critical_blocks(problem, state):
-        order = state.letters[rank]
+        order, operations, times = state.letters[rank], state.operations[rank], state.times
+        # Waits of the rank, longest first: (negative length, position of the operation after it).
+        idle = ((times.ends[a] - times.starts[b]) for a, b in pairwise(operations))
+        waits = sorted((length, at) for at, length in enumerate(idle, 1) if length < 0)
         seen: set[tuple[int, int]] = set()
         for position in range(first, last + 1):
             for target in (first, last, position - 1, position + 1):
                 if first <= target <= last and target != position:
                     seen.add((position, target))
             if order[position] // problem.num_stages == 2:
-                seen.update((position, gap) for gap in _gaps(state, rank, position))
+                # The two longest waits before the position and after it, and the end. Without the
+                # entry at `position`, every later one is one place earlier.
+                before = [at for _, at in waits if at <= position][:2]
+                after = [at - 1 for _, at in waits if at > position][:2]
+                seen.update((position, gap) for gap in (*before, *after, len(order) - 1))
         for position, target in sorted(seen):
             if order[position] != order[target]:
                 moved = order[:position] + order[position + 1 :]
@@ -128,20 +136,6 @@ def critical_blocks(problem: SearchProblem, state: State) -> list[tuple[int, int
             return blocks
         rank = problem.placement[before // problem.num_microbatches % problem.num_stages]
         at = last = place[before]
-
-
-def _gaps(state: State, rank: int, position: int) -> list[int]:
-    """Positions of the two longest waits before `position` and after it, and the end."""
-    order, times = state.operations[rank], state.times
-    before: list[tuple[float, int]] = []
-    after: list[tuple[float, int]] = []
-    for at in range(1, len(order)):
-        wait = times.starts[order[at]] - times.ends[order[at - 1]]
-        if wait > 0:
-            # Inserted before `at`; every entry after the old place moves up by one.
-            (after if at > position else before).append((-wait, at - (at > position)))
-    places = [at for _, at in sorted(before)[:2] + sorted(after)[:2] if at != position]
-    return [*places, len(order) - 1]
 
 
 def _fingerprint(letters: Letters) -> int:

@@ -74,8 +74,17 @@ class LoadLog:
         sizes = [steps for _, steps in self._bins]
         parts = neighbours(sizes, self._most, borders)
         ends = [self._bins[part.stop - 1][0] for part in parts]
+        remaining, summed = iter(ends), list[bytes]()
+        end, sums = next(remaining), dict[int, LayerLoads]()
         try:
-            replace_by(self._rows.path, _sums(self._rows.path, ends))
+            for step, rows in _bins_of(self._rows.path):
+                for loads in rows:
+                    before = sums.get(loads.layer)
+                    sums[loads.layer] = loads if before is None else before.plus(loads)
+                if step == end:
+                    summed.append("".join(sums[layer].to_line() for layer in sorted(sums)).encode())
+                    sums, end = {}, next(remaining, -1)
+            replace_by(self._rows.path, summed)
         except OSError:
             return  # a full disk: the file stays unchanged, and the next bin retries
         self._bins = [(end, sum(sizes[part])) for end, part in zip(ends, parts, strict=True)]
@@ -98,20 +107,6 @@ def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
                 rows.append(loads)
     if rows:
         yield rows[0].step, rows
-
-
-def _sums(path: Path, ends: Sequence[int]) -> Iterator[bytes]:
-    """The rows of a file, summed to bins that end at the steps `ends`."""
-    remaining = iter(ends)
-    end = next(remaining)
-    sums: dict[int, LayerLoads] = {}
-    for step, rows in _bins_of(path):
-        for loads in rows:
-            before = sums.get(loads.layer)
-            sums[loads.layer] = loads if before is None else before.plus(loads)
-        if step == end:
-            yield "".join(sums[layer].to_line() for layer in sorted(sums)).encode()
-            sums, end = {}, next(remaining, -1)
 
 
 class LoadAlarms:

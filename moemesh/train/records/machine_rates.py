@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from moemesh.comm.collectives import barrier
-from moemesh.comm.mesh import Axis, Mesh
+from moemesh.comm.mesh import Mesh
 from moemesh.comm.transfers import all_reduce_
 from moemesh.config.layout import AXES
 from moemesh.config.lora import LoraConfig
@@ -57,9 +57,17 @@ def measure_rates(config: RunConfig, mesh: Mesh) -> dict[str, float]:
         of_ranks: dict[tuple[int, ...], tuple[float, float]] = {}
         for name in AXES:
             axis = mesh[name]
-            if axis.size > 1:  # axes of the same ranks have one group
-                known = of_ranks.get(ranks := tuple(axis.ranks)) or _axis_rates(axis)
-                of_ranks[ranks] = rates[latency(name)], rates[bandwidth(name)] = known
+            if axis.size == 1:
+                continue
+            ranks = tuple(axis.ranks)
+            if ranks not in of_ranks:  # axes of the same ranks have one group
+                small, large = (
+                    _seconds(partial(all_reduce_, tensor, axis, caller="rates", phase="control"))
+                    for tensor in (torch.zeros(_SMALL), torch.zeros(_LARGE))
+                )
+                sent = 2 * 4 * _LARGE * (axis.size - 1) / axis.size  # bytes
+                of_ranks[ranks] = small, sent / max(large - small, large / 10)
+            rates[latency(name)], rates[bandwidth(name)] = of_ranks[ranks]
     return rates
 
 
@@ -69,7 +77,23 @@ def small_run(config: RunConfig) -> RunConfig:
     Its widths are those of the part of a layer that a rank of `config` holds; a step has at most
     the tokens of a microbatch of that rank.
     """
-    model, plan, data = _formulas(config.model), config.plan, config.data
+    model, plan, data = config.model, config.plan, config.data
+    if model.architecture is not None:  # a model of our own with the sizes of transformers' code
+        shape = shape_of(model)
+        model = ModelConfig(
+            vocab_size=shape.vocab_size,
+            hidden_size=shape.hidden_size,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size or 4 * shape.hidden_size,
+            moe_layers=shape.moe_layers or None,
+            num_experts=shape.num_experts,
+            experts_per_token=max(shape.experts_per_token, 1),
+            expert_intermediate_size=max(shape.expert_intermediate_size, 1),
+            num_shared_experts=0,
+        )
     of_rank = plan.tokens_per_rank(data.seq_len, data.global_batch)
     tokens = min(of_rank, _MOST_TOKENS)
     # With fewer tokens there are fewer experts, so that the rows of an expert are those of the run.
@@ -100,27 +124,6 @@ def small_run(config: RunConfig) -> RunConfig:
         lora=config.lora if config.model.architecture is None else LoraConfig(),
         plan=Plan(),
         data=data.model_copy(update=rows),
-    )
-
-
-def _formulas(config: ModelConfig) -> ModelConfig:
-    """`config`, or for a model of transformers' code one of our own with its sizes."""
-    if config.architecture is None:
-        return config
-    shape = shape_of(config)
-    return ModelConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size or 4 * shape.hidden_size,
-        moe_layers=shape.moe_layers or None,
-        num_experts=shape.num_experts,
-        experts_per_token=max(shape.experts_per_token, 1),
-        expert_intermediate_size=max(shape.expert_intermediate_size, 1),
-        num_shared_experts=0,
     )
 
 
@@ -156,18 +159,6 @@ def _pass_rates(config: RunConfig) -> dict[str, float]:
     _, seconds = clock.result()
     rates = {part: flops[part] / seconds[part] for part in flops if seconds.get(part)}
     return rates | {parts.TOGETHER: sum(flops.values()) / sum(seconds.values())}
-
-
-def _axis_rates(axis: Axis) -> tuple[float, float]:
-    """Seconds of an operation, and bytes/s that a rank sends."""
-
-    def seconds(number: int) -> float:
-        tensor = torch.zeros(number)
-        return _seconds(partial(all_reduce_, tensor, axis, caller="rates", phase="control"))
-
-    small, large = seconds(_SMALL), seconds(_LARGE)
-    sent = 2 * 4 * _LARGE * (axis.size - 1) / axis.size
-    return small, sent / max(large - small, large / 10)
 
 
 def _seconds(run: Callable[[], object]) -> float:

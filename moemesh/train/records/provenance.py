@@ -66,7 +66,14 @@ def record_start(
     directory = Path.cwd()
     git = git_state(directory)
     if text := git.pop("text", ""):
-        git["diff"] = _write_diff(folder, text, git["diff_sha256"], starts, number)
+        of_starts = (start.get("git") or {} for start in starts)
+        same = (
+            one.get("diff") for one in of_starts if one.get("diff_sha256") == git["diff_sha256"]
+        )
+        git["diff"] = next(filter(None, same), None)
+        if git["diff"] is None:  # no earlier start has written it
+            git["diff"] = "diff.patch" if number == 1 else f"diff-{number}.patch"
+            folder.write_text(git["diff"], text)
     ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(hosts):
         ranks.setdefault(str(own["host"]), []).append(rank)
@@ -231,15 +238,3 @@ def _git(directory: Path, *words: str) -> str | None:
         return None
     text = done.stdout.decode(errors="surrogateescape")
     return text if done.returncode == 0 else None
-
-
-def _write_diff(
-    folder: RunFolder, text: str, digest: str, starts: Sequence[Mapping[str, Any]], number: int
-) -> str:
-    """Write the diff unless an earlier start has the same; returns the name of its file."""
-    for git in (start.get("git") or {} for start in starts):
-        if git.get("diff_sha256") == digest and git.get("diff"):
-            return str(git["diff"])
-    name = "diff.patch" if number == 1 else f"diff-{number}.patch"
-    folder.write_text(name, text)
-    return name

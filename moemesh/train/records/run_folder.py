@@ -112,7 +112,17 @@ class RunFolder:
         """
         path = Path(path).expanduser()
         names = names_in(path)
-        _refuse_links(path)
+        # Writing under the name of a link would change another file. Devices (/dev/null) are
+        # allowed, and checkpoints follow no links.
+        for home, folders, files in os.walk(path):
+            for name in (*folders, *files):
+                link = Path(home, name)
+                if link.is_symlink() and not link.is_char_device():
+                    raise RunFolderError(
+                        f"{link} is a symbolic link, through which a run does not write: remove "
+                        "it, or choose another folder"
+                    )
+            folders[:] = [name for name in folders if name != CHECKPOINTS]
         checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
         if str(checkpoints).startswith("memory://"):
             raise RunFolderError(
@@ -335,20 +345,6 @@ class RunFolder:
     def _file(self, name: str) -> Path:
         assert name == Path(name).name and not name.startswith("."), f"not a plain name: {name}"
         return self.path / name
-
-
-def _refuse_links(path: Path) -> None:
-    """Raises RunFolderError for a link in the folder of a run: writing under its name would change
-    another file. Devices (/dev/null) are allowed, and checkpoints follow no links."""
-    for home, folders, files in os.walk(path):
-        for name in (*folders, *files):
-            link = Path(home, name)
-            if link.is_symlink() and not link.is_char_device():
-                raise RunFolderError(
-                    f"{link} is a symbolic link, through which a run does not write: remove it, or "
-                    "choose another folder"
-                )
-        folders[:] = [name for name in folders if name != CHECKPOINTS]
 
 
 #: Name for --allow-change that accepts data that were changed in place.

@@ -103,27 +103,17 @@ def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> st
         if end.id not in ids:
             ids.append(end.id)
         write_json(out / name, {**values, EOS: ids if len(ids) > 1 else ids[0]})
-    places = [GENERATION, CONFIG]
-    if _name_in_tokenizer(out, end):
-        places.append(SETTINGS)
+    places, tokenizer = [GENERATION, CONFIG], None
+    with suppress(DataError):
+        opened = Tokenizer.open(str(out))
+        tokenizer = opened if opened.id_of(str(end.token)) == end.id else None
+    if tokenizer is not None:
+        special, templates = tokenizer.settings.special, tokenizer.settings.templates.values()
+        is_named = special.get("eos_token") == end.token
+        # If a template writes the old ``eos_token``, its texts would change.
+        if is_named or not any("eos_token" in template for template in templates):
+            places.append(SETTINGS)
+            for name in () if is_named else (SETTINGS, SPECIAL):
+                if name == SETTINGS or (out / name).exists():
+                    write_json(out / name, {**settings_of(out / name), "eos_token": end.token})
     return f"a turn ends with {end.token} (id {end.id}): written to {', '.join(places)}"
-
-
-def _name_in_tokenizer(out: Path, end: EndOfTurn) -> bool:
-    """Make the token the ``eos_token`` of the tokenizer in `out`. No change if the folder has no
-    tokenizer with this token, or if a template writes the old one: its texts would change."""
-    try:
-        tokenizer = Tokenizer.open(str(out))
-        if tokenizer.id_of(str(end.token)) != end.id:
-            return False
-    except DataError:
-        return False
-    special, templates = tokenizer.settings.special, tokenizer.settings.templates.values()
-    if special.get("eos_token") == end.token:
-        return True
-    if any("eos_token" in template for template in templates):
-        return False
-    for name in (SETTINGS, SPECIAL):
-        if name == SETTINGS or (out / name).exists():
-            write_json(out / name, {**settings_of(out / name), "eos_token": end.token})
-    return True
