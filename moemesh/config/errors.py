@@ -42,35 +42,13 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
     """A function of the public interface with :func:`known_keywords`, whose arguments that are
-    words or numbers are checked against their annotations: ConfigError with the legal words,
-    TypeError with the types. A class by itself has a check of its own, with a fix."""
+    words or numbers are checked against their annotations (:func:`_check_plain`)."""
     parameters = signature(function).parameters
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name, value in {**dict(zip(parameters, args, strict=False)), **kwargs}.items():
-            hint: Any = _hints(function).get(name)
-            members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            literals = [member for member in members if get_origin(member) is Literal]
-            words = [word for literal in literals for word in get_args(literal)]
-            kinds = [get_origin(one) or one for one in members if one not in literals]
-            is_own = len(kinds) == 1 and kinds[0] not in _PLAIN
-            if is_own or not all(isinstance(kind, type) for kind in kinds):
-                continue
-            if words and (isinstance(value, str) or not kinds):
-                if value not in words and str not in kinds:
-                    fix = nearest_choice(str(value), words)
-                    plain = (_PLAIN[kind][0] for kind in kinds if kind is not NoneType)
-                    fix += "".join(f", or {text}" for text in plain)
-                    message = f"{name} cannot be {value!r}"
-                    problem = Problem.of("not-a-choice", name, value, message, fix)
-                    raise ConfigError([problem], "in the arguments")
-                continue
-            plain = [_PLAIN.get(kind, (f"a {kind.__name__}", kind)) for kind in kinds]
-            is_bool = isinstance(value, bool) and bool not in kinds
-            if is_bool or not any(isinstance(value, kind) for _, kind in plain):
-                types = " or ".join(text for text, _ in plain)
-                raise TypeError(f"{name} must be {types}, not {value!r}")
+            _check_plain(name, value, _hints(function).get(name))
         return function(*args, **kwargs)
 
     return known_keywords(checked)
@@ -120,6 +98,32 @@ _PLAIN: dict[Any, tuple[str, type]] = {
     tuple: ("a list", Sequence),
     Mapping: ("a dict", Mapping),
 }
+
+
+def _check_plain(name: str, value: object, hint: Any) -> None:
+    """Raises where an argument is none that its annotation allows: ConfigError with legal words,
+    TypeError with the types. A class by itself has a check of its own, with a fix."""
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    words = [
+        word for member in members if get_origin(member) is Literal for word in get_args(member)
+    ]
+    kinds = [
+        get_origin(member) or member for member in members if get_origin(member) is not Literal
+    ]
+    is_own = len(kinds) == 1 and kinds[0] not in _PLAIN
+    if is_own or not all(isinstance(kind, type) for kind in kinds):
+        return
+    if words and (isinstance(value, str) or not kinds):
+        if value not in words and str not in kinds:
+            fix = nearest_choice(str(value), words)
+            fix += "".join(f", or {_PLAIN[kind][0]}" for kind in kinds if kind is not NoneType)
+            problem = Problem.of("not-a-choice", name, value, f"{name} cannot be {value!r}", fix)
+            raise ConfigError([problem], "in the arguments")
+        return
+    plain = [_PLAIN.get(kind, (f"a {kind.__name__}", kind)) for kind in kinds]
+    is_bool = isinstance(value, bool) and bool not in kinds
+    if is_bool or not any(isinstance(value, kind) for _, kind in plain):
+        raise TypeError(f"{name} must be {' or '.join(text for text, _ in plain)}, not {value!r}")
 
 
 def check_limit(name: str, value: object) -> None:

@@ -228,21 +228,9 @@ class ProgressFile:
 def read_record(memory: mmap.mmap | bytearray, rank: int) -> ProgressRecord | None:
     """The record of `rank` in the memory of all ranks; None before the first write."""
     start = rank * RANK_BYTES
-    # The newest intact record of the two places.
-    for _ in range(1000):
-        raws, reread = (
-            [bytes(memory[place : place + RECORD.size]) for place in (start, start + PLACE_BYTES)]
-            for _ in range(2)
-        )
-        stable = [raw for raw, same in zip(raws, reread, strict=True) if raw == same]
-        intact = [raw for raw in stable if raw[:8] == raw[-8:] and any(raw[:8])]
-        if intact:
-            break
-        if not any(map(any, raws)):
-            return None
-    else:
+    raw = _newest(memory, start)
+    if raw is None:
         return None
-    raw = max(intact, key=lambda raw: COUNT.unpack_from(raw)[0])
     fields = dict(zip(_FIELDS, RECORD.unpack(raw), strict=True))
     shown, inside, code, _ = (fields.pop(key) for key in ("shown", "inside", "code", "repeated"))
     counts: dict[str, int] = {}
@@ -283,6 +271,21 @@ def _collective(raw: bytes, groups: Sequence[str]) -> Collective | None:
         caller=_text(caller),
         num_bytes=num_bytes,
     )
+
+
+def _newest(memory: mmap.mmap | bytearray, start: int) -> bytes | None:
+    """The newest intact record of the two places; None before the first write."""
+    places = (start, start + PLACE_BYTES)
+    for _ in range(1000):
+        raws = [bytes(memory[place : place + RECORD.size]) for place in places]
+        reread = [bytes(memory[place : place + RECORD.size]) for place in places]
+        stable = [raw for raw, same in zip(raws, reread, strict=True) if raw == same]
+        intact = [raw for raw in stable if raw[:8] == raw[-8:] and any(raw[:8])]
+        if intact:
+            return max(intact, key=lambda raw: COUNT.unpack_from(raw)[0])
+        if not any(map(any, raws)):
+            return None
+    return None
 
 
 @lru_cache(maxsize=1024)
