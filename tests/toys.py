@@ -67,7 +67,7 @@ ROWS: list[tuple[dict[str, Any], Any]] = [
         OPTIMIZERS,
         OptimizerRow(make="torch.optim:RMSprop", states=("square_avg",), counts_steps=True),
     ),
-    (learning_rate.SCHEDULES, lambda progress, share, shape: (1 - progress) ** 2),
+    (learning_rate.SCHEDULES, lambda at: (1 - at.progress) ** 2),
     (CHECKS, examined),
 ]
 

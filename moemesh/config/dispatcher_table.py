@@ -60,8 +60,7 @@ class UniformRows(NamedTuple):
 class DispatcherRow:
     """Everything about a dispatcher that code outside of its module reads."""
 
-    #: "module:function" that makes it from ModelConfig, Plan, Mesh, the largest number of tokens
-    #: of a rank, and the codec of rows (None: plain rows).
+    #: "module:function" that makes it from a :class:`moemesh.parallel.expert.site.DispatcherSite`.
     make: str
     #: Exchanges of rows in the order of the dispatch, the gather of etp last.
     hops: tuple[HopRows, ...]

@@ -267,7 +267,13 @@ def _compiled(formula: str) -> CodeType:
 
 def _parts(text: str) -> list[str]:
     """The text between commas outside of brackets."""
-    return re.split(r", (?![^(]*\))", text)
+    parts: list[str] = []
+    for piece in text.split(", "):
+        if parts and parts[-1].count("(") > parts[-1].count(")"):
+            parts[-1] += f", {piece}"
+        else:
+            parts.append(piece)
+    return parts
 
 
 def value_of(formula: str, numbers: FormNumbers, rank: int = 0) -> float:

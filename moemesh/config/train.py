@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from typing_extensions import TypeAliasType
 
 from moemesh.config.errors import Problem
-from moemesh.config.learning_rate import FALLING, DecayShape, LrSchedule, scheduled_rate
+from moemesh.config.learning_rate import DECAYING, FALLING, DecayShape, LrSchedule, scheduled_rate
 from moemesh.config.names import Names
 from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.section import (
@@ -51,8 +51,8 @@ class TrainConfig(Section):
     #: Last learning rate over the peak.
     final_lr_ratio: Annotated[float, Range(0.0, 1.0), UsedWith("lr_schedule", FALLING)] = 0.1
     #: Steps of the decay at the end of the run, and its shape; None: a fifth of the steps.
-    decay_steps: Annotated[Size | None, UsedWith("lr_schedule", ("wsd",))] = None
-    decay_shape: Annotated[DecayShape, UsedWith("lr_schedule", ("wsd",))] = "linear"
+    decay_steps: Annotated[Size | None, UsedWith("lr_schedule", DECAYING)] = None
+    decay_shape: Annotated[DecayShape, UsedWith("lr_schedule", DECAYING)] = "linear"
     #: Steps of the warm-up; by default at most this many, and a tenth of the steps.
     warmup_steps: Count = 20
     #: Decay of AdamW's first and second moment.

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from moemesh.config import learning_rate
 from moemesh.config.train import TrainConfig
 
 
@@ -72,3 +73,20 @@ def test_keys_that_do_not_go_together_are_refused(keys: dict[str, object], messa
     train = TrainConfig(**{"steps": 10, "warmup_steps": 2} | keys)  # type: ignore[arg-type]
     (problem,) = train.check()
     assert message in problem.message and problem.fix
+
+
+def test_a_row_reads_the_warmup_and_the_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inverse square root from the steps of the warm-up, with a linear end."""
+
+    def height(at: learning_rate.DecayPosition) -> float:
+        left = min((1 - at.progress) / at.decay, 1.0)
+        return left * math.sqrt(at.warmup / (at.warmup + at.progress))
+
+    monkeypatch.setitem(learning_rate.SCHEDULES, "mine", height)
+    values = rates(lr_schedule="mine", final_lr_ratio=0.0, decay_steps=2)
+    assert values[1:8] == pytest.approx([math.sqrt(2 / step) for step in range(2, 9)])
+    assert values[8:] == pytest.approx([math.sqrt(2 / 9) / 2, 0.0])
+    # The table decides which schedules may set decay_steps and final_lr_ratio.
+    assert TrainConfig(lr_schedule="mine", decay_steps=2, final_lr_ratio=0.5).check() == []
+    (problem,) = TrainConfig(lr_schedule="cosine", decay_steps=2).check()
+    assert "wsd" in problem.fix and "mine" in problem.fix

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moemesh.config.dispatcher_table import DISPATCHERS, DispatcherRow, HopRows
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.planner.layout_sources import from_plan, read_plan
@@ -156,6 +157,23 @@ def test_closed_forms_and_exact_ledger(keys: dict[str, Any], dtype: str) -> None
         assert exact.total(**row).wire_bytes == pytest.approx(entry.wire_bytes, rel=1e-3), row
         names.add(entry.caller)
     assert {e.caller for e in exact.entries() if e.axis == "cp"} <= names
+
+
+def test_a_dispatcher_may_send_a_token_once_to_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Visits over ep instead of over nodes: `DISPATCHERS` decides, no code names a dispatcher."""
+    hops = HopRows("ep", "visits"), HopRows("etp", "visits", True)
+    row = DispatcherRow(make="none", hops=hops, copied=lambda n: n.distinct * n.tokens)
+    monkeypatch.setitem(DISPATCHERS, "once", row)
+    model, plan = ModelConfig(num_layers=2), Plan(dp=2, ep=2, dispatcher="once")
+    ledger = predict_ledger(model, plan, dtype="float32", seq_len=64, global_batch=8)
+    # 4 * 64 tokens of 2 of 8 experts: 1 - C(4, 2) / C(8, 2) of them visit the other rank.
+    visits = 256 * (1 - 6 / 28)
+    key = {"axis": "ep", "op": "all_to_all", "phase": "forward"}
+    rows = ledger.total(**key, caller="moe.dispatch").wire_bytes
+    assert rows == pytest.approx(visits * model.hidden_size * 4, abs=1)
+    # Tokens and pairs in int64; two experts and the owner of each row in int32.
+    counts = ledger.total(**key, caller="moe.counts").wire_bytes
+    assert counts == pytest.approx(2 * 8 + visits * 3 * 4, abs=1)
 
 
 class TestMistakes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.config.schedule_table import SCHEDULES, MicrobatchTimes
+from moemesh.config.schedule_table import SCHEDULES, FormNumbers, MicrobatchTimes, value_of
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.build import build, closed_form
@@ -276,3 +276,16 @@ def test_work_grows_with_the_operations() -> None:
             return min(times)
 
         assert seconds(512) < 10 * seconds(128)
+
+
+@pytest.mark.parametrize(
+    ("formula", "value"),
+    [
+        ("min(m, 2(p-r)-1)", 5),
+        ("min(m, p-r) + min(r, 2(p-1-r), m)", 4),
+        ("2 min(min(m, p), r), with a remark (p, r)", 2),
+    ],
+)
+def test_formulas_may_nest_brackets(formula: str, value: int) -> None:
+    numbers = FormNumbers(ranks=4, microbatches=6, chunks=1, times=MicrobatchTimes())
+    assert value_of(formula, numbers, rank=1) == value

@@ -256,12 +256,14 @@ class DispatchTraffic:
             yield _sized(hop.axis, "all_gather", *counts, (each,), _INT64)
             yield self._travel(hop, *counts, slots * _INT64)
             return
-        # ep: rows of each expert of a rank, spare slots included. ep_rail: tokens of a node, then
-        # tokens and pairs (packed into one number) of each rank of it. ep_node: tokens and pairs
-        # from the own node and from others. etp: rows, or rows and pairs.
+        # ep and etp: tokens and pairs, or rows of each expert of a rank, spare slots included (etp:
+        # from each ep index). ep_rail: tokens of a node, then tokens and pairs (packed into one
+        # number) of each rank of it. ep_node: tokens and pairs from the own node and from others.
         local = plan.spare_slots * (plan.ep > 1) + self.model.num_experts // plan.ep
-        numbers = {"ep": local, "ep_rail": 1 + self.lines.layout.ep_node, "ep_node": 2}
-        numbers["etp"] = 2 if hop.is_of_tokens else local * plan.ep
+        numbers = {"ep": local, "etp": local * plan.ep, "ep_node": 2}
+        if hop.is_of_tokens:
+            numbers |= {"ep": 2, "etp": 2}
+        numbers["ep_rail"] = 1 + self.lines.layout.ep_node
         block = [float(self.counts * numbers[hop.axis])] * len(self.lines.members(hop.axis))
         if hop.is_gathered and self.counts:
             yield _sized(hop.axis, "all_gather", *counts, (block,), _INT64)
@@ -284,8 +286,7 @@ class DispatchTraffic:
         sent = sent_by(lines.rank)
         match hop.axis:
             case "ep":
-                out = [float(self._slots)] * self.plan.ep if hop.rows == "slots" else [*sent.rows]
-                return out, self._arriving(hop, lines.rank)
+                return self._by_ep_index(hop, lines.rank), self._arriving(hop, lines.rank)
             case "etp":
                 return ([sum(self._arriving(hop, lane)) for lane in lines.members("etp")],)
             case "ep_rail":
@@ -307,12 +308,15 @@ class DispatchTraffic:
 
     def _arriving(self, hop: HopRows, rank: int) -> list[float]:
         """Rows that `rank` has received from each ep index."""
+        at = self.lines.layout.coordinates(rank)["ep"]
+        return [self._by_ep_index(hop, peer)[at] for peer in self.lines.members("ep", rank)]
+
+    def _by_ep_index(self, hop: HopRows, rank: int) -> list[float]:
+        """Rows that `rank` sends to each ep index."""
         if hop.rows == "slots":
             return [float(self._slots)] * self.plan.ep
-        at, group = self.lines.layout.coordinates(rank)["ep"], self.lines.members("ep", rank)
-        if hop.rows == "visits":
-            return [self.sent_by(peer).visits[at] for peer in group]
-        return [self.sent_by(peer).rows[at] for peer in group]
+        sent = self.sent_by(rank)
+        return [*(sent.visits if hop.rows == "visits" else sent.rows)]
 
 
 def _sized(
