@@ -23,6 +23,8 @@ from moemesh.config.shown import Shown
 
 
 class _Maps(NamedTuple):
+    """Shapes: see :func:`rebalance_experts`."""
+
     physical_to_logical: Any
     logical_to_physical: Any
     replica_count: Any
@@ -61,16 +63,17 @@ def rebalance_experts(
 ) -> ExpertPlacement:
     """Place replicas of experts on GPUs so that the largest load of a GPU is least in each layer.
 
-    `weight` [layers, experts] holds loads; a replica carries an equal share of its expert's. Each
-    GPU gets `num_replicas / num_gpus` slots, in order. Hierarchical policy (groups of experts stay
-    on one node; the default if `num_nodes` divides `num_groups`) or global. `effort` is "fast",
-    "quality" or a time budget in seconds (its result depends on the machine's speed; the others
-    give the same result on all machines).
+    `weight` [layers, experts] holds loads; replicas of an expert carry equal shares of its load. A
+    slot holds one replica: GPU g has slots ``g n`` to ``(g + 1) n - 1``, n = num_replicas /
+    num_gpus. `policy` is "hierarchical" (groups of experts stay on one node) or "global"; None is
+    hierarchical if `num_nodes` divides `num_groups`, else global. `effort` is "fast", "quality" or
+    a time budget in seconds. Results of a time budget depend on the machine's speed, others do not.
 
     Returns physical_to_logical [layers, replicas], logical_to_physical [layers, experts, most
     replicas] (padded with -1) and replica counts [layers, experts], int64: as CPU tensors, arrays
     or lists, like `weight`. No layer is worse than with the published algorithm (seed 004;
-    https://github.com/deepseek-ai/EPLB), and an expert is twice on a GPU only if that is better.
+    https://github.com/deepseek-ai/EPLB). A GPU holds two replicas of an expert only if that lowers
+    the largest load.
     Raises ValueError for illegal sizes and loads.
     """
     loads = check_loads(weight)
@@ -108,14 +111,14 @@ def lower_bound(
 ) -> Any:
     """Lower bounds [layers] of the largest load of a GPU, for all placements.
 
-    The largest of the mean, the least possible largest replica, and linear programs over replica
-    counts for pigeonhole arguments (see `bounds`). In the hierarchical policy it is the minimum
-    over all divisions of the groups over nodes, as far as these can be searched. Arguments, types
-    and errors as in `rebalance_experts`.
+    A bound is the maximum of three: the mean load of a GPU, the smallest possible load of the
+    largest replica, and linear programs over replica counts (:mod:`moemesh.balance.bounds`). In the
+    hierarchical policy it is the minimum over the divisions of groups among nodes, as far as they
+    can be searched. Arguments, types and errors as in `rebalance_experts`.
     """
     loads = check_loads(weight)
     shape = check_shape(loads.shape[1], num_replicas, num_groups, num_nodes, num_gpus, policy)
-    exponents = np.frexp(loads.max(axis=1))[1]
+    exponents = np.frexp(loads.max(axis=1))[1]  # of the power of two that `scaled` divides by
     return like(weight, np.ldexp(bounds_of(scaled(loads), shape), exponents))[0]
 
 
@@ -124,7 +127,7 @@ def maps_of(slots: Ints, num_experts: int) -> tuple[Ints, Ints, Ints]:
     counts = np.stack([np.bincount(row, minlength=num_experts) for row in slots])
     replicas = np.full((*counts.shape, int(counts.max())), -1, np.int64)
     for layer, row in enumerate(slots):
-        # Slots sorted by expert, ascending for each expert.
+        # Slots by expert, ascending; the n-th slot of an expert goes to its column n.
         order = np.argsort(row, kind="stable")
         first = np.cumsum(counts[layer]) - counts[layer]
         replicas[layer, row[order], np.arange(len(row)) - first[row[order]]] = order
@@ -161,9 +164,9 @@ def permute_experts(
     num_nodes: int = 1,
     effort: Effort = "quality",
 ) -> Any:
-    """Homes without replicas: slots [layers, experts] of logical experts, equal for `num_gpus`. A
-    permutation already helps with skewed loads and needs no memory: try it first. Types and errors
-    as in `rebalance_experts`."""
+    """Placement without replicas: the expert in each slot [layers, experts]; all GPUs have equally
+    many slots. A permutation evens out skewed loads without memory for replicas: try it first.
+    Types and errors as in `rebalance_experts`."""
     num_experts = check_loads(loads, "loads").shape[1]
     return rebalance_experts(loads, num_experts, num_groups, num_nodes, num_gpus, effort=effort)[0]
 

@@ -36,6 +36,7 @@ _LOOK_SECONDS = 1.0
 #: Pauses in seconds between reads of an unreadable claim: a file system may show it half written,
 #: or a higher claim may have replaced it.
 _PAUSES = (0.0, 0.1, 0.3, 0.6)
+#: Largest number of bytes that are read of a claim.
 _LIMIT = 4096
 
 
@@ -97,7 +98,7 @@ class Claim:
                         raise _owned(folder, claim[1])
             number += 1
             content: dict[str, Any] = {"run": run, **holder_now(), "counter": 0, "held": True}
-            with suppress(FileExistsError):  # another run was faster: the next lines detect it
+            with suppress(FileExistsError):  # of another run: the comparison below detects it
                 files.create_file(_file(folder, number), json.dumps(content).encode())
             highest, body = _highest(folder)
             if (highest, body) != (number, content):
@@ -125,7 +126,7 @@ class Claim:
 
     def _write(self, *, held: bool) -> None:
         with suppress(CheckpointError, OSError):  # the next beat may succeed
-            if self.lost() is None:
+            if self.lost() is None:  # a newer owner's claim must not be replaced
                 body = json.dumps({**(self._body or {}), "held": held}).encode()
                 files.replace_file(_file(self.folder, self.number), body)
 

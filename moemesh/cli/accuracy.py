@@ -132,7 +132,8 @@ def validate_runs(request: ValidateRequest) -> None:
 
 
 def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen: bool) -> str:
-    """Table of median and 95th percentile error of every cluster, after each number of own runs."""
+    """Table of each cluster's errors after a fit to `counts` of its own runs: median, 95th
+    percentile, coverage of the interval. `unseen`: other runs of its stack were left out."""
     rows: dict[str, dict[int, Lesson]] = defaultdict(dict)
     for one in taught:
         rows[one.cluster][one.own] = one
@@ -220,15 +221,16 @@ def calibrate(request: CalibrateRequest) -> None:
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
     doubts = [*unused(read), *learned.doubts]
     doubts += beaten(chosen, learned.calibration, learned.runs)
-    lines = [report(summarize(predict(chosen, learned.calibration))), "", *doubts]
-    lines += [""] * bool(doubts)
-    typer.echo("\n".join([*lines, f"wrote {out}: {fitted.name}"]))
+    paragraphs = [report(summarize(predict(chosen, learned.calibration))), "\n".join(doubts)]
+    paragraphs.append(f"wrote {out}: {fitted.name}")
+    typer.echo("\n\n".join(filter(None, paragraphs)))
 
 
 def intervals_text(intervals: "Intervals") -> str:
     """Widths of the intervals, and the share of the runs of each left-out source within."""
     devices = sorted(intervals.well_measured)
-    known, other = (intervals.seconds_width(device) for device in ((*devices, "")[0], ""))
+    other = intervals.seconds_width("")
+    known = intervals.seconds_width(devices[0]) if devices else other
     lines = [
         "80 % intervals, and the share of a left-out source within those of the other sources:",
         f"step time on {', '.join(devices)}: {_factor(known)}; on other devices: {_factor(other)}; "

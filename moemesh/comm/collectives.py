@@ -1,10 +1,10 @@
 """Collectives as autograd pairs: each names its axis, states its pair, and enters the ledger.
 
-dim 0 of every tensor is rows, any dtype and any further shape. Entries get the phase "forward"
-from the forward and "backward" from the backward. Over an axis of size 1 every function is the
-identity and enters nothing. Ranks may hold zero rows: they still take part, forward and backward;
-for the backward to run everywhere, every rank's output must reach its loss, and `x` must require a
-gradient on all ranks or on none.
+Dim 0 of every tensor counts rows; dtype and further dims are free. A ledger entry has the phase
+"forward" or "backward" of the call. Over an axis of size 1 every function is the identity and
+enters nothing. A rank without rows takes part in the forward and in the backward. A backward runs
+on all ranks or hangs: `x` must require a gradient on all of them or on none, and every rank's loss
+must depend on its output.
 
 The sum convention (no function averages):
 
@@ -82,7 +82,7 @@ def all_reduce_both(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
 
 
 def take_shard(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
-    """own rows of a tensor that is the same on every rank; backward: all_gather along axis. `sizes`
+    """Own rows of a tensor that is the same on every rank; backward: all_gather along axis. `sizes`
     are the rows that each rank takes, None when all take the same number. The result is a copy, so
     that the full tensor can be freed."""
     if axis.size == 1:
@@ -126,7 +126,7 @@ def exchange_counts(counts: Tensor, axis: Axis, *, caller: str) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait until every rank of axis is here. Not entered: it carries no data."""
+    """Wait until every rank of axis calls it. Not entered in the ledger: it carries no data."""
     if axis.size > 1:
         ticket = progress.entered("barrier", axis.name, "barrier", axis.ranks, 0)
         progress.waiting(ticket)
@@ -141,15 +141,16 @@ def gather_json(value: Any, axis: Axis) -> list[Any]:
     text = json.dumps(value).encode()
     if axis.size == 1:
         return [json.loads(text)]
-    own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(axis.device)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(axis.device)
     size = torch.tensor([len(text)], dtype=torch.int64, device=axis.device)
     with axis.ledger.paused():
         sizes = transfers.all_gather(size, axis, phase="control", caller="gather_json").tolist()
-        data = transfers.all_gather(own, axis, sizes, phase="control", caller="gather_json")
+        data = transfers.all_gather(data, axis, sizes, phase="control", caller="gather_json")
     return [json.loads(part.cpu().numpy().tobytes()) for part in data.split(sizes)]
 
 
 def _pair(x: Tensor, axis: Axis, run: Callable[..., Tensor], pair: Callable[..., Tensor]) -> Tensor:
+    """``run(x)``, with `pair` as the backward."""
     if axis.size == 1:
         return x
     return linear_map(x, partial(run, phase="forward"), partial(pair, phase="backward"))

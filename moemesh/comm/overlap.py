@@ -40,16 +40,18 @@ class RowExchange(Protocol):
     def __call__(self, x: Tensor, /, *, phase: str) -> Callable[[], Tensor]: ...
 
 
-#: The ends of what has started and was not waited for: of one exchange, one at most.
+#: Wait of the exchange in flight, forward or backward; empty if none is.
 Ends = list[Callable[[], Tensor]]
 
 
 class _Start(torch.autograd.Function):
+    """Forward: starts the exchange. Backward: waits for the exchange that _Finish started."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: RowExchange, ends: Ends) -> Tensor:
         ctx.ends = ends
         ends.append(there(x, phase="forward"))
-        return x.new_empty(0)  # the rows come with the end
+        return x.new_empty(0)  # an empty tensor that links both nodes; _Finish returns the rows
 
     @staticmethod
     @once_differentiable
@@ -58,10 +60,12 @@ class _Start(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
+    """Forward: waits for the exchange. Backward: starts the transposed exchange."""
+
     @staticmethod
-    def forward(ctx: Any, place: Tensor, back: RowExchange, ends: Ends) -> Tensor:
-        # A leaf where the graph was cut (moemesh.ops.pending): no one reads its gradient.
-        ctx.back, ctx.ends, ctx.is_cut = back, ends, place.is_leaf
+    def forward(ctx: Any, link: Tensor, back: RowExchange, ends: Ends) -> Tensor:
+        # A leaf where the graph was cut (moemesh.ops.pending): its gradient is not read.
+        ctx.back, ctx.ends, ctx.is_cut = back, ends, link.is_leaf
         return ends.pop()()
 
     @staticmethod

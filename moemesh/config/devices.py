@@ -33,7 +33,8 @@ class Accelerator:
     sustained: float = 1.0
 
     def width(self, precision: str) -> int:
-        """0, 1, 2: products in 16, 8 or 4 bit; a format that the device lacks is the next wider."""
+        """Index into `peak_flops`: 0, 1, 2 for products in 16, 8, 4 bit; a format that the device
+        lacks counts as the next wider one."""
         place = {"float8": 1, "float4": 2}.get(precision, 0)
         while place and self.peak_flops[place] == self.peak_flops[place - 1]:
             place -= 1
@@ -67,19 +68,22 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def _named(name: str) -> str:
-    """Pattern of a device's name in a description: any separators, not inside a longer name."""
+    """Pattern of a device's name in a description: any separators, not inside a longer name. An x
+    may precede it, as in "8xH100"."""
     words = "[ _-]?".join(re.findall(r"[A-Za-z]+|\d+", name))
     if alias := _TABLE["device"].get(name, {}).get("alias"):
         words += f"|{alias}"
     return rf"(?<![A-WYZ])(?:{words})(?!\d)"
 
 
-#: Pattern -> device. A name without its memory is that of the last one in the table.
+#: Pattern -> device. A name without its memory ("A100" of A100-40G and A100-80G) is the last such
+#: device of the table.
 _NAMES = {_named(name): name for name in ACCELERATORS} | {
     _named(name.partition("-")[0]): name for name in ACCELERATORS if name[-1] == "G"
 }
 
 
+#: Groups: nodes, count before the name, name, count after it.
 _COUNTS = re.compile(
     r"(?:(\d+) ?[x×*] ?(?=\d+ ?[x×*]))?(?:(\d+) ?[x×*] ?)?(.+?)(?:(?: |(?<=\d))[x×*] ?(\d+))?", re.S
 )
@@ -127,7 +131,7 @@ def machine_of(name: str) -> Accelerator | None:
     )
 
 
-#: Cards of a node with their rate ("8x200G", "IB8x50GB/s"), or the rate of a whole node.
+#: Cards of a node with their rate ("8x200G", "IB8x50GB/s"), or one rate: of a node, or "per GPU".
 _CARDS = re.compile(r"(\d+) ?[x×] ?(\d+) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")
 _NODE_RATE = re.compile(r"(?<![-\w(x×])((?:1|2|4|8|16|32)00) ?(GB/s|G(?:b(?:it|ps|/s)?)?)(?![\w/])")
 
@@ -146,7 +150,7 @@ def accelerator_of(text: str) -> Accelerator | None:
     ]
     if not matches:
         return next((machine_of(name) for name in MACHINES if name in text.lower()), None)
-    device = ACCELERATORS[min(matches)[2]]
+    device = ACCELERATORS[min(matches)[2]]  # the first match; of several there, the longest
     folded = text.upper()
     if memory := re.search(r"(?:-(\d+)G\b|(\d+) ?GI?B\b(?!/S))", folded):
         size = int(memory.group(1) or memory.group(2))

@@ -29,13 +29,15 @@ from moemesh.config.conditions import (
     require,
 )
 
-#: ``span``: longest span of a rank minus its work; ``rank_idle``: makespan minus work.
+#: Kind of bubble. ``span``: longest span of a rank minus its work; ``rank_idle``: makespan minus
+#: the work of a rank.
 Metric = Literal["span", "rank_idle"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchTimes:
-    """Times of one microbatch on one rank's share; `block` None means the sum of its parts."""
+    """Times of one microbatch on one rank's share of layers. `block`: time of an overlapped forward
+    and backward; None: the sum of both."""
 
     forward: float = 1.0
     dgrad: float = 1.0
@@ -93,7 +95,8 @@ class ScheduleRow:
     undeferred: str = ""
     #: A forward and a backward take turns in one block.
     has_blocks: bool = False
-    #: A rank holds at most `peak` microbatches; else its operations are counted.
+    #: A rank holds at most `peak` microbatches at any moment; else the planner replays its
+    #: operations to count them.
     holds_form_peak: bool = False
     #: `moemesh plan` proposes it. GPipe takes as long as 1F1B and holds more; the bubble of Chimera
     #: is larger than that of zero-bubble schedules; TeraPipe has no time model in columns.
@@ -259,7 +262,8 @@ def require_numbers(name: str, **numbers: int) -> None:
 
 @cache
 def _compiled(formula: str) -> CodeType:
-    """A formula as Python, where products have a sign. Text after a comma is a remark."""
+    """A formula as Python: implied products, as in "2 p" and "(p-1)(tF+tB)", get a sign. Text after
+    a comma is a remark."""
     formula = _parts(formula)[0].replace("M_w/M_a", "held").replace(" = ", " == ")
     products = r"(?<=\)) *(?=[\w(])|(?<=\d) *(?=[A-Za-z(])|(?<=[A-Za-z]) +(?=[A-Za-z(])"
     return compile(re.sub(products, "*", formula), formula, "eval")

@@ -46,7 +46,8 @@ class ConfigSource:
 
 
 def read_file(path: Path) -> ConfigSource:
-    """A TOML file, or that of the run in a folder. An unreadable file gives one problem."""
+    """A TOML file, or the configuration of the run in a folder. An unreadable file gives one
+    problem. Sections become dotted keys; the origin of a key is the file and its line."""
     path = path / RUN_CONFIG if path.is_dir() else path
     name = str(path)
     try:
@@ -95,7 +96,8 @@ def read_file(path: Path) -> ConfigSource:
 
 
 def _mended(text: str) -> str:
-    """Broken TOML in its probable meaning: a list of numbers and texts, a number, or a text."""
+    """The broken TOML value `text`, not empty, in its probable meaning: a list of numbers and
+    texts, a number, or a text."""
     if text[0] != "[":
         bare = text.strip("\"'")
         return format_value(bare if bare[:1] in ("[", "{") else parse_value(bare, "", ""))

@@ -64,14 +64,15 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 
 class Rendered(NamedTuple):
-    """The text of a conversation, and the characters that carry loss."""
+    """The text of a conversation, and the ranges of characters that carry loss."""
 
     text: str
     learned: tuple[range, ...]
 
     def mask(self, offsets: np.ndarray) -> np.ndarray:
-        """The tokens that carry loss, bool [n]: those with such a character, and those between;
-        `offsets` [n, 2] are the characters of each token."""
+        """Tokens that carry loss, bool [n]: every token with a character in a range, and tokens
+        without characters between such tokens. `offsets` [n, 2]: first character of each token,
+        and the end after its last."""
         mask = np.zeros(len(offsets), dtype=bool)
         for span in self.learned:
             first = np.searchsorted(offsets[:, 1], span.start, side="right")
@@ -176,14 +177,15 @@ class ChatTemplate:
 
     @cached_property
     def _closing(self) -> str:
-        """The added tokens that directly follow the first one after each answer."""
+        """The added tokens that directly follow the first one after each answer, whether another
+        turn follows or not."""
         try:
             last, other = self._tail(), self._tail(QUESTION)
         except BadRecordError:
             return ""
-        closing, both = "", last[: _shared(last, other)]
-        both = both[len(self._first_end(both)) :]
-        while token := next(filter(both[len(closing) :].startswith, self._added), ""):
+        closing, common = "", last[: _shared(last, other)]
+        common = common[len(self._first_end(common)) :]
+        while token := next(filter(common[len(closing) :].startswith, self._added), ""):
             closing += token
         return closing
 
@@ -215,6 +217,7 @@ class ChatTemplate:
         return tail[: min(ends)] if ends else tail.rstrip() or tail
 
     def _name(self, tools: Any) -> str:
+        """Name of the template that renders a conversation with these `tools`."""
         return "tool_use" if tools is not None and "tool_use" in self._templates else "default"
 
     def _render(
@@ -260,6 +263,7 @@ class _Rendering:
         """The characters that the template marks, without turns that are not `learned`; None if
         the template marks nothing."""
         marked = self._render(self._messages, **{BEGIN: self._mark, END: self._mark})
+        # Pieces are by turns outside and inside of a span; without marks they are the text.
         ends = np.cumsum([len(piece) for piece in marked.split(self._mark)]).tolist()
         spans = [range(*pair) for pair in zip(ends[0::2], ends[1::2], strict=False)]
         if not spans:
@@ -310,6 +314,8 @@ class _Rendering:
         exceeds end if the text has no such message."""
         if turn not in self._places:
             message = self._messages[turn]
+            # The first mark that changes the text counts: in content and arguments of calls, in
+            # place of any content, in names of calls.
             marks = (_marked(message, self._mark), {**message, "content": self._mark})
             for marked in (*marks, _marked(message, self._mark, "name")):
                 other = self._render([*self._messages[:turn], marked, *self._messages[turn + 1 :]])
@@ -352,7 +358,7 @@ class _Rendering:
 
 
 def _shared(text: str, other: str) -> int:
-    """Length of the common prefix."""
+    """Length of the common prefix, by bisection."""
     known, most = 0, min(len(text), len(other))
     while known < most:
         middle = (known + most + 1) // 2
@@ -405,7 +411,7 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
     messages = record["messages"]
     if not isinstance(messages, list) or not messages:
         raise BadRecordError(where, '"messages" must be a list of at least one message')
-    held: Messages = []
+    normalized: Messages = []
     learned: list[bool] = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -445,15 +451,15 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
         rest = {key: value for key, value in message.items() if key not in LOSS_KEYS}
         if (reasoning := next((rest[key] for key in REASONING if key in rest), None)) is not None:
             rest = {"thinking": reasoning, **rest, "reasoning_content": reasoning}
-        held.append(rest)
+        normalized.append(rest)
     tools = record.get(TOOLS)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise BadRecordError(where, f'"{TOOLS}" must be a list of objects')
-    if all(message["role"] != "assistant" for message in held):
+    if all(message["role"] != "assistant" for message in normalized):
         raise BadRecordError(where, "the conversation has no assistant turn to learn from")
-    return held, learned
+    return normalized, learned
 
 
 def _json(

@@ -1,7 +1,8 @@
 """Weights derived from stored ones: with merged adapters, of an equivalent model in another form,
 and of a mixture of experts upcycled from a dense model.
 
-Each function maps a `Read` to a `Read`, which reads any part of any weight.
+Each function maps a `Read` to a `Read`: (name, box) -> the part `box` of a weight, one range for
+each dim.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def merged(weights: Read, model: ModelConfig) -> Read:
             into = [slice(None)] * len(rows)
             if not lora.adapts(part.target):
                 continue
-            if part.dim is not None:
+            if part.dim is not None:  # the weight stacks several projections: q, k, v or gate, up
                 dim = part.dim + tensor.is_expert
                 first = max(rows[dim].start, part.start)
                 last = min(rows[dim].stop, part.start + part.size)
@@ -83,7 +84,7 @@ def delta_of(
     record: ParameterRecord, lora: LoraConfig, factor: Callable[[str, tuple[int, ...]], Tensor]
 ) -> Tensor:
     """The product B A of the adapters of a weight of transformers, in its stored layout. `factor`:
-    (name, shape) -> an adapter parameter, or the part of it of the experts that are wanted."""
+    (name, shape) -> an adapter parameter, or the rows of some experts of it."""
     shapes = {one.name: one.shape for one in record.adapters(lora)}
     products: list[Tensor | None] = []
     for part in record.parts:
@@ -105,16 +106,18 @@ def equivalent(weights: Read, model: ModelConfig, other: ModelConfig) -> Read:
     selection bias of the router, which is zero."""
     adds_bias = other.router_selection_bias and not model.router_selection_bias
     turns = other.rope_interleave != model.rope_interleave
+    # Channel of a head in the other form -> channel here: pairs (i, i + rotary_dim / 2) of one form
+    # are (2i, 2i + 1) of the interleaved form.
     order, rotary = torch.arange(model.head_dim), model.rotary_dim
-    # Pairs (i, i + F) are at (2i, 2i + 1) in the other form.
     pairs = order[:rotary].view(2, -1) if other.rope_interleave else order[:rotary].view(-1, 2)
     order[:rotary] = pairs.T.reshape(-1)
-    kv_heads, value = model.num_kv_heads, model.num_heads // model.num_kv_heads + 1
+    kv_heads = model.num_kv_heads
+    value_head = model.num_heads // kv_heads + 1  # a group holds query heads, key, value
 
     def reordered(qkv: Tensor, heads: range) -> Tensor:
         """Queries and keys [groups, heads, channels, inputs] with their channels in the other
-        order; the last head of a group is its value and unchanged."""
-        is_rotated = torch.tensor([head != value for head in heads])
+        order. The value is unchanged."""
+        is_rotated = torch.tensor([head != value_head for head in heads])
         return torch.where(is_rotated[None, :, None, None], qkv[:, :, order], qkv)
 
     def read(name: str, box: Sequence[range]) -> Tensor:

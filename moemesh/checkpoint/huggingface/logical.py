@@ -39,8 +39,9 @@ ENDS = {"embedding.weight": EMBEDDING, "norm.weight": "model.norm.weight", "head
 
 
 class BlockNames(NamedTuple):
-    """A family's row of ``names.toml``. `stack`: our leaf -> their row if all experts of a layer
-    are one tensor; None if each expert has its own."""
+    """A family's row of ``names.toml``. `returns_pair`: its MoE module returns more than its
+    output. `stack`: our leaf -> row of the tensor that stacks all experts of a layer; None if each
+    expert has its own tensors."""
 
     block: str
     router: str
@@ -60,7 +61,7 @@ def _table() -> dict[str, Any]:
 
 
 def names_of(kind: str, *, fused: bool) -> BlockNames:
-    """The names of a family in one of the two layouts."""
+    """The names of a family in one of the two layouts: its row over the usual names."""
     table = _table()
     row = {"stack": "fused" if fused else None} | table["fused" if fused else "family"].get(
         kind, {}
@@ -85,8 +86,8 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
     block = f"{layer}.{names.block}"
     match part.split("."):
         case ["attention", "qkv" | "qkv_bias" as leaf]:
-            # [M, G + 2, D, ...]: the query heads of a key/value head, its key and its value.
-            (heads, packed, size, *rest), ones = shape, (0,) * (len(shape) - 2)
+            # [M, G + 2, D, ...]: the G query heads of a key/value head, its key and its value.
+            (heads, packed, size, *rest), zeros = shape, (0,) * (len(shape) - 2)
             leaf, order = "bias" if leaf.endswith("bias") else "weight", tuple(range(len(shape)))
             return [
                 TensorPiece(
@@ -94,7 +95,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
                     (heads * count * size, *rest),
                     (heads, count, size, *rest),
                     order,
-                    (0, start, *ones),
+                    (0, start, *zeros),
                 )
                 for word, count, start in (
                     ("q", packed - 2, 0),
@@ -130,7 +131,7 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
 
 
 def table_piece(block: str, row: str | list[str], shape: Shape) -> TensorPiece:
-    """Piece of a table row, which is a name, or a name with a pattern of dims."""
+    """Piece of a table row: a name, or a name with a pattern such as "N D H -> (N D) H"."""
     if isinstance(row, str):
         return whole(f"{block}.{row}", shape)
     name, pattern = row

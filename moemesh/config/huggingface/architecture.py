@@ -1,7 +1,7 @@
 """The reader of :class:`~moemesh.config.architecture.Architecture`, without torch.
 
-Another interpreter builds the model on the meta device (:mod:`moemesh.model.hub.architecture`) and
-prints its record, which takes some seconds; the user's cache folder keeps it.
+A subprocess builds the model on the meta device (:mod:`moemesh.model.hub.architecture`) and prints
+its record. This takes some seconds, so the record is kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def read_architecture(values: dict[str, Any]) -> Architecture:
 def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     """The architecture of a parsed ``config.json`` that our own reading refuses with `error`.
 
-    Raises `error` if it names wrong values of a family that we read, and if the weights are
-    quantized; with the problems of transformers if it cannot build the model either. Without the
-    package, that is the only problem of a layer that our code lacks.
+    Raises `error` itself if the weights are quantized, or if it names wrong values of a family that
+    we read. If transformers cannot build the model either, raises the problems of both. If
+    transformers is missing, raises that alone, after the problem of an unknown family.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
     if not is_beyond_us or table(values, "quantization_config"):
@@ -94,11 +94,13 @@ def unknown_family(values: Mapping[str, Any], installed: str) -> ConfigError:
 
 @lru_cache
 def _read(text: str, installed: str) -> Architecture:
+    """The record of the ``config.json`` `text` by transformers `installed`: from the cache, else
+    from a subprocess, which prints a problem as JSON and exits with code 2."""
     key = hashlib.sha256(f"{RECORD_VERSION}/{installed}/{text}".encode()).hexdigest()
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    kept = home / "moemesh" / "architectures" / f"{key}.json"
+    cached = home / "moemesh" / "architectures" / f"{key}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
-        return Architecture.from_json(kept.read_text(encoding="utf-8"))
+        return Architecture.from_json(cached.read_text(encoding="utf-8"))
     values = cast("dict[str, Any]", json.loads(text))
     kind = values.get("model_type")
     # The automatic classes of transformers name every family. Their files are read as text,
@@ -122,10 +124,10 @@ def _read(text: str, installed: str) -> Architecture:
         raise _refusal(kind, message, "another version of transformers")
     architecture = Architecture.from_json(answer)
     with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        begun = kept.with_suffix(f".{os.getpid()}")
-        begun.write_text(answer, encoding="utf-8")
-        begun.replace(kept)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = cached.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(answer, encoding="utf-8")
+        unfinished.replace(cached)
     return architecture
 
 
@@ -157,7 +159,7 @@ def hub_values(architecture: Architecture) -> dict[str, object]:
     text: dict[str, Any] = {**values, **dict(values.get("text_config") or {})}
     coefficient = text.get("router_aux_loss_coef")
     if text.get("output_router_logits") and coefficient is not None:
-        # Selections there are counted per token, not per choice.
+        # transformers counts selections per token and ours per choice: a factor of `chosen`.
         chosen = architecture.experts_per_token
         keys["aux_loss_coefficient"] = real("router_aux_loss_coef", coefficient) * chosen
     return {name: value for name, value in keys.items() if value is not None}
