@@ -14,21 +14,22 @@ class RoutingError(ValueError):
 
 
 def first_fault(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
-    """The first logit that is not finite, as ``row * E + expert`` of its place here, else NO_FAULT.
-    An int64 scalar, on the device, without waiting for it. Padding is not looked at."""
+    """Code of the first logit that is not finite, ``row * E + expert``; NO_FAULT without one. Rows
+    of padding are left out. An int64 scalar on the device: the host does not wait."""
     logits_TE = logits_TE.detach()
     if not logits_TE.numel():
         return torch.full((), NO_FAULT, dtype=torch.int64, device=logits_TE.device)
-    nothing_TE = logits_TE - logits_TE  # 0, or NaN where a logit is not finite
+    nan_TE = logits_TE - logits_TE  # NaN where a logit is not finite, else 0
     if valid_T is not None:
-        nothing_TE = nothing_TE.masked_fill(~valid_T[:, None], 0.0)
-    # NaN counts as the largest, the first one first.
-    worst, place = nothing_TE.view(-1).max(0)
+        nan_TE = nan_TE.masked_fill(~valid_T[:, None], 0.0)
+    # NaN is larger than any number; of several, max returns the first.
+    worst, place = nan_TE.view(-1).max(0)
     return place.masked_fill(worst == 0, NO_FAULT)
 
 
 def of_tokens(fault_L: Tensor, token_ids_T: Tensor, num_experts: int) -> Tensor:
-    """Faults of several layers, with the id of the token in place of its row."""
+    """Codes of several layers, from :func:`first_fault`, with the id of the token in place of its
+    row: ``id * E + expert``."""
     if not len(token_ids_T):
         return fault_L
     row_L = (fault_L // num_experts).clamp(max=len(token_ids_T) - 1)
@@ -37,7 +38,7 @@ def of_tokens(fault_L: Tensor, token_ids_T: Tensor, num_experts: int) -> Tensor:
 
 
 def describe_logit(layer: int, code: int, num_experts: int, seq_len: int) -> str:
-    """A code of :func:`of_tokens` in words."""
+    """A code of :func:`of_tokens` as text."""
     token, expert = divmod(code, num_experts)
     sequence, position = divmod(token, max(seq_len, 1))
     where = f"token {token} (sequence {sequence}, position {position})"
@@ -48,8 +49,8 @@ def check_experts(
     experts_TK: Tensor, num_experts: int, *, layer: int, token_ids_T: Tensor | None = None
 ) -> None:
     """Raise RoutingError unless `experts_TK` is a routing: int64 [T, K], ids below `num_experts` or
-    -1, none twice in a row. The message names the first wrong choice; ids are rows where no
-    `token_ids_T` are given.
+    -1, each id at most once per token. The message names the first wrong choice, by its token's
+    id in `token_ids_T`, or by its row without these.
     """
     where = f"layer {layer}"
     if experts_TK.ndim != 2 or experts_TK.dtype != torch.int64:
@@ -62,6 +63,7 @@ def check_experts(
             f"{where}: {experts_TK.shape[1]} experts per token, but there are {num_experts}"
         )
     bad_TK = (experts_TK < -1) | (experts_TK >= num_experts)
+    # After a sort equal ids are neighbours; the mark returns to the slot of the later one.
     ordered_TK = experts_TK.sort(dim=1, stable=True)
     twice_TK = torch.zeros_like(bad_TK)
     same = (ordered_TK.values[:, 1:] == ordered_TK.values[:, :-1]) & (ordered_TK.values[:, 1:] >= 0)

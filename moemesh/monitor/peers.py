@@ -2,8 +2,8 @@
 
 Every two watchers hold a TCP connection over which nothing is sent after a greeting. The kernels of
 both hosts probe it: they answer for a process that is slow or suspended as well, and a watcher that
-leaves or is killed closes it. If a connection dies of silence, the network is cut or the host is
-gone; the two look the same from outside. torch is not imported.
+leaves or is killed closes it. If a connection times out, the network is cut or the host is down;
+this module cannot distinguish the two. torch is not imported.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _RETRY_SECONDS, _FIRST_SECONDS = 1.0, 10.0
 _GREETING_SECONDS = 5.0
 #: Number of connections without a greeting, besides one for each node.
 _STRANGERS = 16
+#: Errors of a connection whose host cannot be reached.
 _LOST = {
     errno.ETIMEDOUT,
     errno.EHOSTUNREACH,
@@ -122,9 +123,12 @@ class _Link:
     """A connection. ``peer`` None: an incoming one without a greeting yet."""
 
     socket: socket.socket
+    #: Monotonic seconds at which a connection without a whole greeting is closed.
     until: float
     peer: _Peer | None = None
+    #: Whether the TCP connection is established.
     is_made: bool = True
+    #: Bytes of the greeting received so far.
     heard: bytes = b""
 
 
@@ -140,6 +144,7 @@ class Peers:
         #: Watchers to which this one connects; the others connect to it.
         self._called: list[_Peer] = []
         self._selector = selectors.DefaultSelector()
+        #: Connections without a whole greeting.
         self._greeting: set[_Link] = set()
 
     def poll(self, now: float) -> tuple[LostHost, ...]:
@@ -182,8 +187,8 @@ class Peers:
         # A node without an address has no watcher, or none that can be reached.
         self._peers = {p.first: p for p in peers if p.first != self._own and p.port}
 
-        # Exactly one of two watchers connects: a host that reaches the rendezvous over loopback,
-        # being the host of it, cannot be reached by the others.
+        # Of two watchers the larger in this order connects to the other. The host of the rendezvous
+        # may know itself by a loopback address, which the others cannot reach: it connects.
         def order(peer: _Peer) -> tuple[bool, int]:
             is_loopback = bool(peer.port) and ipaddress.ip_address(peer.address).is_loopback
             return is_loopback, peer.first
@@ -195,6 +200,7 @@ class Peers:
         return True
 
     def _call(self, peer: _Peer, now: float) -> None:
+        """Start to connect to the watcher of `peer`."""
         peer.next_attempt = now + (_RETRY_SECONDS if peer.lost else _FIRST_SECONDS)
         try:
             family, _, _, _, place = socket.getaddrinfo(
@@ -222,6 +228,7 @@ class Peers:
                     self._begin(link, selectors.EVENT_READ)
 
     def _begin(self, link: _Link, event: int) -> None:
+        """Probe the connection by its kernel, and select it for `event`."""
         link.socket.setblocking(False)
         link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
@@ -234,6 +241,7 @@ class Peers:
         self._selector.register(link.socket, event, link)
 
     def _hear(self, link: _Link, now: float) -> None:
+        """Handle an event of a connection: established, bytes of a greeting, closed, failed."""
         if link.socket.fileno() < 0:
             return  # dropped by another event of the same poll
         try:

@@ -1,7 +1,8 @@
 """Softmax attention of a block of keys with its log-sum-exp, and the exact merge of blocks.
 
 Legend: B sequences, N query heads, M key/value heads (N a multiple of M), S queries, C keys of the
-block, D head size. log-sum-exps are fp32 (fp64 for fp64 inputs), -inf where no key is seen.
+block, D head size. Log-sum-exps (lse) are fp32, or fp64 for fp64 inputs; -inf where a query sees no
+key.
 
 Attention over many keys is the merge of attention over blocks of them (Milakov & Gimelshein,
 "Online normalizer calculation for softmax", 2018). The gradient of a block needs only the output
@@ -63,7 +64,7 @@ def merge(one: Partial, other: Partial) -> Partial:
     return Partial(one.y_BNSD * weight_BNS + other.y_BNSD * other_BNS, lse_BNS)
 
 
-#: The kernel of flash attention is made for devices from here on.
+#: Lowest compute capability of the CUDA kernel.
 FLASH_CAPABILITY = (8, 0)
 
 
@@ -127,7 +128,8 @@ def block_backward(
     causal: bool = False,
     scale: float,
 ) -> Gradients:
-    """Gradients of one block; `whole`: attention over all keys, `gradient`: of its output."""
+    """Gradients of one block. `whole`: attention over all keys, of which the block is a part;
+    `gradient_BNSD`: gradient of the output of `whole`."""
     if not query_BNSD.numel() or not key_BMCD.numel():
         inputs = (query_BNSD, key_BMCD, value_BMCD)
         return Gradients(*(torch.zeros_like(x) for x in inputs))
@@ -195,6 +197,7 @@ def block_backward_reference(
     by_logit_BNSC = weights_BNSC * (gradient_BNSD @ value_BNCD.transpose(2, 3) - mean_BNS1) * scale
 
     def of_groups(x_BNCD: Tensor) -> Tensor:
+        """Sum over the query heads of each key/value head, [B, M, C, D]."""
         return x_BNCD.unflatten(1, (num_kv_heads, groups)).sum(2)
 
     return Gradients(
@@ -220,7 +223,7 @@ def _triangle(query_BNSD: Tensor) -> Tensor:
 
 
 def _additive(mask_BSC: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """True to 0 and False to -inf, as the kernel wants masks."""
+    """The mask as the kernel adds it to logits, [B, 1, S, C]: 0 for True, -inf for False."""
     if mask_BSC is None:
         return None
     zeros = torch.zeros(mask_BSC.shape, dtype=dtype, device=mask_BSC.device)

@@ -1,7 +1,7 @@
-"""Cross-entropy straight from hidden states, in chunks of the vocabulary: logits are never whole.
+"""Cross-entropy from hidden states, in chunks of the vocabulary: logits [T, V] never exist at once.
 
-Legend: T tokens, H hidden, V vocabulary rows held here, C rows of one chunk. The forward keeps one
-number per token (log-sum-exp); the backward recomputes each chunk's logits.
+Legend: T tokens, H hidden, V vocabulary rows of this rank, C rows of one chunk. The forward keeps
+one number per token, the log-sum-exp (lse); the backward recomputes each chunk's logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moemesh.ops.saved import Held
 from moemesh.ops.weight_gradient import deferring, weight_gradient
 from moemesh.trace.memory_profile import LOGITS, LOSS_ROWS
 
-#: (log-sum-exp, target logit) over the rows held here -> the same over the whole vocabulary.
+#: (log-sum-exp, target logit), each [T], over the rows of this rank -> over the whole vocabulary.
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -33,7 +33,8 @@ def cross_entropy_reference(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) 
 def _with_chunk(
     logits_TC: Tensor, lse_T: Tensor, target_T: Tensor, column_T: Tensor, here_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp and target logit of the chunks so far and of this one."""
+    """Log-sum-exp and target logit over the chunks up to this one. The target of a token is in
+    column `column_T` of the chunk if `here_T`."""
     logits_TC = logits_TC.to(lse_T.dtype)
     picked_T = logits_TC.gather(1, column_T[:, None]).squeeze(1)
     lse_T = torch.logaddexp(lse_T, torch.logsumexp(logits_TC, dim=1))
@@ -44,7 +45,7 @@ def _with_chunk(
 def _chunk_gradient(
     logits_TC: Tensor, lse_T: Tensor, grad_T: Tensor, column_T: Tensor, here_T: Tensor
 ) -> Tensor:
-    """The gradient of a chunk's logits, in their dtype."""
+    """Gradient of a chunk's logits, in their dtype: (softmax - one-hot target) x `grad_T`."""
     grad_TC = torch.exp_(logits_TC.to(lse_T.dtype) - lse_T[:, None])
     if grad_TC.device.type == "cpu":
         grad_TC.scatter_add_(1, column_T[:, None], -here_T[:, None].to(grad_TC.dtype))
@@ -87,6 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] and not later else None
 
         def grad_logits() -> Iterator[tuple[slice, Tensor]]:
+            """Rows of each chunk, and the gradient of its recomputed logits [T, C]."""
             for start, weight_CH in _chunks(weight_VH, ctx.chunk):
                 column_T, here_T = _columns(targets_T - ctx.first_row - start, len(weight_CH))
                 logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
@@ -96,7 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
                 yield slice(start, start + len(weight_CH)), grad_TC.tensor
 
         def weight_half() -> Tensor:
-            # Recomputes the logits: keeping them would hold tokens x vocabulary numbers.
+            # Recomputes the logits a second time: kept, they would be T x V numbers.
             total_VH = torch.zeros_like(weight_VH)
             for rows, grad_TC in grad_logits():
                 torch.mm(grad_TC.t(), x_TH, out=total_VH[rows])

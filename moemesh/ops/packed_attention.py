@@ -2,9 +2,9 @@
 
 Legend: B sequences, S positions of each, T = B * S, N query heads, M key/value heads, D head size.
 
-The kernel of flash attention takes documents of unlike lengths laid end to end, and a window: what
-no query sees it never reads. The gradient takes the output and the log-sum-exp of the *whole*
-attention, as that of blocks does (:mod:`moemesh.ops.attention`), so sinks may be part of both.
+The kernel of flash attention takes documents of different lengths laid end to end, and a window.
+It reads only keys that a query sees. Its backward takes the output and the log-sum-exp of the
+*whole* attention, like :mod:`moemesh.ops.attention`, so sinks may be part of both.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ _BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class Documents(NamedTuple):
-    """All documents of B sequences, end to end: where each begins among the T positions, and T
-    (int32, on the device), and how many positions the longest has."""
+    """All documents of B sequences, end to end. `starts`: first position of each document, then T
+    (int32, on the device). `longest`: number of positions of the longest document."""
 
     starts: Tensor
     longest: int
 
 
 def documents(starts_BS: Tensor | None, batch: int, length: int, device: torch.device) -> Documents:
-    """`starts_BS`: of each of `length` positions the first one of its document (int64, on the CPU,
-    which has to know them); None: `batch` sequences are one document each."""
+    """The documents of `batch` sequences of `length` positions. `starts_BS`: place in the sequence
+    of the first position of each position's document (int64, on the CPU, since the kernel needs
+    the longest as a number); None: each sequence is one document."""
     if starts_BS is None:
         starts = torch.arange(0, batch * length + 1, length)
     else:
@@ -76,7 +77,8 @@ def packed_backward(
     *,
     scale: float,
 ) -> Gradients:
-    """The gradients; `whole` is the attention with its sinks, `gradient` that of its output."""
+    """The gradients. `whole`: the attention, sinks included; `gradient_BNSD`: gradient of its
+    output."""
     batch, value_size = len(query_BNSD), value_BMSD.shape[-1]
     outer = gradient_BNSD.to(query_BNSD.dtype), query_BNSD, key_BMSD, value_BMSD, whole.y_BNSD
     inputs = (_end_to_end(x, query_BNSD) for x in outer)
@@ -92,8 +94,9 @@ def packed_backward(
 def _rules(
     within: Documents, window: int | None, scale: float
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Rules in the order of the kernel: documents and the longest, of queries and of keys; no
-    dropout; whether only the order of positions counts. Behind them scale and window."""
+    """Arguments of the kernel in its order: starts of documents of queries and of keys, the longest
+    of each, dropout, whether it is causal; then options: scale and window. A causal window is
+    given by its two sides alone."""
     starts, longest = within
     left = -1 if window is None else window - 1
     options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
@@ -101,7 +104,7 @@ def _rules(
 
 
 def _end_to_end(x_BNSD: Tensor, query_BNSD: Tensor) -> Tensor:
-    """[T, N, D] in the size and dtype of queries."""
+    """[T, N, D], with zeros up to the head size of queries."""
     missing = query_BNSD.shape[-1] - x_BNSD.shape[-1]
     x_BNSD = F.pad(x_BNSD, (0, missing)) if missing else x_BNSD
     x_TND = x_BNSD.transpose(1, 2).flatten(0, 1)

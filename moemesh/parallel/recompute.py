@@ -16,12 +16,13 @@
   experts' three products with weights are repeated, without any exchange;
 - the product ``silu(gate) * up`` of dense and shared MLPs. (Routed experts never keep theirs.)
 
-``full``: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, a layer at a time. The
-layer is recomputed, as far as its backward reads it, when its backward begins: inside `I` if the
-backward is split, and the deferred weight gradients keep the inputs that were computed there.
-Choices of experts, exchanged counts and dispatch plans are replayed: no token is routed or counted
-twice. Exchanges after the last saved tensor are not repeated: the combine of a MoE layer, the exit
-of a dense MLP. (A shared expert's exit is: it comes before the routed experts.)
+``full``: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, a layer at a time.
+When the backward of a layer begins, its forward is recomputed up to the last tensor that the
+backward reads. If the backward is split, this happens in `I`, and the deferred weight gradients
+keep the recomputed inputs. Choices of experts, exchanged counts and dispatch plans are replayed: no
+token is routed or counted twice. Exchanges after the last saved tensor are not repeated: the
+combine of a MoE layer, the exit of a dense MLP. The exit of a shared expert is repeated, since it
+comes before the routed experts.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Recomputation(Memory):
         self.ledger = ledger
 
     def run(self, part: Callable[[X, Context], R], x: X, context: Context) -> R:
-        """``part(x, context)``; it must read nothing else that changes until its backward."""
+        """``part(x, context)``, recomputed in its backward: until then all else that `part` reads
+        must not change."""
         if not torch.is_grad_enabled():
             return part(x, context)
         frame = _Frame(part, x, replace(context, flow=RecomputeTape(self.ledger)))
@@ -100,13 +102,14 @@ class _Place:
 class _Frame:
     """One run of a part: its input, and the places of the tensors that its backward reads.
 
-    Same as ``torch.utils.checkpoint`` without reentrance, with early stop; but recomputed tensors
-    count as kept (:class:`~moemesh.ops.saved.Held`), which torch's does not expose. The state of
-    random number generators is not kept: our random numbers are functions of ids.
+    Same as ``torch.utils.checkpoint(use_reentrant=False)`` with early stop, except that recomputed
+    tensors enter the memory profile (:class:`~moemesh.ops.saved.Held`). The state of random number
+    generators is not saved: our random numbers are functions of ids.
     """
 
     def __init__(self, part: Callable[[Any, Context], Any], x: Any, context: Context) -> None:
         self.part, self.context = part, context
+        #: Type of a tuple of inputs; None for a single tensor.
         self._kind = None if isinstance(x, Tensor) else type(x)
         inputs = (x,) if isinstance(x, Tensor) else x
         self._inputs = [None if tensor is None else Held(tensor) for tensor in inputs]
@@ -165,7 +168,7 @@ class RecomputeTape(Flow):
         self._scope.__enter__()
 
     def __exit__(self, *failure: object) -> None:
-        # Left by an exception, as soon as all saved tensors have been recomputed.
+        # Usually left by _Enough, before the end of the part.
         self._scope.__exit__(None, None, None)
         self._playing = None
 

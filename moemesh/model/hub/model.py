@@ -1,13 +1,13 @@
 """A language model of transformers' own code, in the place of our :class:`Transformer`.
 
-Attention, routers, norms and shared experts are the family's. Ours are the experts' exchange
-(:mod:`moemesh.model.hub.experts`), the presence of weights and what is kept of every layer (around
-the forward of each decoder layer), the loss of the last hidden states, and the balance losses
-of the routers' recorded logits.
+Attention, routers, norms and shared experts are the family's code. Our code exchanges rows of
+experts (:mod:`moemesh.model.hub.experts`), gathers weights and recomputes activations around the
+forward of each decoder layer, computes the loss from the last hidden states, and the balance losses
+from the logits that transformers records of its routers.
 
-A pipeline stage is the whole forward with other layers: those of earlier stages return the stream
-that was received, the embedding returns zeros, and the forward ends after the stage's last layer.
-Masks, positions, norm and head stay the model's own.
+A pipeline stage runs the forward of the whole model with changed layers: the embedding returns
+zeros, layers of earlier stages return the received stream, and the stage's last layer ends the
+forward by an exception. Masks, positions, norm and head stay the model's.
 
 Legend: B sequences, S positions, T = B S tokens, H hidden, E experts, V vocabulary; D documents of
 C positions at most, where every document has a row of its own.
@@ -97,7 +97,7 @@ class HubModel(Transformer):
         self.vocabulary, self.tokens = Vocabulary(), Tokens()
         self.memory, self.weights = Memory(), WeightGate()
         self.without_backward: Collection[str] = ()
-        # The parts of our own model have no place of their own here.
+        # Modules of our own model that the base class expects.
         self.embedding = self.norm = self.head = None
         self._moes: dict[int, HubMoE] = {}
         self._context: Context | None = None
@@ -113,7 +113,8 @@ class HubModel(Transformer):
         embedding: Any = net.get_input_embeddings()
         embedding.forward = partial(self._embed, embedding.forward)
         tables_read = {*embedding.parameters()}
-        #: Names of parameters that are read before the layers alone, and not held.
+        #: Names of parameters, other than the token table, that the forward reads before the layers
+        #: and that this rank does not hold.
         self._absent = [
             one.name
             for one in self.architecture.parameters
@@ -122,7 +123,8 @@ class HubModel(Transformer):
             and net.get_parameter(one.name) not in tables_read
         ]
         tables = {module.weight for module in net.modules() if isinstance(module, nn.Embedding)}
-        #: Whether what lies before the layers is more than tables, whose backward reads no weights.
+        #: Whether the backward of the modules before the layers reads their weights: that of tables
+        #: does not.
         self._reads_embedding_twice = any(
             net.get_parameter(one.name) not in tables
             for one in self.architecture.parameters
@@ -173,7 +175,7 @@ class HubModel(Transformer):
             yield from ((name, named[name]) for name in (*names, *others) if name in named)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Persistent ones alone: those that are state, of the layers that are held."""
+        """Persistent buffers of the modules that this rank holds."""
         layers = self.architecture.layers + "."
 
         def owner(name: str) -> str:
@@ -208,14 +210,14 @@ class HubModel(Transformer):
     def selection_biases(self) -> dict[int, tuple[str, Tensor]]:
         """State of a layer with one number for each expert that no gradient reaches."""
         idle = {one.name for one in self.architecture.parameters if one.is_idle}
-        found: dict[int, tuple[str, Tensor]] = {}
+        biases: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (*self.named_buffers(), *self.named_parameters()):
             path = name.removeprefix(self.architecture.layers + ".")
             layer = int(path.split(".")[0]) if path != name else -1
             is_state = name in idle or name in self.architecture.buffers
             if layer in self._moes and is_state and tensor.numel() == self.config.num_experts:
-                found[layer] = name, tensor.view(-1)
-        return found
+                biases[layer] = name, tensor.view(-1)
+        return biases
 
     def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
         units = part.units(tied=self.config.tied_embeddings)
@@ -335,7 +337,8 @@ class HubModel(Transformer):
 
     @contextmanager
     def _inside(self, context: Context) -> Iterator[None]:
-        """A forward, or the recomputation of a layer: experts look at its context."""
+        """Context manager of a forward, or of the recomputation of a layer. Meanwhile experts read
+        `context`."""
         if self.net.training != context.training:
             set_mode(self.net, training=context.training)
         before = self._context
@@ -392,7 +395,8 @@ class HubModel(Transformer):
         return torch.zeros(*ids.shape, self.config.hidden_size, dtype=self.dtype, device=ids.device)
 
     def _run_layer(self, index: int, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of one decoder layer, with its weights here, kept as the plan wants."""
+        """The forward `inner` of one decoder layer, with its weights gathered; recomputed in the
+        backward under `plan.recompute`."""
         part, unit, weights = self._part, f"layers.{index}", self.weights
         if self._context is None:  # outside of a run
             return inner(*args, **kwargs)
@@ -404,7 +408,7 @@ class HubModel(Transformer):
         leaves = together(leaves)
         first = _first(leaves)
         x = leaves[first]
-        if index == 0:  # of the first part: others have returned above
+        if index == 0:  # in the first part: later parts have returned above
             x = weights.leave("embedding", x, read_in_backward=self._reads_embedding_twice)
         x = weights.enter(unit, self.begin_graph(unit, x))
 
@@ -432,7 +436,7 @@ class HubModel(Transformer):
     def _losses(self, hidden_TH: Tensor, targets_BS: Tensor) -> Tensor:
         """Negative log-likelihood of all targets, float32 or float64 [T]."""
         targets_T = targets_BS.flatten()
-        if not len(targets_T):  # of padding, without a value and with a graph
+        if not len(targets_T):  # padding alone: an empty loss that keeps the graph
             return hidden_TH.sum(1).to(torch.promote_types(hidden_TH.dtype, torch.float32))[:0]
         if self.architecture.has_plain_head:
             head: Any = self.net.get_output_embeddings()
@@ -455,9 +459,9 @@ class HubModel(Transformer):
         *,
         is_last: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """The routers' balance loss and z-loss of :mod:`moemesh.model.balance_loss`, from their
-        logits, over the experts that a plain top-k of these would choose; and where all layers have
-        one, before the last part, the sums for it, those of earlier parts (`sums_QX`) included."""
+        """Balance loss and z-loss of the routers (:mod:`moemesh.model.balance_loss`), from their
+        logits and the plain top-k of these. If one loss is for all layers, parts before the last
+        return zero and the sums for it, which include `sums_QX`, those of earlier parts."""
         config = self.config
         wide = torch.promote_types(self.dtype, torch.float32)
         zero = torch.zeros((), dtype=wide, device=context.position_T.device)
@@ -506,7 +510,8 @@ class _Together(torch.autograd.Function):
 
 
 def together(leaves: list[Any]) -> list[Any]:
-    """The same, in whose backward no tensor gets its gradient before all of them have theirs."""
+    """`leaves`, whose differentiable tensors pass through one node of autograd: the backward before
+    it starts when all of them have their gradients."""
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if len(places) > 1:
         joined = _Together.apply(*(leaves[place] for place in places))
@@ -531,6 +536,8 @@ class _Hidden:
 
 
 class _Stub(nn.Module):
+    """A base model that returns given hidden states; other attributes are those of `base`."""
+
     def __init__(self, base: nn.Module, hidden_BSH: Tensor) -> None:
         super().__init__()
         self.__dict__["base"], self.__dict__["hidden"] = base, hidden_BSH

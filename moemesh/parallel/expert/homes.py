@@ -34,8 +34,9 @@ def set_homes(
     places: Sequence[int],
     device: torch.device,
 ) -> None:
-    """Let place i of `layer` hold expert ``places[i]``, for tokens and for names, from now on. All
-    ranks call, whether they hold the layer or not. The caller moves the weights."""
+    """Record that place i of `layer` holds expert ``places[i]``: for the routing of tokens and for
+    names in checkpoints. All ranks call, whether they hold the layer or not. The caller moves the
+    weights."""
     assert sorted(places) == list(range(len(places))), places
     homes[layer] = tuple(places)
     for name in stacks_of_experts(placements, layer):
@@ -51,7 +52,7 @@ def stacks_of_experts(placements: Mapping[str, Placement], layer: int) -> list[s
 
 
 def rank_tokens(counts_LE: Tensor, layers: Sequence[int], homes: Homes, num_ranks: int) -> Tensor:
-    """Tokens of the experts at home on each rank [layers, P], from those of each expert."""
+    """Tokens of each rank's experts [layers, P], from the tokens of each expert `counts_LE`."""
     tokens = [
         counts_E if layer not in homes else counts_E[list(homes[layer])]
         for layer, counts_E in zip(layers, counts_LE, strict=True)
@@ -66,10 +67,10 @@ def move_experts(
     tensors: Sequence[Tensor], before: Sequence[int], after: Sequence[int], axis: Axis
 ) -> None:
     """Bring every expert from its place `before` to its place `after`, in all `tensors` [L, ...]
-    (weights, masters, moments: whatever belongs to an expert), in place.
+    (weights, masters, moments: all tensors of an expert), in place.
 
-    In rounds in which a rank talks to one peer. What arrives is staged until the last round, so
-    that cycles of places do no harm; an expert is one message.
+    An expert is one message. In each round a rank exchanges with one peer at most. Received experts
+    are staged until the last round, so a place is not overwritten before its expert has left.
     """
     # Widest numbers first: then every part of a message is aligned.
     tensors = sorted(tensors, key=lambda tensor: -tensor.element_size())
@@ -101,5 +102,5 @@ def move_experts(
 
 
 def _pack(tensors: Sequence[Tensor], place: int) -> Tensor:
-    """All that belongs to one expert, as bytes."""
+    """All tensors of the expert in `place`, as one row of bytes."""
     return torch.cat([tensor[place].flatten().view(torch.uint8) for tensor in tensors])

@@ -10,9 +10,9 @@ O owners (ranks of the ep*etp group), H hidden.
 | dispatch | T x H | N x H | all_to_all of B slots over ep, all_gather(etp) | the way back |
 | combine | N x H | T x H | reduce_scatter(etp), all_to_all of B slots over ep | the way there |
 
-Sizes are known before the routing is: no counts, no splits, and nothing on the way of the rows
-waits for the host. A header has, for each slot, the local expert of its row (-1: none). An empty
-slot carries a copy of token 0 that is neither read nor computed.
+Sizes do not depend on the routing: no counts, no splits, and no exchange of rows waits for the
+host. A header has, for each slot, the local expert of its row (-1: none). An empty slot carries a
+copy of token 0 that is neither read nor computed.
 
 Bytes that a rank sends, whatever the routing: ``(P-1) * C * row`` over ep for dispatch, for combine
 and for the backward of each, ``(P-1) * (C+1) * 4`` for the headers, ``(P-1) * C`` weights; over etp
@@ -55,8 +55,8 @@ from moemesh.sharding.dispatchers import CAPACITY_FACTOR, slots_per_pair
 def slots_per_rank(
     max_tokens: int, experts_per_token: int, num_experts: int, ep: int, capacity_factor: float
 ) -> int:
-    """C: `capacity_factor` times the rows that one of `ep` ranks gets when max_tokens tokens choose
-    uniformly, at most what it can get at all. The same on every rank: no argument is its own."""
+    """C: `capacity_factor` times the rows that `max_tokens` tokens send to one of `ep` ranks under
+    uniform routing, and at most the rows that they can send to it. The same on every rank."""
     if max_tokens < 1 or not 0 < capacity_factor < math.inf:
         raise UserError(
             f"the low_latency dispatcher needs max_tokens >= 1 and a capacity factor > 0, "
@@ -66,11 +66,11 @@ def slots_per_rank(
 
 
 class SlotPlan(NamedTuple):
-    """An exchange of row slots, or of rows where slots have not sufficed, for `num_tokens` tokens.
+    """An exchange of slots for `num_tokens` tokens, or of rows if the slots do not suffice.
 
-    Of slots, ``hop.rows`` maps B slots to tokens (at least one: a rank without tokens sends a row
-    of zeros), its bags list the S slots that hold a row, and ``slot_S`` [B] is the position
-    ``token * K + k`` of the pair in each slot.
+    In an exchange of slots, ``hop.rows`` maps B slots to tokens (at least one: a rank without
+    tokens sends a row of zeros), its bags list the S slots that hold a row, and ``slot_S`` [B] is
+    the position ``token * K + k`` of the pair in each slot.
     """
 
     num_tokens: int
@@ -114,12 +114,12 @@ class LowLatencyDispatcher(Dispatcher):
 
     def plan(self, experts_TK: Tensor) -> SlotPlan:
         self.num_plans += 1
-        found = SortedByExpert(experts_TK, self.num_experts)
-        sent_P = found.counts_E.view(self.ep.size, self.num_local).sum(1)
-        # Of all pairs, those without an expert (-1) at the end.
-        expert_S = experts_TK.reshape(-1).gather(0, found.order)
-        # The slot of each pair; those beyond the C-th for their rank (the plan that they belong to
-        # is thrown away), and those without an expert, get the place after all slots.
+        by_expert = SortedByExpert(experts_TK, self.num_experts)
+        sent_P = by_expert.counts_E.view(self.ep.size, self.num_local).sum(1)
+        # Expert of each pair, by expert; pairs without one (-1) at the end.
+        expert_S = experts_TK.reshape(-1).gather(0, by_expert.order)
+        # Slot of each pair. Pairs without an expert get the place after all slots, as do pairs
+        # beyond the C-th of their rank: with such pairs this plan is discarded below.
         rank_S, start_P = expert_S // self.num_local, sent_P.cumsum(0) - sent_P
         places_S = torch.arange(len(rank_S), device=rank_S.device)
         index_S = places_S - start_P.gather(0, rank_S.clamp(min=0))
@@ -129,13 +129,13 @@ class LowLatencyDispatcher(Dispatcher):
         local_B = self._fill(place_S, expert_S % self.num_local, -1)
         header_PC = local_B.view(self.ep.size, self.num_slots).to(torch.int32)
         overflow = (sent_P > self.num_slots).any().to(torch.int32).expand(self.ep.size, 1)
-        # Headers [P, C + 1] out, local experts [etp, P, C] and whether any rank overflows in. The
-        # only look at data from the host: rows to come, and those to go.
+        # Headers [P, C + 1] are sent; local experts [etp, P, C] and flags of overflow arrive. The
+        # host waits once, for three numbers: flags, rows received, rows sent.
         header = torch.cat([header_PC, overflow], dim=1)
         header = collectives.all_to_all(header, self.ep, caller="moe.headers")
         lanes = collectives.all_gather(header[None], self.etp, caller="moe.headers").long()
         local = lanes[:, :, :-1]
-        numbers = (lanes[:, :, -1].sum(), (local >= 0).sum(), found.counts_E.sum())
+        numbers = (lanes[:, :, -1].sum(), (local >= 0).sum(), by_expert.counts_E.sum())
         num_overflows, num_rows, num_sent = HostCopy(torch.stack(numbers)).tolist()
         if num_overflows > 0:
             self.num_fallbacks += 1
@@ -148,7 +148,7 @@ class LowLatencyDispatcher(Dispatcher):
         key = torch.where(local < 0, -1, local * num_owners + source * num_lanes + lane).flatten()
         filled_R = torch.argsort(key, stable=True)[len(key) - num_rows :]  # empty slots sort first
         counts = count_ids(key, self.num_local * num_owners)
-        (tokens, slot_S), place_S = found.rows(num_sent), place_S[:num_sent]
+        (tokens, slot_S), place_S = by_expert.rows(num_sent), place_S[:num_sent]
         hop = Hop(
             axis=self.ep,
             rows=RowMap(

@@ -1,18 +1,17 @@
 """Post-validation: the global gradient norm travels along the pipeline instead of stopping it.
 
-Global clipping and the check for infinities need a number that no rank knows when it is ready to
-update; a reduction over all stages would be a barrier in every step, which costs what a zero-bubble
-schedule has gained. Instead (P. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, on optimizer
-synchronisation) each rank adds its part to a sum that comes from the rank before, and decides by
+Global clipping and the check for infinities need the norm over all stages, which no rank has when
+it is ready to update. A reduction over all stages would be a barrier in every step and cost what a
+zero-bubble schedule gains. Instead (P. Qi et al., "Zero Bubble Pipeline Parallelism", 2023, on
+optimizer synchronisation) each rank adds its part to the sum of the previous ranks, and decides by
 this partial sum: a sum of squares only grows, so a rank whose partial norm already exceeds the clip
-value may safely defer its update. The whole sum comes back during the next warm-up, which holds
-nothing but forwards; if it shows that a rank has stepped too early, all ranks undo that warm-up and
-repeat it.
+value defers its update. The whole sum returns during the next warm-up, which consists of forwards
+alone. If it shows that a rank has updated too early, all ranks undo that warm-up and repeat it.
 
 | step k of rank r | message |
 |---|---|
-| end | takes the sum of ranks 0 to r-1, passes on that of 0 to r |
-| step k+1, after its warm-up | takes the whole sum from r+1, passes it on to r-1 |
+| end | receives the sum of ranks 0 to r-1 from r-1, sends that of 0 to r to r+1 |
+| after the warm-up of step k+1 | receives the whole sum from r+1, sends it to r-1 |
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _LEDGER = {"phase": "optimizer", "caller": "validation"}
 
 
 class Chain:
-    """Sums one vector a step over the pipeline ranks, first to last, and brings the sum back.
+    """Sum of one vector a step over the ranks of ``pp``, first to last, and its way back.
 
-    The order of the additions is that of the ranks, and every rank gets the same bits. Vectors are
-    float64, on the host, where they are read. Of each step every rank calls :meth:`pass_on`, then
-    :meth:`answer`. All ranks of the mesh make it, over the axis ``pp``.
+    Ranks add in their order, and every rank gets the same bits. Vectors are float64 on the host. In
+    each step every rank calls :meth:`pass_on`, then :meth:`answer`. All ranks of the mesh construct
+    it.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -51,8 +50,9 @@ class Chain:
         pairs = neighbours + [(after, before) for before, after in neighbours]
         self._channels = Channels(mesh, "pp", pairs, on_host=True)
         self._answer = torch.empty(0, dtype=torch.float64)
-        #: Pending answer: its two works, and the part of the sum that was passed on.
-        self._under_way: tuple[dist.Work, dist.Work, Tensor] | None = None
+        #: Pending answer: its receive, the send of the partial sum, and that sum, which must live
+        #: until it is sent.
+        self._pending: tuple[dist.Work, dist.Work, Tensor] | None = None
 
     def pass_on(self, own: Tensor) -> Tensor:
         """The sum over ranks 0 to this one, which is passed on; waits for the previous rank."""
@@ -63,9 +63,9 @@ class Chain:
             total = before + own
         if self._rank < self._last:
             self._answer = torch.empty_like(own)
-            coming = self._channels.receive(self._answer, self._rank + 1, **_LEDGER)
-            going = self._channels.send(total, self._rank + 1, **_LEDGER)
-            self._under_way = coming, going, total
+            receive = self._channels.receive(self._answer, self._rank + 1, **_LEDGER)
+            send = self._channels.send(total, self._rank + 1, **_LEDGER)
+            self._pending = receive, send, total
         else:
             self._answer = total
             self._send_back()
@@ -73,11 +73,11 @@ class Chain:
 
     def answer(self) -> Tensor:
         """The sum over all ranks; waits for it."""
-        if self._under_way is not None:
-            coming, going, _ = self._under_way
-            coming.wait()
-            going.wait()
-            self._under_way = None
+        if self._pending is not None:
+            receive, send, _ = self._pending
+            receive.wait()
+            send.wait()
+            self._pending = None
             self._send_back()
         return self._answer
 
@@ -88,11 +88,12 @@ class Chain:
 
 
 class ValidatedExecutor:
-    """An executor whose warm-up, the entries before a rank's first backward, can be taken back.
+    """An executor whose warm-up, the entries before a rank's first backward, can be undone.
 
-    Until it is confirmed, no receive is posted for a message from after its sender's warm-up: then
-    undoing means to receive, and drop, the messages of the warm-ups, and the counts of both ends of
-    every queue agree. Raises ScheduleError for a schedule whose warm-ups depend on more.
+    Until the warm-up is confirmed, a rank receives only messages that other ranks send in their
+    warm-ups. To undo, all ranks receive and drop the remaining ones, so that both ends of every
+    queue have counted the same messages. Raises ScheduleError for a schedule whose warm-ups need
+    other messages.
     """
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:
@@ -111,8 +112,8 @@ class ValidatedExecutor:
             for op in entry
         }
         rank, self._confirmed = channels.axis.index, True
-        own, length = schedule.orders[rank], lengths[rank]
-        self._warm_up, self._rest = own[:length], own[length:]
+        order, length = schedule.orders[rank], lengths[rank]
+        self._warm_up, self._rest = order[:length], order[length:]
         self._messenger = OrderedMessenger(
             schedule, channels, may_receive=lambda op: self._confirmed or op in early
         )
@@ -124,7 +125,7 @@ class ValidatedExecutor:
         self._runner.run(program, self._warm_up, recorder)
 
     def take_back(self, program: Program) -> None:
-        """Forget the warm-up, and drop what those of other ranks have sent; all ranks call."""
+        """Undo the warm-up, and drop the messages of other ranks' warm-ups; all ranks call."""
         self._messenger.drop(program)
         self._runner.forget()
 
@@ -154,9 +155,9 @@ class ValidatedPipeline:
     ) -> None:
         """Same as :meth:`Pipeline.run`, but the last step's gradients stay until `confirm`.
 
-        `confirm` is called after the warm-up: True if it ran with the right weights; False if it
-        did not and the weights are right now. `begin` gives the objective of a warm-up; results of
-        an earlier objective are discarded.
+        `confirm` is called after the warm-up. It returns True if the warm-up ran with the right
+        weights; else it corrects the weights and returns False, and the warm-up is repeated.
+        `begin` returns the objective of a warm-up; results of an earlier objective are discarded.
         """
         pipeline, executor, start = self._pipeline, self._executor, recorder.clock()
         program = pipeline.program(batches, begin())

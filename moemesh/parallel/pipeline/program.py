@@ -46,7 +46,7 @@ class GradientHooks:
         self._reducer = reducer
         #: Optional hook, called with each operation before it begins.
         self.watch: Callable[[Op], None] | None = None
-        #: Operations after which gradients are complete, and these parameters.
+        #: Operation -> parameters whose gradients are complete after it.
         self._last: dict[Op, list[nn.Parameter]] = {}
         completing = [op for op in schedule.ops(rank) if op.kind in ("B", "W")]
         if reducer.is_per_backward:
@@ -57,7 +57,7 @@ class GradientHooks:
                 last.update(dict.fromkeys(parameters[op.stage], op))
             for parameter, op in last.items():
                 self._last.setdefault(op, []).append(parameter)
-        #: Parameters among them whose gradient comes in one part, and the others.
+        #: The same parameters, split into those with gradients in one part and in several.
         parts = set(in_parts)
         self._whole = {op: [p for p in ended if p not in parts] for op, ended in self._last.items()}
         self._in_parts = {op: [p for p in ended if p in parts] for op, ended in self._last.items()}
@@ -68,7 +68,8 @@ class GradientHooks:
         self._reducer.accumulate(weight, gradient)
 
     def starting(self, op: Op) -> None:
-        """A full backward hands its gradients over one by one: sums start while it still runs."""
+        """Called before each operation. A full backward passes its gradients to the reducer one by
+        one, so sums start while it runs."""
         if self.watch is not None:
             self.watch(op)
         if op.kind == "B" and op in self._last:
@@ -76,7 +77,8 @@ class GradientHooks:
             self._reducer.arm(self._whole[op])
 
     def finished(self, op: Op) -> None:
-        """After a weight-gradient half everything of the microbatch has been added."""
+        """Called after each operation. After a W all gradients of its parameters are complete;
+        after a B only those in several parts are left."""
         if op not in self._last:
             return
         if op.kind == "W":
@@ -104,8 +106,9 @@ class TensorSpec(NamedTuple):
 
 @dataclass
 class BackwardState:
-    """State from a forward for its backward. Outputs are freed once they are sent: their edges in
-    the graph are sufficient. `state` belongs to the program."""
+    """State of a forward for its backward. `roots`: edges of the outputs in the graph, in place of
+    the outputs, which are freed once they are sent; None without a gradient. `state` belongs to the
+    program."""
 
     inputs: list[Tensor]
     roots: list[GradientEdge | None]
@@ -171,7 +174,7 @@ def roots_of(
     """Roots of the backward: the outputs with their gradients, and the stage's objective."""
     roots: list[GradientEdge] = []
     values: list[Tensor | None] = []
-    # A stage before the first one that trains is given no gradients: its roots are None.
+    # A stage before the first one that trains receives no gradients: its roots are None.
     given = gradients or [None] * len(context.roots)
     for root, gradient in zip(context.roots, given, strict=True):
         if root is not None:
@@ -272,16 +275,16 @@ class ModelProgram:
 #     in flight        B's combine ^        F's dispatch ^           B's dispatch ^
 #     backward                     sum | experts            | router, attention, sum | experts ...
 #
-# The number of turns follows from the layers alone, never from tokens, so that all ranks of a stage
-# start their exchanges in one order. What is computed, and in which order inside of each
-# microbatch, is the same as one after the other: so are the results, bit for bit.
+# The number of turns depends on the layers, never on tokens, so all ranks of a stage start their
+# exchanges in one order. The operations of each microbatch and their order are the same as without
+# turns, and so are the results, bit for bit.
 #
-# Only exchanges that a dispatcher starts and waits for later run under the other's compute: the
-# first hop of rows and weights, or the gather of tokens. With ``combine = exact``, with deepep, and
-# in layers that are computed again as a whole (``recompute = full``), the two run one after the
-# other as far as these go. With transient replicas (``spare_slots``) the forward pauses but the
-# backward does not: the weights of an expert are sent in one segment and used in the next, and a
-# weight must have one gradient, not two.
+# Only exchanges that a dispatcher starts and waits for later overlap with the other's compute: the
+# first hop of rows and weights, or the gather of tokens. Without such exchanges forward and
+# backward run one after the other: with ``combine = exact``, with deepep, and in layers that are
+# recomputed as a whole (``recompute = full``). With transient replicas (``spare_slots``) the
+# forward pauses but the backward does not: the weights of an expert are sent in one segment and
+# used in the next, and a weight must have one gradient, not two.
 
 
 def is_overlapped(entry: Entry) -> bool:
@@ -290,14 +293,14 @@ def is_overlapped(entry: Entry) -> bool:
 
 
 class SteppedModelProgram(ModelProgram):
-    """The program of a model in steps; its graph is cut if the backward is in such a block.
-    Forwards and backwards may take turns: both pause only while an exchange is in flight, equally
-    often on all ranks of the stage."""
+    """A program whose forwards and backwards may take turns. Both pause only while an exchange is
+    in flight, equally often on all ranks of the stage. The graph of a forward is cut at its pauses
+    if its backward is in an overlapped block."""
 
     def __init__(self, schedule: Schedule, model: Transformer, *rest: Any) -> None:
         super().__init__(schedule, model, *rest)
         blocks = [entry for order in schedule.orders for entry in order if is_overlapped(entry)]
-        #: Microbatches on a stage whose graph is cut.
+        #: (stage, microbatch, ...) of the operations whose graph is cut: an Op without its kind.
         self._cut = {op[1:] for block in blocks for op in block if op.kind == "B"}
         if replicated(model):
             self._cut.clear()
