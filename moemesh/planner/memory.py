@@ -94,7 +94,7 @@ def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterato
     w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
     has_dropout = shape.dropout if layout.dropout is None else layout.dropout
     for _ in ("attention", "mlp"):
-        # The residual stream in front of a block, and its norm.
+        # The residual stream before a block, and its norm.
         yield KeptTensor("tokens", w * hidden)
         yield KeptTensor("tokens", w * hidden, ("norm",))
         if not layout.fused_norm:
@@ -247,8 +247,8 @@ _PACKED = ("attention", "dense_mlp", "shared_experts", "experts")
 
 
 def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
-    """Peak bytes that pipeline rank `rank` keeps, if a microbatch keeps `kept` on each of its
-    stages."""
+    """Peak bytes of activations of pipeline rank `rank`; a microbatch keeps ``kept[i]`` bytes on
+    the rank's i-th stage."""
     if np.ndim(layout.microbatches) == 0:
         return _most(alive(pipeline_step(layout))[rank], kept)
     # The number of microbatches varies along the first axis only, and many numbers have the same
@@ -266,6 +266,7 @@ def held(layout: PlannedLayout, rank: int, kept: Sequence[Number]) -> Number:
 
 
 def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Number:
+    """Maximum over the moments of microbatches times bytes, summed over the rank's stages."""
     most: Number = 0.0
     for counts in moments:
         now: Number = 0.0
@@ -278,9 +279,10 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
 class ChunkBytes:
     """Activation bytes of layers under one layout, computed once for each kind of layer.
 
-    ``once`` bytes of a layer are kept from its forward to its backward, ``whole`` bytes exist while
-    its backward runs. `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by
-    default it is their size.
+    ``once`` bytes of a layer are kept from its forward to its backward under the layout's
+    recomputation, ``whole`` bytes without recomputation: they exist while its backward runs.
+    `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by default it is
+    their size.
     """
 
     def __init__(
@@ -302,11 +304,12 @@ class ChunkBytes:
             return once, as_whole(layer_kept(shape, kind, bare)) if layout.recompute else once
 
         self.layer = layer
-        #: Rank -> bytes of its activations at its peak (:func:`rank_memory`).
+        #: Cache of :func:`rank_memory`: rank -> bytes of its activations at its peak.
         self.held: dict[int, Number] = {}
 
     def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
-        """Bytes kept by the layers of a chunk if at most `limit` of them are recomputed."""
+        """Bytes kept by the layers of a chunk if at most `limit` layers of each kind are
+        recomputed; None: all are."""
         total: Number = 0.0
         for kind, number in layers.items():
             once, whole = self.layer(kind)
@@ -320,13 +323,15 @@ class ChunkBytes:
 def _rank_states(
     shape: ModelShape, layout: PlannedLayout, rank: int
 ) -> tuple[WeightCounts, dict[str, Number]]:
-    """Uncut weights of a rank, and bytes of its weights, gradients and optimizer."""
+    """Weights of a rank before tp, ep and etp cut them, and bytes of its weights, gradients and
+    optimizer."""
     weights = rank_weights(shape, layout, rank)
     dense, expert = weights.on_rank(layout)
     if layout.spare_slots and shape.is_moe:
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
+    # Bytes that a packed number saves.
     per_number = layout.element_bytes - NF4_BLOCK_BYTES / NF4_BLOCK
     packed, whole = WeightCounts(), layout.attention_exit == "all_to_all"
     if layout.base == "nf4":
@@ -611,8 +616,9 @@ def _peaks(
 
 @lru_cache(maxsize=4096)
 def worst_ranks(stages: Stages) -> tuple[int, ...]:
-    """Pipeline ranks one of which needs the most memory, for any other degrees: no other rank
-    exceeds them in layers, microbatches in flight and versions of weights with equal ends."""
+    """Pipeline ranks among which the rank with the most memory is, for all other degrees. A rank is
+    left out if another one with the same ends (embedding, head) has at least its layers, its
+    microbatches in flight and its versions of weights."""
     step = stages.step
     if step.ranks == 1:
         return (0,)

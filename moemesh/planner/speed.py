@@ -26,8 +26,8 @@ SECONDS_A_DAY = 86_400
 
 
 def mfu(tflops_per_rank: float, peak_flops: float) -> float:
-    """Model FLOPs utilization, a share: 10^12 model FLOPs per second of one rank over its device's
-    peak in operations per second."""
+    """Model FLOPs utilization, a share. `tflops_per_rank`: 10^12 model FLOPs per second of a rank;
+    `peak_flops`: operations per second of its device."""
     return tflops_per_rank * 1e12 / peak_flops
 
 
@@ -67,8 +67,8 @@ def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """A step of `tokens` in `seconds` on `devices`, each of `peak_flops`; `flops_per_token` are the
-    model's."""
+    """A step of `tokens` in `seconds` on `devices`, each of `peak_flops` operations per second;
+    `flops_per_token`: model FLOPs of a token."""
 
     seconds: float
     tokens: int
@@ -170,7 +170,7 @@ def layer_intensities(shape: ModelShape, layout: PlannedLayout) -> dict[str, flo
     gates = 2 if shape.gated else 1
     width = shape.query_width / t
     if shape.attention == "gqa":
-        width += 2 * max(shape.kv_width / t, shape.head_dim)
+        width += 2 * max(shape.kv_width / t, shape.head_dim)  # at least one head on a rank
     intensities = {"attention": product_intensity(layout.tokens, h, width, w)}
     kinds = shape.kind_counts
     if any(not kind.moe for kind in kinds):
@@ -186,8 +186,9 @@ def layer_intensities(shape: ModelShape, layout: PlannedLayout) -> dict[str, flo
 
 # Bytes of the key-value cache of a model that generates.
 #
-# Bytes per token: GQA 2 L h_kv w; MLA L (r_kv + d_r) w, because all heads share the latent and the
-# rotary key. ``4 b L h (s + n)`` is the multi-head 16-bit case.
+# Bytes per token, for L layers and w bytes a number: GQA 2 L h_kv w, with h_kv the width of all
+# key/value heads; MLA L (r_kv + d_r) w, because all heads share the latent and the rotary key.
+# Multi-head attention in 16 bit comes to 4 b L h (s + n) for b sequences of s + n tokens.
 
 
 class CacheSize(NamedTuple):

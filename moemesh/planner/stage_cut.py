@@ -34,14 +34,16 @@ def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """The cut with equal inner and equal outer stages whose heaviest stage is lightest, with
-    embedding and head counted by their weights. For frameworks that count the tables as layers."""
+    """The cut whose heaviest stage is lightest, if the inner stages are equal and the outer two are
+    equal. Embedding and head count as layers by their share of a layer's weights, as in frameworks
+    that cut this way."""
     if num_stages < 3:
         return even_cut(shape, num_stages)
     share = shape.vocab_size * shape.hidden_size / layer_weights(shape, shape.is_moe).total
     layers = shape.num_layers
 
     def heaviest(outer: int) -> tuple[float, int]:
+        """Layers of the heaviest stage, for `outer` layers on each outer one; ties: more outer."""
         inner = -(-(layers - 2 * outer) // (num_stages - 2))
         return max(outer + share, inner), -outer
 
@@ -58,7 +60,7 @@ def with_values(layout: PlannedLayout, **values: Any) -> PlannedLayout:
 
 
 def pipeline_step(layout: PlannedLayout, microbatches: int | None = None) -> PipelineStep:
-    """The numbers of the layout's schedule; a pipeline of one rank has a simple one."""
+    """The sizes of the layout's schedule. A pipeline of one rank runs GPipe's or 1F1B's order."""
     count = layout.microbatches if microbatches is None else microbatches
     if layout.pp == 1:
         schedule = "gpipe" if layout.schedule in ("gpipe", "terapipe") else "1f1b"

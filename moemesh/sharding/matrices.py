@@ -26,17 +26,16 @@ class Matrix(NamedTuple):
 
 
 def matrices(name: str, shape: Sequence[int]) -> tuple[Matrix, ...]:
-    """The matrices of the tensor `name` of logical `shape`; none where the name has none."""
+    """The matrices of the tensor `name` of logical `shape`; empty for a tensor of another kind."""
     if not has_matrices(name):
         return ()
     leaf = name.rpartition(".")[2]
     if leaf == "gate_up":  # [2, width, hidden]
         parts = [(slice(place, place + 1),) for place in range(shape[0])]
-    elif leaf == "qkv":  # [key heads, query heads of each + 2, head, hidden]
-        last = shape[1]
-        whole = slice(0, shape[0])
-        ends = ((0, last - 2), (last - 2, last - 1), (last - 1, last))
-        parts = [(whole, slice(*end)) for end in ends]
+    elif leaf == "qkv":  # [key heads, query heads of each + key + value, head size, hidden]
+        groups, heads = slice(0, shape[0]), shape[1]
+        ends = ((0, heads - 2), (heads - 2, heads - 1), (heads - 1, heads))
+        parts = [(groups, slice(*end)) for end in ends]
     else:  # one matrix, with rows in all dims but the last
         parts = [(slice(0, shape[0]),)]
     rows = [[part.stop - part.start for part in box] + [*shape[len(box) : -1]] for box in parts]
@@ -45,7 +44,7 @@ def matrices(name: str, shape: Sequence[int]) -> tuple[Matrix, ...]:
     )
 
 
-#: (source, destination) -> parts on the way.
+#: (source, destination) -> parts that the source sends to the destination, in order.
 Parts: TypeAlias = dict[tuple[int, int], list[Part]]
 
 
@@ -87,7 +86,7 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, MatrixExchan
         for part in parts:
             holders.setdefault(part.name, {}).setdefault(part, []).append(rank)
     work = [0] * len(parts_by_rank)
-    found: dict[str, MatrixExchange] = {}
+    by_unit: dict[str, MatrixExchange] = {}
     for name in sorted(holders, key=lambda name: (-_work(holders[name]), name)):
         by_part = holders[name]
         if all(part.sizes == part.shape for part in by_part):
@@ -96,7 +95,7 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, MatrixExchan
             sorted({rank for ranks in by_part.values() for rank in ranks}), key=work.__getitem__
         )
         work[owner] += _work(by_part)
-        unit = found.setdefault(unit_of(name), MatrixExchange())
+        unit = by_unit.setdefault(unit_of(name), MatrixExchange())
         unit.owners[name] = owner
         for part, ranks in sorted(by_part.items()):
             if owner not in ranks:
@@ -104,7 +103,7 @@ def exchanges(parts_by_rank: Sequence[Sequence[Part]]) -> dict[str, MatrixExchan
             for rank in ranks:
                 if rank != owner:
                     unit.back.setdefault((owner, rank), []).append(part)
-    return dict(sorted(found.items()))
+    return dict(sorted(by_unit.items()))
 
 
 def _work(by_part: Iterable[Part]) -> int:

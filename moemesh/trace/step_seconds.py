@@ -11,7 +11,7 @@ from typing import Any
 #: Parts of forward and backward passes, without the exchanges inside of them.
 ATTENTION, EXPERTS, DENSE_MLPS, HEAD = "attention", "experts", "dense MLPs", "head and loss"
 PASSES: tuple[str, ...] = (ATTENTION, EXPERTS, DENSE_MLPS, HEAD)
-#: All passes together, where their parts are not measured apart.
+#: All passes together, if their parts cannot be measured separately.
 TOGETHER = "forward and backward"
 #: Sums of gradients without their communication, and the update.
 OPTIMIZER = "optimizer"
@@ -48,8 +48,8 @@ class StepSeconds:
         return _mean(list(self.ranks.values()))
 
     def mean_predicted(self) -> dict[str, float]:
-        """Predicted seconds of the mean rank by part. Where passes are measured together, so are
-        they predicted."""
+        """Predicted seconds of the mean rank by part. If passes are measured together, their
+        predictions are summed, too."""
         predicted, measured = _mean(list(self.predicted.values())), self.mean()
         if TOGETHER in measured and predicted:
             passes = sum(predicted.pop(part, 0.0) for part in PASSES)

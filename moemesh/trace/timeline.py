@@ -1,8 +1,8 @@
 """Timelines: one type for simulated, virtual and measured time.
 
 A pipeline simulator, a virtual clock and running ranks all produce a :class:`Timeline`, so that
-they can be compared. A record starts when its inputs have arrived; the time of waiting for them,
-before `start`, is `wait`, so that *busy* means the same for all sources.
+they can be compared. A record starts when its inputs have arrived; `wait` is the time before
+`start` in which the rank waited for them. So *busy* means the same for all sources.
 
 An overlapped block (the forward of one microbatch with the backward of another) is several records
 of one rank with the same start and end; nested spans are records inside each other. Statistics take
@@ -87,8 +87,8 @@ class WorkRecord:
 
 
 def of_blocks(records: Iterable[WorkRecord]) -> Iterable[WorkRecord]:
-    """The records, of each overlapped block (equal rank, start and end) the first only: the others
-    share its time."""
+    """The records without repeated times: of an overlapped block (equal rank, start and end) only
+    the first."""
     firsts: dict[tuple[int, float, float], WorkRecord] = {}
     for record in records:
         firsts.setdefault((record.rank, record.start, record.end), record)
@@ -176,7 +176,7 @@ class Timeline(Shown):
         return tuple(statistics)
 
     def of_kind(self, kind: str) -> Timeline:
-        """The records of this kind; their ranks' statistics are those of these records."""
+        """A timeline with the records of this kind alone."""
         return replace(self, records=tuple(r for r in self.records if r.kind == kind))
 
     def by_rank(self) -> dict[int, list[WorkRecord]]:

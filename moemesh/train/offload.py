@@ -28,11 +28,11 @@ class HostGradients:
         self._flat: dict[ReplicatedBucket, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
         for bucket in reducer.buckets:
-            sums, own = bucket.own_sums(), bucket.own_gradients()
+            sums, gradients = bucket.own_sums(), bucket.own_gradients()
             flat = torch.empty(sums.numel(), dtype=sums.dtype, pin_memory=True)
             self._flat[bucket] = flat
             for name, place in bucket.own_places().items():
-                self._tensors[name] = flat[place].view(own[name].shape)
+                self._tensors[name] = flat[place].view(gradients[name].shape)
         self._device = reducer.mesh.device
         self._stream = torch.cuda.Stream(self._device)
         #: Whether copies of weights from this memory to the device may be pending.
@@ -61,10 +61,11 @@ class HostGradients:
     @torch.no_grad()
     def send(self, masters: Mapping[str, Tensor], weights: Mapping[str, nn.Parameter]) -> None:
         """Start to copy the masters, rounded, into the weights on the device."""
-        if self._is_sending:
+        if self._is_sending:  # the device still reads the memory
             torch.cuda.current_stream(self._device).synchronize()
         self._is_sending = True
         for name, weight in weights.items():
+            # The memory of the gradient, as wide as a weight or wider, holds the rounded weight.
             memory = self._tensors[name].view(-1).view(weight.dtype)
             rounded = memory[: weight.numel()].view(weight.shape)
             rounded.copy_(masters[name])

@@ -23,9 +23,11 @@ from moemesh.train.records.run_folder import RunFolder
 
 
 class ArraySource(Protocol):
-    """Samples: those of a run's data, or of a bundle."""
+    """Samples of a run's data, or of a bundle."""
 
-    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]: ...
+    def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays "tokens", "targets", ... [samples, positions] of the samples `ids`."""
+        ...
 
 
 def own_batches(
@@ -38,13 +40,15 @@ def own_batches(
     """
     batches: list[Batch] = []
     for rows in own_rows(len(ids), mesh, num_parts):
-        arrays = {name: torch.from_numpy(one) for name, one in samples.arrays(ids[rows]).items()}
+        sampled = samples.arrays(ids[rows])
+        arrays = {name: torch.from_numpy(array) for name, array in sampled.items()}
         batch = Batch(
             tokens_BS=arrays["tokens"],
             targets_BS=arrays["targets"],
             sequences_B=torch.arange(rows.start, rows.stop),
             valid_BS=arrays.get("valid"),
             loss_mask_BS=arrays.get("loss_mask"),
+            # Documents of tokens and targets: one position more than there are tokens.
             documents_BS=arrays["documents"][:, :-1] if "documents" in arrays else None,
             seed=seed,
             step=step,

@@ -62,11 +62,12 @@ class Optimizer:
         mesh: Mesh | None = None,
         host: HostGradients | None = None,
     ) -> None:
-        """`scales`: names of those that do not decay (None: those of one dim); `publish` sends
-        updated parameters to other ranks: all ranks then call what changes them together. `parts`
-        and `mesh`, for an optimizer that updates whole matrices: this rank's parts of local tensors
-        (:func:`~moemesh.train.owned.owned_shards`), and its place. `host`: gradients in host
-        memory, which then also holds masters and states."""
+        """`scales`: names of parameters without weight decay (None: those of one dim). `publish`
+        sends updated parameters to other ranks; all ranks must then call :meth:`step`,
+        :meth:`restore` and :meth:`load_state` together. `parts` and `mesh` are needed by an
+        optimizer that updates whole matrices: `parts` returns this rank's parts of local tensors
+        (:func:`~moemesh.train.owned.owned_shards`). `host`: gradients in host memory, which then
+        also holds masters and states."""
         self._row, self._config = OPTIMIZERS[config.optimizer], config
         self.num_updates = 0
         self._parameters, self._publish, self._host = dict(parameters), publish, host
@@ -120,7 +121,9 @@ class Optimizer:
     @torch.no_grad()
     def round_masters(self) -> None:
         """Copy the masters into the parameters that are not their own master, and publish."""
-        rounded = [name for name, own in self._parameters.items() if self.masters[name] is not own]
+        rounded = [
+            name for name, weight in self._parameters.items() if self.masters[name] is not weight
+        ]
         if self._host is not None:
             self._host.send(self.masters, self._parameters)
         elif rounded:
@@ -141,7 +144,7 @@ class Optimizer:
 
     @torch.no_grad()
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Be, to the bit, as when `snapshot` was taken; its tensors become the optimizer's."""
+        """Restore the state of :meth:`snapshot` to the bit; its tensors become the optimizer's."""
         self.num_updates = snapshot["num_updates"]
         for name, master in self.masters.items():
             master.copy_(snapshot["masters"][name])
@@ -155,34 +158,34 @@ class Optimizer:
         return (*self._row.matrix_states, *self._row.states)
 
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of state that exist, the same on every rank, whatever it owns."""
+        """The kinds of state that exist; the same on every rank, also on one that owns no part."""
         row = self._row
         has_states = not row.states_need or getattr(self._config, row.states_need)
         return self.state_names() if self.num_updates and has_states else ()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Kind ("exp_avg", ...) -> parameter name -> tensor of the local shape; empty at step 0."""
-        found: dict[str, dict[str, Tensor]] = {}
+        states: dict[str, dict[str, Tensor]] = {}
         for kind in self.state_names():
             for name, master in self.masters.items():
                 tensor = self._torch.state[master].get(kind)
                 if tensor is not None:
-                    found.setdefault(kind, {})[name] = tensor
-        return found
+                    states.setdefault(kind, {})[name] = tensor
+        return states
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]], num_updates: int) -> None:
-        """Restore what :meth:`state` returned after `num_updates` updates (skipped steps are none).
-
-        Parameters without a state, such as after a change of the optimizer, start afresh.
-        """
+        """Restore what :meth:`state` returned after `num_updates` updates; skipped steps do not
+        count. Parameters without a state, such as after a change of the optimizer, start with a new
+        one."""
         self._torch.state.clear()
         for kind, tensors in state.items():
             for name, tensor in tensors.items():
-                own = self._torch.state[self.masters[name]]
-                own[kind] = tensor
+                master_state = self._torch.state[self.masters[name]]
+                master_state[kind] = tensor
                 if self._row.counts_steps and kind in self._row.states:
-                    # Where the fused kernel of an accelerator reads it; on the CPU it would refuse.
-                    own["step"] = torch.tensor(float(num_updates), device=self.masters[name].device)
+                    # A fused kernel on an accelerator refuses a step on the CPU.
+                    device = self.masters[name].device
+                    master_state["step"] = torch.tensor(float(num_updates), device=device)
         self.num_updates = num_updates if state else 0
         self.round_masters()
 

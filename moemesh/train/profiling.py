@@ -17,6 +17,7 @@ from moemesh.trace.profile import FOLDER, PLAIN, WARM_UP
 from moemesh.train.session import Session, Steps
 from moemesh.train.step import FinishedStep
 
+#: Number of exchanges between all ranks that bound the offsets of their clocks.
 _HANDSHAKES = 8
 
 
@@ -31,10 +32,13 @@ class ProfiledSteps:
 
     def __init__(self, session: Session, steps: Steps, num_steps: int) -> None:
         self._session, self._steps, self._num_steps = session, steps, num_steps
+        #: Number of steps so far, warm-up included.
         self._taken = 0
         self._profile: Any = None
+        #: Timeline records of the profiled and of the plain steps.
         self._phases: list[dict[str, Any]] = []
         self._plain: list[dict[str, Any]] = []
+        #: Seconds of the plain steps, and those in which this rank waited for others.
         self._seconds = self._waited = 0.0
 
     def advance(self, first: int) -> FinishedStep:
@@ -78,8 +82,8 @@ class ProfiledSteps:
         file = folder / f"rank-{rank:05d}.json"
         self._profile.export_chrome_trace(str(file))
         self._profile = None
-        # Calendar seconds before and after exchanges of all ranks: no rank returns from one before
-        # every rank has begun it.
+        # Calendar seconds before and after an exchange of all ranks. A rank returns from it after
+        # every rank has begun it, which bounds the offset of two clocks.
         readings: list[tuple[float, float]] = []
         for _ in range(_HANDSHAKES):
             before = time.time()

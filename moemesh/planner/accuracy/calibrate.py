@@ -1,11 +1,11 @@
 """Fitting the constants of the time model to measured runs, and its errors on held-out sources.
 
 All constants are positive, so their logarithms are fitted. The loss of a run is a pseudo-Huber
-function of log(predicted / measured) in units of 2 %, square near zero and linear for large errors,
-so that a mislabelled row has bounded influence. Each shared constant has a normal prior around its
-default, each deviation one around zero, with its own width: a cluster with three rows moves little,
-one with a hundred rows determines its values. A fit always starts at the priors, because a start at
-the fit of all runs would contain information on held-out ones.
+function of log(predicted / measured) in units of 2 %: quadratic near zero, linear for large errors,
+so that a mislabelled row has bounded influence. Shared constants have a normal prior around their
+default, deviations a normal prior around zero, each with a width of its own. So three rows move the
+constants of a cluster little, and a hundred rows determine them. Every fit starts at the priors,
+because the fit of all runs contains information on held-out ones.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _WEIGHTS = {"C": 0.2}
 
 
 class TimedRuns:
-    """Measured runs as columns, and their step times as a function of the logarithms of their
-    constants, `values` [constants, runs]. `weights` are 0 for held-out runs."""
+    """Measured runs as columns, and their step times as a function of `values` [constants, runs],
+    the logarithms of the constants of each run. `weights` are 0 for held-out runs."""
 
     def __init__(self, runs: Sequence[PublishedRun]) -> None:
         self.columns: Columns = run_columns(runs)
@@ -80,7 +80,8 @@ class TimedRuns:
         self._touch(touched.T)
 
     def _touch(self, touched: NDArray[np.bool_]) -> None:
-        """Set the (constant, run) pairs with nonzero slopes, and one set of columns for all."""
+        """Set the (constant, run) pairs with nonzero slopes, and for each pair the columns of its
+        run: one call then prices the runs of all pairs, each with one constant moved."""
         self._constant, self._run = np.nonzero(touched)
         self._moved: Columns = (
             picked(self.columns[0], self._run),
@@ -93,7 +94,8 @@ class TimedRuns:
         return _log_seconds(self.columns, values) - self.log_seconds
 
     def slopes(self, values: FloatArray, errors: FloatArray) -> FloatArray:
-        """d errors / d values [runs, constants], at values with these `errors`."""
+        """d errors / d values [runs, constants] by finite differences; `errors` are those at
+        `values`."""
         moved = values[:, self._run]
         moved[self._constant, np.arange(len(self._run))] += _STEP
         rise = _log_seconds(self._moved, moved) - (errors + self.log_seconds)[self._run]
@@ -119,7 +121,7 @@ class _Unknowns(TimedRuns):
         self.width: FloatArray = SPREADS
         #: Per level (cluster, stack, release): name -> slice of its factors in the vector.
         self._levels: list[dict[str, slice]] = []
-        #: (runs, index of the unknown for each run, index of the constant).
+        #: Unknowns added to a constant: (runs, index of the unknown of each of them, constant).
         self._moves: list[tuple[NDArray[np.int64], NDArray[np.int64], int]] = []
         self._keys = [
             [run.cluster for run in runs],
@@ -148,8 +150,8 @@ class _Unknowns(TimedRuns):
         return values
 
     def fit(self) -> FloatArray:
-        """The unknowns of least loss, starting at their priors: Gauss-Newton steps with reweighted
-        runs, solved in the space of runs, and halved if the loss rises."""
+        """The unknowns of least loss, from their priors: Gauss-Newton steps with reweighted runs. A
+        step solves a system with one row for each run, and is halved if the loss rises."""
         rows = np.nonzero(self.weights > 0)[0]
         best, step, least = self.prior, np.zeros(len(self.prior)), np.inf
         for _ in range(_MOST_ITERATIONS):
@@ -157,6 +159,7 @@ class _Unknowns(TimedRuns):
             values = self.values(unknown)
             every_error = self.errors(values)
             errors = every_error[rows]
+            # Pseudo-Huber: about |error| / scale for large errors.
             bent = np.sqrt(1 + (errors / _SCALE) ** 2)
             loss = 2 * np.sum(self.weights[rows] * (bent - 1))
             loss += np.sum(((unknown - self.prior) / self.width) ** 2)
@@ -167,7 +170,7 @@ class _Unknowns(TimedRuns):
                 return unknown
             best, least = unknown, loss
             shared = self.slopes(values, every_error)[rows]
-            # A deviation has the same slope as the shared constant.
+            # The logarithm of a factor has the same slope as that of the constant it multiplies.
             slopes = np.zeros((len(every_error), len(unknown)))
             slopes[rows, : len(NAMES)] = shared
             for moved, place, constant in self._moves:
@@ -204,10 +207,12 @@ def factors_of(names: Iterable[str], logs: FloatArray) -> dict[str, float]:
 
 #: Error of a good row: differences of 1 to 2 % inside one study are significant.
 _SCALE = 0.02
+#: Largest change of an unknown in a step, and largest number of steps.
 _MOST_STEP = 0.7
 _MOST_ITERATIONS = 80
 #: A gain below this share of the loss ends the search.
 _LEAST_GAIN = 1e-4
+#: Largest number of fits with microbatches chosen by the fit before.
 _ROUNDS = 2
 
 #: Group that a cross-validation leaves out at once: a cluster's runs of one model on one number of
@@ -248,7 +253,7 @@ def fit(runs: Sequence[PublishedRun], start: Calibration) -> Calibration:
 def cross_validate(
     runs: Sequence[PublishedRun], start: Calibration, *, left_out: LeftOut = "group"
 ) -> list[Prediction]:
-    """Each run predicted by a fit without the runs of its group. Rows of one group are similar, and
+    """Prediction of each run by a fit without the runs of its group. Rows of one group are similar:
     a random split would underestimate the errors. All constants are refitted for each group."""
     usable = measured_runs(runs)
     fits = left_out_calibrations(runs, start, left_out=left_out)

@@ -1,4 +1,4 @@
-"""Changes with which a model fits that does not fit its cluster, each with its seconds a step."""
+"""Changes that make a model fit its cluster, each with its seconds a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _MOST_TIMES = 64
 #: Shortest sequence that is tried.
 _SHORTEST = 512
 
-#: Options of a run that needs less memory, and the fields of its layouts; the best first.
+#: Options of `moemesh plan` that need less memory -> fields of the layouts (`Space.trained`); the
+#: best first.
 Tunings = Mapping[str, Mapping[str, Any]]
 #: All layouts of the model on a cluster in a space.
 Search = Callable[[Cluster, Space], SearchSpace]
@@ -35,11 +36,16 @@ def remedies(
     tunings: Sequence[Tunings],
     progress: Callable[[str], None],
 ) -> Iterator[str]:
-    """The options of `moemesh plan` that make the model fit: the smallest number of nodes that is
-    the given one times a power of two, fewer weights that train, the rest in fewer bits or the
-    optimizer on the hosts (of each group of `tunings` the first that fits; if none does, with the
-    longest half, quarter, ... of the sequence with which any does), and the packaged cluster of at
-    least as many devices with the least memory a device."""
+    """Options of `moemesh plan` that make the model fit, in this order:
+
+    - the smallest number of nodes that is the given one times a power of two;
+    - of each group of `tunings` the first that fits: fewer weights train, the others have fewer
+      bits, the optimizer is on the hosts;
+    - if none fits, the longest half, quarter, ... of the sequence with which one of them, or no
+      option, fits;
+    - the first packaged cluster, by the memory of a device, that has more memory a device and on
+      which the model fits, with at least as many devices.
+    """
     search = partial(SearchSpace, shape, progress=progress)
     nodes = cluster.nodes * 2
     while nodes <= cluster.nodes * _MOST_TIMES and nodes * cluster.gpus_per_node <= LARGEST_DEGREE:

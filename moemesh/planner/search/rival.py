@@ -147,7 +147,7 @@ _FIXED = (*DEGREES, "stages_per_rank", "microbatch", "microbatches")
 _SEARCHED = (*_FIXED, "schedule", "data", "zero", "recompute", "attention_exit")
 #: Value of `data` that no search varies: it is set on the best layout without ZeRO.
 _SERVER = "parameter_server"
-#: Codes of problems that do not depend on the other degrees.
+#: Codes of problems that remain whatever the degrees are.
 _WORDS = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
 #: Largest share of a step that is attributed to rounding.
 _EQUAL = 1e-9
@@ -158,11 +158,11 @@ MEMORY_PARTS = ("states", "activations", "logits", "working")
 class Rival:
     """Comparison of a user's layout with the best one.
 
-    `problems` are the reasons if it is illegal. Else `candidate` is the best layout with the user's
-    values and `short` the bytes by which it exceeds the device (0 if it fits). `slower`, `parts`
-    and `memory` are differences to the best layout: seconds of a step, seconds of each part
-    (largest first), and bytes of each part of the memory. `nearest` is the smallest change that
-    fits; `beyond` are the assumptions and limits of the search that the layout violates.
+    An illegal layout has `problems` and nothing else. Of a legal one `candidate` is the best layout
+    with the user's values, and `short` the bytes by which it exceeds the device (0 if it fits).
+    `slower`, `parts` and `memory` are this layout minus the best one: seconds of a step, seconds of
+    each part (largest first), bytes of each part of the memory. `nearest` is the smallest change
+    that fits; `beyond` are the assumptions and limits of the search that the layout violates.
     """
 
     #: The user's text.
@@ -201,8 +201,7 @@ class Rival:
 
 def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int) -> dict[str, Any]:
     """The keys of a user's layout ("tp=8,ep=64,data=zero3"), for :func:`why_not`. Raises
-    ConfigError for an unreadable text, and with every key and value that is wrong with any
-    degrees."""
+    ConfigError for an unreadable text, and for keys and values that no other degrees make legal."""
     table = plan_table(asked)
     for name in ("seq_len", "global_batch"):
         table.pop(name, None)
@@ -303,7 +302,7 @@ def _nearest_legal(problem: Problem, table: Mapping[str, Any], search: SearchSpa
     elif problem.code != "no-plan":
         return problem.fix
     for key in keys:
-        # Values with which the space has a layout with all other values of the table.
+        # Legal values of `key` in layouts with all other values of the table.
         rest = {name: value for name, value in table.items() if name != key}
         space, _ = _space_of(rest, search.space)
         space = replace(space, largest_microbatch=space.global_batch, tensor_inside_node=False)
@@ -337,7 +336,8 @@ def _world_problems(table: Mapping[str, Any], devices: int) -> list[Problem]:
 
 
 def _why_illegal(table: Mapping[str, Any], model: Model, space: Space) -> tuple[Problem, ...]:
-    """The broken rules of the completion that breaks the fewest."""
+    """The broken rules of a table without a legal layout: it is completed with every pp and the
+    rest of the devices in dp, tp or cp, and the completion with the fewest problems counts."""
     problems: list[list[Problem]] = []
     open_keys = [key for key in ("dp", "tp", "cp") if key not in table]
     for pp in [table["pp"]] if "pp" in table else divisors(space.num_devices):

@@ -199,19 +199,19 @@ class DispatchTraffic:
             if any(rows > self._slots for item in sent for rows in item.rows):
                 dispatcher = DISPATCHERS[dispatcher.fallback]
         hops = dispatcher.hops
-        # A row that represents a token carries the ids and weights of all its slots.
+        # A row that represents a token carries the ids and weights of all its experts.
         peers = lines.members("ep_etp" if dispatcher.is_gathered else "ep")
-        slots = max(self.sent_by(peer).slots for peer in peers)
+        chosen = max(self.sent_by(peer).slots for peer in peers)
         for hop in hops:
-            yield from self._plan_messages(hop, slots)
+            yield from self._plan_messages(hop, chosen)
         callers = (_WEIGHTS, _DISPATCH, _COMBINE)
         entries = [(caller, hop) for caller in callers for hop in hops]
-        if dispatcher.is_node_aware:
+        if dispatcher.is_node_aware:  # all exchanges of a hop together
             entries.sort(key=lambda entry: hops.index(entry[1]))
         exact = plan.combine == "exact"
         for caller, hop in entries:
             if caller == _WEIGHTS:
-                width = max(self.element, 4) * (slots if hop.is_of_tokens else 1)
+                width = max(self.element, 4) * (chosen if hop.is_of_tokens else 1)
                 yield self._travel(hop, "forward", caller, width)
                 yield self._travel(hop, "backward", caller, width, home=True)
             elif caller == _DISPATCH:
@@ -226,7 +226,7 @@ class DispatchTraffic:
                     # once for each rank.
                     tokens = sum(item.tokens for item in sent)
                     visited = plan.etp * sum(sum(item.visits) for item in sent)
-                    is_dense = tokens * slots <= self.spare_rows or visited >= tokens * len(sent)
+                    is_dense = tokens * chosen <= self.spare_rows or visited >= tokens * len(sent)
                 if is_dense:
                     yield self._travel(hop, "forward", caller, self.plain, home=True)
                     yield self._travel(hop, "backward", caller, self.plain)
@@ -246,15 +246,15 @@ class DispatchTraffic:
             for hop in home:
                 yield self._travel(hop, "backward", _COMBINE, self.plain)
 
-    def _plan_messages(self, hop: HopRows, slots: int) -> Iterator[Transfer]:
-        """Messages that announce the rows of a hop: counts and ids."""
+    def _plan_messages(self, hop: HopRows, chosen: int) -> Iterator[Transfer]:
+        """Messages that announce the rows of a hop: counts, and ids of `chosen` experts a token."""
         plan, counts = self.plan, ("forward", _COUNTS)
         if hop.rows == "slots":
             return  # their headers carry both
         if hop.rows == "tokens":
             each = [1.0] * plan.ep * plan.etp
             yield _sized(hop.axis, "all_gather", *counts, (each,), _INT64)
-            yield self._travel(hop, *counts, slots * _INT64)
+            yield self._travel(hop, *counts, chosen * _INT64)
             return
         # ep and etp: tokens and pairs, or rows of each expert of a rank, spare slots included (etp:
         # from each ep index). ep_rail: tokens of a node, then tokens and pairs (packed into one
@@ -270,7 +270,7 @@ class DispatchTraffic:
         elif self.counts:
             yield _sized(hop.axis, "all_to_all", *counts, (block, block), _INT64)
         if hop.is_of_tokens:
-            yield self._travel(hop, *counts, _INT32 * (slots + 1))
+            yield self._travel(hop, *counts, _INT32 * (chosen + 1))
 
     def _travel(
         self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False
@@ -356,9 +356,9 @@ def replicated(
     element: int,
     routed: Callable[[int], SentRows],
 ) -> tuple[list[Transfer], Callable[[int], SentRows]]:
-    """The transfers of the weights of replicas for one chunk of tokens of one layer, in the ep_etp
-    group of `lines`, whose ranks send the rows `routed` without replicas; and the rows that a rank
-    sends with them, by the rank of their place instead of their home."""
+    """Transfers of the weights of replicas, and the rows that a rank sends with replicas: by the
+    rank of their place instead of their home. For one chunk of one layer, in the ep_etp group of
+    `lines`; without replicas its ranks send the rows `routed`."""
     experts, ep_index = model.num_experts, lines.coordinates["ep"]
     table = np.array([routed(peer).by_expert for peer in lines.members("ep_etp")], dtype=np.int64)
     #: [P, X, E] tokens of every rank of the group; [P, E] of all lanes of an ep index.

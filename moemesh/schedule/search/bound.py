@@ -1,12 +1,14 @@
 """Lower bounds on the span and the makespan of any order of a placement.
 
-Three arguments for every rank, with the shortest time of each operation over the microbatches:
+The journey of a microbatch is its way from a rank to the last stage and back. Three arguments for
+every rank, with the shortest time of each operation over the microbatches:
 
-* until its first input gradient a rank can only run forwards, as many as memory holds, while one
-  microbatch travels to the last stage and back;
-* after its last forward it can only run the gradients that memory could hold, while that
-  microbatch travels;
-* a context lives at least as long as that journey, so memory times time is limited.
+* Until its first input gradient a rank can only run forwards, at most as many as fit into memory,
+  and this takes at least a journey.
+* After its last forward it can only run gradients of microbatches that were in memory, and this
+  takes at least the journey of the last one.
+* A context is in memory at least as long as its journey, so all contexts together need at least
+  their memory times that time.
 """
 
 from __future__ import annotations
@@ -55,18 +57,20 @@ def shortest_times(problem: SearchProblem, full: list[float], block: float = mat
 
 
 def lower_bound(problem: SearchProblem, times: Shortest) -> float:
-    """No schedule of this placement and memory has a smaller objective."""
+    """The bound, by the work and the waits of each rank: no schedule of this placement and memory
+    has a smaller objective."""
     bounds: list[float] = []
     for rank in range(problem.num_ranks):
         first, last = problem.stages[rank][0], problem.stages[rank][-1]
         m, owned, cap = problem.num_microbatches, problem.stages[rank], problem.rooms[rank]
         up, down = _forwards(times, first, last), _backwards(times, last, first)
-        # From the end of the last stage's forward here until its input gradient here may start.
+        # Time from a forward on the rank's last stage until the input gradient there may start.
         around = _round_trip(times, last, problem.num_stages)
-        # (time, size in memory): forwards held at once, gradients held back at once.
+        # (time, size in memory) of forwards before the first gradient, and of gradients that are
+        # due after the last forward.
         held: list[tuple[float, float]] = []
         owed: list[tuple[float, float]] = []
-        # The least times of whole backwards.
+        # Shortest time of the backward of each microbatch.
         least: list[float] = []
         backwards = problem.num_stages * m
         for stage in owned:
@@ -77,8 +81,8 @@ def lower_bound(problem: SearchProblem, times: Shortest) -> float:
                 owed.append((weight, kept))
                 owed.append((inner, problem.whole[stage] - kept))
                 least.append(min(inner + weight, times.full[stage]))
-        # Least busy time of the rank, with every block that helps. The rounding of a sum must not
-        # lift the bound above a cost that is reached.
+        # Least busy time of the rank, with an overlapped block for every pair that it makes
+        # shorter. fsum: rounding must not lift the bound above a cost that a schedule reaches.
         forwards = [cost for cost, _ in held]
         pairs = zip(sorted(forwards), sorted(least), strict=True)
         busy = math.fsum(forwards) + math.fsum(least)
@@ -86,7 +90,7 @@ def lower_bound(problem: SearchProblem, times: Shortest) -> float:
         idle_before = max(0, up + around - _knapsack(held, problem.caps[rank]))
         after = around + down + times.rest(first)
         idle_after = max(0, after - _knapsack(owed, problem.caps[rank]))
-        # With room for every forward the two waits may be one.
+        # If all forwards fit into memory, the same journey may cause both waits.
         fits = m * sum(problem.whole[stage] for stage in owned) <= cap
         idle = max(idle_before, idle_after) if fits else idle_before + idle_after
         span = max(busy + idle, _memory_bound(problem, times, rank))
@@ -131,7 +135,8 @@ def _round_trip(times: Shortest, stage: int, stages: int) -> float:
 
 
 def _knapsack(items: list[tuple[float, float]], room: float) -> float:
-    """At most the value of items (value, size) that fit in `room`, the last one in part."""
+    """Upper bound of the value of items (value, size) that fit into `room`: the most valuable per
+    size first, the last one in part."""
     total: float = 0
     for value, size in sorted(items, key=lambda item: item[1] / item[0] if item[0] else math.inf):
         if size <= 0:
@@ -159,7 +164,7 @@ def _memory_bound(problem: SearchProblem, times: Shortest, rank: int) -> float:
         area += problem.whole[stage] * life + kept * times.rest(stage)
     bound = m * area / cap
     if len(lives) == 1:
-        # A single stage holds whole contexts: they take turns.
+        # With a single stage a rank holds whole contexts, at most `at_once`: they take turns.
         ((stage, life),) = lives.items()
         whole, room = problem.whole[stage], problem.rooms[rank]
         at_once = math.floor(room / whole) if whole else m

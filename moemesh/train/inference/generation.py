@@ -39,16 +39,17 @@ Choose = Callable[[Tensor], int]
 
 
 class KeyValueCache(SliceState):
-    """The cache of a growing sequence, without autograd.
+    """The cache of growing sequences, without autograd.
 
     When a layer's buffer is full, it is replaced by one of twice the length, so that most tokens
     are appended without a copy of the others.
     """
 
-    #: Auxiliary losses are for training.
+    #: More slices may follow, so auxiliary losses, which training needs, are not computed.
     is_last = False
 
     def __init__(self) -> None:
+        #: Layer -> number of positions in its buffers, and the buffers of keys and values.
         self._length: dict[int, int] = {}
         self._room: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -69,7 +70,7 @@ class KeyValueCache(SliceState):
         return key, value
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other sequences."""
+        """Keep only the sequences in these rows."""
         for layer, (key, value) in self._room.items():
             index = torch.tensor(rows, dtype=torch.int64, device=key.device)
             self._room[layer] = key[index], value[index]
@@ -90,12 +91,14 @@ class Continuations:
         choosers: Sequence[Choose],
         device: torch.device | str = "cpu",
     ) -> None:
-        """`prompts` of at least one token."""
+        """Each of `prompts` has at least one token and one of `choosers`."""
         self.model, self.choosers, self.device = model, list(choosers), device
         length = max(map(len, prompts))
         self._starts = [length - len(prompt) for prompt in prompts]
         self._ids = [[0] * (length - len(prompt)) + list(prompt) for prompt in prompts]
-        self._cache, self._done = KeyValueCache(), 0
+        self._cache = KeyValueCache()
+        #: Number of positions in the cache.
+        self._done = 0
 
     @torch.no_grad()
     def step(self) -> list[int]:
@@ -181,7 +184,8 @@ class GrowingText:
         self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
         self.max_tokens, self.log = max_tokens, log
         self.tokens: list[int] = []
-        self._said = ""
+        #: Text that `log` has received.
+        self._logged = ""
 
     def add(self, token: int) -> bool:
         """Append a token; returns False at a stop."""
@@ -194,15 +198,15 @@ class GrowingText:
         # Wait for the rest of a character, and of a possible stop text.
         text = decode(self.tokens)
         if not text.endswith(("\ufffd", *(stop[:n] for n in range(1, len(stop))))):
-            self.log(text[len(self._said) :])
-            self._said = text
+            self.log(text[len(self._logged) :])
+            self._logged = text
         return len(self.tokens) < self.max_tokens
 
     def text(self) -> str:
         """The whole text; passes its pending end to `log`."""
         text = self.tokenizer.decode(self.tokens).removesuffix(self.stop)
-        self.log(text[len(self._said) :])
-        self._said = text
+        self.log(text[len(self._logged) :])
+        self._logged = text
         return text
 
 
@@ -267,9 +271,10 @@ def generate(
     as_json: bool = False,
 ) -> int:
     """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
-    returns the exit code. With `chat`, `prompt` is a question in the chat template; None: questions
-    are the lines of stdin. `prompts`: continue those of a file instead, `batch` at a time, number i
-    with the random numbers of ``seed + i``; invalid ones are reported, and the others answered."""
+    returns the exit code. With `chat`, `prompt` is a question in the chat template. `prompt` None:
+    questions are the lines of stdin. `prompts`: continue the prompts of this file instead, `batch`
+    at a time, prompt i (from 0) with the seed ``seed + i``; invalid prompts are reported, and the
+    others continued."""
     config = config_of(source, overrides)
     # Keys and values are cached on every rank, so sequences are not split.
     problems = [
@@ -372,9 +377,9 @@ def generate(
                 numbers = range(first, min(first + batch, len(wanted) + 1))
                 answers = {number: new_answer() for number in numbers if number in rows}
                 choosers = [chooser(temperature, top_p, seed + number - 1) for number in answers]
-                asked_now = [rows[number] for number in answers]
+                batch_ids = [rows[number] for number in answers]
                 answer_together(
-                    parallel.model, asked_now, list(answers.values()), choosers, mesh.device
+                    parallel.model, batch_ids, list(answers.values()), choosers, mesh.device
                 )
                 for number in numbers if mesh.rank == 0 else ():
                     growing, head = answers.get(number), "" if chat else wanted[number - 1]

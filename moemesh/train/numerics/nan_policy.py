@@ -5,8 +5,8 @@ asynchronous schedule update by themselves, and each skips its own). ``train.on_
 ``train.on_spike`` are one of:
 
     alarm     (spikes only) an event; the step counts
-    skip      no rank updates; the samples of the step are read and left out
-    rollback  back to the newest checkpoint; the samples since are read and left out
+    skip      no rank updates; the samples of the step are not trained on
+    rollback  back to the newest checkpoint; the samples since then are not trained on
     stop      the run ends, with the origin of the value in failure.json
 """
 
@@ -25,23 +25,24 @@ from moemesh.trace.run import JUMPED
 from moemesh.train.numerics.nan_check import NonfiniteOrigin
 from moemesh.train.step import StepResult
 
-#: Numbers of losses that the spread is computed from, and, the newest of them, the centre.
+#: Number of last losses for the spread, and for the centre.
 WINDOW, CENTRE = 128, 32
 #: Least number of losses for a score.
 LEAST = 32
+#: Standard deviation of losses over the median of their absolute differences (:class:`Spikes`).
 _TO_DEVIATION = 1.4826 / math.sqrt(2.0)
-#: Least spread: losses that hardly differ (a plateau in low precision) have none to measure by.
+#: Least spread over the centre: losses on a plateau in low precision hardly differ.
 _LEAST_SPREAD = 1e-6
 
 
 class Spikes:
-    """Loss spikes: a robust z-score of each loss against the last ones, the same for equal losses.
-    The centre is the median of the last :data:`CENTRE` losses. The spread is that of the
-    differences of neighbouring losses, so that the slope of a loss that falls does not count: for
-    independent losses of standard deviation s differences have s times the square root of two, and
-    the median of their absolute values, times 1.4826, estimates it whatever a few outliers are (the
-    median absolute deviation of a normal distribution is 0.6745 s). Only a loss above the centre is
-    a spike.
+    """Loss spikes: a robust z-score of each loss against the last ones, (loss - centre) / spread.
+
+    The centre is the median of the last :data:`CENTRE` losses. The spread estimates the standard
+    deviation s of a loss from the differences of neighbouring losses, on which the slope of a
+    falling loss has little influence: differences of independent losses have the deviation
+    sqrt(2) s, and the median of their absolute values is 0.6745 = 1 / 1.4826 of that for a normal
+    distribution. A few outliers hardly move the median. Only a loss above the centre is a spike.
     """
 
     def __init__(self, sigma: float) -> None:
@@ -93,8 +94,8 @@ Examine = Callable[[int, bool], tuple[NonfiniteOrigin, str | None]]
 
 
 class NaNPolicy:
-    """Judges each step once, in order, the same on every rank. ``skipped``: number of consecutive
-    non-finite steps until now; the weights are those before them, and may be the cause."""
+    """Judges each step once, in order, the same on every rank. ``skipped``: number of non-finite
+    steps since the last finite one. They did not change the weights, which may be their cause."""
 
     def __init__(self, train: TrainConfig, log: Callable[[str, str], None]) -> None:
         """`log`: called with text and kind of an event."""
@@ -103,7 +104,9 @@ class NaNPolicy:
         #: Faulty steps: the step, whether its loss jumped (else it is not finite), and the number
         #: of consecutive skipped steps up to it.
         self._faults: list[tuple[int, bool, int]] = []
+        #: `_spiked`: number of consecutive steps with a spike.
         self.skipped = self._spiked = 0
+        #: Origin of the last non-finite step, and the path of the bundle of the first in its row.
         self._finding: NonfiniteOrigin | None = None
         self._bundle: str | None = None
         #: Step of a checkpoint -> number of returns to it.
@@ -201,7 +204,8 @@ class NaNPolicy:
     def _failure(
         self, text: str, origin: NonfiniteOrigin, reason: str, finite_step: int
     ) -> Diverged:
-        """`finite_step`: the last step with finite loss and gradients."""
+        """The error that ends the run, with its advice. `finite_step`: the last step with finite
+        loss and gradients."""
         # Never recommend a command that would end in the same way.
         advice = f"the same command would end in the same way: {self._change()}"
         if origin.is_damage:
