@@ -29,9 +29,11 @@ from moemesh.config.limits import parse_json
 from moemesh.monitor.lease import RunFolderError, describe_holder, holder_now
 
 _NAME = re.compile(r"owner-([1-9][0-9]{0,17})\.json")
+#: Seconds between heartbeats of an owner.
 _HEARTBEAT_SECONDS = 10.0
 #: Seconds without a heartbeat after which an owner is dead; stores may take seconds.
 _OBSERVE_SECONDS = 35.0
+#: Seconds between reads of another run's claim.
 _LOOK_SECONDS = 1.0
 #: Pauses in seconds between reads of an unreadable claim: a file system may show it half written,
 #: or a higher claim may have replaced it.

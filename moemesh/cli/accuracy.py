@@ -97,8 +97,8 @@ def validate_runs(request: ValidateRequest) -> None:
         raise UserError("\n".join([f"no row of {tables} can be priced", *_unpriced(validation)]))
     texts = [] if request.out is None else [(request.out, validation.json_text())]
     drawn: defaultdict[str, list[Prediction]] = defaultdict(list)
-    for one in validation.predictions:
-        drawn[one.run.source or one.run.cluster].append(one)
+    for prediction in validation.predictions:
+        drawn[prediction.run.source or prediction.run.cluster].append(prediction)
     title = "Step time of published runs, predicted and measured"
     if (number := request.own_runs) is not None:
         counts = sorted({0, 4, 12, 50, number})
@@ -106,9 +106,9 @@ def validate_runs(request: ValidateRequest) -> None:
         further += ["", lessons_text(taught, counts, unseen=request.cross)]
         title = f"Step time before and after {number} own runs of each cluster"
         drawn.clear()
-        for one in taught:
-            if one.own in (0, number):
-                drawn[f"after {number}" if one.own else "before"] += one.others
+        for lesson in taught:
+            if lesson.own in (0, number):  # the number of own runs that it was fitted to
+                drawn[f"after {number}" if lesson.own else "before"] += lesson.others
     if request.plot is not None:
         points = [
             Agreement(
@@ -135,8 +135,8 @@ def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen:
     """Table of each cluster's errors after a fit to `counts` of its own runs: median, 95th
     percentile, coverage of the interval. `unseen`: other runs of its stack were left out."""
     rows: dict[str, dict[int, Lesson]] = defaultdict(dict)
-    for one in taught:
-        rows[one.cluster][one.own] = one
+    for lesson in taught:
+        rows[lesson.cluster][lesson.own] = lesson
     known = "whose stack was left out of everything" if unseen else "with what is packaged"
     head = f"step time of a cluster's other runs, {known}, after N own runs: median, p95, and the "
     head += "share of runs in the stated 80 % interval"
@@ -153,7 +153,7 @@ def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen:
         )
         for cluster, after in rows.items()
     ]
-    inside = [[one.within for one in taught if one.own == count] for count in counts]
+    inside = [[lesson.within for lesson in taught if lesson.own == count] for count in counts]
     means = [f"{sum(shares) / len(shares):.0%}" if shares else "" for shares in inside]
     cells.append(("mean of the clusters within", "", *means))
     return f"{head}\n{table(('cluster', 'runs', *map(str, counts)), cells)}"

@@ -331,7 +331,7 @@ class _Rendering:
     def _start(self, turn: int, first: int, header: str) -> int:
         """The place after the header of the turn whose content begins at `first`; `header` is that
         of an answer to a question."""
-        earlier, before = self._messages[:turn], 0
+        earlier, before = self._messages[:turn], 0  # the end of the content before this turn
         try:
             prompt = self._render(earlier, add_generation_prompt=True) if earlier else None
         except BadRecordError:  # a template may refuse a part of a conversation

@@ -34,9 +34,9 @@ def even_cut(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
 
 
 def cut_by_weight(shape: ModelShape, num_stages: int) -> tuple[int, ...]:
-    """The cut whose heaviest stage is lightest, if the inner stages are equal and the outer two are
-    equal. Embedding and head count as layers by their share of a layer's weights, as in frameworks
-    that cut this way."""
+    """Among cuts with equal inner stages and equal outer stages, the one whose heaviest stage is
+    lightest. Embedding and head count as parts of a layer by their weights. For frameworks that
+    count the tables as layers."""
     if num_stages < 3:
         return even_cut(shape, num_stages)
     share = shape.vocab_size * shape.hidden_size / layer_weights(shape, shape.is_moe).total

@@ -222,27 +222,27 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
     if problems := _world_problems(table, space.num_devices):
         return _illegal(asked, table, problems, search)
     narrow, beyond = _space_of(table, space)
-    within = None
+    narrowed = None
     for trainable in dict.fromkeys((space.trainable, False)):
         with suppress(ConfigError):
             limited = replace(narrow, trainable=trainable)
-            within = SearchSpace(search.shape, search.cluster, limited)
+            narrowed = SearchSpace(search.shape, search.cluster, limited)
             break
-    if within is None:
+    if narrowed is None:
         return _illegal(asked, table, _why_illegal(table, model, space), search)
-    if within.space.trainable != space.trainable:
+    if narrowed.space.trainable != space.trainable:
         beyond = (*beyond, "only what `moemesh train` carries out")
-    fitting = within.fitting(within.capacity, 1)
+    fitting = narrowed.fitting(narrowed.capacity, 1)
     # If nothing fits, compare the layout that needs the least memory.
-    candidate = within.candidate(fitting[0] if fitting else within.smallest())
+    candidate = narrowed.candidate(fitting[0] if fitting else narrowed.smallest())
     layout = candidate.layout
     if more := {
         key: value
         for key, value in table.items()
         if (key not in _SEARCHED or value == _SERVER) and value != getattr(layout, key, None)
     }:
-        asked_for = {**plan_table(layout.key), **more}
-        changed = read_plan(asked_for, model=model).layout
+        user_table = {**plan_table(layout.key), **more}
+        changed = read_plan(user_table, model=model).layout
         memory, breakdown = search.pricing.price(search.shape, changed)
         candidate = Candidate(layout=changed, breakdown=breakdown, memory=memory)
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
@@ -252,14 +252,15 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
         beyond = (*beyond, f"cp above {space.largest_context}")
     short = max(candidate.memory.needed - search.capacity, 0.0)
     slower = candidate.seconds - best.seconds
-    now, then = candidate.breakdown, best.breakdown
-    longer = {name: now.get(name, 0.0) - then.get(name, 0.0) for name in {*now, *then} - {"total"}}
+    mine, reference = candidate.breakdown, best.breakdown
+    names = {*mine, *reference} - {"total"}
+    longer = {name: mine.get(name, 0.0) - reference.get(name, 0.0) for name in names}
     parts = sorted(longer.items(), key=lambda item: (-item[1], item[0]))
-    held = [
+    memory_parts = [
         (part, getattr(candidate.memory, part) - getattr(best.memory, part))
         for part in MEMORY_PARTS
     ]
-    held.sort(key=lambda item: -item[1])
+    memory_parts.sort(key=lambda item: -item[1])
     verdict: Verdict = "slower" if slower > 0 else "faster"
     if abs(slower) <= _EQUAL * best.seconds:
         verdict = "equal"
@@ -277,7 +278,7 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
         short=short,
         slower=slower,
         parts=tuple(parts),
-        memory=tuple(held),
+        memory=tuple(memory_parts),
         nearest=nearest,
         beyond=beyond,
     )
