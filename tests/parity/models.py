@@ -159,4 +159,22 @@ HEADS: dict[str, dict[str, Any]] = {
     "one_kv_head": MODEL | {"num_kv_heads": 1},
     "across": MODEL | {"num_heads": 12, "num_kv_heads": 6},
 }
-ALL = MODELS | KINDS | LOSSES | KNOBS | AHEAD | DEEP | HEADS
+
+
+def _joined(*models: dict[str, Any]) -> dict[str, Any]:
+    """`MODEL` with every option in which one of the models differs from it."""
+    return MODEL | {
+        key: value for model in models for key, value in model.items() if MODEL.get(key) != value
+    }
+
+
+#: Options of several of the tables above in one model each.
+COMBINED: dict[str, dict[str, Any]] = {
+    "windows_oss": _joined(KINDS["windows"], KNOBS["bias"], LOSSES["global"]) | OSS,
+    "multiplied_position": _joined(KINDS["multiplied"], LOSSES["position"], KNOBS["bias"]),
+    "over_choice": _joined(KINDS["over_projection"], LOSSES["expert_choice"]),
+    "latent_gate": _joined(KINDS["latent_plain"], KNOBS["gate"]),
+    "noisy_sinkhorn": _joined(LOSSES["sinkhorn"], LOSSES["jitter"]),
+    "windows_ahead": _joined(KINDS["windows"], AHEAD["ahead_two"], LOSSES["microbatch"]),
+}
+ALL = MODELS | KINDS | LOSSES | KNOBS | AHEAD | DEEP | HEADS | COMBINED

@@ -95,7 +95,7 @@ def assert_versions(streamed: Streamed) -> None:
     assert streamed.lags == [stage.lag for stage in stages]
 
 
-@pytest.mark.representative("stash bf16", "2bw dp")
+@pytest.mark.representative("2bw dp")
 @pytest.mark.parametrize("case", DELAYED, ids=lambda case: case[0])
 def test_delayed_gradients(case: Any) -> None:
     _, model, plan, keys, shape = case
@@ -145,6 +145,7 @@ def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
         assert torch.equal(streamed.biases[name], bias), name
 
 
+@pytest.mark.representative("pipedream")
 @pytest.mark.parametrize(
     ("model", "plan", "keys", "shape"),
     [
@@ -195,6 +196,7 @@ def bad_gradient() -> None:
     stream_module.gradient_norm = gradient_norm  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 def test_a_bad_gradient_updates_nothing_and_ends_the_stream() -> None:
     """The other stage continues; the run drains, so that all ranks can search for the cause."""
     plan, long = STREAM | {"pp": 2}, SGD | {"steps": 14}
@@ -329,7 +331,7 @@ def one_backward_late() -> None:
     AsynchronousProgram.finished = finished  # type: ignore[method-assign]
 
 
-@pytest.mark.representative("pipedream-no_stash")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "mutate"),
     [
@@ -347,6 +349,7 @@ def test_a_wrong_version_shows(plan: dict[str, Any], mutate: Callable[[], None])
     assert streamed.losses != expected.losses
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_dropped_early_is_missed() -> None:
     with pytest.raises(RankFailed, match="failed on pipeline rank"):
         stream(DEEP, STREAM | {"pp": 2}, SGD, SHAPE, mutate=dropped_early)

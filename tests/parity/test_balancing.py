@@ -70,6 +70,7 @@ def test_replicas_change_no_result(workload: str, plan: dict[str, Any], _: Shape
         assert rank_LP.sum(1).tolist() == counts_LE.sum(1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["replica_gradients_averaged", "norm_counts_replicas"])
 def test_a_mistake_with_replicas_shows(mistake: str) -> None:
     where = f"tests.parity.balancing:{mistake}"
@@ -103,7 +104,7 @@ def test_40_steps_of_adam_end_at_the_same_weights(every: int) -> None:
     assert difference(got, alone("W6", "adam")) <= EQUAL
 
 
-@pytest.mark.representative("moments_stay_behind")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake", ["moments_stay_behind", "weights_stay_behind", "tokens_stay_behind"]
 )

@@ -23,13 +23,13 @@ CASES = rows(
     f"""
     moe | dp=4 ep=4 dispatch_chunks=3 {EVERY} | 6x8 padded
     moe | dp=2 ep=2 dispatcher=all_gather {EVERY} | 6x8 padded
-    *moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 recompute=full | 6x8 padded
     moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 {EVERY} | 6x8 padded
     moe | tp=2 dp=2 ep=4 dispatcher=low_latency {EVERY} | 6x8 padded
     moe | dp=2 ep=2 combine=exact {EVERY} | 6x8 padded
     moe | dp=2 tp=2 ep=2 etp=2 {EVERY} | 6x8 padded
     moe | dp=4 ep=4 spare_slots=2 recompute=full | 6x8 padded
     moe | dp=4 ep=4 spare_slots=2 {EVERY} | 6x8 padded
+    *moe | dp=2 ep=2 spare_slots=1 dispatch_chunks=2 recompute=full | 6x8 padded
     moe | dp=2 ep=2 spare_slots=1 dispatch_chunks=2 {EVERY} | 6x8 padded
     moe | pp=2 dp=2 ep=2 schedule=zb_h1 microbatches=3 {EVERY} | 6x8 padded
     moe | pp=2 dp=2 ep=2 schedule=dualpipe_v microbatches=4 {EVERY} | 6x8 padded

@@ -44,6 +44,7 @@ def losses_on_rank(mesh: Mesh, plan_keys: dict[str, Any], shape: Shape) -> float
     return evaluate(parallel, microbatches(config, plan, shape, 1, mesh))
 
 
+@pytest.mark.representative("ring")
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_evaluation_counts_every_token_once(context: str) -> None:
     one = losses_on_rank(Mesh.single("cpu"), {}, BOTH)

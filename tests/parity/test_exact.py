@@ -46,6 +46,7 @@ def test_exact_is_bitwise_the_same(
         assert_same_bits(train(MODELS["moe"], exact | plan, keys, SHAPE), expected)
 
 
+@pytest.mark.slow
 def test_fast_is_not_bitwise_the_same() -> None:
     """Otherwise the test above would prove nothing."""
     first = train(MODELS["moe"], {"dp": 4}, FLOAT32, SHAPE)

@@ -86,6 +86,7 @@ ALONE_CASES = rows(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "plan", "shape"), ALONE_CASES)
 def test_adapters_alone_in_any_plan(model: str, plan: dict[str, Any], shape: Shape) -> None:
     expected = assert_equals_one_device(ADAPTED[model], plan, ALONE, shape)

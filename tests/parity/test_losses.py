@@ -129,7 +129,7 @@ def test_a_routing_is_replayed_in_any_plan() -> None:
         assert found == pytest.approx((loss, norm), rel=1e-10)
 
 
-@pytest.mark.representative("expert", "width")
+@pytest.mark.representative("expert")
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [

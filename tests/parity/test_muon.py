@@ -25,7 +25,7 @@ CASES = rows(
     moe | tp=4
     moe | dp=2 etp=2 dispatcher=all_gather
     moe | pp=2 dp=2 ep=2 microbatches=2
-    *moe | pp=2 tp=2 microbatches=4 schedule=zb_h1 data=zero1
+    moe | pp=2 tp=2 microbatches=4 schedule=zb_h1 data=zero1
     moe | pp=2 dp=2 schedule=chimera microbatches=2
     moe | dp=2 data=parameter_server
     grouped | tp=4 dp=2 ep=8

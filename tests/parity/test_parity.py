@@ -13,6 +13,20 @@ import pytest
 from tests.parity.models import ALL, KINDS, KNOBS, MODEL, MODELS, TRAIN
 from tests.parity.training import PADDED, Shape, alone, assert_equals_one_device, rows
 
+COMBINED = rows(
+    """
+    *windows_oss | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=3 | padded
+    *no_shared | tp=2 dp=2 ep=4 dispatcher=low_latency dispatch_chunks=2 attention_exit=all_reduce
+    *multiplied_position | tp=2 dp=2 ep=2 etp=2 attention_exit=all_to_all | padded
+    *over_choice | tp=2 ep=2 recompute=full microbatches=2 dispatch_chunks=2 | padded
+    *latent_gate | cp=2 tp=2 ep=2 context=ring recompute=selective
+    *noisy_sinkhorn | tp=2 ep=2 dispatcher=all_gather | padded
+    *windows_ahead | cp=2 ep=2 recompute=full context=ring | 3x13 padded packed
+    *windows_ahead | pp=2 schedule=terapipe slices=3 microbatches=2 recompute=selective | 4x5
+    *ahead_tied | pp=2 microbatches=2 | padded
+    *probability | tp=2 etp=2 | padded
+    """
+)
 CASES = rows(
     """
     # Every exit beside every dispatcher.
@@ -21,9 +35,9 @@ CASES = rows(
     moe | tp=2 ep=2 dispatcher=all_gather
     moe | tp=2 ep=2 attention_exit=all_reduce/all_to_all dispatcher=all_gather
     # Every dispatcher in chunks.
-    *moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=3
-    *moe | tp=2 dp=2 ep=4 dispatcher=low_latency dispatch_chunks=2
-    *moe | tp=2 dp=2 ep=4 dispatcher=auto combine=exact ranks_per_node=2
+    moe | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2 dispatch_chunks=3
+    moe | tp=2 dp=2 ep=4 dispatcher=low_latency dispatch_chunks=2
+    moe | tp=2 dp=2 ep=4 dispatcher=auto combine=exact ranks_per_node=2
     moe | tp=2 dp=2 ep=2 etp=2 dispatcher=all_gather combine=exact dispatch_chunks=2
     moe | tp=2 dp=2 ep=2 etp=2 dispatcher=low_latency dispatch_chunks=3 | padded
     # One axis at a time, then mixtures.
@@ -36,7 +50,7 @@ CASES = rows(
     moe | tp=2 dp=2 ep=2 etp=2
     moe | tp=2 dp=2 ep=2 etp=2 dispatcher=all_gather
     moe | tp=4 ep=2 etp=2 attention_exit=all_to_all
-    *moe | dp=3 microbatches=2
+    moe | dp=3 microbatches=2
     moe | microbatches=5
     moe | tp=2 dp=4 ep=4
     moe | tp=2 dp=4 ep=2 etp=2 microbatches=2
@@ -46,7 +60,7 @@ CASES = rows(
     grouped | tp=2 ep=2 attention_exit=all_to_all
     sigmoid | tp=2 dp=2 ep=4
     sigmoid | dp=4 ep=2 etp=2 dispatcher=all_gather
-    *no_shared | tp=2 dp=2 ep=4 attention_exit=all_reduce
+    no_shared | tp=2 dp=2 ep=4 attention_exit=all_reduce
     *dense | tp=2 dp=2
     dense | tp=2 dp=2 attention_exit=all_to_all
     # Empty ranks, fewer tokens than ranks, padding.
@@ -61,20 +75,20 @@ CASES = rows(
 ATTENTION = rows(
     """
     # Every kind under every exit.
-    *latent ... | tp=2 ep=2 attention_exit=reduce_scatter
-    *latent_plain ... | tp=2 ep=2 attention_exit=all_to_all
+    latent ... | tp=2 ep=2 attention_exit=reduce_scatter
+    latent_plain ... | tp=2 ep=2 attention_exit=all_to_all
     ... | tp=2 ep=2 attention_exit=all_reduce
     # Recomputation, padding, several microbatches.
-    *over_projection | tp=2 ep=2 recompute=full microbatches=2 | padded
+    over_projection | tp=2 ep=2 recompute=full microbatches=2 | padded
     over_projection ... | tp=2 ep=2 dp=2 recompute=full microbatches=2 | padded
     ... | tp=2 ep=2 dp=2 recompute=selective | padded
     # Pipelines whose weight gradients are deferred; slices of sequences.
-    *latent ... | pp=2 microbatches=3 schedule=zb_h1 tp=2
-    *windows ... | pp=2 schedule=terapipe slices=3 tp=2 | 4x7
+    latent ... | pp=2 microbatches=3 schedule=zb_h1 tp=2
+    windows ... | pp=2 schedule=terapipe slices=3 tp=2 | 4x7
     latent | pp=2 microbatches=4 schedule=dualpipe ep=2 dp=2
     over_projection | pp=2 microbatches=3 schedule=zb_h2 tp=2 recompute=full
     # Context parallelism.
-    *latent_plain ... | cp=2 tp=2 ep=2 context=ring
+    latent_plain ... | cp=2 tp=2 ep=2 context=ring
     ... | cp=2 tp=2 context=all_gather | padded
     ... | cp=4 ep=2 context=all_to_all
     latent | cp=2 pp=2 schedule=zb_h1 microbatches=2 tp=2
@@ -86,7 +100,7 @@ ATTENTION = rows(
     deepseek | pp=2 microbatches=3 dp=2 tp=2 ep=4 data=zero1 | padded
     deepseek | tp=2 cp=2 ep=4 data=zero3 context=ring
     # More ranks than tokens, and mixtures of axes.
-    *multiplied ... | tp=4 ep=2 etp=2 | 1x5
+    multiplied ... | tp=4 ep=2 etp=2 | 1x5
     latent | tp=2 dp=4 ep=8 dispatcher=all_gather | padded
     latent_plain | tp=8 ep=4 attention_exit=all_to_all | 1x5
     windows | dp=4 ep=4 combine=exact | padded
@@ -101,7 +115,7 @@ ROUTERS = rows(
     microbatch | tp=2 ep=2 | padded
     global | tp=2 dp=2 ep=4
     global | dp=3 | padded
-    *global | dp=4 ep=4 microbatches=2 | 1x5  # the second microbatch is empty
+    global | dp=4 ep=4 microbatches=2 | 1x5  # the second microbatch is empty
     together | tp=2 dp=2 ep=4
     together | tp=2 cp=2 ep=4 | padded
     together | dp=2 ep=2 pp=2
@@ -123,24 +137,24 @@ ROUTERS = rows(
     expert_choice | tp=2 dp=2 ep=4 dispatcher=low_latency
     expert_choice | dp=4 ep=4 dispatcher=hierarchical ranks_per_node=2
     expert_choice | tp=2 dp=2 ep=4 dispatch_chunks=2
-    *expert_choice | tp=2 ep=2 dispatch_chunks=2
-    *sinkhorn | tp=2 ep=2
+    expert_choice | tp=2 ep=2 dispatch_chunks=2
+    sinkhorn | tp=2 ep=2
     sinkhorn | tp=2 dp=2 ep=4
     sinkhorn | tp=4 dp=2 ep=2 etp=2 | padded
     jitter | tp=2 dp=2 ep=4 microbatches=2
-    *jitter | tp=2 ep=2 dispatcher=all_gather | padded
+    jitter | tp=2 ep=2 dispatcher=all_gather | padded
     jitter | tp=4 ep=4 dispatcher=all_gather | padded
     probability | tp=2 dp=2 ep=4
-    *probability | tp=4 etp=4 | padded
+    probability | tp=4 etp=4 | padded
     position | tp=2 dp=2 ep=4 microbatches=2
-    *position | tp=2 ep=2 microbatches=2
+    position | tp=2 ep=2 microbatches=2
     position | tp=8 ep=8 | 1x5
     """
 )
 #: Every knob of experts and MLPs that published models have, under plans that cut what it adds.
 EXPERTS = rows(
     """
-    *bias | tp=2 dp=2 ep=2 etp=2 | padded
+    bias | tp=2 dp=2 ep=2 etp=2 | padded
     bias | dp=3 etp=3 dispatcher=all_gather | padded
     bias | tp=2 ep=2 dispatch_chunks=2 | padded
     bias | tp=2 dp=2 ep=2 etp=2 combine=exact | padded
@@ -151,7 +165,7 @@ EXPERTS = rows(
     oss | tp=2 dp=2 ep=4 recompute=selective | padded
     oss | tp=2 ep=2 dispatcher=hierarchical | padded
     gate | tp=2 ep=2 | padded
-    *gate | tp=2 ep=2 recompute=selective | padded
+    gate | tp=2 ep=2 recompute=selective | padded
     gate | tp=2 dp=2 ep=2 recompute=selective | padded
     gate | tp=2 ep=2 recompute=full attention_exit=all_to_all | padded
     gate | pp=2 cp=2 ep=2 microbatches=2 | padded
@@ -175,16 +189,16 @@ PREDICTION = rows(
     ahead_one | dp=2 ep=2 spare_slots=2
     ahead_two | dp=2 ep=2 combine=exact | padded
     ahead_two | pp=2 microbatches=4 | padded
-    *ahead_tied | pp=2 tp=2 ep=2 microbatches=2 | padded
+    ahead_tied | pp=2 tp=2 ep=2 microbatches=2 | padded
     ahead_one | pp=2 schedule=gpipe microbatches=4
     ahead_dense | pp=3 microbatches=4 | padded
     ahead_one | pp=2 schedule=zb_h1 recompute=full microbatches=4
     ahead_tied | pp=3 schedule=zb_h2 microbatches=4 | padded
     ahead_two | pp=2 dp=2 ep=2 schedule=chimera microbatches=4 | padded
     ahead_one | pp=2 schedule=terapipe slices=2 microbatches=2
-    *ahead_pattern | pp=2 schedule=terapipe slices=3 microbatches=2 | 4x4
+    ahead_pattern | pp=2 schedule=terapipe slices=3 microbatches=2 | 4x4
     ahead_pattern ahead_granite | tp=2 pp=2 ep=2 microbatches=4 | padded
-    *ahead_two | cp=2 ep=2 | padded
+    ahead_two | cp=2 ep=2 | padded
     ahead_tied | cp=2 tp=2 ep=2 context=all_gather recompute=full | padded
     ahead_biased | cp=2 pp=2 ep=2 context=all_to_all microbatches=4 | padded
     ahead_two | dp=2 ep=2 data=zero1 | padded
@@ -209,9 +223,8 @@ CONTEXT = rows(
     """
     # Every way of the keys, on every number of ranks, with every scope of the losses.
     deep | cp=2/4 context=ring/all_gather/all_to_all | 3x13
-    *deep_microbatch | cp=2 context=ring | 3x13 padded packed
     deep_microbatch | cp=2/4 context=ring/all_gather/all_to_all | 3x13 padded packed
-    *deep_global | cp=4 context=all_gather | 3x13 packed
+    *deep_global | cp=2 context=all_gather | 3x13 packed
     deep_global | cp=2/4 context=ring/all_gather/all_to_all | 3x13 packed
     # Fewer positions than chunks, a number of ranks that is no power of two.
     dense | cp=3 context=ring/all_gather | 3x5
@@ -241,10 +254,8 @@ CONTEXT = rows(
     # Latent attention, windows, sinks, norms over all heads.
     latent | cp=2 tp=2 ep=4 context=ring | 3x13 padded packed
     latent | cp=2 tp=2 ep=4 context=all_gather/all_to_all | 3x13 padded packed
-    latent_plain | cp=4 context=all_gather/all_to_all recompute=full | 3x13
-    latent_plain | cp=4 context=ring recompute=full | 3x13
-    windows | cp=4 ep=2 context=all_gather/all_to_all | 3x13 packed
-    *windows | cp=4 ep=2 context=ring | 3x13 packed
+    latent_plain | cp=4 context=ring/all_gather/all_to_all recompute=full | 3x13
+    windows | cp=4 ep=2 context=ring/all_gather/all_to_all | 3x13 packed
     windows | pp=2 cp=2 microbatches=2 schedule=zb_h1 context=ring | 3x13 padded packed
     over_projection | cp=2 tp=2 recompute=selective context=all_to_all | 3x13
     # States that are sharded over the ranks of dp and cp.
@@ -258,7 +269,6 @@ CONTEXT = rows(
     ahead_two | cp=4 ep=2 context=all_gather/all_to_all | 3x13 padded packed
     ahead_two | pp=2 cp=2 tp=2 microbatches=2 schedule=zb_h1 context=ring | 3x13 packed
     # Activations computed again.
-    *deep | cp=2 ep=2 recompute=full context=ring | 3x13 packed
     deep | cp=2 ep=2 recompute=selective/full context=ring/all_gather/all_to_all | 3x13 packed
     # Every pipeline.
     deep | pp=2 cp=2 microbatches=4 schedule=1f1b/zb_h2 context=ring ep=2 | 3x13 padded packed
@@ -281,7 +291,7 @@ SLICES = rows(
     deep | pp=2 {TERAPIPE} | 5x11
     deep | pp=4 slices=3 {TERAPIPE} | 5x11 padded
     deep | pp=2 slices=11 recompute=full {TERAPIPE} | 5x11
-    *deep_microbatch | pp=2 slices=3 microbatches=2 recompute=selective {TERAPIPE} | 5x11 padded
+    deep_microbatch | pp=2 slices=3 microbatches=2 recompute=selective {TERAPIPE} | 5x11 padded
     deep_global | pp=4 microbatches=3 {TERAPIPE} | 5x11
     deep_tied | pp=2 slices=4 microbatches=3 {TERAPIPE} | 5x11 padded
     deep_tied | pp=2 slices=3 {TERAPIPE} | 5x11 packed
@@ -292,7 +302,7 @@ SLICES = rows(
     deep_sigmoid | pp=2 tp=2 dp=2 ep=4 dispatcher=all_gather {TERAPIPE} | 5x11 padded
     """
 )
-EVERY = CASES + ATTENTION + ROUTERS + EXPERTS + PREDICTION + CONTEXT + SLICES
+EVERY = COMBINED + CASES + ATTENTION + ROUTERS + EXPERTS + PREDICTION + CONTEXT + SLICES
 
 
 @pytest.mark.parametrize(("model", "plan", "shape"), EVERY)

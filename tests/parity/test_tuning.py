@@ -51,8 +51,9 @@ MODELS = MODELS | {
 #: "Tuning:model" in place of a model.
 CASES = rows(
     """
-    *experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
-    *late:deep | pp=2 microbatches=4 dp=2 ep=2 schedule=zb_h1
+    experts:moe | dp=2 tp=2 ep=2 etp=2 microbatches=2 | padded
+    *late:deep | pp=2 microbatches=4 schedule=zb_h1
+    late:deep | pp=2 microbatches=4 dp=2 ep=2 schedule=zb_h1
     layer:deep | dp=4 ep=2 data=zero3 microbatches=2
     attention:grouped | tp=2 cp=2 ep=4 data=zero2
     late:deep | pp=2 microbatches=4 dp=2 ep=2 schedule=dualpipe
