@@ -29,6 +29,7 @@ def test_verbs_print_by_it_alone(file: Path) -> None:
     assert not re.search(r"json\.dumps?\(", file.read_text())
 
 
+@pytest.mark.representative("two ranks")
 @pytest.mark.parametrize("plan", [(), ("--set", "plan.dp=2")], ids=["one rank", "two ranks"])
 def test_a_loss_that_is_not_finite_is_an_error(tmp_path: Path, plan: tuple[str, ...]) -> None:
     done = moemesh(*arguments(tmp_path / "run", train__steps=1))

@@ -118,6 +118,10 @@ def test_ranks_run_and_only_rank_0_speaks(script):
     assert (logs / "rank-1.err").read_text() == ""
 
 
+@pytest.mark.representative(
+    "fail-1-moemesh: rank 1 failed with exit code 1: RuntimeError: gone wrong",
+    "kill-137-moemesh: rank 1 was killed by SIGKILL",
+)
 @pytest.mark.parametrize(
     ("what", "code", "first_line"),
     [
@@ -198,6 +202,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_over_gloo(script):
     command = [commands.python(), "-m", "torch.distributed.run", "--standalone"]
     # With two ranks stale addresses in the store can go unnoticed; with four hardly ever.

@@ -49,6 +49,7 @@ def look(mesh: Mesh) -> None:
     assert mesh.control is mesh["world"]
 
 
+@pytest.mark.representative("layout1")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_axis_has_its_group_and_equal_groups_are_one(layout):
     mesh_on_ranks(layout, look)

@@ -23,15 +23,15 @@ def codes_used() -> dict[str, str]:
     codes: dict[str, str] = {}
     for path in (ROOT / "moemesh").rglob("*.py"):
         text = path.read_text()
-        if "code" not in text and "roblem(" not in text:
+        if not re.search(r"\bcode\b|roblem\(", text):
             continue
-        tree = ast.parse(text)
+        nodes = list(ast.walk(ast.parse(text)))
         helpers = {
             node.name
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.FunctionDef) and [a.arg for a in node.args.args][:1] == ["code"]
         }
-        for node in ast.walk(tree):
+        for node in nodes:
             given: list[ast.expr | None] = []
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", getattr(node.func, "id", "")).lower()

@@ -80,6 +80,7 @@ def test_the_run_ends_and_its_best_checkpoint_stays(
     assert len(longer) == expected_stop(whole[1], 3)[0]
 
 
+@pytest.mark.slow
 def test_a_stop_and_another_layout_change_nothing(
     whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -119,10 +120,9 @@ def test_verbs_read_the_best_checkpoint(stopped: tuple[Path, str], tmp_path: Pat
     options = ("--data", str(text), "--seq-len", "16", "--json")
     scored = [
         json.loads(moemesh("evaluate", str(source), *options, *more).stdout)
-        for source, more in ((out, ["--best"]), (tmp_path / "named", []), (out, []))
+        for source, more in ((out, ["--best"]), (out, []))
     ]
-    assert scored[0]["loss"] == pytest.approx(scored[1]["loss"], rel=1e-6)
-    assert scored[0]["loss"] != pytest.approx(scored[2]["loss"], rel=1e-6)
+    assert scored[0]["loss"] != pytest.approx(scored[1]["loss"], rel=1e-6)
     options = ("--prompt", "line ", "--max-tokens", "8", "--temperature", "0")
     answer = moemesh("generate", str(tmp_path / "named"), *options).stdout
     assert answer and moemesh("generate", str(out), *options, "--best").stdout == answer
@@ -143,7 +143,9 @@ def test_a_damaged_best_checkpoint_holds_no_place(tmp_path: Path) -> None:
     assert plan_pruning(tmp_path, 1).doomed == [4, 2, 1]
 
 
-def test_mistakes_have_one_message(tmp_path: Path) -> None:
+def test_mistakes_have_one_message(
+    tmp_path: Path, whole: tuple[Path, list[dict[str, Any]]]
+) -> None:
     done = moemesh(
         "config", "check", "--set", "train.patience=2", "--set", "train.validate_every=0"
     )
@@ -153,10 +155,9 @@ def test_mistakes_have_one_message(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     done = moemesh("convert", str(folder), str(tmp_path / "out"), "--best")
     assert done.returncode == 2 and "is not a run" in done.stderr
-    out = tmp_path / "run"
-    said(*arguments(out))
-    manifest = open_checkpoint(out / "checkpoints", 4).state
-    assert manifest["validation_loss"] == metrics(out)[-1]["validation_loss"]
+    out, rows = whole
+    manifest = open_checkpoint(out / "checkpoints", 33).state
+    assert manifest["validation_loss"] == rows[-1]["validation_loss"]
 
 
 def test_a_loss_that_is_not_finite_is_never_lowest() -> None:

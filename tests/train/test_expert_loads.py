@@ -71,6 +71,7 @@ def test_a_collapse_of_the_last_steps_is_one_sentence() -> None:
     assert not collapse_text(loads(1, [0, 0], range(1, 30))) and not collapse_text([])
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_tells_a_collapse(tmp_path: Path) -> None:
     keys = {"model__aux_loss_coefficient": 0.0, "model__experts_per_token": 1, "train__lr": 0.3}
     printed = said(*arguments(tmp_path / "run", train__steps=26, **keys))
@@ -148,6 +149,7 @@ def expected(num_steps: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.representative("5-0", "16-7", "300-100", "3000-7")
 @pytest.mark.parametrize("save_every", [0, 7, 100])
 @pytest.mark.parametrize("num_steps", [5, 16, 300, 3000])
 def test_any_number_of_steps_is_few_rows_with_exact_sums(

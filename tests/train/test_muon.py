@@ -37,19 +37,18 @@ def matrices_of(run: Path, name: str) -> dict[int, tuple[int, int]]:
 @pytest.mark.representative("all")
 @pytest.mark.parametrize("keys", [{}, SOME], ids=["all", "some experts"])
 def test_a_run_resumes_under_other_plans(keys: dict[str, Any], tmp_path: Path) -> None:
-    expected = runs.losses(runs.train(tmp_path / "one", **MUON, **keys))
+    expected = runs.losses(runs.train(tmp_path / "one", **MUON | keys | {"train__steps": 4}))
     out = tmp_path / "run"
     plans: list[dict[str, Any]] = [
         {"plan__tp": 2},
         {"plan__dp": 2, "plan__ep": 1, "plan__etp": 2, "plan__data": "zero2"},
-        {},
     ]
-    for steps, plan in zip((2, 4, 6), plans, strict=True):
+    for steps, plan in zip((2, 4), plans, strict=True):
         rows = runs.train(out, **MUON | keys | plan | {"train__steps": steps})
         measured, predicted = (
             matrices_of(out, name) for name in ("ledger.json", "ledger_predicted.json")
         )
-        assert measured == predicted and any(size for _, size in measured.values()) == bool(plan)
+        assert measured == predicted and any(size for _, size in measured.values())
     assert runs.losses(rows) == pytest.approx(expected, abs=1e-10)
 
 

@@ -48,6 +48,7 @@ SETTINGS: dict[str, Any] = {
 #: The step that is spoiled at first.
 BAD = 4
 PLANS: dict[str, dict[str, Any]] = {
+    "alone": {},
     "synchronous": {"dp": 2, "ep": 2},
     "validated": {"pp": 2, "microbatches": 4, "optimizer_validation": "after"},
     "asynchronous": {"pp": 2, "microbatches": 2, "schedule": "pipedream_2bw", "update_window": 2},
@@ -159,7 +160,7 @@ def of_kind(events: list[dict[str, Any]], kind: str) -> list[str]:
     return [event["text"] for event in events if event["kind"] == kind]
 
 
-@pytest.mark.representative("validated", "asynchronous")
+@pytest.mark.representative("validated")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_step_is_skipped_and_its_origin_is_told(tmp_path: Path, plan: str) -> None:
     first, *others = run(tmp_path, plan)
@@ -264,13 +265,14 @@ def test_each_step_in_a_row_names_its_own_samples() -> None:
 def test_bundles_are_bounded(tmp_path: Path) -> None:
     """A bundle that would be too large has no weights, and its replay reports that."""
     keys: dict[str, Any] = {"train__lr": 1e30, "train__bundle_gib": 1e-4, "train__max_skips": 2}
-    rank, _ = run(tmp_path, "synchronous", bad_step=100, **keys)
+    (rank,) = run(tmp_path, "alone", bad_step=100, **keys)
     bundle = Path(rank.facts["bundle"])
     assert not (bundle / "weights").exists() and (bundle / "batch.safetensors").exists()
     with pytest.raises(UserError, match="written without weights"):
         ReproBundle(bundle, [])
 
 
+@pytest.mark.representative("skip")
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path, policy: str) -> None:
     """Nor do they push the last sound checkpoint out: the run stops, or goes back to it."""
@@ -304,6 +306,7 @@ def scores(losses: np.ndarray) -> np.ndarray:
     return (losses[WINDOW:] - centre) / spread
 
 
+@pytest.mark.representative("2.0")
 @pytest.mark.parametrize("slope", [0.0, 2.0])
 def test_noise_raises_no_alarm(slope: float) -> None:
     """At most 1 in 100,000 steps; here of a loss that falls, too."""

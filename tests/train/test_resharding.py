@@ -166,7 +166,7 @@ def check(
 
 def test_states_go_from_plan_to_plan_bit_by_bit(tmp_path: Path) -> None:
     """Every strategy and axis once; the slow test below has every pair."""
-    plans = [CHAIN[place] for place in (0, 2, 3, 4, 5, 9, 13, 15)]
+    plans = [CHAIN[place] for place in (13, 6, 5, 15, 9)]
     check(tmp_path, MODEL | SMALL | {"num_layers": 2}, plans, "bfloat16")
 
 
