@@ -100,6 +100,7 @@ def test_every_family_merged(tmp_path: Path, kind: str) -> None:
     assert_near(logits(theirs, TOKENS), ours.logits(model, TOKENS)[0])
 
 
+@pytest.mark.representative("qwen2_moe-targets0", "mixtral-targets3")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "targets"),

@@ -46,6 +46,7 @@ def test_a_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None
     assert config_of(back) == config_of(folder)
 
 
+@pytest.mark.representative("qwen3_moe", "deepseek_v3", "gpt_oss", "minimax_m2")
 def test_transformers_loads_what_we_write(folder: Path, tmp_path: Path) -> None:
     """Without the folder that the run started from, config.json is ours alone."""
     run, back = tmp_path / "run", tmp_path / "back"

@@ -49,6 +49,7 @@ def trained(folder: Path, tmp_path: Path, *more: str) -> dict[str, Tensor]:
     return load_file(out / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_trained_are_copied(folder: Path, tmp_path: Path) -> None:
     before = load_file(folder / "model.safetensors")
     after = trained(folder, tmp_path)

@@ -103,6 +103,7 @@ def test_logits_are_those_of_the_numbers_meant(folders: tuple[Path, Path]) -> No
     assert torch.equal(found, expected)
 
 
+@pytest.mark.representative("deepseek_v3")
 def test_under_a_plan_and_back(folders: tuple[Path, Path], tmp_path: Path) -> None:
     """The loss of a plan that cuts blocks in two; the export is not quantized."""
     text = tmp_path / "text.txt"

@@ -64,6 +64,7 @@ def saved_by_peft(
     return theirs
 
 
+@pytest.mark.usefixtures("architectures")
 @pytest.mark.parametrize("implementation", ["moemesh", "transformers"])
 @pytest.mark.parametrize("modules", [["lm_head"], ENDS, ["model.norm"]])
 def test_saved_modules_are_computed_as_in_peft(

@@ -151,6 +151,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+#: Variants of one model each, beside every family.
+VARIANTS = (
+    *("llama-linear", "llama-llama3", "glm4_moe-yarn-long", "deepseek_v2-yarn", "gpt_oss-clamped"),
+    *("deepseek_v3-half-pairs", "mixtral-window", "dots1-bias"),
+)
+
+
+@pytest.mark.representative(*FAMILIES, *VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_of_a_step(name: str, tmp_path: Path) -> None:
     """With auxiliary losses, of sequences that end early: padding is left out."""

@@ -51,6 +51,7 @@ def config(kind: str, **sizes: Any) -> dict[str, Any]:
     return CONFIG_MAPPING[kind](**sizes).to_dict()
 
 
+@pytest.mark.representative("changed1")
 @pytest.mark.parametrize("changed", [{}, {"mlp_only_layers": [0, 2]}, {"decoder_sparse_step": 2}])
 def test_a_family_with_formulas_is_counted_as_they_say(changed: dict[str, Any]) -> None:
     values = config("qwen3_moe", **SIZES, **changed)
@@ -80,7 +81,7 @@ def test_layers_without_formulas_are_counted(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
 def test_layers_alike_are_counted_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {key: size for key, size in SIZES.items() if key != "head_dim"} | {"num_experts": 4}
-    values = config(kind, **sizes | {"num_hidden_layers": 8})
+    values = config(kind, **sizes)
     model, name = blueprint(values).build(torch.bfloat16), "model.layers"
     forwards: list[int] = []
     for layer in model.get_submodule(name).children():
@@ -89,7 +90,7 @@ def test_layers_alike_are_counted_once(kind: str, monkeypatch: pytest.MonkeyPatc
     quick, few = count_costs(model, model, name), len(forwards)
     monkeypatch.setattr(costs, "_kind", lambda layer, index, config: index)
     assert quick == count_costs(model, model, name)
-    assert few <= 2 * 2 * 6 and len(forwards) - few == 8 * 6
+    assert few < len(forwards) - few == 4 * 6
 
 
 def test_layers_whose_mean_is_no_integer_are_counted_exactly() -> None:

@@ -246,7 +246,6 @@ def test_adapters_of_a_model_without_weights_are_planned(tmp_path: Path) -> None
     settings = ["lora.rank=16"]
     (folder,) = mm.plan(model=tmp_path, settings=settings, **task)
     (preset,) = mm.plan(model="qwen3-30b-a3b", settings=settings, **task)
-    (full,) = mm.plan(model=tmp_path, **(task | {"nodes": 8}))
     assert folder.seconds == preset.seconds
     assert folder.memory_bytes == preset.memory_bytes
-    assert folder.command is None and full.memory_bytes > 0
+    assert folder.command is None

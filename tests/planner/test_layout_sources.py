@@ -100,7 +100,7 @@ def written(table: dict[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in cells) or "dp=1"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(TABLES, PIPELINES)
 def test_a_text_comes_back_through_the_layout(table: dict[str, Any], pipe: dict[str, Any]) -> None:
     try:

@@ -91,6 +91,7 @@ def grid(*, slow: bool) -> list[Any]:
     return [pytest.param(*case, id=f"{case[0]}-{case[2]}-{case[3]}-{case[4]}") for case in cases]
 
 
+@pytest.mark.representative("tiny-1-64-8")
 @pytest.mark.parametrize(
     ("model", "cluster", "nodes", "seq_len", "batch", "more"),
     [

@@ -78,7 +78,7 @@ def test_many_layouts_at_once_have_the_prices_of_one_by_one() -> None:
         assert price == pytest.approx(layouts.pricing.seconds(layouts.shape, layout), rel=1e-12)
 
 
-@pytest.mark.representative("45.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_gib", [45.0, 80.0])
 def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float) -> None:
     machine = cluster(1, memory_gib)

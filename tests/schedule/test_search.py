@@ -245,9 +245,9 @@ def test_two_stages_a_rank_compete_where_costs_fit_them() -> None:
     numbers = search(4, 12, memory_cap=4)
     assert numbers.cost == 36 and numbers.proven
     assert {"zb_v", "zb_h1"} <= set(numbers.hand_made)
-    lists = search(4, 12, Costs(forward=[1] * 4), memory_cap=4)
+    lists = search(4, 12, Costs(forward=[1] * 4), memory_cap=4, effort=0.2)
     assert "zb_v" not in lists.hand_made and lists.schedule.num_stages == 4
-    eight = search(4, 12, Costs(forward=[0.5] * 8), memory_cap=4)
+    eight = search(4, 12, Costs(forward=[0.5] * 8), memory_cap=4, effort=0.2)
     assert "zb_v" in eight.hand_made and eight.schedule.num_stages == 8
 
 
@@ -257,7 +257,7 @@ def test_cheap_blocks_and_full_backwards_do_not_fool_the_bound() -> None:
     verify(result, blocks, None)
     assert result.origin == "dualpipe_v" and result.cost < 36
     full = Costs(backward=1.5)
-    result = search(2, 8, full, stages_per_rank=1)
+    result = search(2, 8, full, stages_per_rank=1, effort=0.2)
     verify(result, full, None)
     assert result.cost <= min(result.hand_made.values())
     unknown = Costs(overlapped=lambda entry: 0.1)
@@ -272,7 +272,7 @@ def test_the_result_depends_on_the_arguments_alone() -> None:
 
 
 def test_caps_for_each_rank() -> None:
-    result = search(3, 6, memory_cap=[4, 2, 1])
+    result = search(3, 6, memory_cap=[4, 2, 1], effort=0.2)
     peaks = [peak.activation for peak in check(result.schedule).peaks]
     assert all(peak <= cap for peak, cap in zip(peaks, (4, 2, 1), strict=True))
 

@@ -38,7 +38,9 @@ def steps(name: str, ranks: int, counts: range) -> list[tuple[PipelineStep, obje
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 6))]
+)
 def test_a_step_takes_as_long_as_its_simulation(name: str, ranks: int) -> None:
     """m = 1 ... 4p and beyond, even, uneven and nearly even stages, with and without messages."""
     chance = random.Random(ranks)
@@ -64,7 +66,7 @@ def test_a_step_takes_as_long_as_its_simulation(name: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_microbatches_in_flight_are_those_of_the_orders(name: str, ranks: int) -> None:
     """Weight memory included, at every number of microbatches."""
     counts = [*range(1, 4 * ranks + 1), 9 * ranks, 12 * ranks]

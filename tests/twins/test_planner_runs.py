@@ -138,7 +138,7 @@ together router_score=sigmoid aux_loss_probabilities=softmax | dp=2 ep=2 | 4 flo
 # Kinds of attention.
 latent | tp=2 ep=2 | 4 float32
 latent v_head_dim=24 | dp=2 microbatches=2 | 5 float32
-*latent q_lora_rank=0 | tp=2 ep=2 attention_exit=all_to_all | 3 bfloat16
+latent q_lora_rank=0 | tp=2 ep=2 attention_exit=all_to_all | 3 bfloat16
 latent qkv_bias=True attention_sinks=True | tp=2 ep=2 dp=2 | 5 float64
 windows | tp=2 ep=2 attention_exit=all_reduce | 3 float32
 windows qk_norm=True clip_qkv=1.0 | dp=2 ep=2 | 4 bfloat16
@@ -221,7 +221,7 @@ CONTEXT = """
 tiny | cp=2 context=ring/all_gather/all_to_all | 3 float32
 tiny | cp=4 context=ring/all_gather/all_to_all | 3 float32
 tiny | cp=2 tp=2 ep=4 context=ring | 3 bfloat16
-*tiny | cp=2 tp=2 ep=4 context=all_gather | 3 bfloat16
+tiny | cp=2 tp=2 ep=4 context=all_gather | 3 bfloat16
 tiny | cp=2 tp=2 ep=4 context=all_to_all | 3 bfloat16
 tiny | recompute=full cp=2 dp=2 ep=2 context=ring/all_gather/all_to_all | 3 float64
 tiny | recompute=selective cp=2 tp=2 context=ring/all_gather/all_to_all | 3 float32
