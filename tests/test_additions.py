@@ -48,6 +48,7 @@ def test_rows_are_legal_values_and_are_listed_in_messages(invoke: Any) -> None:
     assert keys["lr_schedule"]["enum"] == [*learning_rate.SCHEDULES]
 
 
+@pytest.mark.representative("exact", "schedule")
 @pytest.mark.parametrize(
     "plan",
     [

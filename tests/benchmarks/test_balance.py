@@ -17,6 +17,7 @@ SMALL = BalancersSettings(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tables() -> None:
     tables = json.loads(json.dumps(run(SMALL)))
     assert len(tables["static"]) == 2 * 12 and len(tables["exact"]) == len(tables["drift"]) == 12

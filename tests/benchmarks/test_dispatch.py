@@ -101,7 +101,7 @@ def run_on_rank(mesh: Mesh, settings: DispatchSettings) -> dict[str, Any]:
     return measured(settings, mesh)
 
 
-@pytest.mark.representative("chunks of fp8")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -96,6 +96,7 @@ def _measure_load_on_rank(mesh: Mesh, load: str) -> dict[str, Any]:
     return measure(SHAPE, torch.float32, mesh, 1, load)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", ["W2", "W4"])
 def test_a_workload_chooses_the_experts_in_the_routers_place(load: str) -> None:
     """W2 sends most rows to one rank; W4 gives the first rank few tokens of its own."""

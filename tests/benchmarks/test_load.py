@@ -16,6 +16,7 @@ def _measure(rank: int, settings: LoadSettings) -> dict[str, object]:
     return measure(Mesh.create(settings.plan.layout, "cpu"), settings)
 
 
+@pytest.mark.representative("2")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_bytes_and_memory_of_a_load(tp: int) -> None:
     settings = LoadSettings(megabytes=32, ranks=2, tp=tp, rounds=1)

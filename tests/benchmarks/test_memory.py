@@ -19,6 +19,7 @@ SETTINGS = MemorySettings(
 )
 
 
+@pytest.mark.slow
 def test_strategies_beside_their_predictions() -> None:
     result, other = mesh_on_ranks(Layout(dp=2), memory.measure, SETTINGS)
     assert result == other

@@ -52,8 +52,12 @@ def losses_of_both(mesh: Mesh, settings: StepSettings, folder: Path) -> list[lis
             1e-4,
             marks=pytest.mark.slow,
         ),
-        ({"work": "evaluate", "dtype": "float32", "seq_len": 192}, 1e-5),
-        ({"work": "generate", "dtype": "float32", "seq_len": 192}, 1e-5),
+        pytest.param(
+            {"work": "evaluate", "dtype": "float32", "seq_len": 192}, 1e-5, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {"work": "generate", "dtype": "float32", "seq_len": 192}, 1e-5, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_both_do_the_same_work(options: dict[str, Any], bound: float, tmp_path: Path) -> None:

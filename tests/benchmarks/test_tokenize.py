@@ -9,6 +9,7 @@ from benchmarks.settings import TokenizeSettings
 from benchmarks.text import tokenize_text
 
 
+@pytest.mark.slow
 def test_the_contenders_take_turns_on_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
     settings = TokenizeSettings(megabytes=1, document_bytes=20_000, vocabulary=300, rounds=1)

@@ -227,6 +227,7 @@ class Late:
             pass
 
 
+@pytest.mark.representative("12")
 @pytest.mark.parametrize("delay", [1, 12, 1000])
 def test_requests_that_arrive_late_cost_no_checkpoint(
     monkeypatch: pytest.MonkeyPatch, delay: int

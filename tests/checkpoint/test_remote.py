@@ -125,6 +125,7 @@ def test_a_report_that_is_being_written_is_waited_for(
     assert candidates(folder) == [1]
 
 
+@pytest.mark.representative("memory")
 def test_a_report_that_stays_broken_is_a_failed_attempt(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+@pytest.mark.representative("renaming")
 @pytest.mark.parametrize("place", ["parts", "renaming"])
 def test_a_run_goes_on_after_any_end(
     text: Path, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, place: str

@@ -131,7 +131,10 @@ def trained(plan: dict[str, Any], *args: Any) -> list[Trained]:
             {"dp": 2, "ep": 2, "dispatcher": "all_gather"}, "bfloat16", "adamw",
             marks=pytest.mark.slow,
         ),
-        ({"dp": 2, "data": "zero1", "microbatches": 2}, "float32", "adamw"),
+        pytest.param(
+            {"dp": 2, "data": "zero1", "microbatches": 2}, "float32", "adamw",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"dp": 2, "data": "zero3"}, "bfloat16", "adamw", marks=pytest.mark.slow),
         pytest.param(
             {"dp": 2, "data": "zero2", "microbatches": 2}, "bfloat16", "adamw",

@@ -88,7 +88,7 @@ CASES = {
         DUAL | {"schedule": "dualpipe"}, EXCHANGES, EXCHANGED, {"overlap_blocks": False}, 16
     ),
 }
-SLOW = "zero1", "dualpipe", "dualpipe_v"
+SLOW = "chunks", "zero1", "dualpipe", "dualpipe_v"
 
 
 def _step(rank: int, *args: Any) -> Counted:
@@ -142,9 +142,8 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.slow if x != "1f1b" else ()) for x in PIPELINES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PIPELINES)
 def test_messages_between_stages_cost_no_more_than_whole_transfers(name: str) -> None:
     """A step grows by its messages as a simulation of the schedule with whole transfers grows."""
     count, stages = 8, PIPELINES[name]

@@ -53,7 +53,7 @@ def check(name: str, *, is_simulated: bool) -> None:
         assert_close(gradients[key], expected, rtol=1e-8, atol=1e-9 * float(expected.abs().max()))
 
 
-@pytest.mark.representative("zero3 2", "dualpipe_v 2")
+@pytest.mark.representative("zero3 2")
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_on_one_simulated_device_give_the_numbers_of_one_rank(name: str) -> None:
     check(name, is_simulated=True)

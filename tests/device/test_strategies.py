@@ -30,7 +30,8 @@ ESFT = Tuning(experts=tuple((layer, (0, 3, 5)) for layer in (1, 2, 3)))
 #: Name -> (plan, more keys of the model, what trains).
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Tuning]] = {
     "one": ({}, {}, FULL),
-    "lora": ({"dp": 2, "ep": 2}, LORA, FULL),
+    "lora": ({}, LORA, FULL),
+    "lora ep": ({"dp": 2, "ep": 2}, LORA, FULL),
     "esft": ({"dp": 2, "ep": 2}, {}, ESFT),
     "exact": (EP | {"combine": "exact"}, {}, FULL),
     "all_gather": (EP | {"dispatcher": "all_gather"}, {}, FULL),

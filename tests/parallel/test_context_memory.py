@@ -37,6 +37,7 @@ def kept_on_rank(mesh: Mesh, plan_keys: dict[str, Any], length: int) -> int:
     return saved.peak_bytes
 
 
+@pytest.mark.representative("1024-ring")
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("length", [1024, pytest.param(32768, marks=pytest.mark.slow)])
 def test_four_ranks_keep_a_quarter(length: int, context: str) -> None:

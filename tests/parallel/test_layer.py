@@ -130,9 +130,9 @@ def train(rank: int, way: str, scope: str, dispatcher: str, options: dict[str, A
 
 
 WAYS = [
-    ("mean", "sequence", "all_to_all", {}),
-    ("ddp", "sequence", "auto", {}),
-    ("ddp", "global", "all_gather", {"clip": 0.5}),
+    pytest.param("mean", "sequence", "all_to_all", {}, marks=pytest.mark.slow),
+    pytest.param("ddp", "sequence", "auto", {}, marks=pytest.mark.slow),
+    pytest.param("ddp", "global", "all_gather", {"clip": 0.5}, marks=pytest.mark.slow),
     ("fsdp2", "global", "all_to_all", {"clip": 0.5, "dispatch_chunks": 2}),
     ("replicas", "sequence", "all_to_all", {"recompute": True}),
     ("sum", "global", "low_latency", {"sizes": (0, 1, 5, 2)}),

@@ -104,11 +104,11 @@ def one_device(clip: str) -> Any:
     ("way", "clip"),
     [
         pytest.param("ddp", "2", marks=pytest.mark.slow),
-        ("ddp", "inf"),
+        pytest.param("ddp", "inf", marks=pytest.mark.slow),
         ("ddp unused", "by hand"),
         pytest.param("fsdp2", "2", marks=pytest.mark.slow),
         ("fsdp2", "moemesh"),
-        ("hsdp", "1"),
+        pytest.param("hsdp", "1", marks=pytest.mark.slow),
         ("hsdp", "accelerate"),
     ],
 )
@@ -275,7 +275,7 @@ def compiled(rank: int, backend: str) -> Any:
     ("backend", "ranks"),
     [
         ("aot_eager", 1),
-        ("eager", 2),
+        pytest.param("eager", 2, marks=pytest.mark.slow),
         pytest.param("aot_eager", 2, marks=pytest.mark.slow),
         pytest.param("inductor", 1, marks=pytest.mark.slow),
         pytest.param("inductor", 2, marks=pytest.mark.slow),

@@ -60,6 +60,7 @@ def train_once(mesh: Mesh, routing: str, fp8: bool, factor: float) -> dict[str, 
     }
 
 
+@pytest.mark.representative("fp8")
 @pytest.mark.parametrize("fp8", [False, True], ids=["same", "fp8"])
 def test_bytes_are_the_same_for_any_routing(fp8: bool) -> None:
     """That they are the predicted ones is held by the twins and the benchmark of dispatchers."""

@@ -285,6 +285,7 @@ def _compare_out_of_step(rank: int, case: Case) -> list[str]:
     return compare(rank, [case])
 
 
+@pytest.mark.slow
 def test_ranks_out_of_step_are_found_out() -> None:
     """Exchanges of two microbatches that meet: an error or another result, never silence."""
     with pytest.raises((RankFailed, AssertionError)):

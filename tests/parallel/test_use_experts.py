@@ -76,6 +76,7 @@ def on_ranks(rank: int, name: str, folder: str) -> Any:
     return loss, float(norm), gradients(model), {*spread}, state
 
 
+@pytest.mark.representative("gpt_oss")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ranks_of_ddp_train_as_one_device(name: str, tmp_path: Path) -> None:
     one = model_of(name)
@@ -276,6 +277,7 @@ def in_checkpoints_of_torch(rank: int, folder: str, flat: bool, begun: bool) -> 
     return mm.full_state_dict(model)
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("flat", [False, True])
 def test_checkpoints_of_torch_have_the_moments_of_all_experts(flat: bool, tmp_path: Path) -> None:
     """Written by two ranks, read by two, and by one that has all experts."""
