@@ -41,6 +41,12 @@ _OURS = [
 ]
 
 
+def _write_without_waiting() -> None:
+    """No test cuts the power of a rank or command: `tests.checkpoint.test_power_loss` simulates it
+    in its own process, and a run waits dozens of times for the disk."""
+    os.fsync = lambda handle: None
+
+
 def _make_what_commands_share() -> None:
     """The tree of verbs, the template of pages, the versions of packages; and measured rates of the
     machine, which take a moment less."""
@@ -61,6 +67,7 @@ def _make_what_commands_share() -> None:
 for _name in [*_OTHERS, *_OURS]:
     importlib.import_module(_name)
 sandbox.use_plain_loops()
+_write_without_waiting()
 _make_what_commands_share()
 sandbox.watch("a process of a test")
 gc.freeze()

@@ -9,6 +9,7 @@ from moemesh.balance import rebalance_published
 from tests.balance.cases import hottest, shapes
 
 
+@pytest.mark.representative("(96, 8, 4, 16)", "(80, 1, 1, 16)")
 @pytest.mark.parametrize(
     "place",
     [(96, 8, 4, 16), (80, 1, 1, 16), (64, 4, 2, 8), (128, 8, 8, 64), (96, 4, 1, 96)],

@@ -74,7 +74,7 @@ def test_results_are_of_the_kind_that_came_in() -> None:
     assert isinstance(lower_bound(loads, *SIZES), list)
 
 
-@pytest.mark.representative("(72, 1, 1, 8)", "(72, 8, 4, 8)")
+@pytest.mark.representative("(72, 8, 4, 8)")
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_never_worse_and_no_twins(place: tuple[int, int, int, int]) -> None:
     """Both efforts on every shape: bounds hold, and groups stay on one node."""
@@ -206,15 +206,15 @@ def test_loads_of_any_size() -> None:
 
 
 def test_policies() -> None:
-    loads = shapes(1, 32)["bursty"]
+    loads = shapes(1, 16)["bursty"]
 
     def slots(*sizes: int, policy: Policy | None = None) -> Any:
-        return rebalance_experts(loads, 48, *sizes, 16, effort="fast", policy=policy)[0]
+        return rebalance_experts(loads, 24, *sizes, 8, effort="fast", policy=policy)[0]
 
     assert np.array_equal(slots(8, 4), slots(8, 4, policy="hierarchical"))
     everywhere = slots(8, 4, policy="global")
     assert np.array_equal(everywhere, slots(1, 1))
-    # 3 nodes do not divide 8 groups: the global policy, although 3 does not divide 16 GPUs.
+    # 3 nodes do not divide 8 groups: the global policy, although 3 does not divide 8 GPUs.
     assert np.array_equal(everywhere, slots(8, 3))
     assert not np.array_equal(everywhere, slots(8, 4))
 

@@ -33,6 +33,7 @@ def test_no_load_at_all() -> None:
     assert split.balance == (1.0,) and (split.shares == 0.5).all()
 
 
+@pytest.mark.representative("zipf-1.0")
 @pytest.mark.parametrize("name", ["flat", "zipf-1.0", "lognormal-1.0", "bursty"])
 def test_equal_to_the_linear_program(name: str) -> None:
     optimize = pytest.importorskip("scipy.optimize")

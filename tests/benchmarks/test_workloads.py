@@ -243,7 +243,7 @@ def differences(
     return [what for what, (got, expected) in pairs.items() if not torch.equal(got, expected)]
 
 
-@pytest.mark.representative("hierarchical-exact")
+@pytest.mark.slow
 @pytest.mark.parametrize("combine", ["fast", "exact"])
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_every_dispatcher_equals_the_oracle(dispatcher: str, combine: str) -> None:

@@ -108,6 +108,7 @@ def test_a_program_saves_and_loads_there(folder: RemotePath) -> None:
     assert torch.equal(tree["w"], TENSOR) and tree["epoch"] == 3
 
 
+@pytest.mark.representative("memory")
 def test_a_report_that_is_being_written_is_waited_for(
     folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ def entered(ledger: Ledger, op: str, phase: str) -> wire.WireBytes:
     return wire.WireBytes(total.payload_bytes, total.wire_bytes, total.received_bytes)
 
 
+@pytest.mark.representative("all_gather-sizes1", "reduce_scatter-sizes2")
 @pytest.mark.parametrize("sizes", UNEVEN)
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter"])
 def test_a_gather_and_a_scatter_are_each_others_backward(name, sizes):

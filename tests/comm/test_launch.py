@@ -182,6 +182,7 @@ def test_a_signal_reaches_every_rank_once_and_they_can_save(script, number):
         assert (script.parent / f"saved-{rank}").read_text() == number.name
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_launcher(script):
     """A rank that lived on would write into a folder that the next run has for itself: the kernel
     ends rank 0, a thread of its own rank 1."""

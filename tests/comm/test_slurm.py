@@ -272,7 +272,7 @@ def test_a_batch_job_saves_before_its_time_is_up_and_goes_on(tmp_path: Path) -> 
 
 
 def test_a_mistake_is_told_once(tmp_path: Path) -> None:
-    stand_in(tmp_path, "srun", SRUN.format(python=sys.executable))
+    stand_in(tmp_path, "srun", SRUN.format(python=commands.python()))
     done = subprocess.run(
         [str(tmp_path / "srun"), "moemesh", "train", "--set", "plan.dp=0"],
         capture_output=True,

@@ -112,6 +112,9 @@ def conversation(draw: random.Random, name: str) -> dict[str, Any]:
     return {"messages": talk} | ({"tools": TOOLS} if has_tools else {})
 
 
+@pytest.mark.representative(
+    "qwen3-False", "llama3-True", "mistral-False", "deepseek-True", "plain-False", "endless-True"
+)
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_and_mask_are_those_of_transformers(tmp_path: Path, name: str, blocks: bool) -> None:

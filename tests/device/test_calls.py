@@ -19,6 +19,7 @@ MOST_CALLS = {"layer": 3.0, "step": 1.75}
 report = functools.cache(lambda: calls.run(DeviceSettings(shape="tiny")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["layer", "step"])
 @pytest.mark.parametrize("name", [OURS, f"{OURS}, nothing compiled"])
 def test_a_host_launches_no_more_operations_than_transformers(part: str, name: str) -> None:
@@ -29,6 +30,7 @@ def test_a_host_launches_no_more_operations_than_transformers(part: str, name: s
     assert sum(ours["calls"]) <= MOST_CALLS[part] * sum(theirs["calls"]), rows
 
 
+@pytest.mark.slow
 def test_the_report_is_json_and_a_table() -> None:
     assert json.loads(json.dumps(report())) == report()
     lines = calls_text(report()).splitlines()

@@ -46,6 +46,7 @@ def loss_with_peft(folder: Path, adapters: Path, text: Path) -> float:
     return float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_adapters_resume_on_one_rank_and_come_out_merged_and_for_peft(tmp_path: Path) -> None:
     folder, text, out = (

@@ -68,7 +68,7 @@ def stop_of(folder: Path) -> str:
     ("template", "token", "generation"),
     [
         (CHATML, "<|im_end|>", {"eos_token_id": [0, 5], "temperature": 0.6, "do_sample": True}),
-        (LLAMA3, "<|eot|>", {}),
+        pytest.param(LLAMA3, "<|eot|>", {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_three_files(
@@ -123,6 +123,7 @@ def test_a_tokenizer_of_another_folder(tmp_path: Path) -> None:
     assert json_of(tmp_path / "like" / "generation_config.json")["eos_token_id"] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_the_end_of_a_text_keeps_it(tmp_path: Path) -> None:
     template = CHATML.replace("<|im_end|>\n", "<|im_end|>{{ eos_token }}")
     folder = with_tokenizer(base_model(tmp_path / "base"), template)
@@ -138,6 +139,7 @@ def test_an_end_that_is_no_token(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json_of(tmp_path / "out" / "config.json")["eos_token_id"] == 0
 
 
+@pytest.mark.slow
 def test_completions_end_as_their_tokenizer_says(tmp_path: Path) -> None:
     folder = with_tokenizer(base_model(tmp_path / "base"), CHATML, eos_token="<|eot|>")
     (folder / "chat_template.jinja").unlink()

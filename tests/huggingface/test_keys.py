@@ -236,7 +236,7 @@ def test_keys_that_a_family_does_not_read(folder: Path, tmp_path: Path, value: A
     assert ours.config_of(tmp_path) == expected
 
 
-@pytest.mark.representative("minimax_m2")
+@pytest.mark.slow
 def test_rope(folder: Path, tmp_path: Path) -> None:
     verdicts = {name: compare(folder, changes, tmp_path) for name, changes in ROPE.items()}
     assert verdicts["longrope beside"] in ("refused", "")

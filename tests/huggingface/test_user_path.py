@@ -301,6 +301,7 @@ def test_the_next_command_of_adapters_is_accepted(tmp_path: Path) -> None:
     said("train", *sets(*given, *keys), "--out", tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_the_next_commands_of_a_run_on_conversations_are_accepted(tmp_path: Path) -> None:
     """Folders have blanks in their names, the text has the template of the training."""
     folder = add_tokenizer(save("qwen3_moe", tmp_path / "a model"))

@@ -112,6 +112,7 @@ def _copied_on_rank(mesh: Mesh, name: str) -> int:
     return counted + (SITE.tokens if name == "all_gather" else 0)  # its own rows, into their place
 
 
+@pytest.mark.representative("hierarchical")
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather", "hierarchical"])
 def test_the_rows_that_are_copied_are_those_of_the_table(name: str) -> None:
     layout = Layout(dp=4, ep=4, ranks_per_node=2)

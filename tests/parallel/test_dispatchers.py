@@ -21,17 +21,12 @@ LAYOUTS = [
 
 
 @pytest.mark.representative(
-    "all_to_all-dp2tp2ep2etp2node0",
-    "all_gather_dense-dp4tp1ep2etp1node0",
     "all_gather_uneven-dp4tp1ep4etp1node0",
     "all_gather_fewest_bytes-dp2tp1ep1etp2node0",
-    "hierarchical-dp4tp1ep4etp1node2",
     "low_latency-dp2tp2ep2etp2node0",
     "low_latency_overflowing-dp4tp1ep4etp1node0",
     "all_to_all+exact-dp4tp1ep2etp1node0",
-    "all_gather_fewest_bytes+exact-dp2tp1ep1etp2node0",
     "hierarchical+exact-dp4tp1ep4etp1node2",
-    "low_latency+exact-dp2tp1ep1etp2node0",
 )
 @pytest.mark.parametrize(
     "layout", LAYOUTS, ids=lambda x: f"dp{x.dp}tp{x.tp}ep{x.ep}etp{x.etp}node{x.ranks_per_node}"

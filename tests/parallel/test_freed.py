@@ -43,7 +43,7 @@ def left_behind(mesh: Mesh, keys: dict[str, Any]) -> int:
     return reducers() - before
 
 
-@pytest.mark.representative("recompute", "sharded experts", "streams")
+@pytest.mark.representative("sharded experts", "streams")
 @pytest.mark.parametrize("keys", PLANS.values(), ids=PLANS)
 def test_a_model_is_freed(keys: dict[str, Any]) -> None:
     config, plan = ModelConfig(**MODEL), Plan(**keys)

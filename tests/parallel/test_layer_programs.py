@@ -109,7 +109,7 @@ def one_device(clip: str) -> Any:
         pytest.param("fsdp2", "2", marks=pytest.mark.slow),
         ("fsdp2", "moemesh"),
         pytest.param("hsdp", "1", marks=pytest.mark.slow),
-        ("hsdp", "accelerate"),
+        pytest.param("hsdp", "accelerate", marks=pytest.mark.slow),
     ],
 )
 def test_clipping_equals_one_device_and_the_ranks_stay_equal(way: str, clip: str) -> None:

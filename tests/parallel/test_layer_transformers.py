@@ -82,6 +82,7 @@ def test_a_layer_is_its_block_and_gives_it_back(kind: str) -> None:
     block.load_state_dict(back)
 
 
+@pytest.mark.representative("qwen3_moe", "gpt_oss", "deepseek_v3", "mixtral", "minimax_m2")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_layers_in_place_of_its_blocks(kind: str) -> None:
     """The output has the balancing loss of transformers and the logits of routers, too."""

@@ -265,6 +265,7 @@ def test_exchanges_run_under_the_other_microbatchs_work(schedule: dict[str, Any]
             assert under[f"{direction} moe.dispatch"] + under[f"{direction} moe.combine"] > 0
 
 
+@pytest.mark.slow
 def test_without_overlap_blocks_nothing_takes_turns() -> None:
     assert Plan().overlap_blocks
     events = run_on_ranks(4, log_of, Case(DUALPIPE | DATA, shape=FEW), False)

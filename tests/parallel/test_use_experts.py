@@ -153,6 +153,7 @@ def with_replicas(rank: int) -> Any:
     return norm, mm.full_state_dict(model)
 
 
+@pytest.mark.slow
 def test_replicas_of_experts_train_as_one_device() -> None:
     one = model_of("qwen3_moe")
     optimizer = torch.optim.SGD(one.parameters(), 0.1)

@@ -84,7 +84,7 @@ def one_by_one(count: int) -> tuple[float, dict[str, Tensor]]:
     return float(total.detach()) / num_tokens, gradients
 
 
-@pytest.mark.representative("cp-40", "tp and microbatches-40", "pp-4", "dp-4")
+@pytest.mark.representative("cp-40", "pp-4", "dp-4")
 @pytest.mark.parametrize("count", [40, 4])
 @pytest.mark.parametrize("plan", PLANS)
 def test_packed_conversations_are_those_one_by_one(plan: str, count: int) -> None:

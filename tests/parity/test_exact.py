@@ -39,7 +39,7 @@ def assert_same_bits(got: Trained, expected: Trained) -> None:
 def test_exact_is_bitwise_the_same(
     base: dict[str, Any], dtype: str, plans: list[dict[str, Any]]
 ) -> None:
-    keys = TRAIN | {"dtype": dtype}
+    keys = TRAIN | {"dtype": dtype, "steps": 1}
     exact = {**base, "combine": "exact"}
     expected = train(MODELS["moe"], exact, keys, SHAPE)
     for plan in plans:

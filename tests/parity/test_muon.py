@@ -30,7 +30,8 @@ CASES = rows(
     moe | dp=2 data=parameter_server
     grouped | tp=4 dp=2 ep=8
     dense | tp=2 dp=2
-    *latent | tp=2 dp=2 ep=2 data=zero1
+    *latent | tp=2 ep=2
+    latent | tp=2 dp=2 ep=2 data=zero1
     """
 )
 

@@ -46,11 +46,13 @@ CASES = rows(
     moe | dp=2 ep=2
     moe | tp=2 ep=2 attention_exit=reduce_scatter/all_reduce/all_to_all
     moe | tp=2 dp=2 ep=2 etp=2
-    *moe | dp=4 ep=2 data=zero3 microbatches=2
+    *moe | dp=2 ep=2 data=zero3 microbatches=2
+    moe | dp=4 ep=2 data=zero3 microbatches=2
     moe | dp=4 etp=2 data=zero3 | 1x5
     moe | dp=4 ep=4 data=zero1/zero2 dispatch_chunks=2
     moe | tp=2 dp=2 ep=2 combine=exact
-    *moe | pp=2 schedule=zb_h1 tp=2 ep=2 microbatches=3
+    *moe | pp=2 schedule=zb_h1 microbatches=3
+    moe | pp=2 schedule=zb_h1 tp=2 ep=2 microbatches=3
     moe | pp=2 tp=2 cp=2 ep=2 recompute=full microbatches=2
     moe | dp=4 ep=4 dispatcher=low_latency/hierarchical ranks_per_node=2 recompute=selective
     latent | tp=2 dp=2 ep=2

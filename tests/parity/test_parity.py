@@ -121,7 +121,8 @@ ROUTERS = rows(
     together | dp=2 ep=2 pp=2
     together | dp=4 ep=4 | 1x5
     together_microbatch | tp=2 etp=2 pp=2 schedule=zb_h1
-    *together_sequence | dp=2 pp=2 microbatches=3 ep=2 | padded
+    *together_sequence | pp=2 microbatches=3 | padded
+    together_sequence | dp=2 pp=2 microbatches=3 ep=2 | padded
     together_sequence | pp=4 microbatches=3 schedule=1f1b | padded
     together_sequence | pp=2 tp=2 cp=2 ep=4 microbatches=2 | padded
     together_sequence | pp=2 microbatches=4 schedule=dualpipe dp=2 ep=2 | 10x7

@@ -162,6 +162,7 @@ def saved_bytes(model: dict[str, Any], kind: str) -> int:
     return saved.peak_bytes
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("dense", [True, False])
 def test_saved_bytes_fall_as_predicted(dense: bool) -> None:
     """Per layer, from the difference of two depths; float64 throughout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,10 @@ def config(kind: str, **sizes: Any) -> dict[str, Any]:
     return CONFIG_MAPPING[kind](**sizes).to_dict()
 
 
+#: The record of a family with formulas, which takes most of a second.
+plain = functools.cache(lambda: counted(config("qwen3_moe", **SIZES)))
+
+
 @pytest.mark.representative("changed1")
 @pytest.mark.parametrize("changed", [{}, {"mlp_only_layers": [0, 2]}, {"decoder_sparse_step": 2}])
 def test_a_family_with_formulas_is_counted_as_they_say(changed: dict[str, Any]) -> None:
@@ -94,7 +99,7 @@ def test_layers_alike_are_counted_once(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_layers_whose_mean_is_no_integer_are_counted_exactly() -> None:
-    record, number = counted(config("qwen3_moe", **SIZES))
+    record, number = plain()
     norm = next(
         part for part in record.parameters if part.unit == "layers.0" and len(part.shape) < 2
     )
@@ -105,8 +110,7 @@ def test_layers_whose_mean_is_no_integer_are_counted_exactly() -> None:
 
 
 def test_kept_bytes_are_those_that_were_counted() -> None:
-    values = config("qwen3_moe", **SIZES)
-    record, _ = counted(values)
+    record, _ = plain()
     more = replace(record, costs=record.costs | {"kept_bytes": [1e6] * 4})
     layout = PlannedLayout(seq_len=64, global_batch=1)
     before, after = (
@@ -117,6 +121,6 @@ def test_kept_bytes_are_those_that_were_counted() -> None:
 
 
 def test_degrees_that_cut_a_layer_are_not_legal() -> None:
-    record, _ = counted(config("qwen3_moe", **SIZES))
+    record, _ = plain()
     sizes = counted_shape(record, "m").sizes
     assert sizes.num_heads == 1 and sizes.num_experts == 8

@@ -12,6 +12,7 @@ from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import NothingFits, plan_named
 
 
+@pytest.mark.slow
 def test_each_remedy_fits_in_the_seconds_that_it_names() -> None:
     request = PlanRequest("mixtral-8x7b", "dgx_a100", 4096, 16, nodes=1, top=1)
     with pytest.raises(NothingFits) as caught:
@@ -30,8 +31,7 @@ def test_each_remedy_fits_in_the_seconds_that_it_names() -> None:
     # Half as many nodes do not fit: the number is the smallest of its kind.
     assert changes[0] == {"nodes": "2"} and changes[4].keys() == {"cluster"} and len(changes) == 5
     changes[0]["nodes"] = 2
-    # The nodes and the adapters; the others come from the same call.
-    for (_, seconds), change in list(zip(lines, changes, strict=True))[:2]:
+    for (_, seconds), change in zip(lines, changes, strict=True):
         answer = plan_named(replace(request, **change))
         fastest = min(candidate.seconds for candidate in answer.candidates)
         assert fastest == pytest.approx(float(seconds), rel=5e-3)
@@ -40,7 +40,11 @@ def test_each_remedy_fits_in_the_seconds_that_it_names() -> None:
 @pytest.mark.parametrize(
     ("seq_len", "options"),
     [
-        (4096, "--set lora.base=nf4 --set lora.targets=q_proj,k_proj,v_proj,o_proj"),
+        pytest.param(
+            4096,
+            "--set lora.base=nf4 --set lora.targets=q_proj,k_proj,v_proj,o_proj",
+            marks=pytest.mark.slow,
+        ),
         (
             16384,
             "--seq-len 8192 --set lora.base=nf4 --set lora.targets=q_proj,k_proj,v_proj,o_proj",

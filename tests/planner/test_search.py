@@ -173,7 +173,7 @@ def test_every_layout_is_legal_and_unique() -> None:
 
 def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> None:
     times = []
-    for memory in (20.0, 45.0, 80.0, 160.0):
+    for memory in (20.0, 45.0, 160.0):
         layouts = search_space("deepseek-v2-lite", 1, memory)
         best = layouts.fitting(layouts.capacity, 1)
         times.append(layouts.seconds(best[0]) if best else float("inf"))

@@ -79,6 +79,7 @@ def chromium(tmp_path_factory):
         yield opened
 
 
+@pytest.mark.representative("390-dark", "1200-light")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
 def test_widths_and_colour_schemes(chromium, pages, width, scheme):

@@ -6,6 +6,8 @@ import mmap
 import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import moemesh
 from moemesh.trace import machine
 from tests.drill.rank import open_sockets
+from tests.waiting import until
 from tests.without_linux import leave_linux
 
 #: Calls, folders and files that other systems do not have.
@@ -102,6 +105,28 @@ def test_cores_within_the_quota_of_the_cgroup(
 def test_sockets_that_others_reach_are_found() -> None:
     with socket.create_server(("", 0)), socket.create_server(("127.0.0.1", 0)):
         assert len(open_sockets([os.getpid()]) or ()) == 1
+
+
+CHILD = """
+import os, sys, time
+from moemesh.trace.machine import die_with_parent
+if die_with_parent():
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is a call of Linux")
+def test_a_process_dies_with_its_parent() -> None:
+    start = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    with subprocess.Popen(
+        [sys.executable, "-c", start, CHILD], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert machine.process_state(child)[0] in ("S", "R")
+        parent.kill()
+        until(lambda: machine.process_state(child)[0] in ("", "Z", "X"))
 
 
 def test_without_linux_each_function_answers(

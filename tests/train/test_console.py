@@ -180,7 +180,9 @@ def test_rows_and_events_say_what_a_watcher_asks(tmp_path: Path) -> None:
         worst = max(one["max_over_mean"] for one in loads if one["step"] == row["step"])
         assert row["load_max_over_mean"] == pytest.approx(worst) and row["dropped_share"] == 0
     # A second start, whose events come after those of the first.
-    said(*arguments(out, train__steps=6))
+    output = said(*arguments(out, train__steps=6))
+    assert "note: the learning rate of step 4 was " in output
+    assert "its decay ends at step 6 now, not at 4" in output
     events = rows_of(out / "events.jsonl")
     kinds = [one["kind"] for one in events]
     assert kinds.count("start") == kinds.count("finished") == 2 and "resumed" in kinds

@@ -140,6 +140,7 @@ def test_a_cut_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert file.read_text() == '{"step": 1}\n'
 
 
+@pytest.mark.slow
 def test_the_rates_of_an_extended_run_are_named(tmp_path: Path) -> None:
     """By the cosine: 0.1 of the rate at its end; 3 of 8 decay steps are done at step 5."""
     out = tmp_path / "run"

@@ -128,11 +128,17 @@ def test_forward_and_backward_of_every_block_are_marked_and_nothing_changes() ->
     assert marked == [*layer, *layer, *ends, *ends, *back, *back]
 
 
-def test_a_run_has_predicted_and_measured_seconds_that_add_up_to_its_steps(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_seconds_are_predicted_and_measured_without_a_dense_layer(tmp_path: Path) -> None:
     plan = {"plan__dp": 2, "plan__ep": 2, "model__first_dense_layers": 0}
     done = moemesh(*arguments(tmp_path / "run", **plan))
     assert done.returncode == 0, done.stderr
-    run = Run.load(tmp_path / "run")
+    assert_seconds_of_two_ranks(tmp_path / "run")
+
+
+def assert_seconds_of_two_ranks(folder: Path) -> None:
+    """The seconds of a run of four steps, whose experts are on two ranks."""
+    run = Run.load(folder)
     assert run.seconds is not None and run.seconds.steps == 3
     measured, predicted = run.seconds.ranks, run.seconds.predicted
     assert measured.keys() == predicted.keys() == {0, 1}
@@ -140,7 +146,7 @@ def test_a_run_has_predicted_and_measured_seconds_that_add_up_to_its_steps(tmp_p
     assert sum(measured[0].values()) == pytest.approx(fmean(r.seconds for r in run.metrics[1:]))
     for part in (parts.ATTENTION, parts.EXPERTS, parts.HEAD, parts.OPTIMIZER, EP):
         assert measured[0][part] > 0 and predicted[0][part] > 0, part
-    page = (tmp_path / "run" / "report.html").read_text()
+    page = (folder / "report.html").read_text()
     assert "communication over ep" in page and "ranks compute" in page
     assert "of a step by part" in page
     # The ledger leaves out the measurement of rates.

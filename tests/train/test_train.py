@@ -32,6 +32,7 @@ from tests.train.runs import (
     torchrun,
     train,
 )
+from tests.train.test_step_clock import assert_seconds_of_two_ranks
 from tests.waiting import PATIENCE, until
 from tests.without_linux import MODULE
 
@@ -101,6 +102,10 @@ def test_the_wait_for_other_ranks_is_measured(two_ranks: Path) -> None:
     assert any(wait > 0 for wait, _ in waits)
     lines = (two_ranks.parent / "stdout").read_text().splitlines()
     assert all(", ranks " in line for line in lines if line.startswith("step "))
+
+
+def test_predicted_and_measured_seconds_add_up_to_the_steps(two_ranks: Path) -> None:
+    assert_seconds_of_two_ranks(two_ranks)
 
 
 def test_two_plans_give_the_same_losses(one_rank: Path, two_ranks: Path) -> None:
@@ -320,12 +325,11 @@ def test_a_refusal_under_torchrun_leaves_a_good_run_alone(two_ranks: Path) -> No
     assert not (two_ranks / "failure.json").exists()
 
 
-def test_another_optimizer_starts_its_moments_afresh(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    train(out, train__optimizer="sgd", train__steps=2)
-    again = arguments(out, train__optimizer="adamw", train__steps=4)
-    said(*again, "--allow-change", "train.optimizer")
-    assert len(metrics(out)) == 4
+def test_another_optimizer_starts_its_moments_afresh(one_rank_copy: Path, one_rank: Path) -> None:
+    out, corpus = one_rank_copy, str(one_rank.parent / "corpus.txt")
+    again = arguments(out, train__optimizer="muon", train__steps=5, data__path=corpus)
+    output = said(*again, "--allow-change", "train.optimizer")
+    assert "resumed from step 4" in output and len(metrics(out)) == 5
 
 
 STATES = (

@@ -26,6 +26,7 @@ def sent(ledger: list[dict[str, Any]], caller: str, phase: str) -> int:
     return sum(r["wire_bytes"] for r in ledger if r["caller"] == caller and r["phase"] == phase)
 
 
+@pytest.mark.representative("reduce_scatter-4", "all_to_all-4")
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("exit_name", ["reduce_scatter", "all_reduce", "all_to_all"])
 def test_exit_bytes(exit_name: str, n: int) -> None:

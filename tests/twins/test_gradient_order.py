@@ -14,6 +14,23 @@ from tests.parity.models import ALL
 SHAPE = training.Shape(seq_len=12, global_batch=4)
 
 
+@pytest.mark.representative(
+    "moe",
+    "grouped",
+    "sigmoid",
+    "dense",
+    "latent",
+    "deepseek",
+    "windows",
+    "over_projection",
+    "together_sequence",
+    "expert_choice",
+    "bias",
+    "granite",
+    "pattern",
+    "ahead_tied",
+    "deep_global",
+)
 @pytest.mark.parametrize("model", ALL)
 def test_gradients_come_as_predicted(model: str) -> None:
     config, plan = ModelConfig(**ALL[model]), Plan()
