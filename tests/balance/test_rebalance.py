@@ -112,7 +112,7 @@ def problems(draw: st.DrawFn) -> tuple[Floats, int, int, int, int]:
 
 @given(problems(), st.sampled_from(["fast", "quality"]))
 @example((np.full((1, 2), 5e-324), 6, 1, 1, 3), "fast")
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_invariants(problem: tuple[Floats, int, int, int, int], effort: str) -> None:
     """Random sizes: one GPU, one slot per GPU, no redundancy, all-zero loads among them."""
     loads, replicas, groups, nodes, gpus = problem
@@ -132,7 +132,7 @@ def test_invariants(problem: tuple[Floats, int, int, int, int], effort: str) -> 
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_small_problems_are_solved_exactly(data: st.DataObject) -> None:
     """Against all counts and all packings; twins only where no placement without is as good."""
     gpus = data.draw(st.integers(1, 4))

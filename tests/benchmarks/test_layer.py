@@ -75,9 +75,8 @@ def test_one_process_does_the_flops_of_the_formula_and_sends_nothing() -> None:
     assert set(result["seconds"]) == {"layer", "gemm"}
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_ranks_share_the_flops_and_send_what_the_router_says(dtype: torch.dtype) -> None:
     results = mesh_on_ranks(Layout(dp=2, ep=2), _measure_on_rank, dtype)
     result, between = results[0][0], _rows_between(2)
@@ -123,6 +122,7 @@ def test_bare_products_follow_uneven_counts() -> None:
     torch.testing.assert_close(gemms.into_RH[:3], gemms.h_RG[:3] @ gemms.gate_up_LGH[0])
 
 
+@pytest.mark.slow
 def test_ranks_are_started_and_one_object_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", commands.python())  # what ranks are started with
     document = layer.run(LayerSettings(shape="tiny", ranks="1,2", rounds=2))

@@ -150,7 +150,7 @@ def test_mistakes_in_redundant_experts(given: dict[str, Any], words: str, tmp_pa
 def test_redundant_experts_are_replicas_beside_the_experts(tmp_path: Path) -> None:
     path = write(tmp_path, "a.json")
     same = [
-        place(BalanceSettings(loads=path, gpus=8, **one)).to_json()
+        place(BalanceSettings(loads=path, gpus=8, effort="fast", **one)).to_json()
         for one in ({"redundant": 4}, {"replicas": 16})
     ]
     assert same[0] == same[1]
@@ -186,10 +186,11 @@ def test_a_warning_where_groups_do_not_fit_the_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path, "a.json")
-    balance(**DEFAULTS | {"loads": path} | SIZES | {"nodes": 8})
+    fast = {"loads": path, "effort": "fast"}
+    balance(**DEFAULTS | fast | SIZES | {"nodes": 8})
     assert "nodes (8) do not divide groups (4), so the policy is global" in capsys.readouterr().err
-    balance(**DEFAULTS | {"loads": path, "policy": "global"} | SIZES | {"nodes": 8})
-    balance(**DEFAULTS | {"loads": path} | SIZES)
+    balance(**DEFAULTS | fast | {"policy": "global"} | SIZES | {"nodes": 8})
+    balance(**DEFAULTS | fast | SIZES)
     assert not capsys.readouterr().err
     for policy in (None, "global"):
         with pytest.raises(

@@ -100,7 +100,12 @@ def test_what_it_cannot_do_is_refused_by_name(folders: Path, key: str, fix: str)
     [
         ("qwen3_next", ["plan.schedule=chimera"], ("plan.schedule", "chimera", "1f1b")),
         ("qwen3_next", ["plan.schedule=terapipe"], ("plan.schedule", "terapipe", "1f1b")),
-        ("gemma4_text", [], ("plan.pp", "read more than the output", "pp = 1")),
+        pytest.param(
+            "gemma4_text",
+            [],
+            ("plan.pp", "read more than the output", "pp = 1"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_pipeline_that_it_cannot_run_is_refused_by_name(

@@ -149,6 +149,7 @@ def test_a_stored_head_counts_as_in_transformers(
     torch.testing.assert_close(tiny.logits(again, TOKENS), expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_head_of_its_own_is_trained_and_exported(tmp_path: Path) -> None:
     path = saved("qwen3_moe", "last number", tmp_path / "model")
     given = [f"model.path={path}", "data.seq_len=16", "data.global_batch=2", "train.steps=1"]

@@ -136,7 +136,13 @@ WAYS = [
     ("fsdp2", "global", "all_to_all", {"clip": 0.5, "dispatch_chunks": 2}),
     ("replicas", "sequence", "all_to_all", {"recompute": True}),
     ("sum", "global", "low_latency", {"sizes": (0, 1, 5, 2)}),
-    ("ddp", "sequence", "hierarchical", {"combine": "exact", "recompute": True}),
+    pytest.param(
+        "ddp",
+        "sequence",
+        "hierarchical",
+        {"combine": "exact", "recompute": True},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

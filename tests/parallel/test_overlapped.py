@@ -108,6 +108,7 @@ def compare(rank: int, cases: list[Case]) -> list[str]:
     return differences
 
 
+@pytest.mark.slow
 def test_turns_change_no_bit_and_no_byte() -> None:
     for rank, found in enumerate(run_on_ranks(4, compare, CASES)):
         assert found == [], f"rank {rank}"

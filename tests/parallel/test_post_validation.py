@@ -100,7 +100,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.representative("moe-adamw-{'pp': 2, 'schedule': 'zb_h2', 'microbatches': 4}")
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "optimizer", "plan"), CASES, ids=str)
 def test_faults_on_any_rank_end_as_in_one_process(
     model: str, optimizer: str, plan: dict[str, Any]
@@ -128,7 +128,7 @@ def test_every_rank_has_its_clip_and_its_infinity() -> None:
     assert got.redone() == [2, 3, 5]
 
 
-@pytest.mark.representative("no fault")
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [(), SWAPPED], ids=["no fault", "faults"])
 def test_clean_runs_step_early_and_redo_nothing(faults: tuple[Fault, ...]) -> None:
     """By default a rank steps early after three steps without a clip or a skip."""

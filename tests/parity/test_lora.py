@@ -41,7 +41,8 @@ CASES = rows(
     moe | tp=2 ep=2 attention_exit=reduce_scatter
     moe | tp=2 ep=2 attention_exit=all_reduce dispatcher=all_gather
     moe | tp=2 etp=2 attention_exit=all_to_all
-    *moe | tp=2 dp=2 ep=2 etp=2
+    *moe | tp=2 etp=2
+    moe | tp=2 dp=2 ep=2 etp=2
     moe | dp=4 etp=2 dispatcher=all_gather data=zero1
     moe | dp=4 ep=2 data=zero2 microbatches=2
     moe | dp=4 etp=2 data=zero3 microbatches=2

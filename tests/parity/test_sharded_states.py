@@ -141,7 +141,7 @@ def test_a_step_taken_back_takes_back_sharded_states(plan: dict[str, Any], data:
     assert any(got.redone(rank) for rank in range(4))
 
 
-@pytest.mark.representative("pipedream-bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 @pytest.mark.parametrize(
     "plan",

@@ -11,7 +11,7 @@ import pytest
 from tests.snapshots.cases import NAMES, WHOLE, answer, kept, path_of, text_of
 
 #: Verbs that search: every n-th of their commands runs by default, the others are slow.
-EVERY = {"plan": 8, "estimate": 6, "partition": 4}
+EVERY = {"plan": 8, "estimate": 6, "partition": 4, "balance": 2, "schedule": 2, "layout": 2}
 ANSWERS = [
     pytest.param(
         name, command, id=command, marks=[pytest.mark.slow] * bool(number % EVERY.get(name, 1))
