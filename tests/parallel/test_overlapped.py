@@ -16,11 +16,10 @@ from moemesh.config.plan import Plan
 from moemesh.model.experts import Experts
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.pipeline.program import SteppedModelProgram, is_overlapped
-from moemesh.parallel.segments import SegmentTape
 from moemesh.schedule.build import build
 from tests.parity.models import MODEL, MODELS, TRAIN
 from tests.parity.training import Shape, train_on_rank
-from tests.ranks import RankFailed, end_meshes, run_on_ranks
+from tests.ranks import end_meshes, run_on_ranks
 
 #: Several MoE layers in a stage: what ends one layer begins the next.
 DEEP: dict[str, dict[str, Any]] = {
@@ -271,25 +270,3 @@ def test_without_overlap_blocks_nothing_takes_turns() -> None:
     assert Plan().overlap_blocks
     events = run_on_ranks(4, log_of, Case(DUALPIPE | DATA, shape=FEW), False)
     assert not any(what == "turn" for rank in events for what, _, _ in rank)
-
-
-def _compare_out_of_step(rank: int, case: Case) -> list[str]:
-    """One rank of two pauses once less in every forward."""
-    if rank == 0:
-        pause = SegmentTape.pause
-
-        def seldom(self: SegmentTape) -> None:
-            if len(self._closed) == 1:
-                self._on_pause = lambda: None
-            pause(self)
-
-        SegmentTape.pause = seldom
-    return compare(rank, [case])
-
-
-@pytest.mark.slow
-def test_ranks_out_of_step_are_found_out() -> None:
-    """Exchanges of two microbatches that meet: an error or another result, never silence."""
-    with pytest.raises((RankFailed, AssertionError)):
-        for found in run_on_ranks(4, _compare_out_of_step, Case(DUALPIPE | DATA), timeout=20):
-            assert found == []

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,13 +15,9 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
-from moemesh.model.moe import MoE
-from moemesh.parallel.expert import replicas
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
-from moemesh.parallel.norm import Addends
 from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
-from moemesh.train import migration
 from moemesh.train.migration import ExpertMigration
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
@@ -33,17 +26,13 @@ from tests.parity.training import owned as training_owned
 
 
 class Case(NamedTuple):
-    """A training: keys of model, plan and train, the data, and the workload that routes it.
-
-    `mistake`: ``module:function`` that breaks one thing on each rank (it returns a context).
-    """
+    """A training: keys of model, plan and train, the data, and the workload that routes it."""
 
     model: dict[str, Any]
     plan: dict[str, Any]
     train: dict[str, Any]
     shape: Shape = Shape(global_batch=8, seq_len=12)
     workload: str = "W2"
-    mistake: str = ""
 
 
 class Trained(NamedTuple):
@@ -80,11 +69,7 @@ def routed(config: ModelConfig, batch: Batch, name: str, step: int) -> Batch:
 
 def train_on_rank(mesh: Mesh, case: Case) -> dict[str, Any]:
     """The steps of `case`; returns what this rank owns, by logical name."""
-    breaking = nullcontext()
-    if case.mistake:
-        module, _, function = case.mistake.partition(":")
-        breaking = getattr(importlib.import_module(module), function)()
-    with plain_loops(), breaking:
+    with plain_loops():
         return _train(mesh, case)
 
 
@@ -156,43 +141,3 @@ def difference(got: Trained, expected: Trained) -> float:
     for name, weight in expected.weights.items():
         ratios.append(float((got.weights[name] - weight).abs().max() / weight.abs().max()))
     return max(ratios)
-
-
-# Deliberate mistakes: each is a context that breaks one line on a rank.
-
-
-def replica_gradients_averaged() -> Any:
-    """The home takes half of what its replica's gradient is."""
-    backward = replicas._Pack.backward
-
-    def changed(ctx: Any, grad: Tensor) -> Any:
-        return backward(ctx, grad / 2)
-
-    return mock.patch.object(replicas._Pack, "backward", staticmethod(changed))
-
-
-def norm_counts_replicas() -> Any:
-    """A mistake: replicas count as parameters, so the norm has gradients of busy experts twice."""
-    pieces_of = Addends.of_gradients
-
-    def changed(addends: Addends, gradients: Any) -> list[Tensor]:
-        pieces = zip(addends.pieces, pieces_of(addends, gradients), strict=True)
-        return [2**0.5 * part if ".experts." in name else part for (name, _, _), part in pieces]
-
-    return mock.patch.object(Addends, "of_gradients", changed)
-
-
-def moments_stay_behind() -> Any:
-    """Only weights move."""
-    return mock.patch.object(Optimizer, "kinds", lambda self: ())
-
-
-def weights_stay_behind() -> Any:
-    """Tokens follow the new plan, weights do not."""
-    return mock.patch.object(migration, "move_experts", lambda *arguments: None)
-
-
-def tokens_stay_behind() -> Any:
-    """Weights follow the new plan, tokens do not."""
-    never = property(lambda self: None, lambda self, places: None)
-    return mock.patch.object(MoE, "place_E", never, create=True)

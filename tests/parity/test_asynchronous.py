@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,9 +16,7 @@ import torch
 from moemesh.comm.mesh import Mesh
 from moemesh.model.batch import Batch
 from moemesh.parallel.norm import GradientNorm
-from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
-from moemesh.parallel.pipeline.versions import WeightVersions
-from moemesh.schedule.action import Op, Schedule
+from moemesh.schedule.action import Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.versions import versions
 from moemesh.sharding.load_run import load_run
@@ -30,7 +28,6 @@ from tests.parity.asynchronous import Streamed, stream
 from tests.parity.asynchronous_oracles import Reference, delayed_gradients, replay
 from tests.parity.models import MODEL
 from tests.parity.training import Shape, train
-from tests.ranks import RankFailed
 from tests.train import runs
 
 DEEP: dict[str, Any] = MODEL | {"num_layers": 5}
@@ -285,71 +282,3 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path, schedule: str) -> None
     steps = [row["step"] for row in runs.metrics(run)]
     assert steps == list(range(1, steps[-1] + 1))
     assert (run / "checkpoints" / f"step-{steps[-1]}").is_dir()
-
-
-# Negative controls: every mistake is made in the ranks alone.
-
-
-def no_stash() -> None:
-    """An update overwrites the weights that backwards still need."""
-
-    def update(self: WeightVersions, step: Callable[[], None]) -> None:
-        step()
-        self.newest += 1
-        self._copies[self.newest] = self._snapshot()
-        self._drop_unused()
-
-    WeightVersions.update = update  # type: ignore[method-assign]
-
-
-def off_by_one() -> None:
-    take = WeightVersions.take
-
-    def take_next(self: WeightVersions, microbatch: int) -> int:
-        return take(self, microbatch + 1)
-
-    WeightVersions.take = take_next  # type: ignore[method-assign]
-
-
-def dropped_early() -> None:
-    def is_needed(self: WeightVersions, version: int) -> bool:
-        return version == self.newest
-
-    WeightVersions._is_needed = is_needed  # type: ignore[method-assign]
-
-
-def one_backward_late() -> None:
-    def finished(self: AsynchronousProgram, op: Op) -> None:
-        if op.kind == "B":
-            window = self.rule.window
-            if self._num_gradients and self._num_gradients % window == 0:
-                self.stream.update(self._num_gradients // window - 1, self.versions)
-                self.reducer.begin()
-            self._num_gradients += 1
-            self.stream.finished(op.microbatch)
-
-    AsynchronousProgram.finished = finished  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("plan", "mutate"),
-    [
-        (STREAM, no_stash),
-        (TWO | {"update_window": 2}, no_stash),
-        (TWO | {"update_window": 2}, off_by_one),
-        (TWO | {"update_window": 2}, one_backward_late),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else value["schedule"],
-)
-def test_a_wrong_version_shows(plan: dict[str, Any], mutate: Callable[[], None]) -> None:
-    plan = plan | {"pp": 2}
-    streamed = stream(DEEP, plan, SGD, SHAPE, mutate=mutate)
-    expected = delayed_gradients(Reference(DEEP, plan, SGD, SHAPE))
-    assert streamed.losses != expected.losses
-
-
-@pytest.mark.slow
-def test_a_copy_that_is_dropped_early_is_missed() -> None:
-    with pytest.raises(RankFailed, match="failed on pipeline rank"):
-        stream(DEEP, STREAM | {"pp": 2}, SGD, SHAPE, mutate=dropped_early)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,7 +114,7 @@ import os, sys, time
 from moemesh.trace.machine import die_with_parent
 if die_with_parent():
     print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -126,7 +128,11 @@ def test_a_process_dies_with_its_parent() -> None:
         child = int(parent.stdout.readline())
         assert machine.process_state(child)[0] in ("S", "R")
         parent.kill()
-        until(lambda: machine.process_state(child)[0] in ("", "Z", "X"))
+        try:
+            until(lambda: machine.process_state(child)[0] in ("", "Z", "X"))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
 
 
 def test_without_linux_each_function_answers(

@@ -18,7 +18,6 @@ from moemesh.trace.step_seconds import communication
 from moemesh.trace.timeline import COMMUNICATION, TimelineRecorder
 from moemesh.train.records import step_clock
 from moemesh.train.records.step_clock import StepClock
-from tests.train.runs import arguments, moemesh
 
 EP, DP = communication("ep"), communication("dp_cp")
 MODEL = ModelConfig(
@@ -126,14 +125,6 @@ def test_forward_and_backward_of_every_block_are_marked_and_nothing_changes() ->
     back = [parts.EXPERTS, parts.REST, parts.ATTENTION, parts.REST]
     ends = [parts.HEAD, parts.REST]
     assert marked == [*layer, *layer, *ends, *ends, *back, *back]
-
-
-@pytest.mark.slow
-def test_seconds_are_predicted_and_measured_without_a_dense_layer(tmp_path: Path) -> None:
-    plan = {"plan__dp": 2, "plan__ep": 2, "model__first_dense_layers": 0}
-    done = moemesh(*arguments(tmp_path / "run", **plan))
-    assert done.returncode == 0, done.stderr
-    assert_seconds_of_two_ranks(tmp_path / "run")
 
 
 def assert_seconds_of_two_ranks(folder: Path) -> None:
