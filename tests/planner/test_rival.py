@@ -41,6 +41,7 @@ def test_the_best_layout_is_the_one_that_was_chosen() -> None:
     assert judged(planned.candidates[0].layout.text).verdict == "chosen"
 
 
+@pytest.mark.slow
 def test_what_is_left_open_is_the_best_that_the_search_has() -> None:
     """A plain loop over all layouts with tp = 4 and ZeRO-3 finds none that is faster."""
     search, _ = searched()

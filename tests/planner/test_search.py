@@ -171,6 +171,7 @@ def test_every_layout_is_legal_and_unique() -> None:
     assert rejected["ZeRO-2 or 3 with a pipeline"] > 0
 
 
+@pytest.mark.slow
 def test_more_memory_is_never_slower_and_the_binding_constraint_says_so() -> None:
     times = []
     for memory in (20.0, 45.0, 160.0):
