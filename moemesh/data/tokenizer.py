@@ -54,10 +54,12 @@ class DataError(UserError):
 
 
 class TokenizerSettings(NamedTuple):
-    """Chat templates by name, and the special tokens by key ("eos_token") that they may write."""
+    """Chat templates by name, the special tokens by key ("eos_token") that they may write, and the
+    `decode` of a class of transformers; None: that of the package tokenizers."""
 
     templates: Mapping[str, str]
     special: Mapping[str, Any]
+    decode: Callable[..., str] | None = None
 
 
 class Tokenizer:
@@ -219,7 +221,8 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of `ids`, `special` tokens by name; invalid UTF-8 becomes U+FFFD."""
         if self._loaded is not None:
-            return self._loaded.decode(list(ids), skip_special_tokens=not special)
+            decode = self.settings.decode or self._loaded.decode
+            return decode(list(ids), skip_special_tokens=not special)
         return bytes(id_ if id_ < 256 else 0xFF for id_ in ids).decode(errors="replace")
 
 
@@ -318,8 +321,8 @@ def _read_once(
         loaded.no_truncation()
         loaded.no_padding()
         loaded.encode_special_tokens = bool(getattr(read, "split_special_tokens", False))
-    settings = TokenizerSettings(templates or _processor_templates(folder), read.special_tokens_map)
-    return loaded, folder, settings
+    templates = templates or _processor_templates(folder)
+    return loaded, folder, TokenizerSettings(templates, read.special_tokens_map, read.decode)
 
 
 class _SlowTokenizer:
@@ -327,7 +330,7 @@ class _SlowTokenizer:
 
     def __init__(self, read: Any) -> None:
         self._read = read
-        self.token_to_id, self.decode = read.get_vocab().get, read.decode
+        self.token_to_id = read.get_vocab().get
         self.get_added_tokens_decoder = lambda: read.added_tokens_decoder
 
     def get_vocab(self, **_: bool) -> dict[str, int]:
@@ -359,8 +362,9 @@ class _SlowTokenizer:
 def _change(folder: Path, file: Path, loaded: Any) -> str | None:
     """A sentence on what other files of `folder` change about the tokenizer `loaded` of `file`."""
     added = {token.content: token for token in loaded.get_added_tokens_decoder().values()}
+    special = {"special": True}
     named = (
-        (name, token, flags)
+        (name, token, flags if key.endswith("_decoder") or name == ADDED else flags | special)
         for name in (SETTINGS, SPECIAL, ADDED)
         for key, value in settings_of(folder / name).items()
         if name == ADDED or key.endswith(("_token", "_tokens", "_tokens_decoder"))
@@ -376,7 +380,10 @@ def _change(folder: Path, file: Path, loaded: Any) -> str | None:
             f'{file} is filled up with the token "{padding["pad_token"]}", which it does not have'
         )
     settings = settings_of(folder / SETTINGS)
-    changing = [key for key in ("split_special_tokens", VERSIONS) if settings.get(key)]
+    keys = ["split_special_tokens", VERSIONS]
+    if type(loaded.model).__name__ != "BPE":
+        keys.append("clean_up_tokenization_spaces")
+    changing = [key for key in keys if settings.get(key)]
     return f"{folder / SETTINGS} sets {changing[0]}" if changing else None
 
 
@@ -442,7 +449,7 @@ def _tokens_in(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(value, str):
         yield value, {}
     elif isinstance(value, dict) and isinstance(value.get("content"), str):
-        flags = ("lstrip", "rstrip", "single_word", "normalized")
+        flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
         yield value["content"], {key: value[key] for key in flags if key in value}
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:

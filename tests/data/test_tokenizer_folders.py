@@ -14,6 +14,7 @@ from moemesh.data.corpus import Corpus
 from moemesh.data.tokenizer import DataError, Tokenizer
 from tests.data.texts import byte_level_tokenizer
 
+tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
 TEXT = "a<|im_start|>user\nGrüße</s> <extra>b <|im_end|>\n<|im_start|><|im_start|> [X] "
@@ -85,6 +86,37 @@ def test_ids_are_those_of_auto_tokenizer(tmp_path: Path, way: str) -> None:
     assert tokenizer.encode_with_offsets([TEXT])[0][0].tolist() == expected
     assert tokenizer.vocab_size == max(theirs.get_vocab().values()) + 1
     assert tokenizer.decode(expected, special=True) == theirs.decode(expected)
+
+
+#: Settings that change the text of ids, beside a tokenizer of words in which <x> is not special.
+TEXT_SETTINGS: dict[str, dict[str, Any]] = {
+    "blanks before punctuation": {"clean_up_tokenization_spaces": True},
+    "special by its name": {"pad_token": "<x>"},
+    "special by its flag": {"added_tokens_decoder": {"4": START | {"content": "<x>"}}},
+}
+
+
+@pytest.mark.parametrize("name", TEXT_SETTINGS)
+def test_texts_of_ids_are_those_of_auto_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    words = ["it", "'s", ".", "[UNK]"]
+    loaded = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: id_ for id_, word in enumerate(words)}, "[UNK]")
+    )
+    loaded.add_tokens([tokenizers.AddedToken("<x>", normalized=False)])
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    ids = [0, 1, 4, 2]
+    assert Tokenizer.open(str(tmp_path)).decode(ids) == "it 's <x> ."
+    write(tmp_path, {CONFIG: TEXT_SETTINGS[name]})
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    tokenizer = Tokenizer.open(str(tmp_path))
+    expected = theirs.decode(ids, skip_special_tokens=True)
+    assert tokenizer.decode(ids) == expected != "it 's <x> ."
+    assert tokenizer.decode(ids, special=True) == theirs.decode(ids)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match="pip install transformers"):
+        Tokenizer.open(str(tmp_path))
 
 
 def test_a_token_beside_the_file_changes_the_fingerprint(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ jitter, empty microbatches, small models without a kind of layer."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -13,12 +14,15 @@ import torch
 from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
+from moemesh.config.huggingface.architecture import hub_model
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
+from moemesh.model.hub.architecture import read
 from moemesh.model.hub.build import allocate, blueprint
 from moemesh.model.hub.model import HubModel
+from moemesh.model.hub.precision import exactly
 from moemesh.model.hub.shrink import decoder_layers, kind_of, shrunken
 from moemesh.model.transformer import ModelPart
 from moemesh.parallel.parallelize import parallelize
@@ -77,6 +81,27 @@ def test_documents_of_one_row_are_as_rows_of_their_own(name: str) -> None:
     torch.testing.assert_close(packed.losses_T, losses.flatten(), rtol=0, atol=1e-9)
     # Not the same as one document: the test would see a mask that is left out.
     assert (model(batch_of(tokens)).losses_T - packed.losses_T).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("name", ["olmo2", "gemma3_text", "exaone_moe"])
+def test_dynamic_rope_within_the_positions_of_the_model(name: str) -> None:
+    theirs = copy.deepcopy(random_model(name))
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    values = values_of(name) | {"rope_scaling": dynamic}
+    config = theirs.config.from_dict(dict(values))
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    expected = type(theirs)._from_config(config, **eager).double().eval()
+    expected.load_state_dict(theirs.state_dict())
+    model = HubModel(hub_model(read(values)), dtype=torch.float64)
+    allocate(model.net, dtype=torch.float64)
+    model.net.load_state_dict(theirs.state_dict(), strict=False)
+    batch = batch_of(tokens_of(2, 34))
+    with exactly(torch.float64), torch.no_grad():
+        logits = expected(batch.tokens_BS).logits.flatten(0, 1)
+        losses = torch.nn.functional.cross_entropy(
+            logits, batch.targets_BS.flatten(), reduction="none"
+        )
+        torch.testing.assert_close(model(batch).losses_T, losses, rtol=0, atol=1e-6)
 
 
 def test_padding_is_not_routed() -> None:

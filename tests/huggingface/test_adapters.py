@@ -250,6 +250,69 @@ def test_adapters_beside_a_folder_are_evaluated(tmp_path: Path) -> None:
     assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
 
 
+#: Changes of a written adapter_config.json with which PEFT ignores some tensors, starts some
+#: modules at random, or raises -> words of the refusal.
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "fewer modules": ({"target_modules": ["q_proj"]}, r"v_proj.*that adapter_config.json does not"),
+    "more modules": ({"target_modules": "all-linear"}, r"k_proj.* is missing, .* random numbers"),
+    "other modules": ({"target_modules": r".*mlp\..*"}, "q_proj.* does not name"),
+    "no module": ({"target_modules": None}, "q_proj.* does not name"),
+    "parameters": (
+        {"target_modules": ["v_proj"], "target_parameters": ["q_proj.bias"]},
+        "q_proj.* does not name",
+    ),
+    "an excluded module": ({"exclude_modules": ["v_proj"]}, "v_proj.* does not name"),
+    "excluded by a pattern": ({"exclude_modules": r".*\.0\..*"}, r"layers\.0.* does not name"),
+    "fewer layers": ({"layers_to_transform": [0, 2]}, r"layers\.1.* does not name"),
+    "one layer": ({"layers_to_transform": 2}, r"layers\.0.* does not name"),
+    "layers elsewhere": (
+        {"layers_to_transform": [0, 1, 2], "layers_pattern": ["h"]},
+        "does not name",
+    ),
+    "a broken pattern": ({"target_modules": "("}, "names of modules are broken"),
+    "modules by number": ({"target_modules": 3}, "names of modules are broken"),
+    "the usual rank": ({"r": None}, "r = None must be a whole number"),
+    "a rank in words": ({"rank_pattern": {"q_proj": "2"}}, "rank_pattern.q_proj = '2' must be"),
+    "a rank of 0": ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj = 0 must be a whole"),
+    "a list of ranks": ({"rank_pattern": [2]}, "rank_pattern must be an object"),
+    "an alpha in words": ({"alpha_pattern": {"v": "2"}}, "alpha_pattern.v = '2' must be a number"),
+    "an empty table of a method": ({"kasa_config": {}}, "uses kasa_config"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_names_and_tensors_that_contradict_each_other(tmp_path: Path, name: str) -> None:
+    changes, words = CONTRADICTIONS[name]
+    usual = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}
+    settings = peft.LoraConfig(**usual, task_type="CAUSAL_LM", init_lora_weights=False)
+    peft.get_peft_model(copy.deepcopy(build("llama")), settings).save_pretrained(tmp_path)
+    lora = LoraConfig(rank=4, alpha=6.0, targets=("q_proj", "v_proj"))
+    config = ours.config_of(save("llama", tmp_path / "base")).with_lora(lora)
+    AdapterFolder(tmp_path, config, "llama")
+    given = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(given | changes))
+    with pytest.raises(CheckpointError, match=words):
+        AdapterFolder(tmp_path, config, "llama")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fields_that_are_left_out_are_those_of_peft(tmp_path: Path) -> None:
+    settings = peft.LoraConfig(
+        target_modules=["q_proj"], rank_pattern={"1.*q_proj": 2}, task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )  # fmt: skip
+    theirs = peft.get_peft_model(copy.deepcopy(build("llama")).eval(), settings)
+    theirs.save_pretrained(tmp_path / "peft")
+    given = json.loads((tmp_path / "peft" / CONFIG).read_text())
+    assert given.pop("r") == given.pop("lora_alpha") == 8
+    (tmp_path / "peft" / CONFIG).write_text(json.dumps(given))
+    lora = LoraConfig(rank=8, alpha=8.0, targets=("q_proj",))
+    config, model = adapted(save("llama", tmp_path / "base"), lora)
+    AdapterFolder(tmp_path / "peft", config, "llama", trains=False).load_into(shards(model))
+    assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
+
+
 #: Fields of PEFT's that give a folder another meaning.
 OTHER_METHODS: dict[str, Any] = {
     "bias": "all", "trainable_token_indices": [1], "use_dora": True,

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from moemesh.config.errors import UserError
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.train.weights.conversion import convert, write_adapter
+from moemesh.train.weights.end_of_turn import text_ends, unapplied_settings
 from tests.cli.test_data import CHATML
 from tests.data.texts import byte_level_tokenizer
 from tests.huggingface.conversations import add_tokenizer, write_sums
-from tests.huggingface.tiny import save
+from tests.huggingface.tiny import load, save
 from tests.train.runs import said, sets
 
 transformers = pytest.importorskip("transformers")
@@ -165,3 +167,33 @@ def test_adapters_name_the_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str
     folder = with_tokenizer(base_model(tmp_path / "base"), CHATML)
     write_adapter(tuned(folder, tmp_path, "lora.rank=2"), tmp_path / "out")
     assert "generate(eos_token_id=[0, 2])" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": None}, {"eos_token_id": [3, 4]}])
+def test_the_ends_of_a_text_are_those_of_transformers(
+    tmp_path: Path, generation: dict[str, Any] | None
+) -> None:
+    folder = base_model(tmp_path / "model")
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    expected = load(folder).generation_config.eos_token_id
+    ids = [expected] if isinstance(expected, int) else expected or []
+    assert text_ends(folder) == ids
+    assert bool(ids) is (generation is None or bool(generation.get("eos_token_id")))
+
+
+@pytest.mark.parametrize("ends", [2.0, "2", True, [2, None], [[2]], {"a": 2}])
+def test_ends_that_are_no_ids(tmp_path: Path, ends: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(UserError, match=r"config\.json: eos_token_id = .* must be an id"):
+        text_ends(tmp_path)
+
+
+def test_settings_that_generate_does_not_apply(tmp_path: Path) -> None:
+    """Keys with a value other than the one that changes nothing."""
+    usual = transformers.GenerationConfig(eos_token_id=2, repetition_penalty=1.0, num_beams=1)
+    usual.save_pretrained(tmp_path)
+    assert unapplied_settings(tmp_path) == []
+    changed = transformers.GenerationConfig(repetition_penalty=1.05, suppress_tokens=[3])
+    changed.save_pretrained(tmp_path)
+    assert unapplied_settings(tmp_path) == ["repetition_penalty", "suppress_tokens"]

@@ -75,6 +75,9 @@ ROPE: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         }
     },
+    "yarn without whole borders": {
+        "rope_scaling": {"rope_type": "yarn", **_YARN, "rope_theta": 1e4, "truncate": None}
+    },
     "dynamic": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 2e4, "factor": 2.0}},
     "linear with keys of yarn": {
         "rope_parameters": {
@@ -241,3 +244,30 @@ def test_rope(folder: Path, tmp_path: Path) -> None:
     verdicts = {name: compare(folder, changes, tmp_path) for name, changes in ROPE.items()}
     assert verdicts["longrope beside"] in ("refused", "")
     assert verdicts["yarn beside"] == verdicts["dynamic beside"] == "same"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("granite", {"attention_multiplier": 0.0}, "attention_multiplier = 0 sets to 0"),
+        ("olmoe", {"clip_qkv": 0}, "clip_qkv = 0 sets to 0"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit = 0 sets to 0"),
+        ("llama", {"rope_theta": 0, "rope_parameters": ...}, "rope_theta must be above 0"),
+        ("mistral", {"rope_scaling": {"rope_theta": -1}}, "rope_theta must be above 0"),
+        (
+            "qwen3",
+            {"rope_scaling": {"type": "yarn", "attention_factor": 0}},
+            "attention_factor must",
+        ),
+        ("glm4_moe", {"partial_rotary_factor": 0.0}, "partial_rotary_factor must be above 0"),
+        ("llama", {"attention_bias": "false"}, "attention_bias must be true or false"),
+        ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
+    ],
+)
+def test_values_that_have_no_meaning_here(
+    tmp_path: Path, kind: str, changes: dict[str, Any], words: str
+) -> None:
+    """As truth values they would be another model than that of transformers, or none."""
+    folder = changed(save(kind, tmp_path / kind), changes, tmp_path / "changed")
+    with pytest.raises(ConfigError, match=words):
+        load_run([], [f"model.path={folder}", "model.implementation=moemesh"], {})

@@ -262,6 +262,15 @@ def test_an_answer_ends_at_the_models_own_tokens_too(
     assert generated("?")[0] == "ab\n"
 
 
+def test_settings_of_a_folder_that_are_not_applied(
+    folder: Path, answering: Callable[..., Model], generated: Generated
+) -> None:
+    answering("ab</s>", "cd</s>")
+    assert "not applied" not in generated("?")[1]
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_k": 20}')
+    assert "sets temperature, top_k, which are not applied" in generated("?")[1]
+
+
 def test_an_empty_answer_is_no_silence(
     answering: Callable[..., Model], generated: Generated
 ) -> None:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from moemesh.checkpoint.files import CheckpointError, check_folder
 from moemesh.checkpoint.header import read_header
@@ -30,7 +30,14 @@ from moemesh.checkpoint.huggingface.pieces import TensorPiece
 from moemesh.config.huggingface.folder import HEAD
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
-from moemesh.config.lora import TargetPart, factor_name, is_adapter, parts_of
+from moemesh.config.lora import (
+    ALL_LINEAR,
+    LoraConfig,
+    TargetPart,
+    factor_name,
+    is_adapter,
+    parts_of,
+)
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import Tuning
@@ -64,6 +71,9 @@ KNOWN_FIELDS = frozenset(
 #: Initializations that leave the weights of the base as they are.
 SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 _NO_BIAS = ("bias", "none")
+#: Values of fields of PEFT's LoraConfig that a file may leave out.
+_DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8}
+_EVERY = LoraConfig(rank=1)
 
 
 class Adaptation(NamedTuple):
@@ -333,11 +343,14 @@ def check_adapter_folder(
     model that is not trained can have: B is multiplied by the ratio. Raises CheckpointError."""
     check_folder(path)
     lora, adapted = model.lora, list(adaptations(model, kind))
-    given, written = read_json(path / CONFIG, _CONFIG_LIMIT), peft_config(model, kind, None)
     file = path / CONFIG
+    given, written = _DEFAULTS | read_json(file, _CONFIG_LIMIT), peft_config(model, kind, None)
     if given.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
-    patterns = {key: given.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
+    patterns = {
+        key: _numbers(given, default, key, file)
+        for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
+    }
     expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
     if given.get("r") == written["r"]:  # the form that this package writes
         expected = {key: written[key] for key in expected}
@@ -353,7 +366,8 @@ def check_adapter_folder(
             "save them with PEFT's `path_initial_model_for_weight_conversion`, as plain ones"
         )
     for key, value in given.items():
-        if value and key not in {*KNOWN_FIELDS, "init_lora_weights"} and (key, value) != _NO_BIAS:
+        is_known = key in KNOWN_FIELDS or key == "init_lora_weights" or (key, value) == _NO_BIAS
+        if not is_known and value not in (None, False):
             raise CheckpointError(f"{file}: uses {key}, which is not known here")
     header = path / WEIGHTS
     if not header.exists() and (pickled := path / "adapter_model.bin").exists():
@@ -378,6 +392,19 @@ def check_adapter_folder(
             f"{header}: {missing[0]} is missing ({len(missing)} such tensors), which "
             f"lora.targets requires{advice}"
         )
+    is_random = given.get("init_lora_weights") is False
+    for one in adaptations(model.with_lora(_EVERY), kind) if is_random else adapted:
+        is_held, is_targeted = one.module in held, _is_targeted(given, one, file)
+        if is_held and not is_targeted:
+            raise CheckpointError(
+                f"{header}: {one.name('A')} belongs to a module that {CONFIG} does not name, and "
+                "PEFT ignores it: add the module to target_modules, or remove its tensors"
+            )
+        if is_targeted and is_random and not is_held:
+            raise CheckpointError(
+                f"{header}: {one.name('A')} is missing, and {CONFIG} names its module: with "
+                "init_lora_weights = false PEFT would compute with random numbers"
+            )
     ends, saved = _stored_ends(file, given, shapes, model)
     known = places.keys() | {weight.stored for weight in ends}
     if extra := [name for name in shapes if name not in known]:
@@ -447,6 +474,54 @@ def _stored_ends(
             f"of this model ({', '.join(known)})"
         )
     return ends, saved
+
+
+def _numbers(given: Mapping[str, Any], default: str, key: str, file: Path) -> Mapping[str, Any]:
+    """The table of patterns `key`. Raises CheckpointError unless its values, and that of the field
+    `default`, are numbers, and ranks are whole and positive."""
+    table: object = given.get(key) or {}
+    if not isinstance(table, Mapping):
+        raise CheckpointError(f"{file}: {key} must be an object, not {table!r}")
+    patterns = cast("Mapping[str, Any]", table)
+    is_rank = default == "r"
+    named = {default: given[default], **{f"{key}.{name}": patterns[name] for name in patterns}}
+    for name, value in named.items():
+        is_number = isinstance(value, int if is_rank else (int, float))
+        if isinstance(value, bool) or not is_number or (is_rank and value < 1):
+            kind = "a whole number of at least 1" if is_rank else "a number"
+            raise CheckpointError(f"{file}: {name} = {value!r} must be {kind}")
+    return patterns
+
+
+def _is_targeted(given: Mapping[str, Any], one: Adaptation, file: Path) -> bool:
+    """Whether PEFT adapts a module or parameter with the fields `given`, by the rules of its
+    `check_target_module_exists` and `_inject_parameters`."""
+
+    def matches(key: str, name: str) -> bool:
+        entries: object = given.get(key) or ()
+        if isinstance(entries, str):
+            return entries == ALL_LINEAR or re.fullmatch(entries, name) is not None
+        return any(f".{name}".endswith(f".{entry}") for entry in cast("Sequence[str]", entries))
+
+    try:
+        if matches("target_parameters", one.module if one.is_stack else f"{one.module}.weight"):
+            return True
+        saved = given.get("modules_to_save") or ()
+        if one.is_stack or matches("exclude_modules", one.module):
+            return False
+        if any(re.match(rf"(^|.*\.){entry}($|\..*)", one.module) for entry in saved):
+            return False
+        layers: object = given.get("layers_to_transform")
+        if isinstance(given.get("target_modules"), str) or layers in (None, []):
+            return matches("target_modules", one.module)
+        parents = given.get("layers_pattern") or r"[^.]*"
+        parents = [parents] if isinstance(parents, str) else parents
+        places = (re.match(rf"(?:^|.*?\.){parent}\.(\d+)\.", one.module) for parent in parents)
+        layer = next((int(place[1]) for place in places if place is not None), None)
+        numbers = cast("Sequence[int]", [layers] if isinstance(layers, int) else layers)
+        return layer in numbers and matches("target_modules", one.module)
+    except (re.error, TypeError) as error:
+        raise CheckpointError(f"{file}: the names of modules are broken ({error})") from error
 
 
 def _of_pattern(table: Mapping[str, Any], module: str, default: Any, file: Path) -> Any:

@@ -52,8 +52,10 @@ def as_class(config: Config, kind: str) -> dict[str, Any]:
     values = usual | {key: value for key, value in config.items() if key in known}
     values |= {key: config[name] for name, key in row["aliases"].items() if name in config}
     # A switch that is null is off, whatever its default.
-    switches = (key for key, value in usual.items() if isinstance(value, bool))
-    values |= {key: False for key in switches if values[key] is None}
+    for key in (key for key, value in usual.items() if isinstance(value, bool)):
+        if not isinstance(values[key], bool) and values[key] not in (None, 0, 1):
+            raise wrong("wrong-type", key, values[key], f"{key} must be true or false")
+        values[key] = bool(values[key])
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
     return values

@@ -54,6 +54,11 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 #: Sizes that must not be 0.
 _NEEDED = {"num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim"}
 _NEEDED_BY_EXPERTS = {"experts_per_token", "router_groups", "router_groups_kept"}
+#: Our keys that are off at 0, where the code of transformers computes with 0.
+_ABOVE_0 = {"attention_multiplier", "clip_qkv", "swiglu_limit"}
+_ROPE_ABOVE_0 = (
+    "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor",
+)  # fmt: skip
 #: Types of RoPE -> the keys of their tables; ROPE_NEEDS has the required ones.
 ROPE_TYPES = {
     "default": (),
@@ -200,9 +205,13 @@ def model_values(config: Config) -> dict[str, object]:
     found |= row.get("fields", {})
     values = sizes.values
     for name, names in trained_families()["keys"].items():
-        given = next((values[key] for key in names if values.get(key) is not None), None)
-        if given is not None:
-            found[name] = given
+        key = next((key for key in names if values.get(key) is not None), None)
+        if key is None:
+            continue
+        if values[key] == 0 and name in _ABOVE_0:
+            message = f"{key} = 0 sets to 0 what it multiplies or clips; known: above 0, or null"
+            raise wrong("not-available", key, values[key], message)
+        found[name] = values[key]
     found |= _rope(values, class_rows()[family_of(config)], fields)
     # The balance loss of transformers: one loss for all layers, in families that have it and if a
     # configuration enables it; selection biases do not move.
@@ -230,11 +239,13 @@ def _rope(
     if any(isinstance(value, Mapping) for value in given.values()):
         message = "RoPE that differs between kinds of layers is not known"
         raise wrong("not-available", key, sorted(given), message)
-    given = {name: value for name, value in given.items() if value is not None}
+    # A switch that is null is off; a number that is null is its default.
+    switches = {"truncate": False} if "truncate" in given else {}
+    given = switches | {name: value for name, value in given.items() if value is not None}
     for source in (given, values):  # these are numbers wherever they are, read or not
-        for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-            if source.get(name) is not None:
-                real(name, source[name])
+        for name in _ROPE_ABOVE_0:
+            if source.get(name) is not None and real(name, source[name]) <= 0:
+                raise wrong("too-small", name, source[name], f"{name} must be above 0")
     usual = dict(row["rope"])
     # Defaults of these two hold beside any table; of the rest only where there is none.
     theta, share = (usual.pop(name, None) for name in ("rope_theta", "partial_rotary_factor"))

@@ -111,6 +111,12 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
         config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     for part in {id(one): one for one in (config, config.get_text_config())}.values():
         part.use_cache = False
+        rope: Any = getattr(part, "rope_parameters", None) or {}
+        for table in (rope, *rope.values()):
+            # The frequencies differ only after the model's positions, which no run reaches; their
+            # code reads positions as numbers, which the meta device does not have.
+            if isinstance(table, dict) and table.get("rope_type") == "dynamic":
+                table["rope_type"] = "default"
         for key, value in list(vars(part).items()):
             is_dropout = "dropout" in key or key.endswith(("pdrop", "layerdrop"))
             if (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:

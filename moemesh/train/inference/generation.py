@@ -31,7 +31,7 @@ from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.evaluation import load, on_ranks
 from moemesh.train.records.run_folder import answers_chats
 from moemesh.train.weights.conversion import to_stderr
-from moemesh.train.weights.end_of_turn import text_ends
+from moemesh.train.weights.end_of_turn import GENERATION, text_ends, unapplied_settings
 from moemesh.train.weights.weight_sources import config_of
 
 #: Function of logits [V] that returns the id of the next token.
@@ -335,6 +335,12 @@ def generate(
     # The ids that end a text, from the first file of the model's folder that names them.
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
     stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
+    unapplied = next(filter(None, map(unapplied_settings, folders)), [])
+    if unapplied and not launch.launched():
+        to_stderr(
+            f"note: {GENERATION} sets {', '.join(unapplied)}, which are not applied: the likeliest "
+            "token is chosen, or with --temperature and --top-p a random one"
+        )
 
     def note_positions(length: int, name: str) -> None:
         if length > (most := config.model.max_position_embeddings or length):

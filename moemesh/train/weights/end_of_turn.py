@@ -34,6 +34,17 @@ GENERATION, EOS = "generation_config.json", "eos_token_id"
 #: Keys that ``generate`` takes from config.json in a folder without generation_config.json.
 _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
+#: Keys of generation_config.json that change which tokens ``generate`` chooses.
+_UNAPPLIED = (
+    "bad_words_ids", "begin_suppress_tokens", "constraints", "do_sample", "dola_layers",
+    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "epsilon_cutoff", "eta_cutoff",
+    "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+    "forced_eos_token_id", "guidance_scale", "max_time", "min_length", "min_new_tokens", "min_p",
+    "no_repeat_ngram_size", "num_beams", "penalty_alpha", "repetition_penalty", "sequence_bias",
+    "stop_strings", "suppress_tokens", "temperature", "token_healing", "top_h", "top_k", "top_p",
+    "typical_p", "watermarking_config",
+)  # fmt: skip
+
 
 class EndOfTurn(NamedTuple):
     """The text that ends a turn, its token with the id (None if the text has several tokens), and
@@ -46,18 +57,27 @@ class EndOfTurn(NamedTuple):
 
 
 def text_ends(folder: Path) -> list[int]:
-    """The ids that end a text, from the first file of `folder` that has any. Raises UserError for a
-    file without a JSON object."""
-    for file in (folder / GENERATION, folder / CONFIG):
-        if not file.is_file():
-            continue
-        try:
-            ids = parse_json(file.read_text(encoding="utf-8")).get(EOS)
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file}: not a JSON object ({error})") from error
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
-    return []
+    """The ids that end a text in ``generate`` of transformers: those of generation_config.json, or
+    without that file those of config.json. Raises UserError for a file without a JSON object, and
+    for other values."""
+    file = next((file for name in (GENERATION, CONFIG) if (file := folder / name).is_file()), None)
+    if file is None:
+        return []
+    try:
+        given = parse_json(file.read_text(encoding="utf-8")).get(EOS)
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{file}: not a JSON object ({error})") from error
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(number) is int for number in ids):
+        raise UserError(f"{file}: {EOS} = {json.dumps(given)} must be an id, or a list of ids")
+    return ids
+
+
+def unapplied_settings(folder: Path) -> list[str]:
+    """Keys of generation_config.json that change the texts of ``generate`` of transformers, and
+    that ``moemesh generate`` does not apply."""
+    settings = settings_of(folder / GENERATION)
+    return [key for key in _UNAPPLIED if settings.get(key) not in (None, False, 0, 1, [], {})]
 
 
 def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
