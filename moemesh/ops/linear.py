@@ -47,6 +47,10 @@ class Adapter(NamedTuple):
     start: int = 0
     count: int = 0
 
+    def of(self, a: Tensor, b: Tensor) -> Adapter:
+        """An adapter of the same part with other factors."""
+        return self._replace(a=a, b=b)
+
     def part(self, y: Tensor) -> Tensor:
         """The part of `y`, which has a dim of tokens in front of those of the weight."""
         return y if self.dim is None else y.narrow(self.dim + 1, self.start, self.count)
