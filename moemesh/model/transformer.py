@@ -296,9 +296,9 @@ class Transformer(nn.Module):
         """Global layer index -> name and values of the bias that steers its router's choice alone,
         of the layers held here that have one."""
         return {
-            layer: (f"layers.{layer}.feed_forward.router.selection_bias", moe.router.selection_bias)
+            layer: (f"layers.{layer}.feed_forward.router.selection_bias", bias_E)
             for layer, moe in self.moe_layers().items()
-            if moe.router.selection_bias is not None
+            if (bias_E := moe.router.selection_bias) is not None
         }
 
     def num_sequences(self, batch: Batch) -> int:
@@ -314,9 +314,9 @@ class Transformer(nn.Module):
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""
         return {
-            int(index): layer.feed_forward
+            int(index): feed_forward
             for index, layer in self.layers.items()
-            if isinstance(layer.feed_forward, MoE)
+            if isinstance(feed_forward := layer.feed_forward, MoE)
         }
 
 

@@ -225,6 +225,4 @@ def exact_experts(
 ) -> Tensor:
     """Weighted expert outputs [R, H]; ``counts_EP`` (int64): rows of each expert and owner.
     `recomputes`: the backward recomputes gate and up instead of keeping them."""
-    return _ExactExperts.apply(
-        x_RH, weights_R, counts_EP, experts, recomputes, *experts.tensors
-    )
+    return _ExactExperts.apply(x_RH, weights_R, counts_EP, experts, recomputes, *experts.tensors)

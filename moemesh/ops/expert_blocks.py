@@ -56,8 +56,6 @@ def expert_blocks(
     """
     limits = border, BLOCK_ROWS if fewest_rows is None else fewest_rows, most_experts
     if max_rows is None or num_rows <= max_rows:
-        if counts_E.device.type != "cpu" and not border and most_experts is None:
-            return [Block(slice(0, counts_E.shape[0]), slice(0, num_rows), row_ends(counts_E))]
         return _blocks_of_whole_experts(counts_E, 0, num_rows, *limits)
     ends_E, blocks = counts_E.cumsum(0), list[Block]()
     for start in range(0, num_rows, max_rows):

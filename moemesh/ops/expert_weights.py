@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moemesh.config.lora import NF4_NUMBERS_AT_ONCE
 from moemesh.ops.expert_blocks import Block, block_rows, expert_blocks
+from moemesh.ops.grouped_gemm import row_ends
 from moemesh.ops.linear import Adapter
 from moemesh.ops.nf4 import dense
 from moemesh.ops.swiglu import PLAIN, SwigluForm
@@ -115,11 +116,20 @@ class ExpertWeights(NamedTuple):
     ) -> list[Block]:
         """The blocks of :func:`~moemesh.ops.expert_blocks.expert_blocks`: those of packed experts
         (:mod:`moemesh.ops.nf4`) have few experts, because each is dequantized as a whole."""
-        border, width, most = len(self.gate_up) if self.rest else 0, self.gate_up.shape[2], None
-        if self.gate_up.dtype == torch.uint8:
-            most = max(NF4_NUMBERS_AT_ONCE // (3 * width * self.down.shape[1]), 1)
-        fewest = block_rows(dtype, width)
-        return expert_blocks(counts_E, num_rows, max_rows, border, fewest, most)
+        num_experts, _, width, _ = self.gate_up.shape
+        is_packed = self.gate_up.dtype == torch.uint8
+        is_bounded = max_rows is not None and num_rows > max_rows
+        if counts_E.device.type != "cpu" and not (is_packed or is_bounded or self.rest):
+            return [Block(slice(0, num_experts), slice(0, num_rows), row_ends(counts_E))]
+        numbers = 3 * width * self.down.shape[1]
+        return expert_blocks(
+            counts_E,
+            num_rows,
+            max_rows,
+            border=num_experts if self.rest else 0,
+            fewest_rows=block_rows(dtype, width),
+            most_experts=max(NF4_NUMBERS_AT_ONCE // numbers, 1) if is_packed else None,
+        )
 
     def of_block(self, block: Block, dtype: torch.dtype) -> ExpertWeights:
         """Weights of the experts of one block within the rest; packed ones in `dtype`."""

@@ -38,7 +38,7 @@ class RowMap:
     def num_sources(self) -> int:
         return self.starts_N.shape[0] // (1 + self.has_rest)
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         return self.source_R.shape[0]
 
