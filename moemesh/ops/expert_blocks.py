@@ -44,7 +44,7 @@ def expert_blocks(
     counts_E: Tensor,
     num_rows: int,
     max_rows: int | None = None,
-    border: int = 0,
+    border: int | None = None,
     fewest_rows: int | None = None,
     most_experts: int | None = None,
 ) -> list[Block]:
@@ -69,7 +69,7 @@ def _blocks_of_whole_experts(
     counts_E: Tensor,
     start: int,
     stop: int,
-    border: int,
+    border: int | None,
     fewest_rows: int,
     most_experts: int | None,
 ) -> list[Block]:
@@ -77,7 +77,8 @@ def _blocks_of_whole_experts(
     is_device = counts_E.device.type != "cpu"
     if is_device and most_experts is None:
         if not border:
-            return [Block(slice(0, counts_E.shape[0]), slice(start, stop), row_ends(counts_E))]
+            ends_E, trains = row_ends(counts_E), border is None
+            return [Block(slice(0, counts_E.shape[0]), slice(start, stop), ends_E, trains)]
         middle, end = start + int(counts_E[:border].sum()), len(counts_E)
         return [
             Block(slice(0, border), slice(start, middle), row_ends(counts_E[:border])),
@@ -90,7 +91,7 @@ def _blocks_of_whole_experts(
         end = stop if is_device and index == len(counts_E) else end + count
         is_full = (end - row >= fewest_rows and not is_device) or index - expert == most_experts
         if is_full or index in (border, len(counts_E)):
-            ends_D, trains = row_ends(counts_E[expert:index]), not border or index <= border
+            ends_D, trains = row_ends(counts_E[expert:index]), border is None or index <= border
             blocks.append(Block(slice(expert, index), slice(row, end), ends_D, trains))
             expert, row = index, end
     return blocks

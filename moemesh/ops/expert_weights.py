@@ -126,7 +126,7 @@ class ExpertWeights(NamedTuple):
             counts_E,
             num_rows,
             max_rows,
-            border=num_experts if self.rest else 0,
+            border=num_experts if self.rest else None,
             fewest_rows=block_rows(dtype, width),
             most_experts=max(NF4_NUMBERS_AT_ONCE // numbers, 1) if is_packed else None,
         )
