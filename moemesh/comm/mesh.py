@@ -47,7 +47,7 @@ class Axis:
     device: torch.device
     ledger: Ledger = field(repr=False)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return len(self.ranks)
 

@@ -43,6 +43,8 @@ class Attention(AdaptedModule):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.layer, self.config = layer, config
+        #: Keys that a query sees, its own included (0: all before it); factor of the scores.
+        self.window, self.scale = config.window(layer), config.attention_scale
         heads, size = config.num_kv_heads, config.head_dim
         self.num_groups = config.num_heads // heads
         self.qkv = nn.Parameter(torch.empty(heads, self.num_groups + 2, size, config.hidden_size))
@@ -79,11 +81,13 @@ class Attention(AdaptedModule):
     def core(self, projected: Projected, context: Context) -> Tensor:
         """The part between the two projections: norms, rotary positions, attention."""
         config, qkv_TA = self.config, projected.qkv_TA
-        # -1 cannot be inferred for an empty microbatch: take the heads from the weight.
-        size = (self.qkv.shape[0], self.num_groups + 2, config.head_dim)
-        qkv = qkv_TA.view(context.num_sequences, context.seq_len, *size)
+        # -1 cannot be inferred for an empty microbatch: take the heads from the width.
+        size = self.num_groups + 2, config.head_dim
+        heads = qkv_TA.shape[1] // (size[0] * size[1])
+        qkv = qkv_TA.view(context.num_sequences, context.seq_len, heads, *size)
         query, key, value = qkv.split([self.num_groups, 1, 1], dim=3)
-        query_BSND, key_BSMD, value_BSMD = (part.flatten(2, 3) for part in (query, key, value))
+        query_BSND, key_BSMD = query.flatten(2, 3), key.flatten(2, 3)
+        value_BSMD = value.flatten(2, 3)
         if projected.squares_T2 is None:
             query_BSND, key_BSMD = self.query_norm(query_BSND), self.key_norm(key_BSMD)
         else:
@@ -95,9 +99,8 @@ class Attention(AdaptedModule):
                 part.clamp(-limit, limit) for part in (query_BSND, key_BSMD, value_BSMD)
             )
         tables = context.rotary(qkv.dtype)
-        query_BSND, key_BSMD = (
-            rotate(part, *tables, interleaved=config.rope_interleave)
-            for part in (query_BSND, key_BSMD)
+        query_BSND, key_BSMD = rotate(
+            query_BSND, key_BSMD, *tables, interleaved=config.rope_interleave
         )
         return attend(self, query_BSND, key_BSMD, value_BSMD, context)
 
@@ -124,6 +127,8 @@ class LatentAttention(AdaptedModule):
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.layer, self.config = layer, config
+        #: Keys that a query sees, its own included (0: all before it); factor of the scores.
+        self.window, self.scale = config.window(layer), config.attention_scale
         hidden, heads, size = config.hidden_size, config.num_heads, config.query_head_dim
         rank, latent = config.q_lora_rank, config.kv_lora_rank
         down = latent + config.qk_rotary_head_dim
@@ -179,15 +184,15 @@ class LatentAttention(AdaptedModule):
             shape = (context.num_sequences, context.seq_len, number, sum(sizes))
             return x_TA.view(shape).split(sizes, dim=3)
 
-        def rotated(x: Tensor) -> Tensor:
-            return rotate(x, *context.rotary(x.dtype), interleaved=config.rope_interleave)
-
         query_BSND, query_BSNR = by_head(expanded.query_TA, heads, [plain, rotary])
         key_BSND, value_BSND = by_head(expanded.key_value_TA, heads, [plain, config.v_head_dim])
         (key_BS1R,) = by_head(expanded.key_TR, 1, [rotary])
-        key_BSNR = rotated(key_BS1R).expand(-1, -1, heads, -1)
-        query_BSND = torch.cat([query_BSND, rotated(query_BSNR)], dim=3)
-        key_BSND = torch.cat([key_BSND, key_BSNR], dim=3)
+        tables = context.rotary(query_BSNR.dtype)
+        query_BSNR, key_BS1R = rotate(
+            query_BSNR, key_BS1R, *tables, interleaved=config.rope_interleave
+        )
+        query_BSND = torch.cat([query_BSND, query_BSNR], dim=3)
+        key_BSND = torch.cat([key_BSND, key_BS1R.expand(-1, -1, heads, -1)], dim=3)
         return attend(self, query_BSND, key_BSND, value_BSND, context)
 
 
@@ -200,24 +205,15 @@ def attend(
 ) -> Tensor:
     """Attention of heads that have their positions, over this and earlier slices: [T, A]. The heads
     of a token are contiguous in memory, so the output needs no copy."""
-    query_BNSD, key_BMSD, value_BMSD = (
-        x.transpose(1, 2) for x in (query_BSND, key_BSMD, value_BSMD)
+    visible = context.visible.within(block.window) if block.window else context.visible
+    key_BMCD, value_BMCD = context.slices.extend(
+        block.layer, key_BSMD.transpose(1, 2), value_BSMD.transpose(1, 2)
     )
-    config, visible = block.config, context.visible
-    if window := config.window(block.layer):
-        visible = visible.within(window)
-    key_BMCD, value_BMCD = context.slices.extend(block.layer, key_BMSD, value_BMSD)
+    query_BNSD = query_BSND.transpose(1, 2)
     y_BNSD = block.key_values.attend(
-        query_BNSD,
-        key_BMCD,
-        value_BMCD,
-        visible,
-        sinks_N=block.sinks,
-        scale=config.attention_scale,
+        query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=block.sinks, scale=block.scale
     )
-    return y_BNSD.transpose(1, 2).reshape(
-        context.num_tokens, y_BNSD.shape[1] * config.value_head_dim
-    )
+    return y_BNSD.transpose(1, 2).reshape(context.num_tokens, y_BNSD.shape[1] * y_BNSD.shape[3])
 
 
 class ProjectionNorm(nn.Module):

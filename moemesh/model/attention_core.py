@@ -22,11 +22,13 @@ from moemesh.model.visibility import Runs, Visibility
 from moemesh.ops.attention import (
     Gradients,
     Partial,
+    backward_in_rows,
     block_backward,
     block_forward,
     is_fused,
     merge,
     nothing_seen,
+    rows_pay,
     wide,
 )
 from moemesh.ops.packed_attention import packed_backward, packed_forward
@@ -59,6 +61,8 @@ def attention(
         y_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BMCD[:, :, seen], value_BMCD[:, :, seen], scale=scale, enable_gqa=True
         )
+    elif has_kernel and visible.is_whole and torch.is_grad_enabled() and rows_pay(query_BNSD):
+        y_BNSD = _Triangle.apply(query_BNSD, key_BMCD, value_BMCD, scale)
     elif has_kernel and visible.is_whole:
         y_BNSD = F.scaled_dot_product_attention(
             query_BNSD, key_BMCD, value_BMCD, is_causal=True, scale=scale, enable_gqa=True
@@ -68,6 +72,24 @@ def attention(
             query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=sinks_N, scale=scale
         )
     return y_BNSD[..., :value_size]
+
+
+class _Triangle(torch.autograd.Function):
+    """The kernel of whole sequences, with a backward in rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_BNSD: Tensor, key_BMCD: Tensor, value_BMCD: Tensor, scale: float
+    ) -> Tensor:
+        y_BNSD, lse_BNS = block_forward(query_BNSD, key_BMCD, value_BMCD, causal=True, scale=scale)
+        ctx.save_for_backward(lse_BNS, query_BNSD, key_BMCD, value_BMCD)
+        ctx.scale = scale
+        return y_BNSD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_BNSD: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward_in_rows(gradient_BNSD, *ctx.saved_tensors, scale=ctx.scale), None
 
 
 def attention_with_lse(

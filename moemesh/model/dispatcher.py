@@ -88,20 +88,12 @@ class Dispatcher(Protocol):
 
 
 class LocalPlan(NamedTuple):
-    """Rows -> tokens, rows -> (token, slot) pairs, and rows per expert; ``none_TK``: pairs without
-    an expert, where rows of the map have none."""
+    """The (token, slot) pair of each row, and rows per expert."""
 
-    tokens: RowMap
-    slot_R: Tensor
+    slots: OwnSlots
     counts_L: Tensor
-    none_TK: Tensor | None = None
     #: The routing, if every pair has an expert, as the host knows.
     experts_TK: Tensor | None = None
-
-    @property
-    def slots(self) -> OwnSlots:
-        """The pair of each row."""
-        return OwnSlots(self.tokens, self.slot_R, self.none_TK)
 
 
 class LocalRows(NamedTuple):
@@ -115,7 +107,7 @@ class LocalRows(NamedTuple):
 
     @property
     def map(self) -> RowMap:
-        return self.plan.tokens
+        return self.plan.slots.tokens
 
     def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The arguments of a kernel: see :meth:`DispatchedRows.as_routing`."""
@@ -125,9 +117,9 @@ class LocalRows(NamedTuple):
 
     def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         """Sums [T, H]."""
-        tokens, counts_L, slots = self.plan.tokens, self.plan.counts_L, self.plan.slots
+        slots, counts_L, _ = self.plan
         return expert_mlp(
-            self.x_TH, tokens, self.weights_TK, counts_L, experts, slots=slots, **options
+            self.x_TH, slots.tokens, self.weights_TK, counts_L, experts, slots=slots, **options
         )
 
 
@@ -142,24 +134,26 @@ class LocalDispatcher(Dispatcher):
     def plan(self, experts_TK: Tensor) -> LocalPlan:
         sorted_ = SortedByExpert(experts_TK, self.num_experts)
         if experts_TK.device.type == "cpu":
-            return LocalPlan(*sorted_.rows(int(sorted_.counts_E.sum())), sorted_.counts_E)
-        return LocalPlan(*sorted_.rows_and_rest(), sorted_.counts_E, experts_TK < 0)
+            slots = OwnSlots(*sorted_.rows(int(sorted_.counts_E.sum())))
+        else:
+            slots = OwnSlots(*sorted_.rows_and_rest(), experts_TK < 0)
+        return LocalPlan(slots, sorted_.counts_E)
 
     def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
         if experts_TK.device.type == "cpu":
             return self.plan(experts_TK)._replace(experts_TK=experts_TK)
         sorted_ = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
-        rows, slot_R = sorted_.rows(experts_TK.numel())
-        return LocalPlan(rows, slot_R, sorted_.counts_E, experts_TK=experts_TK)
+        slots = OwnSlots(*sorted_.rows(experts_TK.numel()))
+        return LocalPlan(slots, sorted_.counts_E, experts_TK)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
     ) -> Pending[DispatchedRows]:
         weights_R = pick_own_weights(weights_TK, plan.slots)
-        return Pending.ready(DispatchedRows(x_TH, plan.tokens, weights_R, plan.counts_L))
+        return Pending.ready(DispatchedRows(x_TH, plan.slots.tokens, weights_R, plan.counts_L))
 
     def combine(self, y_RH: Tensor, plan: LocalPlan) -> Pending[Tensor]:
-        return Pending.ready(unpermute(y_RH, plan.tokens))
+        return Pending.ready(unpermute(y_RH, plan.slots.tokens))
 
 
 class _PickWeights(torch.autograd.Function):

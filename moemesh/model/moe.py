@@ -117,7 +117,7 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.has_aux_loss = config, config.has_aux_loss
         self.router = Router(config, layer)
         form = swiglu_form(config)
         self.experts = Experts(
@@ -151,7 +151,7 @@ class MoE(nn.Module):
     def forward(self, x_TH: Tensor, context: Context) -> MoEOutput:
         routing = self.router(x_TH, context, self.tokens)
         aux = None
-        if self.config.has_aux_loss:
+        if self.has_aux_loss:
             if self.config.has_joint_aux_loss:
                 aux = auxiliary_sums(routing, self.config, context, self.router.layer)
             else:

@@ -66,35 +66,53 @@ def rotary_tables(config: AttentionConfig, positions: Tensor) -> tuple[Tensor, T
     return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
 
 
-def rotate(x: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first R channels of x [B, S, heads, D] by tables of [..., S, 1, R] in its dtype.
-    Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`."""
+def rotate(
+    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate the first R channels of queries and keys [B, S, heads, D] by tables of [..., S, 1, R]
+    in their dtype. Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`."""
     if not torch.is_grad_enabled():
-        return _turned(x, cosine, sine, interleaved, False)
-    return _Rotation.apply(x, cosine, sine, interleaved)
+        return _both_turned(query, key, cosine, sine, interleaved, False)
+    return _Rotation.apply(query, key, cosine, sine, interleaved)
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, whose backward is the one by the opposite angles; nothing of x is kept."""
+    """A rotation, whose backward is the one by the opposite angles; no queries or keys are kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        cosine, sine, ctx.interleaved = rest
         ctx.save_for_backward(cosine, sine)
-        ctx.interleaved = interleaved
-        return _turned(x, cosine, sine, interleaved, False)
+        return _both_turned(query, key, *rest, False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        cosine, sine = ctx.saved_tensors
-        return _turned(grad, cosine, sine, ctx.interleaved, True), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        turned = _both_turned(*gradients, *ctx.saved_tensors, ctx.interleaved, True)
+        return *turned, None, None, None
+
+
+def _both_turned(
+    query: Tensor,
+    key: Tensor,
+    cosine: Tensor,
+    sine: Tensor,
+    interleaved: bool,
+    backwards: bool,
+) -> tuple[Tensor, Tensor]:
+    rest = cosine, sine, interleaved, backwards
+    if query.device.type == "cpu":
+        return _turned(query, *rest), _turned(key, *rest)
+    # A single position, that of a token being generated, would need a compilation of its own.
+    is_compiled = query.shape[0] and query.shape[1] > 1
+    function = fusion.compiled(_both_rotated) if is_compiled else _both_rotated
+    return function(query, key, *rest)
+
+
+def _both_rotated(query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _rotated(query, *rest), _rotated(key, *rest)
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, backwards: bool) -> Tensor:
-    if x.device.type != "cpu":
-        # A single position, that of a token being generated, would need a compilation of its own.
-        is_compiled = len(x) and x.shape[1] > 1
-        function = fusion.compiled(_rotated) if is_compiled else _rotated
-        return function(x, cosine, sine, interleaved, backwards)
     if not fusion.is_worth_compiling(x):
         return _rotated(x, cosine, sine, interleaved, backwards)
     x = x.contiguous()

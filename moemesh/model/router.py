@@ -68,11 +68,11 @@ FEW_SCORES = 1024
 
 def stable_top_k(scores_TE: Tensor, num_chosen: int) -> Tensor:
     """Ids of the best scores, best first; equal scores by ascending id."""
-    if scores_TE.dtype != torch.float32 and scores_TE.device.type == "cpu":
-        return stable_top_k_sort(scores_TE, num_chosen)
-    if scores_TE.device.type != "cpu" or scores_TE.numel() <= FEW_SCORES:
+    is_fp32_on_cpu = scores_TE.dtype == torch.float32 and scores_TE.device.type == "cpu"
+    if not is_fp32_on_cpu or scores_TE.numel() <= FEW_SCORES:
         # One kernel, where the keys below take eight; the others are not kept.
-        return stable_top_k_sort(scores_TE, num_chosen).contiguous()
+        order_TE = torch.sort(scores_TE, dim=1, descending=True, stable=True).indices
+        return order_TE[:, :num_chosen].contiguous()
     # One int64 key per expert, no two alike: the float's bits, made to ascend with its value, above
     # the id, made to descend. Then any top-k is stable, at a third of the price of the sort.
     bits_TE = (scores_TE + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores

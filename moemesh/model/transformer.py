@@ -49,16 +49,15 @@ class Layer(nn.Module):
         )
 
     def forward(self, x_TH: Tensor, context: Context) -> tuple[Tensor, MoEOutput | None]:
-        x_TH = x_TH + self._scaled(self.attention(self.attention_norm(x_TH), context))
-        normed_TH = self.feed_forward_norm(x_TH)
-        if isinstance(self.feed_forward, MLP):
-            return x_TH + self._scaled(self.feed_forward(normed_TH, context.num_tokens)), None
+        y_TH = self.attention(self.attention_norm(x_TH), context)
+        x_TH = torch.add(x_TH, y_TH, alpha=self.multiplier)
+        normed_TH, feed_forward = self.feed_forward_norm(x_TH), self.feed_forward
+        if isinstance(feed_forward, MLP):
+            y_TH = feed_forward(normed_TH, context.num_tokens)
+            return torch.add(x_TH, y_TH, alpha=self.multiplier), None
         x_TH = context.flow.cut(x_TH)
-        routed = self.feed_forward(normed_TH, context)
-        return x_TH + self._scaled(routed.y_TH), routed
-
-    def _scaled(self, y_TH: Tensor) -> Tensor:
-        return y_TH if self.multiplier == 1.0 else y_TH * self.multiplier
+        routed = feed_forward(normed_TH, context)
+        return torch.add(x_TH, routed.y_TH, alpha=self.multiplier), routed
 
 
 # Multi-token prediction: extra layers after the last, each of which predicts one token further.
@@ -297,9 +296,9 @@ class Transformer(nn.Module):
         """Global layer index -> name and values of the bias that steers its router's choice alone,
         of the layers held here that have one."""
         return {
-            layer: (f"layers.{layer}.feed_forward.router.selection_bias", moe.router.selection_bias)
+            layer: (f"layers.{layer}.feed_forward.router.selection_bias", bias_E)
             for layer, moe in self.moe_layers().items()
-            if moe.router.selection_bias is not None
+            if (bias_E := moe.router.selection_bias) is not None
         }
 
     def num_sequences(self, batch: Batch) -> int:
@@ -315,9 +314,9 @@ class Transformer(nn.Module):
     def moe_layers(self) -> dict[int, MoE]:
         """Global layer index -> its mixture of experts, of the layers held here."""
         return {
-            int(index): layer.feed_forward
+            int(index): feed_forward
             for index, layer in self.layers.items()
-            if isinstance(layer.feed_forward, MoE)
+            if isinstance(feed_forward := layer.feed_forward, MoE)
         }
 
 

@@ -35,7 +35,7 @@ class Visibility:
     starts_BL: Tensor | None = None
     length: int = 0
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether all queries of a sequence see all keys up to themselves."""
         return self.is_triangle and len(self.queries) == 1 and self.queries == self.keys
@@ -51,7 +51,7 @@ class Visibility:
             return None
         return slice(max(stop - (self.window or stop), 0), stop)
 
-    @property
+    @cached_property
     def is_triangle(self) -> bool:
         """Whether only the order of positions bounds the visible keys."""
         longest = max((run.stop for run in self.queries), default=0)

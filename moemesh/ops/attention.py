@@ -21,6 +21,7 @@ from torch import Tensor
 
 _CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data
 _CUDA_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention
 _CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
@@ -153,6 +154,64 @@ def block_backward(
         *_CPU_BACKWARD(
             *inputs, 0.0, causal, attn_mask=_additive(mask_BSC, query_BNSD.dtype), scale=scale
         )
+    )
+
+
+#: Queries of a product in :func:`backward_in_rows`, and positions for each channel of a head up to
+#: which its products are faster than the kernel of a CPU in bfloat16 (docs/results/step.md).
+ROWS, MOST_POSITIONS = 64, 16
+
+
+def rows_pay(query_BNSD: Tensor) -> bool:
+    """Whether :func:`backward_in_rows` is faster than the kernel of the device."""
+    on_cpu = query_BNSD.device.type == "cpu" and query_BNSD.dtype == torch.bfloat16
+    return on_cpu and query_BNSD.shape[2] <= MOST_POSITIONS * query_BNSD.shape[3]
+
+
+def backward_in_rows(
+    gradient_BNSD: Tensor,
+    lse_BNS: Tensor,
+    query_BNSD: Tensor,
+    key_BMCD: Tensor,
+    value_BMCD: Tensor,
+    *,
+    scale: float,
+) -> Gradients:
+    """:func:`block_backward` with ``causal``, by matrix products of R queries at a time with all
+    keys that they see. X = B M: the query heads of a key/value head are rows of one product."""
+    (num_sequences, num_heads), size = key_BMCD.shape[:2], query_BNSD.shape[2]
+    scaled_BNSD, near_BNS1 = query_BNSD * scale, lse_BNS[..., None].to(query_BNSD.dtype)
+    key_XCD, value_XCD = key_BMCD.flatten(0, 1), value_BMCD.flatten(0, 1)
+    grad_query_BNSD = torch.empty_like(query_BNSD)
+    grad_key_XCD, grad_value_XCD = (
+        torch.zeros_like(x, dtype=wide(x.dtype)) for x in (key_XCD, value_XCD)
+    )
+    for start in range(0, size, ROWS):
+        stop = min(start + ROWS, size)
+        seen_XCD, values_XCD = key_XCD[:, :stop], value_XCD[:, :stop]
+        query_XRD, grad_XRD, near_XR1 = (
+            x[:, :, start:stop].unflatten(1, (num_heads, -1)).flatten(2, 3).flatten(0, 1)
+            for x in (scaled_BNSD, gradient_BNSD, near_BNS1)
+        )
+        # Minus the log-sum-exp the logits of large weights are near 0, where rounding is finest;
+        # the rounding of the log-sum-exp itself is the same for a row, and softmax removes it.
+        near_XRC = near_XR1.expand(-1, -1, stop)
+        logits_XRC = torch.baddbmm(near_XRC, query_XRD, seen_XCD.transpose(1, 2), beta=-1)
+        later = torch.ones(stop - start, stop - start, dtype=torch.bool, device=query_XRD.device)
+        by_head = logits_XRC.unflatten(1, (-1, stop - start))[..., start:]
+        by_head.masked_fill_(later.triu_(1), -torch.inf)
+        weights_XRC = logits_XRC.softmax(2)
+        by_weight_XRC = grad_XRD @ values_XCD.transpose(1, 2)
+        by_logit_XRC = _SOFTMAX_BACKWARD(by_weight_XRC, weights_XRC, 2, query_BNSD.dtype)
+        grad_value_XCD[:, :stop] += weights_XRC.transpose(1, 2) @ grad_XRD
+        grad_key_XCD[:, :stop] += by_logit_XRC.transpose(1, 2) @ query_XRD
+        grad_XRD = (by_logit_XRC @ seen_XCD).mul_(scale)
+        by_head = grad_XRD.view(num_sequences, query_BNSD.shape[1], -1, query_BNSD.shape[3])
+        grad_query_BNSD[:, :, start:stop] = by_head
+    return Gradients(
+        grad_query_BNSD,
+        grad_key_XCD.to(key_BMCD.dtype).view(key_BMCD.shape),
+        grad_value_XCD.to(value_BMCD.dtype).view(value_BMCD.shape),
     )
 
 

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.expert_weights import (
-    ExpertKind,
     ExpertWeights,
     add_products,
     narrow,
@@ -108,11 +107,10 @@ class _ExactExperts(torch.autograd.Function):
         x_RH: Tensor,
         weights_R: Tensor,
         counts_EP: Tensor,
-        kind: ExpertKind,
+        experts: ExpertWeights,
         recomputes: bool,
         *tensors: Tensor,
     ) -> Tensor:
-        experts = kind.weights(tensors)
         rows = PaddedRows(counts_EP)
         gate_QF, up_QF = _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
@@ -129,14 +127,14 @@ class _ExactExperts(torch.autograd.Function):
             y_RH[:, experts.part] += _of_rows(experts.down_bias, counts_EP) * scale_R1
         kept = () if recomputes else (gate_QF, up_QF)
         ctx.save_for_backward(x_RH, weights_R, counts_EP, *tensors, *kept)
-        ctx.rows, ctx.leaves, ctx.kind = rows, tensors, kind
+        ctx.rows, ctx.leaves, ctx.experts = rows, tensors, experts
         return y_RH
 
     @staticmethod
     def backward(ctx: Any, grad_RH: Tensor) -> tuple[Tensor | None, ...]:
         x_RH, weights_R, counts_EP, *saved = ctx.saved_tensors
         tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
-        experts = ctx.kind.weights(tensors)
+        experts = ctx.experts.of(tensors)
         rows: PaddedRows = ctx.rows
         gate_QF, up_QF = kept or _gate_and_up(x_RH, experts, counts_EP, rows)
         scale_Q1 = rows.pad(weights_R)[:, None].to(gate_QF.dtype)
@@ -227,6 +225,4 @@ def exact_experts(
 ) -> Tensor:
     """Weighted expert outputs [R, H]; ``counts_EP`` (int64): rows of each expert and owner.
     `recomputes`: the backward recomputes gate and up instead of keeping them."""
-    return _ExactExperts.apply(
-        x_RH, weights_R, counts_EP, experts.kind, recomputes, *experts.tensors
-    )
+    return _ExactExperts.apply(x_RH, weights_R, counts_EP, experts, recomputes, *experts.tensors)

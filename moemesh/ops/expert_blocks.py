@@ -23,11 +23,13 @@ SHORT_BLOCK_ROWS = 2048
 
 
 class Block(NamedTuple):
-    """Consecutive experts, their rows, and the running total of the experts' rows in the block."""
+    """Consecutive experts, their rows, the running total of the experts' rows in the block, and
+    whether the experts are before the border."""
 
     experts: slice
     rows: slice
     ends_D: Tensor
+    trains: bool = True
 
 
 def block_rows(dtype: torch.dtype, width: int) -> int:
@@ -42,7 +44,7 @@ def expert_blocks(
     counts_E: Tensor,
     num_rows: int,
     max_rows: int | None = None,
-    border: int = 0,
+    border: int | None = None,
     fewest_rows: int | None = None,
     most_experts: int | None = None,
 ) -> list[Block]:
@@ -67,7 +69,7 @@ def _blocks_of_whole_experts(
     counts_E: Tensor,
     start: int,
     stop: int,
-    border: int,
+    border: int | None,
     fewest_rows: int,
     most_experts: int | None,
 ) -> list[Block]:
@@ -75,11 +77,12 @@ def _blocks_of_whole_experts(
     is_device = counts_E.device.type != "cpu"
     if is_device and most_experts is None:
         if not border:
-            return [Block(slice(0, counts_E.shape[0]), slice(start, stop), row_ends(counts_E))]
+            ends_E, trains = row_ends(counts_E), border is None
+            return [Block(slice(0, counts_E.shape[0]), slice(start, stop), ends_E, trains)]
         middle, end = start + int(counts_E[:border].sum()), len(counts_E)
         return [
             Block(slice(0, border), slice(start, middle), row_ends(counts_E[:border])),
-            Block(slice(border, end), slice(middle, stop), row_ends(counts_E[border:])),
+            Block(slice(border, end), slice(middle, stop), row_ends(counts_E[border:]), False),
         ]
     blocks: list[Block] = []
     expert, row, end = 0, start, start
@@ -88,8 +91,8 @@ def _blocks_of_whole_experts(
         end = stop if is_device and index == len(counts_E) else end + count
         is_full = (end - row >= fewest_rows and not is_device) or index - expert == most_experts
         if is_full or index in (border, len(counts_E)):
-            ends_D = row_ends(counts_E[expert:index])
-            blocks.append(Block(slice(expert, index), slice(row, end), ends_D))
+            ends_D, trains = row_ends(counts_E[expert:index]), border is None or index <= border
+            blocks.append(Block(slice(expert, index), slice(row, end), ends_D, trains))
             expert, row = index, end
     return blocks
 
@@ -99,11 +102,6 @@ def in_blocks(blocks: list[Block], *wholes: Tensor | None) -> list[tuple[Any, ..
     if len(blocks) == 1:
         return [(blocks[0], *wholes)]
     return [(block, *(x if x is None else x[block.rows] for x in wholes)) for block in blocks]
-
-
-def whole_of_several(blocks: list[Block], like: Tensor, *shape: int) -> Tensor | None:
-    """Memory that blocks write their results to; None: the result of a lone block is the whole."""
-    return like.new_empty(shape) if len(blocks) > 1 else None
 
 
 class WeightGradient:
@@ -121,12 +119,13 @@ class WeightGradient:
         are_shared: bool = False,
         is_bias: bool = False,
     ) -> None:
-        self._weight, self._blocks, self._needed = weight, blocks, needed
+        self._weight, self._blocks = weight, blocks
+        self._needed = needed and weight.numel() > 0
         self._is_deferred, self._is_bias = is_deferred, is_bias
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
         #: Gradient of the last block, of several, and the fp32 sum of blocks that share experts.
         self._last, self._whole, self._total = weight, None, None
-        if are_shared and needed:
+        if are_shared and self._needed:
             wide = torch.promote_types(weight.dtype, torch.float32)
             self._total = torch.zeros_like(self.stack, dtype=wide)
 
@@ -140,16 +139,14 @@ class WeightGradient:
         self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
     ) -> None:
         """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
-        if self._needed:
+        if self._needed and self._is_deferred:
             self._pending.append((block, grad_BO, x_BI, source_B))
-            if not self._is_deferred:
-                self._compute_pending()
+        elif self._needed:
+            self._compute_part(block, grad_BO, x_BI, source_B)
 
-    def result(self, *, is_queued: bool) -> Tensor | None:
-        """The gradient; None if not needed, or if the queue computes it (`is_queued`)."""
-        if not self._needed or not self._weight.numel():
-            return None
-        if not (is_queued and self._weight.is_leaf):
+    def result(self) -> Tensor | None:
+        """The gradient; None if it is not needed, or if the active queue computes it."""
+        if not self._needed or not self._weight.is_leaf:
             return self.compute()
         kept = [tensor for _, grad_BO, x_BI, _ in self._pending for tensor in (grad_BO, x_BI)]
         return weight_gradient(self._weight, self.compute, kept)
@@ -158,22 +155,23 @@ class WeightGradient:
         """The gradient of all blocks that were added; None when it is not needed."""
         if not self._needed:
             return None
-        if self._pending:
-            self._compute_pending()
+        for part in self._pending:
+            self._compute_part(*part)
+        self._pending.clear()
         if self._total is not None:
             return self._total.to(self._weight.dtype).view_as(self._weight)
         return (self._last if self._whole is None else self._whole).view_as(self._weight)
 
-    def _compute_pending(self) -> None:
+    def _compute_part(
+        self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None
+    ) -> None:
         if self._whole is None and self._total is None and len(self._blocks) > 1:
             self._whole = self._weight.new_empty(self.stack.shape)
-        for block, grad_BO, x_BI, source_B in self._pending:
-            x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
-            out = None if self._whole is None else self._whole[block.experts]
-            self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
-            if self._total is not None:
-                self._total[block.experts] += self._last
-        self._pending.clear()
+        x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
+        out = None if self._whole is None else self._whole[block.experts]
+        self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
+        if self._total is not None:
+            self._total[block.experts] += self._last
 
     @staticmethod
     def compute_sum(calls: list[WeightGradient]) -> Tensor | None:

@@ -105,4 +105,5 @@ def computes(experts: ExpertWeights) -> bool:
     """Whether the kernels compute these experts: SwiGLU of the plain form, all of them trained,
     without biases and adapters, in the run's dtype."""
     is_plain = experts.form == PLAIN and experts.gate_up_bias is None
-    return is_plain and not (experts.adapters or experts.rest or experts.is_packed)
+    is_packed = experts.gate_up.dtype == torch.uint8
+    return is_plain and not (experts.adapters or experts.rest or is_packed)

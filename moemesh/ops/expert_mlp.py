@@ -34,14 +34,10 @@ from torch import Tensor
 from moemesh.ops.expert_blocks import (
     Block,
     WeightGradient,
-    block_rows,
-    expert_blocks,
     in_blocks,
     of_rows,
-    whole_of_several,
 )
 from moemesh.ops.expert_weights import (
-    ExpertKind,
     ExpertWeights,
     add_products,
     add_products_loop,
@@ -142,35 +138,25 @@ class _ExpertMLP(torch.autograd.Function):
         call: _Call,
         *tensors: Tensor,
     ) -> Tensor:
-        experts, rows, slots = call.kind.weights(tensors), call.rows, call.slots
+        experts, rows, slots, num_rows = call.experts, call.rows, call.slots, call.rows.num_rows
         weights_R = weights if slots is None else slots.pick(weights)
-        width = experts.gate_up.shape[2]
-        blocks = expert_blocks(
-            call.counts_E,
-            rows.num_rows,
-            call.max_rows,
-            experts.border,
-            block_rows(source_NH.dtype, width),
-            experts.most_at_once,
-        )
-        is_bounded = call.max_rows is not None and rows.num_rows > call.max_rows
+        blocks = experts.blocks(call.counts_E, num_rows, call.max_rows, source_NH.dtype)
+        is_bounded = call.max_rows is not None and num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
-        h_RG = whole_of_several(blocks, source_NH, rows.num_rows, 2 * width) if is_kept else None
-        y_RH = whole_of_several(blocks, source_NH, rows.num_rows, experts.down.shape[1])
+        # Memory that blocks write their results to: the result of a lone block is the whole.
+        h_RG = y_RH = None
+        if len(blocks) > 1:
+            y_RH = source_NH.new_empty(num_rows, experts.down.shape[1])
+            h_RG = y_RH.new_empty(num_rows, 2 * experts.gate_up.shape[2]) if is_kept else None
         parts = in_blocks(blocks, rows.source_R, weights_R, h_RG, y_RH)
         for block, source_B, weights_B, h_BG, y_BH in parts:
             own = experts.of_block(block, source_NH.dtype)
             h_BG = _gate_and_up(source_NH, source_B, own, block, h_BG)
             product_BF = swiglu(h_BG, weights_B, experts.form)
             y_BH = grouped_gemm(product_BF, own.down.transpose(1, 2), block.ends_D, y_BH)
-            if own.of_down:
-                add_products(
-                    own.of_down,
-                    product_BF,
-                    y_BH,
-                    experts.scale,
-                    partial(grouped_gemm, ends_E=block.ends_D),
-                )
+            if own.adapters:
+                gemm = partial(grouped_gemm, ends_E=block.ends_D)
+                add_products(own.of_down, product_BF, y_BH, experts.scale, gemm)
             if own.down_bias is not None:
                 bias = of_rows(own.down_bias, block) * weights_B[:, None].to(y_BH.dtype)
                 y_BH[:, own.part] += bias
@@ -187,10 +173,11 @@ class _ExpertMLP(torch.autograd.Function):
         call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
         source_NH, weights_R, *saved = ctx.saved_tensors
         tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
-        experts, rows, slots = call.kind.weights(tensors), call.rows, call.slots
+        experts, rows, slots = call.experts.of(tensors), call.rows, call.slots
+        num_weights = 2 if experts.gate_up_bias is None else 4
         needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
         grad_RH = grad.contiguous() if slots is None else gather_rows(grad, rows)
-        grad_x_RH = whole_of_several(blocks, grad_RH, *grad_RH.shape) if needs_source else None
+        grad_x_RH = torch.empty_like(grad_RH) if needs_source and len(blocks) > 1 else None
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing is queued: the
         # queue would hold all numbers that were not kept.
         is_queued = deferring()
@@ -198,7 +185,7 @@ class _ExpertMLP(torch.autograd.Function):
         # The gradient of a weight that is not a leaf must flow on to its own inputs.
         is_deferred = calls is not None or (is_queued and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
-        trained = [block for block in blocks if experts.trains(block)]
+        trained = [block for block in blocks if block.trains] if experts.rest else blocks
         gradients = [
             WeightGradient(
                 leaf,
@@ -206,10 +193,10 @@ class _ExpertMLP(torch.autograd.Function):
                 needed,
                 is_deferred=is_deferred,
                 are_shared=is_bounded,
-                is_bias=2 <= place < call.kind.num_weights(ctx.leaves),
+                is_bias=2 <= place < num_weights,
             )
             for place, (leaf, needed) in enumerate(zip(ctx.leaves, needs_weights, strict=True))
-            if place < len(ctx.leaves) - call.kind.num_rest
+            if place < len(ctx.leaves) - len(experts.rest)
         ]
         grad_weights: list[Tensor] = []
         h_RG = kept[0] if kept else None
@@ -217,24 +204,25 @@ class _ExpertMLP(torch.autograd.Function):
         for block, source_B, weights_B, grad_BH, h_BG, grad_x_BH in parts:
             ends_D, gemm = block.ends_D, partial(grouped_gemm, ends_E=block.ends_D)
             own = experts.of_block(block, source_NH.dtype)
+            of_gate_up, of_down = (own.of_gate_up, own.of_down) if own.adapters else ((), ())
             if h_BG is None:
                 h_BG = _gate_and_up(source_NH, source_B, own, block)
             grad_product_BF = grouped_gemm(grad_BH, own.down, ends_D)
-            of_down = own.of_down
-            narrow_down = [narrow_gradient(one, grad_BH, experts.scale, gemm) for one in of_down]
-            for adapter, g_BR in zip(of_down, narrow_down, strict=True):
+            narrow_down: list[Tensor] = []
+            for adapter in of_down:
+                g_BR = narrow_gradient(adapter, grad_BH, experts.scale, gemm)
                 grad_product_BF += gemm(g_BR, adapter.a)
+                narrow_down.append(g_BR)
             product_BF, grad_h_BG, grad_weights_B = swiglu_backward(
                 grad_product_BF, h_BG, weights_B, experts.form
             )
-            trains = experts.trains(block)
-            if trains:
+            if block.trains:
                 gradients[0].add(block, grad_h_BG, source_NH, source_B)
                 gradients[1].add(block, grad_BH, product_BF)
             if own.down_bias is not None:
                 scale_B1 = weights_B[:, None].to(grad_h_BG.dtype)
                 grad_BC = grad_BH[:, own.part].contiguous()
-                if trains:
+                if block.trains:
                     gradients[2].add(block, grad_h_BG, torch.ones_like(scale_B1))
                     gradients[3].add(block, grad_BC, scale_B1)
                 bias_BC = of_rows(own.down_bias, block)
@@ -243,8 +231,7 @@ class _ExpertMLP(torch.autograd.Function):
             if needs_source:
                 gate_up_DGH = own.gate_up.flatten(1, 2)
                 grad_x_BH = grouped_gemm(grad_h_BG, gate_up_DGH, ends_D, grad_x_BH)
-            factors = iter(gradients[call.kind.num_weights(ctx.leaves) :])
-            of_gate_up = own.of_gate_up
+            factors = iter(gradients[num_weights:])
             if of_gate_up:
                 x_BH = source_NH.index_select(0, source_B)
             for adapter in of_gate_up:
@@ -260,7 +247,8 @@ class _ExpertMLP(torch.autograd.Function):
                 next(factors).add(block, grad_BH, u_BR)
         found: list[Tensor | None] = [None] * len(ctx.leaves)
         if calls is None:
-            found[: len(gradients)] = [x.result(is_queued=is_queued) for x in gradients]
+            result = WeightGradient.result if is_queued else WeightGradient.compute
+            found[: len(gradients)] = map(result, gradients)
         else:
             calls.append(gradients)
         grad_weights_R = grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights)
@@ -275,10 +263,10 @@ class _ExpertMLP(torch.autograd.Function):
 
 
 class _Call(NamedTuple):
-    """One call of :func:`expert_mlp`, without its tensors that may have a gradient: autograd, not
-    the call, decides how long they stay."""
+    """One call of :func:`expert_mlp`, without its activations that may have a gradient: autograd,
+    not the call, decides how long they stay."""
 
-    kind: ExpertKind
+    experts: ExpertWeights
     rows: RowMap
     counts_E: Tensor
     calls: list[list[WeightGradient]] | None
@@ -298,10 +286,9 @@ def _gate_and_up(
     x_BH = source_NH.index_select(0, source_B)
     gate_up_DGH = own.gate_up.flatten(1, 2)
     h_BG = grouped_gemm(x_BH, gate_up_DGH.transpose(1, 2), block.ends_D, out)
-    if own.of_gate_up:
-        add_products(
-            own.of_gate_up, x_BH, h_BG, own.scale, partial(grouped_gemm, ends_E=block.ends_D)
-        )
+    if own.adapters:
+        gemm = partial(grouped_gemm, ends_E=block.ends_D)
+        add_products(own.of_gate_up, x_BH, h_BG, own.scale, gemm)
     if own.gate_up_bias is not None:
         h_BG += of_rows(own.gate_up_bias.flatten(1), block)
     return h_BG
@@ -354,5 +341,5 @@ def expert_mlp(
     kept; so is any h with `recomputes`.
     """
     anchor, calls = deferred or (None, None)
-    call = _Call(experts.kind, rows, counts_E, calls, max_rows, recomputes, slots)
+    call = _Call(experts, rows, counts_E, calls, max_rows, recomputes, slots)
     return _ExpertMLP.apply(source_NH, weights, anchor, call, *experts.tensors)

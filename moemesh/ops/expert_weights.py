@@ -6,13 +6,16 @@ Legend: E local experts, F expert width, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moemesh.config.lora import NF4_NUMBERS_AT_ONCE
-from moemesh.ops.expert_blocks import Block
+from moemesh.ops.expert_blocks import Block, block_rows, expert_blocks
+from moemesh.ops.grouped_gemm import row_ends
 from moemesh.ops.linear import Adapter
 from moemesh.ops.nf4 import dense
 from moemesh.ops.swiglu import PLAIN, SwigluForm
@@ -104,35 +107,39 @@ class ExpertWeights(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All weights in order: stacks, biases, both factors of every adapter, the rest."""
-        factors = [factor for adapter in self.adapters for factor in adapter[:2]]
-        own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
+        own = self[:2] if self.gate_up_bias is None else self[:4]
+        factors = chain.from_iterable(map(itemgetter(0, 1), self.adapters))
         return (*own, *factors, *self.rest)
 
-    @property
-    def border(self) -> int:
-        """The place where the rest begins; 0: there is none, or there is nothing else."""
-        return len(self.gate_up) if self.rest else 0
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether the stacks are in NF4 (:mod:`moemesh.ops.nf4`)."""
-        return self.gate_up.dtype == torch.uint8
-
-    @property
-    def most_at_once(self) -> int | None:
-        """Most experts of a block; None: all. Packed blocks are dequantized one by one."""
-        if not self.is_packed:
-            return None
-        return max(NF4_NUMBERS_AT_ONCE // (3 * self.gate_up.shape[2] * self.down.shape[1]), 1)
+    def blocks(
+        self, counts_E: Tensor, num_rows: int, max_rows: int | None, dtype: torch.dtype
+    ) -> list[Block]:
+        """The blocks of :func:`~moemesh.ops.expert_blocks.expert_blocks`: those of packed experts
+        (:mod:`moemesh.ops.nf4`) have few experts, because each is dequantized as a whole."""
+        num_experts, _, width, _ = self.gate_up.shape
+        is_packed = self.gate_up.dtype == torch.uint8
+        is_bounded = max_rows is not None and num_rows > max_rows
+        if counts_E.device.type != "cpu" and not (is_packed or is_bounded or self.rest):
+            return [Block(slice(0, num_experts), slice(0, num_rows), row_ends(counts_E))]
+        numbers = 3 * width * self.down.shape[1]
+        return expert_blocks(
+            counts_E,
+            num_rows,
+            max_rows,
+            border=num_experts if self.rest else None,
+            fewest_rows=block_rows(dtype, width),
+            most_experts=max(NF4_NUMBERS_AT_ONCE // numbers, 1) if is_packed else None,
+        )
 
     def of_block(self, block: Block, dtype: torch.dtype) -> ExpertWeights:
         """Weights of the experts of one block within the rest; packed ones in `dtype`."""
         start, stop = block.experts.start, block.experts.stop
-        if stop - start == self.gate_up.shape[0] and not self.rest and not self.is_packed:
+        border, is_packed = self.gate_up.shape[0], self.gate_up.dtype == torch.uint8
+        if stop - start == border and not self.rest and not is_packed:
             return self
         own = [tensor for tensor in self[:4] if isinstance(tensor, Tensor)]
-        if self.rest and start >= self.border:
-            start, stop, own = start - self.border, stop - self.border, list(self.rest)
+        if not block.trains:
+            start, stop, own = start - border, stop - border, list(self.rest)
         return ExpertWeights(
             *(dense(tensor[start:stop], dtype) for tensor in own),
             form=self.form,
@@ -141,19 +148,19 @@ class ExpertWeights(NamedTuple):
             scale=self.scale,
         )
 
-    def trains(self, block: Block) -> bool:
-        """Whether the experts of a block are before the border."""
-        return not self.rest or block.experts.stop <= self.border
-
-    @property
-    def kind(self) -> ExpertKind:
-        """All but the tensors."""
-        parts = tuple(adapter[2:] for adapter in self.adapters)
-        return ExpertKind(self.form, self.column, parts, self.scale, len(self.rest))
-
     def of(self, tensors: Sequence[Tensor]) -> ExpertWeights:
         """Other experts of the same kind, from their :attr:`tensors`."""
-        return self.kind.weights(tensors)
+        end = len(tensors) - len(self.rest)
+        first = end - 2 * len(self.adapters)
+        factors = tensors[first:end]
+        return ExpertWeights(
+            *tensors[:first],
+            form=self.form,
+            column=self.column,
+            adapters=tuple(map(Adapter.of, self.adapters, factors[::2], factors[1::2])),
+            scale=self.scale,
+            rest=tuple(tensors[end:]),
+        )
 
     @property
     def of_gate_up(self) -> list[Adapter]:
@@ -168,32 +175,3 @@ class ExpertWeights(NamedTuple):
         """The channels of the output that ``down_bias`` is added to."""
         assert self.down_bias is not None
         return slice(self.column, self.column + self.down_bias.shape[1])
-
-
-class ExpertKind(NamedTuple):
-    """All of :class:`ExpertWeights` but the tensors; of every adapter (dim, start, count)."""
-
-    form: SwigluForm
-    column: int
-    parts: tuple[tuple[int | None, int, int], ...]
-    scale: float
-    num_rest: int
-
-    def weights(self, tensors: Sequence[Tensor]) -> ExpertWeights:
-        """The weights from :attr:`ExpertWeights.tensors`."""
-        own = tensors[: self.num_weights(tensors)]
-        end = len(tensors) - self.num_rest
-        factors = tensors[len(own) : end]
-        pairs = zip(self.parts, factors[::2], factors[1::2], strict=True)
-        return ExpertWeights(
-            *own,
-            form=self.form,
-            column=self.column,
-            adapters=tuple(Adapter(a, b, *part) for part, a, b in pairs),
-            scale=self.scale,
-            rest=tuple(tensors[end:]),
-        )
-
-    def num_weights(self, tensors: Sequence[Tensor]) -> int:
-        """Number of the tensors that are weights and biases: the factors follow, then the rest."""
-        return len(tensors) - 2 * len(self.parts) - self.num_rest

@@ -20,7 +20,7 @@ from moemesh.ops.swiglu import (
     unweighted_swiglu,
     unweighted_swiglu_backward,
 )
-from moemesh.ops.weight_gradient import weight_gradient
+from moemesh.ops.weight_gradient import can_defer, weight_gradient
 
 
 class SwigluOf(NamedTuple):
@@ -46,6 +46,10 @@ class Adapter(NamedTuple):
     dim: int | None = None
     start: int = 0
     count: int = 0
+
+    def of(self, a: Tensor, b: Tensor) -> Adapter:
+        """An adapter of the same part with other factors."""
+        return self._replace(a=a, b=b)
 
     def part(self, y: Tensor) -> Tensor:
         """The part of `y`, which has a dim of tokens in front of those of the weight."""
@@ -219,7 +223,8 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
     Parameters whose rows have structure (fused QKV, gate and up) keep it in their leading dims, so
     that a tensor-parallel shard is a plain slice of one dim. `weight` must be the parameter itself,
     not a view of it: its gradient may be deferred (:mod:`moemesh.ops.weight_gradient`). It may be
-    packed (:mod:`moemesh.ops.nf4`), and has no gradient then.
+    packed (:mod:`moemesh.ops.nf4`), and has no gradient then. Deferred or not, the bits are the
+    same: for rows that are contiguous, autograd computes the same products.
     """
     if isinstance(weight, Adapted):
         x, form = (x_TI.h_TG, x_TI.form) if isinstance(x_TI, SwigluOf) else (x_TI, None)
@@ -228,9 +233,9 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
         return _AdaptedLinear.apply(x, form, kind, weight.weight, *factors)
     if isinstance(x_TI, SwigluOf):
         return _SwigluLinear.apply(x_TI.h_TG, weight, x_TI.form)
-    if not torch.is_grad_enabled():  # nothing is kept for a backward
-        return x_TI @ _matrix(weight, x_TI.dtype).t()
-    return _Linear.apply(x_TI, weight)
+    if weight.dtype == torch.uint8 or (torch.is_grad_enabled() and can_defer()):
+        return _Linear.apply(x_TI, weight)
+    return F.linear(x_TI, weight.flatten(0, -2))
 
 
 class _PackedLinear(torch.autograd.Function):

@@ -38,7 +38,7 @@ class RowMap:
     def num_sources(self) -> int:
         return self.starts_N.shape[0] // (1 + self.has_rest)
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         return self.source_R.shape[0]
 
@@ -122,7 +122,7 @@ class SortedByExpert:
         `num_rows`: all pairs that have an expert."""
         experts_TK, flat_R = self._experts_TK, self.order[:num_rows]
         num_tokens, num_slots = experts_TK.shape
-        source_R = flat_R // num_slots
+        source_R = flat_R.div(num_slots, rounding_mode="floor")
         if num_rows == experts_TK.numel():
             starts_T = _multiples(max(num_slots, 1), num_tokens, flat_R.device)
             rows = RowMap(source_R=source_R, copies_R=_inverse(flat_R), starts_N=starts_T)
@@ -235,8 +235,8 @@ def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
         return rows_RH.index_select(0, rows.copies_R)
     if rows.num_rows == 0:
         return rows_RH.new_zeros(rows.num_sources, rows_RH.shape[1])
-    sums = F.embedding_bag(rows.copies_R, rows_RH, rows.starts_N, mode="sum")
-    return sums[: rows.num_sources] if rows.has_rest else sums
+    sums_NH = torch.embedding_bag(rows_RH, rows.copies_R, rows.starts_N)[0]
+    return sums_NH[: rows.num_sources] if rows.has_rest else sums_NH
 
 
 def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: range) -> Tensor:
@@ -247,7 +247,7 @@ def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: rang
     if rows.is_permutation:
         return rows_RH.index_select(0, copies_R)
     starts_N = rows.starts_N[sources.start : sources.stop] - copies.start
-    return F.embedding_bag(copies_R, rows_RH, starts_N, mode="sum")
+    return torch.embedding_bag(rows_RH, copies_R, starts_N)[0]
 
 
 class _LinearMap(torch.autograd.Function):

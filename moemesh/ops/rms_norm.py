@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.fusion import is_worth_compiling, num_parts, run_in_one_pass
@@ -18,9 +17,9 @@ from moemesh.ops.fusion import is_worth_compiling, num_parts, run_in_one_pass
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dim of x [..., H]."""
-    if is_worth_compiling(x) and x.dtype == weight_H.dtype:
+    if x.device.type == "cpu" and x.dtype == weight_H.dtype and is_worth_compiling(x):
         return _RMSNorm.apply(x.contiguous(), weight_H, epsilon)
-    return F.rms_norm(x, weight_H.shape, weight_H, epsilon)
+    return torch.rms_norm(x, weight_H.shape, weight_H, epsilon)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -4,11 +4,13 @@ Zero-bubble pipelines (Qi et al., 2024) run the input-gradient half `I` of a mic
 its weight-gradient half `W` when the pipeline would otherwise idle. Every matrix product of this
 library calls :func:`weight_gradient` for its weight's gradient: usually it is computed at once;
 inside a :class:`WeightGradientQueue` it is stored as a closure that holds only what `W` needs.
+Inside of :func:`without_queues` autograd computes it, without any Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -20,6 +22,7 @@ from moemesh.trace.memory_profile import DEFERRED
 # One slot for the whole process, not thread-local: on CUDA the autograd engine runs the backward in
 # threads of its own. Only one backward runs at a time.
 _active: WeightGradientQueue | None = None
+_without_queues = False
 
 
 class WeightGradientQueue:
@@ -77,6 +80,22 @@ def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
 def deferring() -> bool:
     """Whether a :class:`WeightGradientQueue` is active."""
     return _active is not None
+
+
+@contextmanager
+def without_queues() -> Iterator[None]:
+    """Forwards inside have their backwards inside, too, and none of these in a queue."""
+    global _without_queues
+    _without_queues = True
+    try:
+        yield
+    finally:
+        _without_queues = False
+
+
+def can_defer() -> bool:
+    """Whether the backward of a product that is computed now may run in a queue."""
+    return not _without_queues
 
 
 def weight_gradient(

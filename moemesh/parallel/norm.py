@@ -97,7 +97,6 @@ def gradient_norm(
     return norm_of(gradient_squares(gradients, addends, mesh, others, axis=axis))
 
 
-@torch.no_grad()
 def gradient_squares(
     gradients: Mapping[str, Tensor],
     addends: Addends,
@@ -162,7 +161,6 @@ def norm_of(squares: Tensor) -> GradientNorm:
     return GradientNorm(value=math.sqrt(total), is_finite=math.isfinite(total))
 
 
-@torch.no_grad()
 def clip_gradients(gradients: Mapping[str, Tensor], norm: float, limit: float) -> None:
     """Scale all gradients by ``limit / (norm + 1e-6)``, as ``torch.nn.utils.clip_grad_norm_``
     does, when the norm exceeds the limit (0 = never)."""

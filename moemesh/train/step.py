@@ -374,10 +374,10 @@ def update(
 def move_selection_biases(parallel: RankModel, counts_LE: Tensor) -> None:
     """One step of the local routers' biases; `counts_LE`: tokens of each expert, of all layers."""
     model = parallel.model
-    places = {layer: place for place, layer in enumerate(model.config.routed_layers)}
     for layer, (name, bias_E) in model.selection_biases().items():
         if parallel.tuning.trains(name):
-            counts_E = upload(counts_LE[places[layer]], parallel.mesh.device)
+            place = model.config.routed_layers.index(layer)
+            counts_E = upload(counts_LE[place], parallel.mesh.device)
             move_bias_(bias_E, counts_E, model.config.router_bias_rate)
 
 

@@ -134,6 +134,44 @@ def test_a_whole_sequence_runs_in_one_fused_call(monkeypatch):
     attention(*leaves, Visibility(WHOLE, WHOLE, window=L))
 
 
+@pytest.mark.parametrize("kv_heads", [2, 6])
+@pytest.mark.parametrize("value_size", [3, 8])
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_a_backward_in_rows_is_the_obvious_one(monkeypatch, rows, value_size, kv_heads):
+    backward, calls = blocks.backward_in_rows, []
+
+    def counted(*given, **options):
+        calls.append(given)
+        return backward(*given, **options)
+
+    monkeypatch.setattr(attention_core, "rows_pay", lambda _: True)
+    monkeypatch.setattr(attention_core, "backward_in_rows", counted)
+    monkeypatch.setattr(blocks, "ROWS", rows)
+    leaves = tensors(WHOLE, WHOLE, heads=6, kv_heads=kv_heads, value_size=value_size)
+    visible = Visibility(WHOLE, WHOLE)
+    output = attention(*leaves, visible, scale=0.3)
+    compare(output, obvious(*leaves, visible, None, 0.3)[0], leaves)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("length", [96, 128, 144])
+@pytest.mark.parametrize("size", [1.0, 3.0], ids=["small logits", "large logits"])
+def test_a_backward_in_rows_in_bfloat16(length, size):
+    """It takes short sequences; its gradients are nearly as exact as those of the kernel."""
+    runs = ((range(length),),) * 2
+    leaves = [size * x.detach() for x in tensors(*runs, dtype=torch.bfloat16)]
+    assert blocks.rows_pay(leaves[0]) == (length <= 128)
+    upstream = torch.randn(leaves[0].shape, dtype=torch.bfloat16)
+
+    def gradients(dtype):
+        inputs = [x.to(dtype).requires_grad_() for x in leaves]
+        output = attention(*inputs, Visibility(*runs))
+        return torch.autograd.grad(output, inputs, upstream.to(dtype))
+
+    for ours, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
+        assert (ours.double() - exact).norm() < 0.015 * exact.norm()
+
+
 @pytest.mark.parametrize("packed", [None, "documents"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_partial_attention_merges_exactly(window, packed):

@@ -26,7 +26,7 @@ from moemesh.ops.permute import (
     sum_rows_loop,
     unpermute,
 )
-from moemesh.ops.weight_gradient import WeightGradientQueue
+from moemesh.ops.weight_gradient import WeightGradientQueue, can_defer, without_queues
 
 torch.manual_seed(0)
 EXPERTS_TK = torch.tensor([[2, 0], [0, 3], [-1, -1], [3, -1], [0, 2]])  # expert 1 idle, token 2 pad
@@ -114,6 +114,25 @@ def test_deferred_weight_gradients_are_bitwise_those_of_a_fused_backward() -> No
     assert len(queue) == 0
     for p, expected in zip(parameters, fused, strict=True):
         assert torch.equal(p.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(24, 16), (4, 3, 2, 16)])
+def test_products_outside_of_queues_have_the_same_bits(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    leaves = [torch.randn(size, dtype=dtype, requires_grad=True) for size in ((7, 16), shape)]
+    y = linear(*leaves)
+    with without_queues():
+        assert not can_defer()
+        plain = linear(*leaves)
+    assert can_defer() and torch.equal(y, plain)
+    assert "_Linear" in str(y.grad_fn) and "_Linear" not in str(plain.grad_fn)
+    upstream = torch.randn_like(y)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(output, leaves, upstream) for output in (y, plain)), strict=True
+    ):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("chunk", [3, 8, 100])

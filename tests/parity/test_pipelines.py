@@ -12,10 +12,24 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from moemesh.comm.mesh import Mesh
+from moemesh.config.plan import Plan
+from moemesh.ops.weight_gradient import WeightGradientQueue
 from moemesh.schedule.text import save
 from tests.parity.models import MODEL, MODELS, TRAIN
-from tests.parity.training import Shape, Trained, assert_same, rows, train
+from tests.parity.training import (
+    Shape,
+    Trained,
+    assert_same,
+    build,
+    gradients,
+    model_of,
+    on_ranks_of,
+    rows,
+    train,
+)
 from tests.schedule.orders import random_schedule
 
 DEEP: dict[str, dict[str, Any]] = {
@@ -93,6 +107,32 @@ def test_gradients_are_bitwise_those_of_one_process(
     for name, tensor in expected.gradients.items():
         assert torch.equal(got.gradients[name], tensor), name
     assert (got.losses, got.norms, got.loads) == (expected.losses, expected.norms, expected.loads)
+
+
+def deferred_on_rank(mesh: Mesh, keys: dict[str, Any]) -> set[bool]:
+    """For each QKV weight of the rank whether a queue computed its gradient."""
+    config, plan, deferred = model_of(DEEP["moe"]), Plan(**keys), list[Tensor]()
+    parallel = build(mesh, config, plan, SHAPE, "float64")
+
+    def append(queue: WeightGradientQueue, weight: Tensor, *rest: Any) -> None:
+        deferred.append(weight)
+        plain_append(queue, weight, *rest)
+
+    plain_append = WeightGradientQueue.append
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGradientQueue, "append", append)
+        gradients(parallel, plan, SHAPE)
+    weights = [layer.attention.qkv for layer in parallel.model.layers.values()]
+    return {any(weight is one for one in deferred) for weight in weights}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_weight_gradients_are_deferred_where_a_schedule_has_an_operation_for_them(
+    schedule: str,
+) -> None:
+    keys = {"pp": 2, "microbatches": 4, "schedule": schedule}
+    for deferred in on_ranks_of(model_of(DEEP["moe"]), Plan(**keys), deferred_on_rank, keys):
+        assert deferred == {schedule == "zb_h1"}
 
 
 @pytest.mark.parametrize(("model", "plan", "shape"), REORDERED)

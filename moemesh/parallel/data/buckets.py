@@ -194,9 +194,8 @@ class ReplicatedBucket:
             self._work = None
 
     def finish(self) -> None:
-        """Wait, and add the sums of other groups that share the states, and of the other holder of
-        mirrored parameters: two operands, so that both get the same bits."""
-        self.wait()
+        """Add the sums of other groups that share the states, and of the other holder of mirrored
+        parameters: two operands, so that both get the same bits. Called after :meth:`wait`."""
         reduce = all_reduce_in_tree_ if self.in_tree else all_reduce_
         reduce(self.own_sums(), self.copies, **_SUMS)
         if self.rule.mirrored:

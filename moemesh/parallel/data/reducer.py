@@ -229,7 +229,6 @@ class GradientReducer:
         self._launch(only_full=False)
         self._armed.clear()
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Start what has not started, wait for all."""
         self.close()
@@ -295,11 +294,13 @@ class GradientReducer:
             # more than the rest of a step needs.
             while self._in_flight and self._in_flight[0].rule.unit != bucket.rule.unit:
                 self._wait(self._in_flight.popleft())
-            bucket.prepare()
-            self._count_buffers(bucket)
-            bucket.launch()
-            self._count_buffers(bucket)
-            if self.data != "replicate":
+            if self.data == "replicate":
+                bucket.launch()
+            else:
+                bucket.prepare()
+                self._count_buffers(bucket)
+                bucket.launch()
+                self._count_buffers(bucket)
                 self._in_flight.append(bucket)
             if len(self._in_flight) > MOST_UNDER_WAY:
                 self._wait(self._in_flight.popleft())
@@ -317,7 +318,8 @@ class GradientReducer:
 
     def _wait(self, bucket: ReplicatedBucket) -> None:
         bucket.wait()
-        self._count_buffers(bucket)
+        if self.data != "replicate":
+            self._count_buffers(bucket)
 
     def _count_buffers(self, bucket: ReplicatedBucket) -> None:
         now = bucket.buffer_bytes

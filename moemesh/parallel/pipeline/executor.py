@@ -13,8 +13,8 @@ back, or the messages that arrive (AMPNet).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ from moemesh.parallel.pipeline.program import (
 )
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.trace.timeline import TimelineRecorder
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class PipelineError(RuntimeError):
@@ -107,31 +110,30 @@ class EntryRunner:
     def run_entry(self, program: Program, entry: Entry, recorder: TimelineRecorder) -> None:
         """Wait for the inputs of a block, then run it: in order, or in turns if possible."""
         begun = recorder.clock()
-        received: list[list[Tensor]] = []
-        for op in entry:
-            with self._naming(op):
-                received.append(self._messenger.take(program, op))
+        received = [self._named(op, self._messenger.take, program, op) for op in entry]
         start = recorder.clock()
         if is_overlapped(entry) and isinstance(program, SteppedModelProgram):
             self._take_turns(program, dict(zip(entry, received, strict=True)))
         else:
             for op, inputs in zip(entry, received, strict=True):
-                with self._naming(op):
-                    at_microbatch(self._schedule.sample(op))
-                    program.starting(op)
-                    made: list[Tensor] = []
-                    if op.kind == "F":
-                        leaves = self._leaves(op, inputs)
-                        made = self._keep(op, leaves, program.forward(op, leaves))
-                    elif op.kind == "W":
-                        program.weight_gradients(op, self._contexts.pop(op[1:]))
-                    else:
-                        kept, key = self._contexts, op[1:]
-                        context = kept.pop(key) if op.kind == "B" else kept[key]
-                        made = program.backward(op, context, inputs)
-                    self._messenger.send(op, made)
-                    program.finished(op)
+                self._named(op, self._run_op, program, op, inputs)
         record(recorder, self._schedule, entry, start, recorder.clock(), wait=start - begun)
+
+    def _run_op(self, program: Program, op: Op, inputs: list[Tensor]) -> None:
+        at_microbatch(self._schedule.sample(op))
+        program.starting(op)
+        made: list[Tensor] = []
+        if op.kind == "F":
+            leaves = self._leaves(op, inputs)
+            made = self._keep(op, leaves, program.forward(op, leaves))
+        elif op.kind == "W":
+            program.weight_gradients(op, self._contexts.pop(op[1:]))
+        else:
+            kept, key = self._contexts, op[1:]
+            context = kept.pop(key) if op.kind == "B" else kept[key]
+            made = program.backward(op, context, inputs)
+        self._messenger.send(op, made)
+        program.finished(op)
 
     def finish(self) -> None:
         """The end of a step: no forward may be without its backward."""
@@ -142,14 +144,12 @@ class EntryRunner:
         """Drop what forwards have kept: their backwards will not come."""
         self._contexts.clear()
 
-    @contextmanager
-    def _naming(self, op: Op) -> Iterator[None]:
-        """Exceptions inside get the name of the operation; one stage needs no name."""
+    def _named(self, op: Op, run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """``run(...)``; exceptions get the name of the operation; one stage needs no name."""
         if self._schedule.num_ranks == 1:
-            yield
-            return
+            return run(*args, **kwargs)
         try:
-            yield
+            return run(*args, **kwargs)
         except Exception as error:
             where = f"operation {op} (stage {op.stage}, microbatch {self._schedule.sample(op)})"
             problem = f"{where} failed on pipeline rank {self._rank}"
@@ -184,23 +184,29 @@ class EntryRunner:
         steps = program.backward_steps(backward, context, received[backward])
         unsent, ended = list(received), dict[Op, list[Tensor]]()
 
+        def continue_backward() -> None:
+            try:
+                next(steps)
+            except StopIteration as end:
+                ended[backward] = end.value
+
+        def send(op: Op) -> None:
+            self._messenger.send(op, ended.pop(op))
+            program.finished(op)
+
         def turn() -> None:
             if backward in unsent and backward not in ended:
-                with self._naming(backward):
-                    try:
-                        next(steps)
-                    except StopIteration as end:
-                        ended[backward] = end.value
+                self._named(backward, continue_backward)
             # In the order of the list, which the receiver counts on, whatever ends first.
             while unsent and unsent[0] in ended:
                 op = unsent.pop(0)
-                with self._naming(op):
-                    self._messenger.send(op, ended.pop(op))
-                    program.finished(op)
+                self._named(op, send, op)
 
-        with self._naming(forward):
+        def run_forward() -> None:
             leaves = self._leaves(forward, received[forward])
             forward_result = program.forward_with_pauses(forward, leaves, turn)
             ended[forward] = self._keep(forward, leaves, forward_result)
+
+        self._named(forward, run_forward)
         while unsent:
             turn()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -21,6 +22,7 @@ from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums, SliceState
 from moemesh.model.transformer import ModelPart, Transformer
+from moemesh.ops.weight_gradient import without_queues
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
@@ -221,6 +223,7 @@ class Pipeline:
         pairs = [(message.source, message.destination) for message in messages(schedule).values()]
         self.channels = Channels(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)
+        self._splits_backward = any(op.kind == "W" for op in schedule.ops(self.rank))
         self._form: Callable[..., Program] = ModelProgram
         in_parts: list[nn.Parameter] = []
         if schedule.num_slices > 1:
@@ -249,7 +252,8 @@ class Pipeline:
     ) -> None:
         """Forward and backward of `batches` (by sample); sums of gradients are in flight."""
         self.reducer.begin()
-        self._executor.run(self.program(batches, objective), recorder)
+        with nullcontext() if self._splits_backward else without_queues():
+            self._executor.run(self.program(batches, objective), recorder)
 
     def program(self, batches: Sequence[Batch], objective: Objective) -> Program:
         """The program of one step."""

@@ -289,7 +289,7 @@ class ModelProgram:
 
 def is_overlapped(entry: Entry) -> bool:
     """Whether the entry is a block of one forward and one full backward."""
-    return sorted(op.kind for op in entry) == ["B", "F"]
+    return len(entry) == 2 and {op.kind for op in entry} == {"B", "F"}
 
 
 class SteppedModelProgram(ModelProgram):
