@@ -165,7 +165,7 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
         if (value := getattr(plan, key)) not in values:
             return f"{key} = {value} has no prediction of its bytes"
     is_auto = plan.dispatcher == "auto"
-    alone = plan.ep * plan.etp == 1 or (plan.spare_slots and plan.ep > 1)
+    alone = plan.ep * plan.etp == 1 or plan.spreads_replicas
     if is_auto and not alone:
         return "dispatcher = auto is chosen on the ranks themselves"
     forwards = plan.microbatches * plan.num_stages * plan.num_slices
