@@ -276,7 +276,7 @@ def report(validation: "Validation") -> str:
     if worst := sorted(off, key=lambda one: -abs(one.error or 0.0))[:_NUM_WORST]:
         rows = [
             (
-                *(one.run.id, one.run.row.get("model", "")[:28]),
+                *(one.run.id, one.run.model[:28]),
                 *(f"{one.seconds:.4g}", f"{one.run.seconds:.4g}", f"{one.error:+.1%}"),
             )
             for one in worst
@@ -288,6 +288,10 @@ def report(validation: "Validation") -> str:
     if silent := [one.run for one in validation.predictions if one.seconds and one.run.is_silent]:
         names = ", ".join(run.id for run in silent[:6]) + " ..." * (len(silent) > 6)
         lines += ["", f"{plural(len(silent), 'row')} without a measured time or memory: {names}"]
+    if filled := [one.run for one in validation.predictions if one.run.is_sharded_by_choice]:
+        names = ", ".join(run.id for run in filled[:6]) + " ..." * (len(filled) > 6)
+        reason = "with ZeRO or sequence parallelism, which the table leaves out, because they fit"
+        lines += ["", f"{plural(len(filled), 'row')} priced {reason} only then: {names}"]
     if unpriced := sum(one.seconds is None for one in validation.predictions):
         lines += ["", f"{plural(unpriced, 'row')} not priced:", *_unpriced(validation)]
     return "\n".join(lines)

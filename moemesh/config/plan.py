@@ -158,6 +158,11 @@ class Plan(MeshDegrees, Section):
         return self.model_copy(update={"offload": "none"})
 
     @property
+    def spreads_replicas(self) -> bool:
+        """Whether experts get replicas: another rank must hold them."""
+        return self.spare_slots > 0 and self.ep > 1
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages of one pipe."""
         return self.pp * (2 if self.schedule in V_SCHEDULES else self.stages_per_rank)

@@ -6,16 +6,16 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from moemesh.config.errors import LONGEST_VALUE, ConfigError, Problem
-from moemesh.config.limits import parse_toml
+from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.shown import cut
-from moemesh.config.suggest import nearest_path
+from moemesh.config.suggest import nearest_choice, nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
@@ -223,6 +223,31 @@ def read_preset_table(name: str, folder: str = "") -> dict[str, object]:
     """The table of one packaged preset; `name` must be one of :func:`preset_names`."""
     home = files("moemesh.config") / "presets" / folder
     return parse_toml((home / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def read_named_table(
+    source: str, folder: str, key: str, neither: str, fix: str = ""
+) -> dict[str, Any]:
+    """The table of the packaged preset `source` of a folder, or of a TOML or JSON file. Raises
+    ConfigError about `key`; `neither` is its message if there is no such file, and `fix` its
+    answer, by default the nearest preset."""
+    if source in preset_names(folder):
+        return dict(read_preset_table(source, folder))
+    problem, path = partial(Problem.of, key=key, value=source), Path(source)
+    is_json = path.suffix == ".json"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        table = parse_json(text) if is_json else parse_toml(text)
+    except OSError:
+        fix = fix or nearest_choice(source, preset_names(folder))
+        raise ConfigError([problem("no-file", message=neither, fix=fix)]) from None
+    except ValueError as error:
+        message = f"not valid JSON: {error}" if is_json else unreadable(error)
+        raise ConfigError([problem("syntax", message=message)]) from None
+    if isinstance(table, dict):
+        return cast("dict[str, Any]", table)
+    message = "the file must hold a table of keys"
+    raise ConfigError([problem("wrong-type", message=message, fix="a JSON object, or TOML")])
 
 
 def read_preset(name: str) -> ConfigSource:

@@ -30,7 +30,7 @@ from moemesh.model.transformer import ModelPart, Transformer
 from moemesh.parallel.context import CONTEXTS
 from moemesh.parallel.data.buckets import GatheredBucket, GatheredWeights
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.expert.build import set_experts, spreads_replicas
+from moemesh.parallel.expert.build import set_experts
 from moemesh.parallel.expert.homes import Homes
 from moemesh.parallel.norm import Addends
 from moemesh.parallel.pipeline.pipeline import Pipeline, holders, parts_of, stage_parts, stages_of
@@ -227,7 +227,7 @@ def parallelize(
             overlap_blocks=plan.overlap_blocks,
         ),
         notes=notes,
-        has_replicas=spreads_replicas(plan),
+        has_replicas=plan.spreads_replicas,
         tuning=tuning,
     )
 

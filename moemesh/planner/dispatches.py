@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,11 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 from moemesh.config.cluster import Cluster
 from moemesh.config.dispatcher_table import DISPATCHERS, PREDICTED
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.section import LARGEST_SIZE
-from moemesh.config.sources import preset_names, read_preset_table
+from moemesh.config.sources import read_named_table
 from moemesh.config.suggest import nearest_choice, nearest_divisors
 from moemesh.planner.layout_sources import read_plan, smallest_batch
 from moemesh.planner.planned_layout import ELEMENT_BYTES
@@ -247,24 +245,8 @@ def read_example(
 ) -> RoutingExample:
     """A packaged routing by its name, or that of a JSON or TOML file. Arguments that are given
     override its keys. Raises ConfigError for an unreadable routing."""
-    if source in preset_names(ROUTINGS):
-        table: dict[str, Any] = dict(read_preset_table(source, ROUTINGS))
-    else:
-        path = Path(source)
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-            parsed = parse_json(text) if path.suffix == ".json" else parse_toml(text)
-        except OSError:
-            message = "neither a packaged routing nor a readable JSON or TOML file"
-            fix = nearest_choice(source, preset_names(ROUTINGS))
-            raise ConfigError([Problem.of("no-file", "routing", source, message, fix)]) from None
-        except ValueError as error:
-            raise ConfigError([Problem.of("syntax", "routing", source, str(error))]) from None
-        if not isinstance(parsed, dict):
-            message = "the file holds a table of keys, such as num_experts and experts"
-            fix = "a JSON object, or TOML"
-            raise ConfigError([Problem.of("wrong-type", "routing", source, message, fix)])
-        table = cast("dict[str, Any]", parsed)
+    message = "neither a packaged routing nor a readable JSON or TOML file"
+    table = read_named_table(source, ROUTINGS, "routing", message)
 
     def problem(code: str, key: str, message: str, fix: str = "") -> Problem:
         value = None if key == "experts" else table.get(key)

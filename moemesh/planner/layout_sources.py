@@ -9,13 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil, prod
-from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
 from moemesh.config.dispatcher_table import PREDICTED
 from moemesh.config.errors import ConfigError, Problem, UserError, unknown_keys
-from moemesh.config.limits import parse_toml
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
@@ -24,9 +22,8 @@ from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.section import LARGEST_SIZE
-from moemesh.config.sources import Leaf, parse_value, preset_names, read_preset_table
+from moemesh.config.sources import Leaf, parse_value, read_named_table
 from moemesh.config.suggest import choices_of, nearest_choice, nearest_divisors
-from moemesh.config.toml import unreadable
 from moemesh.config.trainable import refusals
 from moemesh.planner.planned_layout import (
     DATA,
@@ -165,7 +162,7 @@ def exact_plan(model: ModelConfig, plan: Plan) -> Plan | str:
         if (value := getattr(plan, key)) not in values:
             return f"{key} = {value} has no prediction of its bytes"
     is_auto = plan.dispatcher == "auto"
-    alone = plan.ep * plan.etp == 1 or (plan.spare_slots and plan.ep > 1)
+    alone = plan.ep * plan.etp == 1 or plan.spreads_replicas
     if is_auto and not alone:
         return "dispatcher = auto is chosen on the ranks themselves"
     forwards = plan.microbatches * plan.num_stages * plan.num_slices
@@ -344,22 +341,12 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
     """Keys and values of the plan `source`. Raises ConfigError if it cannot be read."""
     if not isinstance(source, str):
         return dict(source)
-    if source in preset_names(PLANS):
-        return read_preset_table(source, PLANS)
     if "=" not in source:
-        path = Path(source)
-        try:
-            table = parse_toml(path.read_text(encoding="utf-8-sig"))
-        except OSError:
-            message = "neither key=value pairs, a packaged plan nor a readable TOML file"
-            degrees = re.findall(r"([a-z]+)[ :]?(\d+)", source.lower())  # "TP2 PP4"
-            fix = nearest_choice(source, preset_names(PLANS))
-            if degrees and all(key in DEGREES for key, _ in degrees):
-                fix = f"--plan {','.join('='.join(degree) for degree in degrees)}"
-            raise ConfigError([Problem.of("no-file", "plan", source, message, fix)]) from None
-        except ValueError as error:
-            message = unreadable(error)
-            raise ConfigError([Problem.of("syntax", "plan", source, message)]) from None
+        message, fix = "neither key=value pairs, a packaged plan nor a readable TOML file", ""
+        degrees = re.findall(r"([a-z]+)[ :]?(\d+)", source.lower())  # "TP2 PP4"
+        if degrees and all(key in DEGREES for key, _ in degrees):
+            fix = f"--plan {','.join('='.join(degree) for degree in degrees)}"
+        table = read_named_table(source, PLANS, "plan", message, fix)
         return dict(cast("dict[str, Any]", table.get("plan", table)))
     pairs: dict[str, Any] = {}
     problems: list[Problem] = []

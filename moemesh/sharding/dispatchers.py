@@ -27,6 +27,9 @@ CAPACITY_FACTOR = 2.0
 #: Bytes of rows, most of them unused, that an accelerator prepares so that its host need not wait
 #: for their number: on an H100 preparing them takes about as long as the wait (docs/log.md).
 SPARE_BYTES = 1 << 24
+#: Largest ratio of the predicted cost of the node-aware exchange to that of the best other one for
+#: which it is chosen: the processor time of its second plan and messages is not predicted.
+TWO_HOP_SHARE = 0.8
 #: Channels that share an fp32 scale in the payload fp8 (DeepSeek-V3's dispatch format).
 FP8_BLOCK = 128
 #: A rank computes up to this many times its balanced share of rows at once (Experts.max_rows).

@@ -157,3 +157,15 @@ def test_a_field_of_another_type_is_named(key: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} is a {kind}"):
         read_plan(f"pp=2,{key}=few", seq_len=64, global_batch=8)
     assert read_plan("pp=2,recompute_layers=3,dropout=true", **BATCH).layout.recompute_layers == 3
+
+
+def test_a_plan_from_a_json_file(tmp_path):
+    """A file of keys, alone or under "plan"; broken and foreign content is named."""
+    path, wanted = tmp_path / "plan.json", read_plan("tp=2,dp=4", seq_len=64, global_batch=8)
+    for table in ({"tp": 2, "dp": 4}, {"plan": {"tp": 2, "dp": 4}}):
+        path.write_text(json.dumps(table))
+        assert read_plan(str(path), seq_len=64, global_batch=8) == wanted
+    for text, message in (("{", "not valid JSON"), ("[1]", "must hold a table of keys")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read_plan(str(path), seq_len=64, global_batch=8)

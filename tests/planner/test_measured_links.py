@@ -76,6 +76,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "dp": 8, "cp": 2, "ep": 8},
     {"dp": 16, "tp": 2, "ep": 8, "etp": 2, "sequence_parallel": False},
     {"dp": 32, "ep": 8, "zero": 1, "attention_exit": "reduce_scatter"},
+    {"dp": 32, "ep": 4, "dispatcher": "hierarchical"},
     {"tp": 2, "dp": 16, "ep": 16, "attention_exit": "all_to_all"},
     {"pp": 4, "tp": 2, "dp": 4, "ep": 4},
     {"pp": 2, "tp": 4, "dp": 4, "schedule": "interleaved_1f1b", "stages_per_rank": 2},

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
 
 from moemesh.config.devices import GIB, accelerator_of
 from moemesh.config.errors import UserError
+from moemesh.config.sources import read_preset_table
 from moemesh.planner.accuracy.published import (
     annotated_row,
     parse_run,
@@ -269,6 +271,106 @@ def test_times_and_rates_in_other_columns_and_units(tmp_path, column, cell, seco
     assert not run.reason
     assert run.seconds == pytest.approx(seconds)
     assert (run.layout.global_batch, run.layout.seq_len, run.layout.dp) == (64, 4096, 8)
+
+
+#: Tables in the words of others (column -> cell) whose rows are the same run: 64 H100, tp 4, pp 2,
+#: dp 8, 256 sequences of 4096 tokens in 8.192 seconds.
+CUT = {"TP": "4", "PP": "2"}
+FOREIGN = {
+    "a page of performance": CUT | {
+        "Model": "LLAMA2-70B", "System": "DGX-H100", "#-GPUs": "64", "GBS": "256", "MBS": "2",
+        "Sequence Length": "4096", "CP": "1", "VP": "1", "Precision": "BF16",
+        "Tokens / sec / GPU": "2,000", "Model TFLOP / sec / GPU": "",
+    },
+    "a paper": {
+        "Network": "llama2-70B", "Accelerator": "H100 80GB", "Number of accelerators": "64",
+        "Batch size (tokens)": "1M", "Sequence length": "4k", "Tensor parallelism": "4",
+        "Pipeline parallel size": "2", "Data-parallel degree": "8", "Micro batch size": "2",
+        "Iteration time [s]": "8.192",
+    },
+    "a decimal comma": CUT | {
+        "Model": "Llama-2-70b-hf", "GPU type": "H100", "Nodes": "8", "GPUs/node": "8",
+        "Global BS": "256", "Micro BS": "2", "Seq": "4096", "Act. ckpt": "",
+        "Time/iter (s)": "~8,19",
+    },
+    "a trainer of the hub": CUT | {
+        "Run name": "x", "Model name": "meta-llama/Llama-2-70b-hf", "gpu": "H100 SXM",
+        "Nodes": "8", "per_device_train_batch_size": "2", "gradient_accumulation_steps": "16",
+        "max_seq_length": "4096", "Throughput (tokens/s)": "128k",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_tables_in_the_words_of_others(tmp_path, name):
+    table = tmp_path / "runs.csv"
+    with table.open("w", newline="") as file:
+        csv.writer(file).writerows([FOREIGN[name].keys(), FOREIGN[name].values()])
+    (run,) = read_runs(table)
+    assert not run.reason
+    assert run.shape.num_layers == 80
+    layout = run.layout
+    assert (layout.world_size, layout.tp, layout.pp, layout.dp) == (64, 4, 2, 8)
+    assert (layout.global_batch, layout.seq_len, layout.microbatch) == (256, 4096, 2)
+    assert run.seconds == pytest.approx(8.192, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dp", "mbs", "sequences"),
+    [("4M", 8, 2, 2048), ("8.65M", 24, 1, 4224), ("1572864", 12, 1, 768), ("37.7M", 64, 1, 9216)],
+)
+def test_a_batch_in_tokens_is_one_that_the_replicas_divide(tmp_path, tokens, dp, mbs, sequences):
+    seq = {2048: 2048, 4224: 2048, 768: 2048, 9216: 4096}[sequences]
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        "arch,hardware,gpus,tp,pp,dp,batch size (tokens),mbs,seq\n"
+        f"llama2-70B,A100-80G,{dp * 32},4,8,{dp},{tokens},{mbs},{seq}\n"
+    )
+    (run,) = read_runs(table)
+    assert (run.reason, run.layout.global_batch) == ("", sequences)
+
+
+def test_hfu_counts_the_recomputation(tmp_path):
+    table = tmp_path / "runs.csv"
+    head = "arch,hardware,gpus,dp,gbs,seq,recompute,{}\nllama2-13B,H100,8,8,64,4096,full,50%\n"
+    table.write_text(head.format("MFU"))
+    (plain,) = read_runs(table)
+    table.write_text(head.format("HFU"))
+    (hardware,) = read_runs(table)
+    assert 1.25 < hardware.seconds / plain.seconds < 4 / 3
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "group"),
+    [("FULL_SHARD", 3, 0), ("HYBRID_SHARD", 3, 8), ("SHARD_GRAD_OP", 2, 0), ("NO_SHARD", 0, 0)],
+)
+def test_strategies_of_fsdp(tmp_path, zero, stage, group):
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        "arch,hardware,gpus,gbs,seq,sharding strategy\nllama2-13B,H100,16,64,4096," + zero + "\n"
+    )
+    (run,) = read_runs(table)
+    assert (run.layout.zero, run.layout.zero_group) == (stage, group)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "experts"),
+    [
+        ("Mixtral-8x7B", 32, 8),
+        ("Llama 3.1 8B", 32, 0),
+        ("LLAMA3.1-405B", 126, 0),
+        ("Qwen3 30B A3B", 48, 128),
+        ("BLOOM-176B", 70, 0),
+        ("Nemotron-4 340B", 96, 0),
+        ("allenai/OLMoE-1B-7B", 16, 64),
+    ],
+)
+def test_models_in_the_spelling_of_papers(name, layers, experts):
+    packaged = read_preset_table("architectures", "calibration")
+    run = parse_run(row(1, arch=name, hardware="H100", gpus=8, dp=8, gbs=8, seq=128), packaged)
+    shape = run.shape
+    assert shape is not None, name
+    assert (shape.num_layers, shape.num_experts) == (layers, experts)
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,35 @@ def words(layouts: SearchSpace, index: int) -> int:
     one = layouts.layout(index)
     degrees = sum(getattr(one, axis) > 1 for axis in ("pp", "dp", "cp", "tp", "ep", "etp"))
     of_schedule = {"zb_v": 2}.get(one.schedule, 0)
-    return degrees + of_schedule + bool(one.recompute) + (one.dispatcher == "hierarchical")
+    spans_nodes = one.ep * one.etp > layouts.space.node_size
+    return degrees + of_schedule + bool(one.recompute) + spans_nodes
+
+
+@pytest.mark.parametrize(
+    ("model", "ep", "dispatcher"),
+    [
+        # 8 of 128 experts: a token visits 5.3 of 8 ranks, and 1.99 of 2.
+        ("qwen3-30b-a3b", 8, "hierarchical"),
+        ("qwen3-30b-a3b", 2, "hierarchical"),
+        # 2 of 8 experts: 2 ranks with one expert a rank, 1.86 of 4 ranks.
+        ("mixtral-8x7b", 8, "all_to_all"),
+        ("mixtral-8x7b", 4, "all_to_all"),
+        # 6 of 64 experts: 4.4 of 8 ranks.
+        ("deepseek-v2-lite", 8, "hierarchical"),
+    ],
+)
+def test_a_clearly_smaller_exchange_inside_a_node_is_proposed(
+    model: str, ep: int, dispatcher: str
+) -> None:
+    machine = cluster(1)
+    layouts = SearchSpace(load_model(model).shape, machine, space(machine, fixed={"ep": ep}))
+    assert layouts.examined > 100
+    chosen = layouts.layout(layouts.fitting(float("inf"), 1)[0])
+    assert chosen.dispatcher == dispatcher
+    other = {"hierarchical": "all_to_all", "all_to_all": "hierarchical"}[dispatcher]
+    seconds = layouts.pricing.seconds(layouts.shape, chosen)["experts"]
+    changed = layouts.pricing.seconds(layouts.shape, chosen.changed(dispatcher=other))["experts"]
+    assert changed > seconds / 0.8 if dispatcher == "hierarchical" else changed > 0.8 * seconds
 
 
 def test_rows_are_different_answers() -> None:

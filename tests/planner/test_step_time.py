@@ -37,7 +37,13 @@ from moemesh.planner.timing.compute import (
     product_seconds,
 )
 from moemesh.planner.timing.price import pricing, software_of
-from moemesh.planner.timing.step_time import StepTime, compute_floor, overlapped, step_time
+from moemesh.planner.timing.step_time import (
+    StepTime,
+    compute_floor,
+    data_seconds,
+    overlapped,
+    step_time,
+)
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
@@ -100,6 +106,46 @@ def test_shards_inside_a_node_leave_only_gradients_to_the_network():
     assert price(dp=128, global_batch=128, **frozen).data > 4 * node.data
     whole = {**frozen, "zero_group": 0}
     assert price(dp=8, global_batch=8, **whole) == price(dp=8, global_batch=8, **frozen)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4, 1.0])
+def test_a_backward_hides_at_most_its_own_length_of_a_gradient_sum(share):
+    work = priced(DENSE, dp=64)
+    work = replace(work, constants=replace(Constants(), gradient_exposed=share))
+    reduced = float(data_seconds(work, 1e9, 0.0, 0.0))
+    for backward in (reduced / 1000, reduced / 2, reduced, 3 * reduced, 1000 * reduced):
+        exposed = float(data_seconds(work, 1e9, 0.0, backward))
+        assert max(reduced - backward, share * reduced) <= exposed * (1 + 1e-9)
+        assert exposed <= reduced * (1 + 1e-9)
+        # A longer backward never makes the step shorter.
+        longer = float(data_seconds(work, 1e9, 0.0, 1.5 * backward))
+        assert longer + 0.5 * backward >= exposed * (1 - 1e-9)
+    assert exposed == pytest.approx(share * reduced, rel=0.01)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 7])
+@pytest.mark.parametrize("shape", [DENSE, MOE])
+def test_zero2_sums_in_every_microbatch_and_gathers_once(shape, microbatches):
+    """Bytes of the ledger: those of ZeRO-1 with one microbatch, a sum more for each further one."""
+
+    def seconds(zero):
+        planned = PlannedLayout(
+            dp=16,
+            zero=zero,
+            seq_len=2048,
+            global_batch=16 * microbatches,
+            ep=8 if shape == MOE else 1,
+        )
+        layout = layout_row(shape, planned, software_of(planned))
+        hardware = hardware_row(ACCELERATORS["H100-80G"])
+        return step_time(PricedStep(model_row(shape), layout, hardware, Constants()))
+
+    once, each = seconds(1), seconds(2)
+    if microbatches == 1:
+        assert each.total == pytest.approx(once.total)
+    else:
+        single = float(once.data)
+        assert single < float(each.data) < microbatches * single
 
 
 def test_every_second_product_runs_twice():

@@ -42,6 +42,41 @@ def test_picks_the_measured_best_and_never_what_ran_out(validation):
     assert validation.selection.out_of_memory == 0
 
 
+def test_a_finished_run_without_a_time_is_not_a_pick_that_ran_out():
+    """Rows that print memory alone, and are predicted to be faster than all timed ones."""
+    timed = [llama(1, 2, 1, 1, 31.3), llama(2, 2, 1, 2, 30.0), llama(3, 4, 1, 1, 40.0)]
+    without = [dict(one, id=str(10 + n), step_time_s="") for n, one in enumerate(timed)]
+    runs = [parse_run(one, ARCHS) for one in (*without, *timed)]
+    selection = summarize(predict(runs, shipped_calibration())).selection
+    assert selection.groups == 1
+    assert selection.out_of_memory == 0
+
+
+def test_sharding_that_a_table_leaves_out_is_what_the_run_needs():
+    """13B: 18 bytes of states a weight, 6 with the optimizer spread over many ranks. Rows that
+    print the stage, and tables with an empty `sp`, are priced as they are."""
+    plain = {"arch": "llama-13B", "hardware": "A100-80G", "gpus": "8", "gbs": "64", "seq": "2048"}
+    rows = [
+        plain | {"id": "1", "tp": "2", "step_time_s": "60"},
+        plain | {"id": "2", "tp": "2", "zero": "0", "step_time_s": "60"},
+        plain | {"id": "5", "dp": "8", "step_time_s": "60"},
+        plain | {"id": "3", "tp": "8", "mbs": "16", "recompute": "none", "step_time_s": "60"},
+        plain | {"id": "4", "tp": "8", "mbs": "16", "recompute": "none", "step_time_s": "60"}
+        | {"sp": ""},
+    ]  # fmt: skip
+    validation = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
+    first, printed, gathered, cut, whole = validation.predictions
+    assert first.fits and first.run.layout.zero == 1
+    assert gathered.fits and gathered.run.layout.zero == 3 and gathered.run.software.fsdp
+    assert printed.fits is False and printed.run.layout.zero == 0
+    assert cut.run.layout.sequence_parallel and not whole.run.layout.sequence_parallel
+    assert cut.memory.needed < whole.memory.needed
+    # The report names them, and they are left out of the labels.
+    chosen = [one.run.is_sharded_by_choice for one in validation.predictions]
+    assert chosen == [True, False, True, True, False]
+    assert "3 rows priced with ZeRO or sequence parallelism" in report(validation)
+
+
 def test_unpriced_rows_say_why_and_stay():
     rows = [row(5, src="x", arch="unknown", hardware="H100", gpus=8, gbs=8, seq=128), ROWS[0]]
     summary = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
@@ -77,7 +112,7 @@ def test_a_row_made_to_fit_has_one_memory():
     assert 0.5 < blocks.run.software.recomputed_share < 1 and blocks.fits
     for one in (layers, switch, none, blocks, never):
         assert one.fits == (one.memory.needed <= 80 * GIB * 0.985)
-    # A choice that makes a row fit is no evidence.
+    # A choice that makes a row fit is left out of the labels.
     assert summary.fit.count == sum(
         not (one.fits and one.run.software.recomputed_share) for one in summary.predictions
     )

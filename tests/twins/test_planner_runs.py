@@ -121,6 +121,8 @@ router_logit_bias=True num_shared_experts=0 | tp=2 ep=2 | 4 bfloat16
 tiny | {HALVES} stages_per_rank=2 schedule=interleaved_1f1b | 4 float32
 tiny | {HALVES} schedule=dualpipe dp=2 ep=2 | 9 float32
 tiny | {HALVES} schedule=dualpipe_v | 4 float32
+deep | {HALVES} schedule=dualpipe_v overlap_blocks=False | 4 float32
+*deep | {HALVES} schedule=dualpipe_v dp=2 ep=2 | 9 bfloat16
 tiny | pp=4 schedule=gpipe microbatches=4 | 5 bfloat16
 hidden_size=256 num_layers=3 | tp=4 ep=2 etp=2 | 2 bfloat16
 tiny | recompute=full dp=2 ep=2 dispatcher=low_latency | 5 float32

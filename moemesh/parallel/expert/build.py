@@ -96,8 +96,7 @@ def set_experts(
     config, notes = model.config, []
     if not config.num_moe_layers:
         return notes
-    has_replicas = spreads_replicas(plan)
-    if has_replicas and plan.dispatcher == "auto":
+    if plan.spreads_replicas and plan.dispatcher == "auto":
         plan = plan.model_copy(update={"dispatcher": "all_to_all"})
         notes.append("dispatcher auto: all_to_all (spare slots)")
     # Plans are objects of their own: all layers share one dispatcher.
@@ -115,7 +114,7 @@ def set_experts(
         moe.experts.max_rows = rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start
-        if has_replicas:
+        if plan.spreads_replicas:
             moe.dispatcher = replicas = ReplicaDispatcher(
                 mesh,
                 moe.experts,
@@ -151,11 +150,6 @@ def tested_dispatcher(
             dtype=dtype if as_trained else torch.float32,
         )
     return dispatcher, notes
-
-
-def spreads_replicas(plan: Plan) -> bool:
-    """Whether experts get replicas: there must be another rank to hold them."""
-    return plan.spare_slots > 0 and plan.ep > 1
 
 
 def make_dispatcher(

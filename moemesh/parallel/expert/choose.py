@@ -21,7 +21,7 @@ from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.ops.permute import gather_rows, map_from_sources, permutation, sum_rows
-from moemesh.sharding.dispatchers import RowsMoved, rows_moved
+from moemesh.sharding.dispatchers import TWO_HOP_SHARE, RowsMoved, rows_moved
 
 #: Bytes of the probe that measures bandwidth, per pair of ranks, and of the probe that copies.
 PROBE_BYTES = 1 << 19
@@ -29,9 +29,6 @@ COPY_BYTES = 1 << 22
 PROBE_ROUNDS = 7
 #: Exchanges in a row: ranks that share cores start late, the first of them more than the rest.
 PROBE_REPEATS = 4
-#: Largest ratio of the predicted seconds of two hops to those of the best single hop: the second
-#: plan and its messages also cost processor time, which is not predicted.
-TWO_HOP_SHARE = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -298,7 +298,7 @@ def _group(run: PublishedRun, left_out: LeftOut) -> tuple[str, ...]:
         return (stack_of(run.cluster),)
     if left_out == "model":
         return (run.row.get("arch", "").partition("#")[0].lower(),)
-    return (run.cluster, run.row.get("model", ""), run.row["gpus"])
+    return (run.cluster, run.model, run.row["gpus"])
 
 
 # Errors of predictions for held-out sources, from which intervals are computed.
@@ -346,7 +346,7 @@ def _memory_errors(
     untaught = replace(prior_calibration(), allocations={})
     for prediction in predict(runs, untaught):
         run = prediction.run
-        if prediction.memory is None or run.device is None or run.software.recomputed_share > 0:
+        if prediction.memory is None or run.device is None or run.fits_by_choice:
             continue
         memory = run_memory(run, allocation_of(run))
         if run.memory_bytes:

@@ -45,7 +45,8 @@ from moemesh.schedule.build import require_defined
 
 #: Software stack of runs whose table names none: the author's own.
 OWN_STACK = "own"
-_COUNTS = ("gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs", "gbs", "seq")
+_COUNTS = ("gpus", "nodes", "node_gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs",
+           "accumulation", "gbs", "seq")  # fmt: skip
 _COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)", re.IGNORECASE)
 
 
@@ -60,7 +61,9 @@ def _tables() -> dict[str, Any]:
 
 def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
     """Our column and the unit of its cells for each column of a table, as far as its name is known
-    and the table has no column of that name."""
+    and the table has no column of that name. Other characters than letters and digits count as
+    underscores: "Tokens / sec / GPU" is "tokens_sec_gpu"."""
+    names = [re.sub(r"\W+", "_", name.lower().replace("#", "num ")).strip("_") for name in names]
     dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp"}
     columns: list[tuple[str, str]] = []
     for name in names:
@@ -136,11 +139,12 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     lacks sequence length or batch, or when its degrees do not fit.
     """
     zero_text = row.get("zero", "").strip()
-    grouped = re.fullmatch(r"(\d)\s*\(shard within (\d+)\)", zero_text)
+    grouped = re.fullmatch(r"(\d)\s*\(shard within (\d+|node)\)", zero_text)
     if not grouped and zero_text not in ("", *"0123"):
         raise ValueError(f"zero is `{zero_text}`: a stage of ZeRO from 0 to 3, or FSDP")
     zero = int(grouped.group(1) if grouped else zero_text or 0)
-    group = int(grouped.group(2)) if grouped else _int(row, "shard_group", 0)
+    is_sized = grouped and grouped.group(2).isdecimal()
+    group = int(grouped.group(2)) if grouped and is_sized else _int(row, "shard_group", 0)
     if missing := [name for name in ("gpus", "seq", "gbs") if not row.get(name, "").strip()]:
         raise ConfigError(
             Problem.of("missing", name, None, f"the row prints no `{name}`") for name in missing
@@ -212,7 +216,7 @@ def _int(row: Mapping[str, str], name: str, default: int) -> int:
 
 
 #: Columns that a table must have.
-NEEDED_COLUMNS = ("arch", "hardware", "gpus", "gbs", "seq")
+NEEDED_COLUMNS = ("arch", "hardware", "seq")
 
 #: Measured columns, with the least and the largest number that a run can show.
 _MEASURED = {
@@ -222,12 +226,14 @@ _MEASURED = {
     "samples_s": (1e-9, 1e12),
     "tflops_gpu": (1e-9, 1e9),
     "mfu_pct": (1e-9, 1e3),
+    "hfu_pct": (1e-9, 1e3),
     "mem_gib": (1e-6, 1e6),
+    "batch_tokens": (1, 1e12),
 }
 
 #: Columns that may have another name.
 _READ = frozenset({"id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
-                   "recompute", "status"})  # fmt: skip
+                   "recompute", "status", "stack"})  # fmt: skip
 
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
 _MEASURED_MEMORY = ("", "max_memory_allocated", "peak (max over ranks)", "peak", "allocated")
@@ -269,7 +275,12 @@ class PublishedRun:
     def group(self) -> tuple[str, str, str, str]:
         """Key of runs that are alternatives: same model, hardware, devices, sequence length."""
         row = self.row
-        return (row.get("model", ""), row.get("hardware", ""), row["gpus"], row["seq"])
+        return (self.model, row.get("hardware", ""), row["gpus"], row["seq"])
+
+    @property
+    def model(self) -> str:
+        """The name of the model."""
+        return self.row.get("model") or self.row.get("arch", "")
 
     @property
     def priced(self) -> tuple[ModelShape, PlannedLayout, Accelerator]:
@@ -281,6 +292,22 @@ class PublishedRun:
     def is_silent(self) -> bool:
         """Whether a finished run has neither time nor memory that a prediction is compared with."""
         return self.ended == "ok" and not self.seconds and not self.memory_bytes
+
+    @property
+    def is_sharded_by_choice(self) -> bool:
+        """Whether ZeRO or sequence parallelism, which the table leaves out, was chosen so that it
+        fits."""
+        layout, row = self.layout, self.row
+        return layout is not None and (
+            (layout.zero > 0 and not row.get("zero"))
+            or (layout.sequence_parallel and "sp" not in row)
+        )
+
+    @property
+    def fits_by_choice(self) -> bool:
+        """Whether recomputation or sharding, which the table leaves out, was chosen so that it
+        fits."""
+        return self.software.recomputed_share > 0 or self.is_sharded_by_choice
 
     @property
     def is_moe(self) -> bool:
@@ -296,8 +323,7 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the table {table}: {error}") from None
     reader = csv.DictReader(io.StringIO(text, newline=""))
-    columns = [name.strip().lower() for name in reader.fieldnames or []]
-    own = own_columns(columns)
+    own = own_columns(reader.fieldnames or [])
     columns = reader.fieldnames = [name for name, _ in own]
     if missing := [name for name in NEEDED_COLUMNS if name not in columns]:
         raise UserError(
@@ -347,6 +373,8 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         row["recompute"] = ""  # unknown words count as not published
     if row.get("rest") == "unstated":
         row["recompute"] = ""
+    if not row.get("gpus"):
+        row["gpus"] = _world(row, device)
     if row.get("microbatches") == "pp" and not row.get("mbs"):
         row["mbs"] = _one_a_stage(row)
     if row.get("shard_group") == "node" and device:
@@ -421,15 +449,18 @@ def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
     def folded(word: str) -> str:
         return re.sub(r"[\W_]", "", word.lower())
 
-    spelled = {folded(known): known for known in reversed([*archs])}
-    same = (spelled.get(folded(word)) for word in (name, family_name(name)))
+    packaged = (*preset_names(), *preset_names(SHAPES))
+    spelled = {folded(known): known for known in reversed([*archs, *packaged])}
+    release = preset_of(re.sub(r"[\s_]+", "-", name.strip()), has_owner=False)
+    same = (spelled.get(folded(word)) for word in (name, family_name(name), release))
     known = name if name in archs else next(filter(None, same), name)
     if known in archs or name.startswith("gpt:"):
         return from_arch_table(f"{known}{mark}{layers}", archs)
-    packaged = (*preset_names(), *preset_names(SHAPES))
+    name = known
     if preset_of(name) not in packaged and not Path(name).exists():
         near = nearest_name(name, [known.lower() for known in (*archs, *packaged)])
-        message = f"arch is `{arch}`: no entry of the table of architectures, no preset and no file"
+        message = f"arch is `{arch}`: no entry of the table of architectures (--archs), no "
+        message += "preset and no file"
         raise ValueError(message + f"; did you mean {near}?" * bool(near))
     shape = load_model(name).shape
     return shape.truncated(int(layers[1:])) if re.fullmatch(r"L\d+", layers) else shape
@@ -444,24 +475,47 @@ def _one_a_stage(row: Mapping[str, str]) -> str:
     return str(size) if size and not rest else ""
 
 
+def _world(row: Mapping[str, str], device: Accelerator | None) -> str:
+    """Devices of a row that prints nodes, with or without the devices of one."""
+    nodes, each = row.get("nodes", ""), row.get("node_gpus") or (device.node_size if device else 0)
+    return str(int(nodes) * int(each)) if nodes.isdecimal() and str(each).isdecimal() else ""
+
+
 def _batch(row: Mapping[str, str]) -> str:
-    """Sequences of a step whose table prints none: those that its time and rate imply, else one
-    microbatch for each replica without a pipeline, whose rate depends on their number."""
+    """Sequences of a step whose table prints none: those of its tokens, of its microbatches, those
+    that its time and rate imply, else one microbatch for each replica without a pipeline, whose
+    rate depends on their number."""
     try:
         world, seq = _int(row, "gpus", 1), _int(row, "seq", 0)
+        others = _int(row, "tp", 1) * _int(row, "cp", 1) * _int(row, "pp", 1)
+        replicas, size = _int(row, "dp", 0) or max(world // others, 1), _int(row, "mbs", 0)
+        if (tokens := _number(row, "batch_tokens")) and seq:
+            return _whole_batch(tokens / seq, replicas * max(size, 1))
+        if size and (accumulation := _int(row, "accumulation", 0)):
+            return str(size * accumulation * replicas)
         seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_s_gpu")
         if seconds and rate and seq:
             implied = seconds * rate * world / seq
             return str(round(implied)) if abs(implied / round(implied) - 1) < _ROUNDED else ""
-        others = _int(row, "tp", 1) * _int(row, "cp", 1)
-        size = _int(row, "mbs", 0) * (_int(row, "dp", 0) or world // others)
     except (ValueError, ZeroDivisionError):
         return ""
-    return str(size) if size and row.get("pp", "") in ("", "1") else ""
+    return str(size * replicas) if size and row.get("pp", "") in ("", "1") else ""
+
+
+def _whole_batch(sequences: float, multiple: int) -> str:
+    """The number near `sequences` that `multiple` divides; "" if none is near. A power of two of
+    tokens is often printed with a binary M."""
+    for exact in (sequences * _BINARY, sequences):
+        number = max(round(exact / multiple), 1) * multiple
+        if abs(number / exact - 1) < (1e-9 if exact > sequences else _ROUNDED):
+            return str(number)
+    return ""
 
 
 #: Relative rounding of printed times and rates.
 _ROUNDED = 0.02
+#: Tokens of a binary M over those of a decimal one.
+_BINARY = 2**20 / 1e6
 #: Multiple of the peak from which on a time has another unit.
 _IMPOSSIBLE_SHARE = 20
 
@@ -539,7 +593,9 @@ def software_of(row: Mapping[str, str], layout: PlannedLayout) -> Software:
     )
 
 
-_QUANTITY = re.compile(r"([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
+_QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
+#: A comma before other than three digits is that of decimals.
+_DECIMAL_COMMA = re.compile(r"(?<=\d),(?=(\d{1,2}|\d{4,})(?!\d)(?!,))")
 
 
 def _number(row: Mapping[str, str], name: str) -> float | None:
@@ -548,13 +604,14 @@ def _number(row: Mapping[str, str], name: str) -> float | None:
     text = row.get(name, "")
     if text.lower() in ("", "-", "n/a", "na", "none"):
         return None
-    match, units = _QUANTITY.fullmatch(text.lower()), {"": 1.0, **_tables()["unit"][name]}
+    match = _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", text.lower()))
+    units = {"": 1.0, **_tables()["unit"][name]}
     unit = re.sub(r"[_/](gpu|device)$", "", match[3]) if match else None
     if match is None or unit not in units:
         known = ", ".join(list(units)[1:])
         raise ValueError(f"{name} is `{text}`: not a number, alone or with a unit ({known})")
     number = float(match[1].replace(",", "")) * (1000 if match[2] else 1) * units[unit]
-    if name == "mfu_pct" and number <= 1 and not unit:
+    if name in ("mfu_pct", "hfu_pct") and number <= 1 and not unit:
         number *= 100  # a share
     least, most = _MEASURED[name]
     if not least <= number <= most:
@@ -577,12 +634,15 @@ def _measured_seconds(
         return layout.global_batch / rate
     if rate := _number(row, "tokens_s_gpu"):
         return tokens / rate
-    tflops, mfu = _number(row, "tflops_gpu"), _number(row, "mfu_pct")
-    if tflops is None and mfu is not None:
-        tflops = device.peak_flops[0] * mfu / 100 / 1e12
+    peak, convention = device.peak_flops[0] / 1e12, row.get("flop_conv", "")
+    tflops = _number(row, "tflops_gpu")
+    if tflops is None and (mfu := _number(row, "mfu_pct")):
+        tflops = peak * mfu / 100
+    if tflops is None and (hfu := _number(row, "hfu_pct")):
+        tflops, convention = peak * hfu / 100, convention or "causal, incl. recompute"
     if tflops is None:
         return None
-    return step_flops(row.get("flop_conv", ""), shape, layout) / layout.world_size / tflops / 1e12
+    return step_flops(convention, shape, layout) / layout.world_size / tflops / 1e12
 
 
 def step_flops(convention: str, shape: ModelShape, layout: PlannedLayout) -> float:

@@ -7,6 +7,7 @@ import statistics as numbers
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import exp
 from typing import Any, NamedTuple
 
@@ -131,11 +132,12 @@ def _layout_row(run: PublishedRun) -> LayoutColumns:
 def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     """The run with values that its table leaves out.
 
-    The microbatch is one sequence for an MoE model, else the fastest that fits. Recomputation
-    covers the fewest layers with which the run fits, or all of them under FSDP, whose trainers have
-    one switch for it.
+    States are sharded (ZeRO) as far as they would not fit otherwise. The microbatch is one
+    sequence for an MoE model, else the fastest that fits. Recomputation covers the fewest layers
+    with which the run fits, or all of them under FSDP, whose trainers have one switch for it.
     """
     allocation = calibration.allocation(run.cluster)
+    run = _sharded(run, allocation)
     if run.microbatch_printed or run.is_moe:
         return _recomputed(run, allocation)
     layout = run.priced[1]
@@ -157,6 +159,27 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
     constants = calibration.constants(run.cluster, run.release)
     seconds = _run_seconds(tried, [constants] * len(tried))
     return tried[min(fitting or [0], key=lambda index: seconds[index])]
+
+
+def _sharded(run: PublishedRun, allocation: Allocation) -> PublishedRun:
+    """The run with the sequence parallelism and the lowest stage of ZeRO that it needs to fit: of a
+    row without a stage, of a table without a column `sp`. Both are tried before recomputation that
+    is not printed. Without a printed microbatch one sequence at a time must fit."""
+    layout, row = run.priced[1], run.row
+    size = layout.microbatch if run.microbatch_printed else 1
+    whole = () if run.recompute_printed else (_WHOLE_LAYERS,)
+    # ZeRO-3 beside a pipeline would gather the weights for every microbatch.
+    known = (0, 1) if layout.pp > 1 else (0, 1, 3)
+    stages = known if not row.get("zero") and layout.dp * layout.cp > 1 else (layout.zero,)
+    cuts = (False, True) if "sp" not in row and layout.tp > 1 else (layout.sequence_parallel,)
+    for recompute, zero, cut in product((layout.recompute, *whole), stages, cuts):
+        chosen = layout.changed(zero=zero, sequence_parallel=cut)
+        software = replace(run.software, fsdp=run.software.fsdp or zero == 3)
+        tried = chosen.changed(microbatch=size, recompute=recompute)
+        tried = replace(run, layout=tried, software=software)
+        if _fits(tried, run_memory(tried, allocation), allocation):
+            return replace(tried, layout=chosen)
+    return run
 
 
 def _recomputed(run: PublishedRun, allocation: Allocation) -> PublishedRun:
@@ -277,13 +300,13 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
         sources[prediction.run.source or prediction.run.cluster].append(prediction.error)
     by_source = {name: error_statistics(errors) for name, errors in sorted(sources.items())}
     fit = selection = None
-    # A row that recomputation was chosen for fits by that choice: no label.
+    # A row that fits by a choice of its recomputation or sharding has no label.
     labels = [
         (prediction.fits, prediction.run.ended == "ok")
         for prediction in predictions
         if prediction.fits is not None
         and prediction.run.ended in ("ok", "OOM")
-        and not (prediction.fits and prediction.run.software.recomputed_share)
+        and not (prediction.fits and prediction.run.fits_by_choice)
     ]
     if number := len(labels):
         right = sum(fits == ran for fits, ran in labels) / number
@@ -337,7 +360,10 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
 
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for prediction in predictions:
-        if prediction.seconds is not None and prediction.run.ended in ("ok", "OOM"):
+        run = prediction.run
+        # The regret of a finished run needs its time.
+        is_judged = run.ended == "OOM" or (run.ended == "ok" and run.seconds is not None)
+        if prediction.seconds is not None and is_judged:
             groups[prediction.run.group].append(prediction)
     selections: list[Selection] = []
     for key, members in sorted(groups.items()):

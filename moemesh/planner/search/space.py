@@ -27,8 +27,10 @@ from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
 from moemesh.planner.timing.columns import LayoutColumns, layout_row
+from moemesh.planner.timing.links import visited_nodes
 from moemesh.planner.timing.price import Pricing, software_of
 from moemesh.schedule.build import is_defined
+from moemesh.sharding.dispatchers import TWO_HOP_SHARE
 
 IntArray = NDArray[np.int64]
 
@@ -85,6 +87,8 @@ class Columns(NamedTuple):
     microbatches: IntArray
     ep: IntArray
     etp: IntArray
+    #: The dispatcher is the node-aware one, which sends a token once to each rank.
+    deduplicated: NDArray[np.bool_]
 
     @property
     def size(self) -> int:
@@ -92,7 +96,7 @@ class Columns(NamedTuple):
 
     def where(self, cuts: NDArray[np.bool_]) -> Columns:
         """The columns of the selected cuts."""
-        kept = {name: getattr(self, name)[cuts] for name in self._fields[:-2]}
+        kept = {name: getattr(self, name)[cuts] for name in self._fields[:-3]}
         return self._replace(**kept)
 
 
@@ -122,7 +126,7 @@ class Family:
         return np.flatnonzero(self.legal)
 
     def layout(self, number: int) -> PlannedLayout:
-        """Layout `number`. Experts that span nodes use the node-aware exchange."""
+        """Layout `number`."""
         place, expert_cut = divmod(number, self.columns.ep.size)
         at = np.unravel_index(int(self._places[place]), self.legal.shape)
         return self._layout(*map(int, at), expert_cut=expert_cut)
@@ -143,7 +147,7 @@ class Family:
             recompute=RECOMPUTED[space.recompute[recompute]],
             zero=self.zero[zero],
             attention_exit=space.exits[attention_exit],
-            dispatcher=PROPOSED[ep * etp > space.node_size],
+            dispatcher=PROPOSED[int(columns.deduplicated[expert_cut])],
             ranks_per_node=min(space.node_size, space.num_devices),
         )
 
@@ -197,9 +201,7 @@ class Family:
                     values = first
             if values.size > 1:
                 varied[item.name] = values[..., None, None]
-        spans_nodes = self.columns.ep * self.columns.etp > self.space.node_size
-        varied |= {"deduplicated": spans_nodes, **self.columns._asdict()}
-        columns = replace(rows[0], **varied)
+        columns = replace(rows[0], **varied, **self.columns._asdict())
         return self.flat(pricing.bound(shape, columns, self.space.precision))
 
 
@@ -308,4 +310,9 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
                     cuts.append((tp, cp, dp, *batch.values()))
     dense = np.array(cuts, dtype=np.int64).reshape(-1, 5).T
     experts = np.array(expert_cuts, dtype=np.int64).reshape(-1, 2).T
-    return Columns(*(np.ascontiguousarray(column)[:, None] for column in dense), *experts)
+    # Experts that span nodes, or a clearly smaller exchange inside a node.
+    chosen, groups = shape.experts_per_token, (shape.router_groups, shape.router_groups_kept)
+    fewer = visited_nodes(shape.num_experts, chosen, experts[0], *groups) < TWO_HOP_SHARE * chosen
+    deduplicated = (experts[0] * experts[1] > space.node_size) | fewer
+    columns = (np.ascontiguousarray(column)[:, None] for column in dense)
+    return Columns(*columns, *experts, deduplicated)

@@ -175,9 +175,9 @@ _RELEASES = {
     "gpt-oss-20b": "openai/gpt-oss-(safeguard-)?20b",
     "gpt-oss-120b": "openai/gpt-oss-(safeguard-)?120b",
     "kimi-k2": "moonshotai/kimi-k2",
-    "llama3-8b": r"meta-llama/(meta-)?llama-3(\.1)?-8b",
-    "llama3-70b": r"meta-llama/(meta-)?llama-3(\.[13])?-70b",
-    "llama3-405b": r"meta-llama/(meta-)?llama-3\.1-405b",
+    "llama3-8b": r"meta-llama/(meta-)?llama-?3(\.1)?-8b",
+    "llama3-70b": r"meta-llama/(meta-)?llama-?3(\.[13])?-70b",
+    "llama3-405b": r"meta-llama/(meta-)?llama-?3(\.1)?-405b",
     "mixtral-8x7b": "mistralai/mixtral-8x7b",
     "mixtral-8x22b": "mistralai/mixtral-8x22b",
     "qwen2-57b-a14b": "qwen/qwen2-57b-a14b",
@@ -193,9 +193,11 @@ def family_name(name: str) -> str:
     return match[1] if match else short
 
 
-def preset_of(name: str) -> str:
-    """The preset with the sizes of a model of this name on the hub; other names as they are."""
+def preset_of(name: str, *, has_owner: bool = True) -> str:
+    """The preset with the sizes of a model of this name on the hub, with or without its owner;
+    other names as they are."""
     for preset, pattern in _RELEASES.items():
+        pattern = pattern if has_owner else pattern.partition("/")[2]
         if re.fullmatch(pattern + _VARIANTS, name, re.IGNORECASE):
             return preset
     return name

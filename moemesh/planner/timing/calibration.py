@@ -68,8 +68,8 @@ class Constants:
     #: Extra tensor-parallel backward traffic with sequence parallelism (re-gathered inputs).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3
     #: Exposed shares: expert all-to-all and tensor-parallel traffic that are overlapped by design,
-    #: context exchange, pipeline sends, gradient reduction (exposed over hidden time of a reduction
-    #: as long as the backward of a microbatch), weight gathering.
+    #: context exchange, pipeline sends, gradient reduction that is far shorter than the backward of
+    #: a microbatch, weight gathering.
     overlapped_exchange_exposed: Annotated[Number, 0.5] = 0.4
     overlapped_tensor_exposed: Annotated[Number, 0.5] = 0.5
     context_exposed: Annotated[Number, 0.5] = 0.55

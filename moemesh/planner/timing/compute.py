@@ -426,10 +426,12 @@ def _expert_transfers(work: PricedStep) -> tuple[Number, Number]:
     exchange = maximum(across / links.network(nodes), inside / links.intra) + 2 * links.latency
     has = model.experts > 0
     exchange = where((holders > 1) & has, exchange, 0)
-    rows = where(layout.slots > 0, once * fixed, once * model.top_k * work.load)
+    several = where(layout.deduplicated == 1, visited(layout.ep), model.top_k)
+    rows = where(layout.slots > 0, once * fixed, once * several * work.load)
     counted = links.measured("all_to_all", layout.ep, x, rows)
     counted = where(gathers, links.measured_pair(holders, 1, holders * once) / 2, counted)
-    exchange = known(where(layout.deduplicated == 1, np.nan, counted), exchange)
+    relayed = (layout.deduplicated == 1) & (nodes > 1)
+    exchange = known(where(relayed, np.nan, counted), exchange)
     share = where(layout.overlapped_exchange == 1, work.constants.overlapped_exchange_exposed, 1)
     held = where(layout.deduplicated == 1, visited(layout.ep), fixed)
     pair = 2 * (x - 1) * once * held / links.bandwidth(x, 1)

@@ -69,8 +69,6 @@ HOST_BANDWIDTH, HOST_LINK = 40e9, 25e9
 #: Bytes of an accumulated gradient and of a weight on the wire of data parallelism.
 _GRADIENT_BYTES = 4
 _WEIGHT_BYTES = 2
-#: Seconds below those of any transfer.
-_NO_TIME = 1e-12
 #: Slowdown of a transfer by computation, as a share of the slowdown of computation by a transfer.
 _TRANSFER_SHARE = 0.25
 
@@ -199,9 +197,11 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
     grouped = (layout.zero_group > 0) & (outside > 1)
     reduced = where(grouped, dense * _GRADIENT_BYTES / links.intra + across, reduced)
     gathered = where(grouped, dense * _WEIGHT_BYTES / links.intra, gathered)
-    # The longer the reduction, the less of it the last backward hides.
-    hidden = backward / constants.gradient_exposed
-    exposed = reduced * reduced / maximum(reduced + hidden, _NO_TIME)
+    # The last backward hides a share of a short reduction, at most its own length of a long one.
+    excess = reduced - backward
+    share = minimum(constants.gradient_exposed, 1)
+    exposed = (excess + (excess * excess + 4 * share * reduced * backward) ** 0.5) / 2
+    exposed = exposed * where(layout.reduces_each == 1, layout.microbatches, 1)
     exposed = exposed + gathered * constants.weight_exposed
     served = 0.0
     for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):

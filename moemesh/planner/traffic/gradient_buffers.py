@@ -65,12 +65,11 @@ def most_gradient_buffers(placement: StagePlacement, rank: int, element: int) ->
     late: set[str] = set()
     if plan.overlap_blocks and any(len(entry) > 1 for entry in schedule.orders[pp_rank]):
         # Gradients that arrive in several parts: they are complete only at the end of the backward.
-        has_replicas = plan.spare_slots > 0 and plan.ep > 1
         tables = ("embedding", "head") if placement.model.num_mtp_layers else ()
         late = {
             tensor.name
             for tensor in placement.held(pp_rank)
-            if (tensor.is_expert and has_replicas) or tensor.name.split(".")[0] in tables
+            if (tensor.is_expert and plan.spreads_replicas) or tensor.name.split(".")[0] in tables
         }
     for op in schedule.ops(pp_rank):
         if op.kind == "F":

@@ -310,7 +310,7 @@ def _experts(
     for chunk in range(step.chunks):
         counts = (step.chunks if chunk == 0 else 0) if together else 1
         sent_by = step.sent_by(forward, layer, chunk)
-        if plan.spare_slots > 0 and plan.ep > 1:
+        if plan.spreads_replicas:
             rows, stacks = step.placement.tuning.rows, model.expert_stacks(layer)
             replicas: list[Transfer] = []
             if counts:
@@ -375,7 +375,7 @@ def _end(step: RankStep, whole_matrices: bool) -> Iterator[Transfer]:
     #: Number of loads: tokens of each expert of every MoE layer.
     loads = layers * model.num_experts
     #: Number of token counts of ranks, which differ from the loads if experts have replicas.
-    rank_tokens = layers * plan.ep if plan.spare_slots > 0 and plan.ep > 1 else 0
+    rank_tokens = layers * plan.ep if plan.spreads_replicas else 0
     held = placement.held(at) if is_stream else placement.tensors
     trained = (tensor for tensor in held if tensor.trains)
     squares = sum(tensor.shape[0] if tensor.is_expert else 1 for tensor in trained)

@@ -5,11 +5,11 @@ Model states are exact, activations approximate.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -132,7 +132,8 @@ class Saved(NamedTuple):
     In a split backward `held` of them stay until the weight half, and the input half adds
     `gradient` bytes. `is_recomputed` bytes are allocated by recomputation, just before the
     backward. `is_shared`: one storage for all layers of a forward. `working` bytes exist only while
-    the operation runs, forward or backward.
+    the operation runs, forward or backward. `pauses`: in an overlapped block the computation pauses
+    before and after the operation, while rows are in flight.
     """
 
     kind: str
@@ -142,6 +143,7 @@ class Saved(NamedTuple):
     is_recomputed: bool = False
     is_shared: bool = False
     working: float = 0.0
+    pauses: bool = False
 
 
 class SavedTensors(NamedTuple):
@@ -264,7 +266,7 @@ class LayerMemory(RankStep):
         # Their code multiplies results by weights of 1, the exchange by those of the router.
         hidden = self.w * self.model.hidden_size
         size = of_experts / self.model.experts_per_token + hidden + self.wide
-        yield Saved("experts", rows * size)
+        yield Saved("experts", rows * size, pauses=True)
 
     def _attention(self, number: int, whole: int, local: int, length: int) -> Iterator[Saved]:
         """An attention block without its norm; `length` is that of a sequence or slice."""
@@ -451,7 +453,8 @@ class LayerMemory(RankStep):
         inner = 0.0 if self.is_selective and plan.recompute_experts else 2 * kept * width
         narrow = 2 * self._narrow(rows, "gate_proj", "up_proj", "down_proj")
         gradient = rows * (hidden + 3 * width) + narrow
-        return Saved("experts", copied + rows * self.wide + inner, held=copied, gradient=gradient)
+        size = copied + rows * self.wide + inner
+        return Saved("experts", size, held=copied, gradient=gradient, pauses=True)
 
     def _narrow(self, rows: float, *targets: str) -> float:
         """Bytes of `rows` rows of the adapters' rank, for each target with an adapter."""
@@ -515,79 +518,113 @@ def predict_activations(
     memory = LayerMemory(
         placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
     )
-    schedule, stages = placement.schedule, cache(memory.stage)
-    is_full = placement.plan.recompute == "full"
-    kept: defaultdict[str, float] = defaultdict(float)
-    peak: dict[str, float] = {}
-    total = most = 0.0
+    plan, schedule, stages = placement.plan, placement.schedule, cache(memory.stage)
+    held = _Held(is_full=plan.recompute == "full")
+    for entry in schedule.orders[memory.coordinates["pp"]]:
+        ops = sorted(entry, key=lambda op: op.kind != "F")
+        runs = [
+            held.run(
+                op.kind, stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
+            )
+            for op in ops
+        ]
+        # The backward of an overlapped block continues at each pause of the forward. With replicas
+        # it does not pause (moemesh/parallel/pipeline/program.py).
+        if plan.overlap_blocks and [op.kind for op in ops] == ["F", "B"]:
+            segments = None if plan.spreads_replicas else 1
+            for _ in runs[0]:
+                deque(islice(runs[1], segments), maxlen=0)
+        deque(chain.from_iterable(runs), maxlen=0)
+    return {kind: round(size) for kind, size in held.peak.items() if round(size)}
 
-    def add(kind: str, size: float) -> None:
-        nonlocal total, most, peak
-        kept[kind] += size
-        total += size
-        if total > most:
-            most, peak = total, dict(kept)
 
-    def work(saved: Saved) -> None:
-        add(saved.kind, saved.working)
-        add(saved.kind, -saved.working)
+class _Held:
+    """Bytes by kind that are allocated now, and at the peak. Operations yield where they pause."""
 
-    # In an overlapped block the forward is counted before the backward frees tensors.
-    entries = schedule.orders[memory.coordinates["pp"]]
-    orders = (sorted(entry, key=lambda op: op.kind != "F") for entry in entries)
-    for op in chain.from_iterable(orders):
-        layers = stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
+    def __init__(self, *, is_full: bool) -> None:
+        #: Layers are recomputed as a whole.
+        self.is_full = is_full
+        self.now: defaultdict[str, float] = defaultdict(float)
+        self.peak: dict[str, float] = {}
+        self._total = self._most = 0.0
+
+    def run(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
+        """One operation (F, B, I or W) on the layers of a stage."""
+        if kind == "F":
+            return self._forward(layers)
+        return self._weight_half(layers) if kind == "W" else self._backward(kind, layers)
+
+    def _add(self, kind: str, size: float) -> None:
+        self.now[kind] += size
+        self._total += size
+        if self._total > self._most:
+            self._most, self.peak = self._total, dict(self.now)
+
+    def _work(self, saved: Saved) -> None:
+        self._add(saved.kind, saved.working)
+        self._add(saved.kind, -saved.working)
+
+    def _forward(self, layers: list[SavedTensors]) -> Iterator[None]:
+        shared: set[str] = set()
+        for layer in layers:
+            if self.is_full and layer.input is not None:
+                self._add("stream", layer.input)
+                continue
+            for saved in layer.saved:
+                if saved.pauses:
+                    yield
+                if not saved.is_recomputed and not (saved.is_shared and saved.kind in shared):
+                    self._add(saved.kind, saved.size)
+                self._work(saved)
+                if saved.is_shared:
+                    shared.add(saved.kind)
+                if saved.pauses:
+                    yield
+
+    def _weight_half(self, layers: list[SavedTensors]) -> Iterator[None]:
+        # In the order of the input half: the head comes first.
+        for saved in chain.from_iterable(reversed(layer.saved) for layer in reversed(layers)):
+            self._work(saved)
+            self._add(saved.kind, -saved.held)
+            self._add(DEFERRED, -saved.gradient)
+        yield from ()
+
+    def _backward(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
         #: Kind of a shared storage -> index of the first layer that keeps it.
         first: dict[str, int] = {}
         for index, layer in enumerate(layers):
             for saved in layer.saved:
                 if saved.is_shared:
                     first.setdefault(saved.kind, index)
-        if op.kind == "F":
-            seen: set[str] = set()
-            for layer in layers:
-                if is_full and layer.input is not None:
-                    add("stream", layer.input)
-                    continue
-                for saved in layer.saved:
-                    if not saved.is_recomputed and not (saved.is_shared and saved.kind in seen):
-                        add(saved.kind, saved.size)
-                    work(saved)
-                    if saved.is_shared:
-                        seen.add(saved.kind)
-            continue
-        if op.kind == "W":
-            for saved in chain.from_iterable(layer.saved for layer in layers):
-                work(saved)
-                add(saved.kind, -saved.held)
-                add(DEFERRED, -saved.gradient)
-            continue
-        for index in reversed(range(len(layers))):
-            layer = layers[index]
-            whole = layer.input if is_full else None
+        for index, layer in reversed(list(enumerate(layers))):
+            whole = layer.input if self.is_full else None
             if whole is not None:
                 # The whole layer is recomputed from its input, which stays allocated.
-                add(layer.saved[0].kind, -layer.entry)
+                self._add(layer.saved[0].kind, -layer.entry)
                 for saved in layer.saved:
-                    add(saved.kind, saved.size)
+                    self._add(saved.kind, saved.size)
             made = whole is not None
             for saved in reversed(layer.saved):
-                work(saved)
+                pauses = saved.pauses and whole is None
+                if pauses:
+                    yield
+                self._work(saved)
                 if saved.is_recomputed and not made:
                     made = True
                     for other in layer.saved:
                         if other.is_recomputed:
-                            add(other.kind, other.size)
-                if op.kind == "I":
-                    add(DEFERRED, saved.gradient)
+                            self._add(other.kind, other.size)
+                if kind == "I":
+                    self._add(DEFERRED, saved.gradient)
                 is_shared = saved.is_shared and not saved.is_recomputed
                 is_kept_on = is_shared and index > first[saved.kind]
                 if whole is not None or not is_kept_on:
-                    add(saved.kind, (saved.held if op.kind == "I" else 0.0) - saved.size)
+                    self._add(saved.kind, (saved.held if kind == "I" else 0.0) - saved.size)
+                if pauses:
+                    yield
             if whole is not None:
-                add("stream", -whole)
-                add(layer.saved[0].kind, layer.entry)
-    return {kind: round(size) for kind, size in peak.items() if round(size)}
+                self._add("stream", -whole)
+                self._add(layer.saved[0].kind, layer.entry)
 
 
 def predict_memory(
