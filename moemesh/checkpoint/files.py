@@ -29,7 +29,7 @@ from moemesh.checkpoint.remote import Place, RemotePath
 from moemesh.config.errors import UserError
 from moemesh.trace.machine import drop_from_cache
 
-#: The object that marks a folder of an object store.
+#: Name of the object that makes a folder of an object store exist.
 MARK = "begun.json"
 #: Bytes read, hashed or written at once.
 CHUNK_BYTES = 4 << 20
@@ -52,15 +52,15 @@ class CheckpointError(UserError):
 
 def explain(error: OSError, path: Place, needed: int | None = None) -> CheckpointError:
     """The error with its path and, if space is short, the bytes needed and the limit."""
-    wanted, hint = "" if needed is None else f"{needed:,} bytes needed, ", ""
+    need, hint = "" if needed is None else f"{needed:,} bytes needed, ", ""
     if error.errno == errno.ENOSPC:
-        hint = f": {wanted}{free_bytes(path):,} free"
+        hint = f": {need}{free_bytes(path):,} free"
     elif error.errno == errno.EDQUOT:
-        hint = f": {wanted}the quota of this user, group or project is used up"
+        hint = f": {need}the quota of this user, group or project is used up"
     elif error.errno == errno.EFBIG and (limit := file_limit()) is not None:
-        hint = f": {wanted}this process may write {limit:,} into a file (ulimit -f)"
+        hint = f": {need}this process may write {limit:,} into a file (ulimit -f)"
     elif error.errno == errno.EFBIG:
-        hint = f": {wanted}more than this file system takes in one file"
+        hint = f": {need}more than this file system takes in one file"
     elif error.errno == errno.ENOENT:
         hint = ": is its folder on a file system that all ranks share?"
     return CheckpointError(f"{path}: {error.strerror or error}{hint}")
@@ -145,8 +145,8 @@ def write_file(
             os.fsync(handle)
         finally:
             os.close(handle)
-    left = iter(digests)
-    return size, [[*islice(left, number)] for number in num_pieces]
+    remaining = iter(digests)
+    return size, [[*islice(remaining, number)] for number in num_pieces]
 
 
 def replace_file(path: Place, content: bytes) -> None:
@@ -164,7 +164,7 @@ def replace_by(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     try:
         write_file(temporary, chunks)
         os.replace(temporary, path)
-    except OSError as error:  # the error of a full disk names no file
+    except OSError as error:  # add the path: that of a full disk has none
         with suppress(OSError):
             remove_file(temporary)
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -220,14 +220,15 @@ def remove_folder(path: Place, check: Callable[[], None] = lambda: None) -> None
 
 
 def is_committed(path: Place) -> bool:
-    """Whether `path` is complete: committed by a rename on a disk, else by its manifest."""
+    """Whether a checkpoint is committed: on a disk `path` exists, by a rename of the complete
+    folder; in an object store it has a manifest."""
     if isinstance(path, RemotePath):
         return (path / MANIFEST).exists()
     return path.exists() or path.is_symlink()
 
 
 def delete_checkpoint(path: Place, check: Callable[[], None] = lambda: None) -> None:
-    """Deletes a committed checkpoint, whose commit goes first; `check`: :func:`remove_folder`."""
+    """Deletes a committed checkpoint: first its commit. `check` as in :func:`remove_folder`."""
     if isinstance(path, RemotePath):
         path.remove_all(MANIFEST, check)
         return

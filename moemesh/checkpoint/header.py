@@ -55,10 +55,10 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
     try:
         header = parse_json(read_start(path, 8 + length)[8:], object_pairs_hook=once)
         notes = header.pop("__metadata__", {})
-        if not isinstance(notes, dict) or any(type(one) is not str for one in notes.values()):
+        if not isinstance(notes, dict) or any(type(note) is not str for note in notes.values()):
             raise ValueError("__metadata__ is not an object of texts")
-        if steering := [name for name in header if one_line(name) != name]:
-            raise ValueError(f"a name has control characters: {one_line(steering[0])[:80]}")
+        if unprintable := [name for name in header if one_line(name) != name]:
+            raise ValueError(f"a name has control characters: {one_line(unprintable[0])[:80]}")
         entries = {
             key: HeaderEntry(
                 str(value["dtype"]),
@@ -76,10 +76,11 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
         raise CheckpointError(f"{path}: the header is damaged (its tensors overlap or leave gaps)")
     described = 8 + length + ends[-1]
     if size < described:
-        held = {name: one for name, one in entries.items() if one.num_bytes}
-        after = [name for name, one in held.items() if one.start + one.num_bytes > size]
-        cut = min(after, key=lambda name: entries[name].start)
-        more = f", {len(after) - 1} after it missing" if len(after) > 1 else ""
+        beyond = [
+            name for name, x in entries.items() if x.num_bytes and x.start + x.num_bytes > size
+        ]
+        cut = min(beyond, key=lambda name: entries[name].start)
+        more = f", {len(beyond) - 1} after it missing" if len(beyond) > 1 else ""
         raise CheckpointError(
             f"{path}: ends at byte {size}, its header describes {described} bytes: the tensor "
             f"{cut} is cut{more}; {_INTERRUPTED}"

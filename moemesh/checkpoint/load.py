@@ -61,9 +61,9 @@ def safetensors_bytes(
         raise CheckpointError(f"the names of {len(tensors)} tensors exceed the header limit")
     yield struct.pack("<Q", len(text)) + text
     for key, tensor in ordered:
-        made = tensor.make().detach().cpu().contiguous()
-        assert (made.dtype, tuple(made.shape)) == (tensor.dtype, tensor.shape), key
-        yield memoryview(made.reshape(-1).view(torch.uint8).numpy())
+        numbers = tensor.make().detach().cpu().contiguous()
+        assert (numbers.dtype, tuple(numbers.shape)) == (tensor.dtype, tensor.shape), key
+        yield memoryview(numbers.reshape(-1).view(torch.uint8).numpy())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -154,7 +154,7 @@ def latest(
     `prefer_finite`: a checkpoint with infinities or NaN is skipped in the same way, and returned
     only if no other verifies.
     """
-    poisoned: list[tuple[int, str, Checkpoint]] = []
+    poisoned: list[tuple[int, str, Checkpoint]] = []  # with numbers that are not finite
     for step in candidates(folder):
         try:
             checkpoint = open_checkpoint(folder, step)

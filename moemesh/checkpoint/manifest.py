@@ -210,10 +210,10 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
         raise CheckpointError(f"{name} {list(shape)}: more than {MAX_ELEMENTS} elements")
     for piece in slices:
         if len(piece.offset) != len(shape) or len(piece.shape) != len(shape):
-            raise CheckpointError(f"{name}: slice {_words(piece)} of a tensor {list(shape)}")
+            raise CheckpointError(f"{name}: slice {_slice_text(piece)} of a tensor {list(shape)}")
         ends = [start + size for start, size in zip(piece.offset, piece.shape, strict=True)]
         if 0 in piece.shape or any(e > s for e, s in zip(ends, shape, strict=True)):
-            raise CheckpointError(f"{name}: slice {_words(piece)} lies outside {list(shape)}")
+            raise CheckpointError(f"{name}: slice {_slice_text(piece)} lies outside {list(shape)}")
     ordered = sorted(slices, key=lambda piece: piece.offset)
     for index, first in enumerate(ordered):
         for second in ordered[index + 1 :]:
@@ -223,7 +223,7 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
             # 0-dimensional slices always share an element.
             if all(a < b + size_b and b < a + size_a for a, size_a, b, size_b in both):
                 raise CheckpointError(
-                    f"{name} {list(shape)}: {_words(first)} and {_words(second)} overlap"
+                    f"{name} {list(shape)}: {_slice_text(first)} and {_slice_text(second)} overlap"
                 )
     # Slices that are inside, disjoint and of the full volume cover the tensor.
     covered = sum(prod(piece.shape) for piece in slices)
@@ -242,7 +242,7 @@ def check_cover(name: str, shape: tuple[int, ...], slices: Sequence[Slice]) -> N
         )
 
 
-def _words(piece: Slice) -> str:
+def _slice_text(piece: Slice) -> str:
     if len(piece.offset) != len(piece.shape):
         return f"{list(piece.shape)} at {list(piece.offset)} in {piece.file}"
     ends = [start + size for start, size in zip(piece.offset, piece.shape, strict=True)]

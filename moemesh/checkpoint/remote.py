@@ -38,7 +38,7 @@ class RemotePath:
 
     @staticmethod
     def of(address: str) -> RemotePath:
-        """The name ``scheme://bucket/prefix``. Raises RemoteError: no package, no such scheme."""
+        """The name ``scheme://bucket/prefix``. Raises RemoteError if its package is missing."""
         try:
             from fsspec.core import url_to_fs  # an extra: pip install "moemesh[remote]"
         except ImportError as error:

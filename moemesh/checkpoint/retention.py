@@ -49,7 +49,7 @@ class VerifiedState(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it may replace an older one."""
+        """Whether it is one of the kept ones, and so may cause the deletion of an older one."""
         return self.is_verified and bool(self.is_finite)
 
 
@@ -67,10 +67,10 @@ def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
     if stored.manifest.nonfinite is not None:
         return stored.manifest.nonfinite
     names = set[str]()
-    for file, known in stored.manifest.files.items():
+    for file, record in stored.manifest.files.items():
         slices = stored.slices(file)
         with files.reading(stored.path / file) as opened:
-            opened.seek(known.size - sum(piece.num_bytes for piece in slices))
+            opened.seek(record.size - sum(piece.num_bytes for piece in slices))
             for piece in slices:
                 for chunk in files.read_chunks(opened, piece.num_bytes):
                     if num_nonfinite(chunk, piece.dtype):
@@ -81,14 +81,15 @@ def nonfinite(stored: StoredCheckpoint) -> Sequence[str]:
 def verified_state(folder: Place, step: int, *, read_back: bool) -> VerifiedState:
     """State of ``folder/step-<step>``. `read_back`: a checkpoint that is not listed as verified is
     read; otherwise it counts as not verified, without a problem."""
-    known, known_finite = _read_verified(folder).get(f"step-{step}", (None, None))
+    verified, was_finite = _read_verified(folder).get(f"step-{step}", (None, None))
     try:
         stored = open_stored(folder, step)
         digest, names = stored.manifest.digest, stored.manifest.nonfinite
         is_finite = None if names is None else not names
-        if known == digest:
-            if (is_finite := is_finite if known_finite is None else known_finite) is None:
-                is_finite = not nonfinite(stored) if read_back else None
+        if verified == digest:
+            is_finite = is_finite if was_finite is None else was_finite
+            if is_finite is None and read_back:
+                is_finite = not nonfinite(stored)
             return VerifiedState(step, digest, True, is_finite)
         if not read_back:
             return VerifiedState(step, digest, False, is_finite)
@@ -122,11 +123,13 @@ def best_step(folder: Place) -> int:
 
 def remember(folder: Place, states: Sequence[VerifiedState], *, only: bool = False) -> None:
     """Record the verified ones of `states`; `only`: and remove all others from the record."""
-    known = {} if only else _read_verified(folder)
+    verified = {} if only else _read_verified(folder)
     for state in states:
         if state.is_verified and state.digest is not None:
-            known[f"step-{state.step}"] = (state.digest, state.is_finite)
-    content = {name: {"digest": digest, "finite": fine} for name, (digest, fine) in known.items()}
+            verified[f"step-{state.step}"] = (state.digest, state.is_finite)
+    content = {
+        name: {"digest": digest, "finite": fine} for name, (digest, fine) in verified.items()
+    }
     text = json.dumps(content, indent=1).encode()
     try:
         if files.read_start(folder / VERIFIED, len(text) + 1) == text:
@@ -140,11 +143,10 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
     """Plan of :func:`prune`: reads back checkpoints that are not listed as verified, deletes
     nothing.
 
-    The newest `keep` that count are kept, and of the older ones the one with the lowest validation
-    loss of all, if it counts. A checkpoint that does not verify is
-    kept while it is newer than the oldest of these. Among those with infinities or NaN, the newest
-    is kept for inspection; `keep` of them if none count. A checkpoint in quarantine is kept until
-    one that counts is as new.
+    A checkpoint counts if it verifies and is finite. The newest `keep` that count are kept, and the
+    one with the lowest validation loss of all, if it counts. One that does not verify is kept while
+    it is newer than the oldest of these. Of those with infinities or NaN the newest is kept for
+    inspection, or `keep` of them if none counts; one in quarantine until one that counts is as new.
     """
     if keep < 1:
         raise ValueError(f"keep ({keep}) must be at least 1")
@@ -159,10 +161,10 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
         kept.append(state)
         if state.is_verified and not state.counts:
             poisoned.append(state)
-    spare = poisoned[(1 if num_good else keep) :]
-    doomed += [state.step for state in spare]
-    for _, step in validated(folder) if doomed else ():
-        state = next((one for one in kept if one.step == step), None)
+    surplus = poisoned[(1 if num_good else keep) :]
+    doomed += [state.step for state in surplus]
+    for _, step in validated(folder) if doomed else ():  # the best one that counts
+        state = next((state for state in kept if state.step == step), None)
         state = state or verified_state(folder, step, read_back=True)
         if state.counts:
             if step in doomed:
@@ -171,10 +173,10 @@ def plan_pruning(folder: Place, keep: int, *, with_leftovers: bool = True) -> Pr
             break
     leftovers = unfinished(folder) if with_leftovers else []
     newest = max((state.step for state in kept if state.counts), default=-1)
-    aside = (files.BROKEN.fullmatch(name) for name in files.list_names(folder))
-    leftovers += [match[0] for match in aside if match and int(match[1]) <= newest]
+    broken = (files.BROKEN.fullmatch(name) for name in files.list_names(folder))
+    leftovers += [match[0] for match in broken if match and int(match[1]) <= newest]
     return Pruning(
-        [state for state in kept if state not in spare], sorted(doomed, reverse=True), leftovers
+        [state for state in kept if state not in surplus], sorted(doomed, reverse=True), leftovers
     )
 
 

@@ -151,8 +151,9 @@ class Saver:
         weakref.finalize(self, jobs.put, None)
         # The interpreter waits for a pending save, also after an error in training.
         self._at_exit = lambda: (jobs.put(None), worker.join())
-        self._hurries: Callable[[], bool] = lambda: False
         atexit.register(self._at_exit)
+        #: Returns whether the pending save ends after a failed attempt.
+        self._hurries: Callable[[], bool] = lambda: False
         #: Failures that did not end a save; filled on rank 0 only.
         self.notes: list[str] = []
         #: Reason why the last save blocked, if it was meant to run in the background.
@@ -174,16 +175,16 @@ class Saver:
         Raises CheckpointError on every rank for shards or a state that cannot be saved.
         """
         assert self._job is None, "finish the last save first"
-        since, keyed = time.monotonic(), dict[str, Shard]()
-        problem = missing = None
+        since, keyed = time.monotonic(), dict[str, Shard]()  # key in this rank's file -> shard
+        problem = blocks = None
         try:
             keyed = check_shards(shards)
             check_step(self.folder / f"step-{step}", state if self.rank == 0 else {})
-            missing = self._staging.reserve(keyed) if self._in_background else None
+            blocks = self._staging.reserve(keyed) if self._in_background else None
         except (CheckpointError, OSError) as error:
             problem = str(error)
         identity = uuid.uuid4().hex if self.rank == 0 else ""
-        reply = {"step": step, "identity": identity, "problem": problem, "missing": missing}
+        reply = {"step": step, "identity": identity, "problem": problem, "blocks": blocks}
         replies = self._gather(reply)
         num = len(replies)
         assert num == self.world_size, f"gather gave {num} replies of {self.world_size} ranks"
@@ -192,9 +193,9 @@ class Saver:
                 raise CheckpointError(f"checkpoint not saved: rank {rank}: {reply['problem']}")
         if {reply["step"] for reply in replies} != {step}:
             raise CheckpointError(f"ranks save different steps: {[r['step'] for r in replies]}")
-        blocking = [f"rank {n}: {r['missing']}" for n, r in enumerate(replies) if r["missing"]]
-        self.why_blocking = blocking[0] if blocking else None
-        stages = self._in_background and not blocking
+        reasons = [f"rank {n}: {r['blocks']}" for n, r in enumerate(replies) if r["blocks"]]
+        self.why_blocking = reasons[0] if reasons else None
+        stages = self._in_background and not reasons
         # Serialise the state now: its objects may change in the next step.
         content = json.dumps(state) if self.rank == 0 else "{}"
         if stages:
@@ -218,7 +219,7 @@ class Saver:
         return outcome
 
     def _wait(self, job: SaveJob) -> SaveOutcome:
-        """Wait until the save has ended on all ranks, which all call the same number of gathers."""
+        """Wait until the save has ended on all ranks: each turn is a gather, the same on all."""
         pause = FIRST_LOOK
         while True:
             reply = {"outcome": job.outcome and job.outcome._asdict(), "failure": job.failure}
@@ -262,7 +263,8 @@ class _Lost(Exception):
 
 
 class SaveJob:
-    """One save on one rank; :meth:`run` is called in another thread than the one that waits."""
+    """One save on one rank. The worker thread calls :meth:`run`; the main thread waits for `ended`,
+    sets `stopped` (abort) or `hurried` (no further attempt), and passes `failure` of a rank on."""
 
     def __init__(
         self,
@@ -350,7 +352,7 @@ class SaveJob:
         temporary, ranks = self._temporary(number), range(self._saver.world_size)
         self._check_owner()
         if files.is_committed(self._final):
-            # An earlier attempt has committed, although one of its requests failed, or another run.
+            # Committed by another run, or by an earlier attempt although a request of it failed.
             if self._is_remote:
                 manifest = read_manifest(self._final)
                 attempts = range(self._num_attempts)
@@ -360,7 +362,7 @@ class SaveJob:
             raise CheckpointError(f"{self._final} exists; a checkpoint is never overwritten")
         files.make_folders(self._saver.folder)
         files.make_folder(temporary)
-        reports = {0: write_part(self._file(number, 0), self._keyed, self._check)}
+        reports = {0: write_part(self._file(number, 0), self._keyed, self._check_stopped)}
         self._last_progress = time.monotonic()
         while waiting := [rank for rank in ranks if rank not in reports]:
             names = set(files.list_names(temporary))
@@ -391,7 +393,7 @@ class SaveJob:
         return manifest
 
     def _follow(self) -> None:
-        """Part of the other ranks: write and report in every attempt, until the commit."""
+        """The part of other ranks: write and report in every attempt, until the commit."""
         rank, attempts = self._saver.rank, range(self._num_attempts)
         number, has_reported = 0, False
         while True:
@@ -409,7 +411,7 @@ class SaveJob:
             if not has_reported and temporary.is_dir():
                 has_reported, problem, report = True, None, None
                 try:
-                    report = write_part(self._file(number, rank), self._keyed, self._check)
+                    report = write_part(self._file(number, rank), self._keyed, self._check_stopped)
                 except (CheckpointError, OSError) as error:
                     problem = str(error)
                     with suppress(OSError):  # its space is needed for the report
@@ -445,7 +447,7 @@ class SaveJob:
         if (why := self._saver.lost()) is not None:
             raise _Lost(why)
 
-    def _check(self) -> None:
+    def _check_stopped(self) -> None:
         """Raises if this save was aborted."""
         if self.stopped.is_set():
             raise _Stopped("stopped")
@@ -453,7 +455,7 @@ class SaveJob:
     def _pause(self) -> None:
         """Wait between two polls, a tenth of the time since the last progress. Aborts the save if
         the main thread has ended and there was no progress for a while."""
-        self._check()
+        self._check_stopped()
         waited = time.monotonic() - self._last_progress
         if not threading.main_thread().is_alive() and waited > _LAST_WAIT:
             raise _Stopped("stopped")

@@ -53,8 +53,8 @@ def open_together(
         if axis.index == 0:
             newest = latest(folder, lambda *why: skipped.append(why), prefer_finite=prefer_finite)
             chosen = newest.step if newest else None
-        chosen, bad = gather_json([chosen, skipped], axis)[0]
-        skipped = [(number, why) for number, why in bad]
+        chosen, pairs = gather_json([chosen, skipped], axis)[0]
+        skipped = [(number, why) for number, why in pairs]  # JSON has lists
         if chosen is None:
             return None, skipped
     checkpoint, problem = None, None
@@ -96,7 +96,7 @@ class Sharded(NamedTuple):
         return short_repr(self, self._asdict())
 
     def row(self, place: int) -> Sharded:
-        """One row of the part, as a part of a tensor of its own."""
+        """The part's row `place` (from 0 in the part), as a part of a tensor with one dim less."""
         return Sharded(self.tensor[place], self.shape[1:], self.offset[1:])
 
 
@@ -121,8 +121,8 @@ def map_leaves(node: Any, function: Callable[[str, Any], Any], path: str = "") -
                 )
             mapped[key] = map_leaves(child, function, f"{below}{word}")
         return mapped
-    places = enumerate(cast("Sequence[Any]", node))
-    return type(node)(map_leaves(one, function, f"{below}#{place}") for place, one in places)
+    children = enumerate(cast("Sequence[Any]", node))
+    return type(node)(map_leaves(child, function, f"{below}#{i}") for i, child in children)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -184,6 +184,7 @@ def shard_of(name: str, leaf: Any) -> Shard:
 def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
     """Returns the shards that this rank saves; the lowest rank saves a part held by several. Raises
     CheckpointError on every rank if the copies of such a part differ."""
+    # Parts are identified by (name, offset, shape).
     mine = {
         (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
         for shard in shards
@@ -193,24 +194,24 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
         {(name, tuple(offset), tuple(shape)) for name, offset, shape in held}
         for held in gather_json(list(mine), axis)
     ]
-    holders = {place: [r for r, held in enumerate(everyone) if place in held] for place in mine}
+    holders = {part: [r for r, held in enumerate(everyone) if part in held] for part in mine}
     if check_replicas:
-        shared = [shard for place, shard in mine.items() if len(holders[place]) > 1]
+        shared = [shard for part, shard in mine.items() if len(holders[part]) > 1]
         digests: list[list[Any]] = []
         for shard in shared:
             flat = shard.tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
             digest = hash_bytes(memoryview(flat.numpy()))
             digests.append([shard.name, *shard.offset, digest])
         digests_of_ranks = gather_json(digests, axis)
-        known: dict[tuple[Any, ...], tuple[int, str]] = {}
+        firsts: dict[tuple[Any, ...], tuple[int, str]] = {}  # first rank with a part, its digest
         for other, digests in enumerate(digests_of_ranks):
-            for *place, digest in digests:
-                first, expected = known.setdefault(tuple(place), (other, digest))
+            for *part, digest in digests:
+                first, expected = firsts.setdefault(tuple(part), (other, digest))
                 if digest != expected:
                     raise CheckpointError(
-                        f"{place[0]} differs between ranks {first} and {other}: give a DTensor or "
+                        f"{part[0]} differs between ranks {first} and {other}: give a DTensor or "
                         "moemesh.Sharded for a part, a name of its own for what belongs to one "
                         "rank, or check_replicas=False to save that of the lowest rank"
                     )
     empty = [shard for shard in shards if not shard.tensor.numel()]
-    return empty + [shard for place, shard in mine.items() if holders[place][0] == axis.index]
+    return empty + [shard for part, shard in mine.items() if holders[part][0] == axis.index]

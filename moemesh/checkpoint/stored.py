@@ -105,7 +105,7 @@ class StoredCheckpoint:
             piece_ends = zip(piece.offset, piece.shape, strict=True)
             starts = [max(pair) for pair in zip(offset, piece.offset, strict=True)]
             stops = [min(a, b + size) for a, (b, size) in zip(ends, piece_ends, strict=True)]
-            common = list(zip(starts, stops, strict=True))
+            common = list(zip(starts, stops, strict=True))  # of the slice and the rectangle
             if any(start >= stop for start, stop in common):
                 continue
             source, target = (
@@ -125,16 +125,16 @@ class StoredCheckpoint:
                 if len(content) != size:
                     end = start + len(content)
                     raise CheckpointError(f"{path}: ends at byte {end}, within a tensor")
-                held = np.frombuffer(content, result.dtype).reshape(piece.shape)
+                stored = np.frombuffer(content, result.dtype).reshape(piece.shape)
             else:
                 # A memory map: only the used pages are read.
                 with files.reading(path) as file:
                     try:
-                        held = np.memmap(file, result.dtype, "r", start, piece.shape)
+                        stored = np.memmap(file, result.dtype, "r", start, piece.shape)
                     except ValueError as error:
                         why = f"{path}: ends within a tensor at byte {start}"
                         raise CheckpointError(why) from error
-            result[target] = held[source]
+            result[target] = stored[source]
         return result
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
@@ -146,30 +146,30 @@ class StoredCheckpoint:
 
     def damages(self, file: str) -> Iterator[Damage]:
         """Damaged parts of a file, which is read from the disk."""
-        known = self.manifest.files[file]
-        if isinstance(known, WholeFile):
+        record = self.manifest.files[file]
+        if isinstance(record, WholeFile):
             with files.reading(self.path / file, from_disk=True) as opened:
-                actual = digest_text(blake2b_of(files.read_chunks(opened, known.size)), BLAKE2B)
-            if actual != known.digest:
-                yield Damage(file, f"digest {actual}, expected {known.digest}")
+                actual = digest_text(blake2b_of(files.read_chunks(opened, record.size)), BLAKE2B)
+            if actual != record.digest:
+                yield Damage(file, f"digest {actual}, expected {record.digest}")
             return
         assert self.manifest.chunk_bytes is not None
         name = self.manifest.hash or BLAKE2B
         digest_of = hash_by(name)
         slices = self.slices(file)
-        start = known.size - sum(piece.num_bytes for piece in slices)
+        start = record.size - sum(piece.num_bytes for piece in slices)  # of the tensors
         with files.reading(self.path / file, from_disk=True) as opened:
             header = b"".join(files.read_chunks(opened, start))
-            if (actual := digest_text(digest_of(header), name)) != known.header:
-                yield Damage(file, f"the header has digest {actual}, expected {known.header}")
+            if (actual := digest_text(digest_of(header), name)) != record.header:
+                yield Damage(file, f"the header has digest {actual}, expected {record.header}")
             for piece in slices:
                 chunks = files.read_chunks(opened, piece.num_bytes, self.manifest.chunk_bytes)
                 digests = [*files.map_in_thread(digest_of, chunks)]
                 digests += [""] * (len(piece.stored.chunks) - len(digests))
-                for place, expected in enumerate(piece.stored.chunks):
-                    if digests[place] != expected:
-                        reason = f"digest {digests[place] or 'of nothing'}, expected {expected}"
-                        yield Damage(file, reason, piece.name, piece.stored.offset, place)
+                for chunk, expected in enumerate(piece.stored.chunks):
+                    if digests[chunk] != expected:
+                        reason = f"digest {digests[chunk] or 'of nothing'}, expected {expected}"
+                        yield Damage(file, reason, piece.name, piece.stored.offset, chunk)
 
     def slices(self, file: str) -> list[SliceInFile]:
         """The slices in a file, in file order."""
@@ -179,7 +179,7 @@ class StoredCheckpoint:
             for piece in entry.slices
             if piece.file == file
         ]
-        return sorted(pieces, key=lambda one: (-ITEM_BYTES[one.dtype], one.stored.key))
+        return sorted(pieces, key=lambda piece: (-ITEM_BYTES[piece.dtype], piece.stored.key))
 
 
 class SliceInFile(NamedTuple):
@@ -204,7 +204,7 @@ def candidates(folder: Place) -> list[int]:
 
 
 def unfinished(folder: Place) -> list[str]:
-    """Names of checkpoints being written or deleted, also those of runs that died meanwhile."""
+    """Names of folders that are being written or deleted, or that a run left when it died."""
     names = files.list_names(folder)
     unfinished_names = [
         name for name in names if files.TEMPORARY.fullmatch(name) or files.TRASH.fullmatch(name)
@@ -252,16 +252,16 @@ def mismatches(path: Place, manifest: Manifest) -> Iterator[Damage]:
             slices[piece.file][piece.key] = DTYPES[entry.dtype], piece.shape, size
     for name in (name for name in manifest.files if name in present):
         try:
-            size, known = files.file_size(path / name), manifest.files[name].size
-            if size != known:
-                word = "truncated" if size < known else "too long"
-                yield Damage(name, f"{word}: size {size}, expected {known}")
+            size, expected_size = files.file_size(path / name), manifest.files[name].size
+            if size != expected_size:
+                word = "truncated" if size < expected_size else "too long"
+                yield Damage(name, f"{word}: size {size}, expected {expected_size}")
                 continue
-            ours, headers = slices[name], read_header(path / name)
-            headers = {key: one[:3] for key, one in headers.items()}
-            if headers != ours:
-                keys = {*headers, *ours}
-                wrong = sorted(key for key in keys if headers.get(key) != ours.get(key))
+            recorded = slices[name]
+            header = {key: entry[:3] for key, entry in read_header(path / name).items()}
+            if header != recorded:
+                keys = {*header, *recorded}
+                wrong = sorted(key for key in keys if header.get(key) != recorded.get(key))
                 yield Damage(name, f"the header disagrees with the manifest about {wrong[0]}")
         except CheckpointError as error:
             yield Damage(name, str(error).removeprefix(f"{path / name}: "))
@@ -321,9 +321,9 @@ def num_nonfinite(content: bytes | memoryview, dtype: str) -> int:
 
 
 class NumberDifference(NamedTuple):
-    """Difference of two tensors of one name, shape and dtype, over the numbers finite in both.
-    `num_different` counts numbers whose bits differ, all of them; `largest` is the largest absolute
-    difference, `relative` the same over the largest magnitude of the first tensor."""
+    """Difference of two tensors of one name, shape and dtype. `num_different`: numbers whose bits
+    differ. Over the numbers finite in both: `largest` absolute difference, and `relative` to the
+    largest magnitude of the first tensor. `num_nonfinite` of the first and the second tensor."""
 
     num_different: int
     num_elements: int
@@ -345,9 +345,9 @@ def difference(first: StoredCheckpoint, second: StoredCheckpoint, name: str) -> 
             case "float8_e4m3fn":
                 # float16 has one more exponent bit, and a bias larger by 8.
                 wide = bits.astype("<u2")
-                sign, rest = wide & np.uint16(0x80), wide & np.uint16(0x7F)
-                half = (sign << np.uint16(8) | rest << np.uint16(7)).view("<f2")
-                values = np.where(rest == 0x7F, np.nan, half.astype(np.float64) * 256)
+                sign, unsigned = wide & np.uint16(0x80), wide & np.uint16(0x7F)
+                half = (sign << np.uint16(8) | unsigned << np.uint16(7)).view("<f2")
+                values = np.where(unsigned == 0x7F, np.nan, half.astype(np.float64) * 256)
             case "float8_e5m2":
                 values = (bits.astype("<u2") << np.uint16(8)).view("<f2")
             case "bool" | "uint8":

@@ -63,20 +63,21 @@ def write_part(
 
     def parts() -> Iterator[bytes | memoryview]:
         nonlocal header
-        for place, part in enumerate(safetensors_bytes(tensors)):
+        for index, part in enumerate(safetensors_bytes(tensors)):
             before_tensor()
-            if place == 0:
+            if index == 0:
                 header = hash_bytes(part)
             yield part
 
-    def look(place: int, piece: memoryview) -> None:
-        if place and num_nonfinite(piece, dtype_of(shard := filled[order[place - 1]])):
+    def check_finite(index: int, piece: memoryview) -> None:
+        """`index`: that of the part in the file: 0 is the header, then the tensors in order."""
+        if index and num_nonfinite(piece, dtype_of(shard := filled[order[index - 1]])):
             nonfinite.add(shard.name)
 
     file, digests = None, dict[str, list[str]]()
     if filled:
         try:
-            size, written = files.write_file(path, parts(), look)
+            size, written = files.write_file(path, parts(), check_finite)
             files.sync_folder(path.parent)
         except OSError as error:
             needed = sum(shard.tensor.nbytes for shard in filled.values())
@@ -85,8 +86,8 @@ def write_part(
         digests = dict(zip(order, written[1:], strict=True))
     slices: list[list[object]] = []
     for key, shard in keyed.items():
-        place = {"offset": list(shard.offset), "shape": list(shard.tensor.shape)}
-        piece = {"file": path.name, "key": key, "chunks": digests.get(key, []), **place}
+        rectangle = {"offset": list(shard.offset), "shape": list(shard.tensor.shape)}
+        piece = {"file": path.name, "key": key, "chunks": digests.get(key, []), **rectangle}
         slices.append([shard.name, list(shard.shape), dtype_of(shard), piece])
     report: Report = {
         "name": path.name,

@@ -85,18 +85,18 @@ class Corpus:
         parts: list[np.ndarray] = []
         masks: list[np.ndarray | None] = []
         starts: list[int] = []
-        place, after_text = 0, False
+        num_tokens, after_text = 0, False
         for document in documents:
             check_ids(document, vocab_size)
             added = [(document.ids, document.learned)]
             if not (document.where.continues and starts):
                 added = [(newline, None), *added] if after_text else added
-                starts.append(place + (len(newline) if after_text else 0))
+                starts.append(num_tokens + (len(newline) if after_text else 0))
                 after_text = document.learned is None
             for ids, learned in added:
                 parts.append(ids)
                 masks.append(learned)
-                place += len(ids)
+                num_tokens += len(ids)
         if not parts or not len(parts[0]):
             raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         return Corpus(
@@ -159,7 +159,7 @@ def check_ids(document: Document, vocab_size: int) -> None:
 
 
 def is_whole_file(files: Sequence[DataFile], reader: Tokenizer) -> bool:
-    """Whether the stream is one file without any change."""
+    """Whether the tokens of the stream are the bytes of one file."""
     file = files[0]
     is_text = file.format in ("text", "bytes") and file.compression == "none"
     return len(files) == 1 and is_text and reader.folder is None
@@ -193,7 +193,8 @@ def between(tokenizer: Tokenizer) -> np.ndarray:
     return tokenizer.encode(b"\n", "newline")
 
 
-#: A text; bytes if ids are bytes, too, so that no pass over the content is needed.
+#: A record and its place: bytes if they are the ids, so that no pass over them is needed; else the
+#: text, or the rendered text of a conversation or completion.
 _Text = tuple[Where, str | bytes | Rendered]
 
 
@@ -243,10 +244,11 @@ def documents_of(
 
 
 def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:
+    """The documents of a batch, in order, without empty ones."""
     plain = iter(tokenizer.encode_batch([text for _, text in batch if isinstance(text, str)]))
     chats = [text for _, text in batch if isinstance(text, Rendered)]
     conversations = iter(tokenizer.encode_with_offsets([chat.text for chat in chats]))
-    found: list[Document] = []
+    documents: list[Document] = []
     for where, text in batch:
         learned = None
         if isinstance(text, Rendered):
@@ -255,5 +257,5 @@ def _encode(batch: list[_Text], tokenizer: Tokenizer) -> list[Document]:
         else:
             ids = tokenizer.encode(text, where) if isinstance(text, bytes) else next(plain)
         if len(ids):
-            found.append(Document(where, ids, learned))
-    return found
+            documents.append(Document(where, ids, learned))
+    return documents

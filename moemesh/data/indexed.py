@@ -124,6 +124,7 @@ def path_with(prefix: Path, suffix: str) -> Path:
 
 
 def size_of(path: Path) -> int:
+    """Size of a file in bytes. Raises DataError for a missing file."""
     if not path.is_file():
         raise DataError(f"{path}: the file does not exist ({nearest_path(path)})")
     return path.stat().st_size
@@ -186,6 +187,7 @@ def read_index(path: Path) -> tuple[np.dtype[Any], np.ndarray, np.ndarray]:
 
 
 def read_sidecar(prefix: Path) -> Sidecar | None:
+    """The sidecar of `prefix`, if it has one. Raises DataError for an invalid one."""
     path = path_with(prefix, META)
     if not path.is_file():
         return None
@@ -218,7 +220,7 @@ def read_sidecar(prefix: Path) -> Sidecar | None:
 #: Tokens processed at once in passes over a whole file: bounds the extra memory.
 CHUNK = 1 << 24
 #: Tokens of documents that a writer buffers, since most documents are short.
-HELD = 1 << 16
+BUFFERED = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -267,11 +269,11 @@ class IndexedTokens:
                 raise DataError(
                     f"{path}: the largest id, {facts.max_id}, is not a number of {dtype.name}"
                 )
-            for suffix, known in facts.files.items():
-                if (size := size_of(path_with(prefix, suffix))) != known["bytes"]:
+            for suffix, file in facts.files.items():
+                if (size := size_of(path_with(prefix, suffix))) != file["bytes"]:
                     raise DataError(
                         f"{path_with(prefix, suffix)} has {size} bytes, and {path} has "
-                        f"{known['bytes']}: the files do not belong together, or one is incomplete"
+                        f"{file['bytes']}: the files do not belong together, or one is incomplete"
                     )
         mask_path, learned = path_with(prefix, MASK), None
         has_mask = mask_path.is_file() if facts is None else MASK in facts.files
@@ -380,10 +382,12 @@ class IndexedWriter:
         self.vocab_size, self._tokenizer = vocab_size, tokenizer
         self._made_from = dict(made_from or {})
         self._end, self._ends_last = end_of_document.astype(self.dtype), ends_last
-        self._lengths = array("q")
-        self._held: list[tuple[np.ndarray, np.ndarray | None]] = []
-        self._num_held = self._num_written = 0
-        self._max_id, self._owes_end = 0, False
+        self._lengths = array("q")  # tokens of each document
+        self._buffer: list[tuple[np.ndarray, np.ndarray | None]] = []
+        self._num_buffered = self._num_written = 0
+        self._max_id = 0
+        #: Whether the end of the newest document follows before the next one.
+        self._owes_end = False
         #: Whether the newest document is a text.
         self.ends_text = True
         self._mask: HashedFile | None = None
@@ -399,7 +403,7 @@ class IndexedWriter:
             if not continues or not self._lengths:
                 self._write_end()
                 self._lengths.append(0)
-            self._hold(ids, learned)
+            self._append(ids, learned)
             self.ends_text = learned is None
             self._owes_end = self.ends_text or self._ends_last
 
@@ -407,7 +411,7 @@ class IndexedWriter:
         """Write all documents of `part`; `ends_text`: whether its last document is a text."""
         assert part.tokens.dtype == self.dtype
         self._write_end()
-        self._write_held()
+        self._flush()
         lengths = np.diff(np.append(part.starts, len(part.tokens)))
         self._write(part.tokens, part.learned)
         self._lengths.extend(lengths.tolist())
@@ -416,23 +420,25 @@ class IndexedWriter:
     def _write_end(self) -> None:
         """Write the end of the newest document. The end of a conversation carries no loss."""
         if self._owes_end and len(self._end):
-            self._hold(self._end, None if self.ends_text else np.zeros(len(self._end), dtype=bool))
+            self._append(
+                self._end, None if self.ends_text else np.zeros(len(self._end), dtype=bool)
+            )
         self._owes_end = False
 
-    def _hold(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
+    def _append(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
         self._lengths[-1] += len(ids)
-        self._held.append((ids, learned))
-        self._num_held += len(ids)
-        if self._num_held >= HELD:
-            self._write_held()
+        self._buffer.append((ids, learned))
+        self._num_buffered += len(ids)
+        if self._num_buffered >= BUFFERED:
+            self._flush()
 
-    def _write_held(self) -> None:
-        held, self._held, self._num_held = self._held, [], 0
-        if held:
+    def _flush(self) -> None:
+        parts, self._buffer, self._num_buffered = self._buffer, [], 0
+        if parts:
             learned = None
-            if any(mask is not None for _, mask in held):
-                learned = np.concatenate([mask_of(mask, len(ids)) for ids, mask in held])
-            self._write(np.concatenate([ids for ids, _ in held]), learned)
+            if any(mask is not None for _, mask in parts):
+                learned = np.concatenate([mask_of(mask, len(ids)) for ids, mask in parts])
+            self._write(np.concatenate([ids for ids, _ in parts]), learned)
 
     def _write(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
         if learned is not None and self._mask is None:
@@ -455,13 +461,13 @@ class IndexedWriter:
             raise DataError(f"{self.prefix}: the documents have no tokens")
         if self._ends_last:
             self._write_end()
-        self._write_held()
+        self._flush()
         lengths = np.frombuffer(self._lengths, dtype=np.int64)
         counts = np.maximum(1, -(-lengths // MAX_SEQUENCE))
         documents = np.concatenate([[0], np.cumsum(counts)]).astype("<i8")
         sequences = np.full(int(documents[-1]), MAX_SEQUENCE, dtype=np.int64)
         sequences[documents[1:] - 1] = lengths - (counts - 1) * MAX_SEQUENCE
-        code = next(code for code, known in DTYPES.items() if known == self.dtype)
+        code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
         index = HashedFile(path_with(self.prefix, IDX))
         index.write(HEADER.pack(MAGIC, VERSION, code, len(sequences), len(documents)))
         index.write(sequences.astype("<i4"))
@@ -479,9 +485,9 @@ class IndexedWriter:
             files={suffix: file.facts() for suffix, file in written.items()},
             made_from=self._made_from,
         )
-        text = {"format": SIDECAR_FORMAT, "version": SIDECAR_VERSION, **asdict(facts)}
+        content = {"format": SIDECAR_FORMAT, "version": SIDECAR_VERSION, **asdict(facts)}
         meta = HashedFile(path_with(self.prefix, META))
-        meta.write((json.dumps(text, indent=2) + "\n").encode())
+        meta.write((json.dumps(content, indent=2) + "\n").encode())
         # The index comes last: if it exists, the other files are complete.
         for file in (*(file for suffix, file in written.items() if suffix != IDX), meta, index):
             file.commit()

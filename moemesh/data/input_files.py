@@ -110,8 +110,8 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
     if path is None:
         # The ``*.py`` sources of the running Python, without its tests and installed packages.
         root = Path(sysconfig.get_path("stdlib"))
-        every = _walk(root, STANDARD_LIBRARY_SKIP.__contains__)
-        sources = [DataFile(file, "text") for file in every if file.suffix == ".py"]
+        files = _walk(root, STANDARD_LIBRARY_SKIP.__contains__)
+        sources = [DataFile(file, "text") for file in files if file.suffix == ".py"]
         if not sources:
             raise DataError(f"this Python has no library sources under {root}: set data.path")
         return sources
@@ -121,13 +121,13 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         return [DataFile(Path(path), "dataset", named=True)]
     if (on_hub := hub_name(path)) is not None:
         root = downloaded(on_hub)
-        every = [file for file in _walk(root, lambda _: False) if file.name.endswith(DATA_ENDINGS)]
-        # The split "train" if there are several.
-        splits = [file for file in every if "train" in str(file.relative_to(root)).lower()]
-        if not every:
+        files = [file for file in _walk(root, lambda _: False) if file.name.endswith(DATA_ENDINGS)]
+        # Only those of the split "train", if their names or folders have it.
+        training = [file for file in files if "train" in str(file.relative_to(root)).lower()]
+        if not files:
             names = ", ".join(DATA_ENDINGS)
             raise DataError(f"data.path {path}: the dataset has no file named {names}")
-        return [_classified(file, format) for file in splits or every]
+        return [_classified(file, format) for file in training or files]
     if (scheme := re.match(r"(?!file:)\w+(?=://)", path)) is not None:
         raise DataError(
             f"data.path {path}: data is read from files of this machine; copy it first, such as "
@@ -288,7 +288,7 @@ def holds_list(stream: BinaryIO) -> bool:
 
 
 def _suffixes(path: Path) -> tuple[str, str]:
-    """The last suffix of a name, without that of a compression, and that of the compression."""
+    """(suffix of a name without the suffix of a compression, suffix of the compression or "")."""
     name = path.name.lower()
     ending = next((suffix for suffix in COMPRESSED if name.endswith(suffix)), "")
     return Path(name.removesuffix(ending)).suffix, ending
@@ -384,7 +384,8 @@ class _Zstd(io.RawIOBase):
             raise DataError(f"{path} needs the package zstandard: pip install zstandard") from error
         self._package: Any = zstandard
         self._plain, self._frame = plain, self._package.ZstdDecompressor().decompressobj()
-        self._inside, self._input, self._ready, self._position = False, b"", b"", 0
+        self._inside, self._input = False, b""  # a frame has begun; compressed bytes
+        self._ready, self._position = b"", 0  # decompressed bytes; number of those returned
 
     def readable(self) -> bool:
         return True

@@ -20,17 +20,18 @@ class IdRanges:
 
     def __init__(self, firsts: np.ndarray, lasts: np.ndarray) -> None:
         """Ranges ``firsts[i] .. lasts[i] - 1``, int64, ascending; empty ones are left out."""
-        kept = lasts > firsts
-        self._firsts = firsts[kept].astype(np.int64)
-        self._ends = np.cumsum((lasts - firsts)[kept], dtype=np.int64)
+        filled = lasts > firsts
+        self._firsts = firsts[filled].astype(np.int64)
+        #: Place after the last id of each range.
+        self._ends = np.cumsum((lasts - firsts)[filled], dtype=np.int64)
 
     @staticmethod
     def joined(parts: Sequence[IdRanges]) -> IdRanges:
         """The ids of all `parts`, each of which begins after the end of the previous one."""
         firsts = [part._firsts for part in parts]
         lasts = [part._firsts + np.diff(part._ends, prepend=0) for part in parts]
-        none = [np.empty(0, dtype=np.int64)]
-        return IdRanges(np.concatenate(none + firsts), np.concatenate(none + lasts))
+        empty = [np.empty(0, dtype=np.int64)]  # without parts
+        return IdRanges(np.concatenate(empty + firsts), np.concatenate(empty + lasts))
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -56,8 +57,7 @@ class IdRanges:
 
     def _between(self, start: int, stop: int) -> IdRanges:
         """The ids at the places start..stop-1."""
-        starts = np.diff(self._ends, prepend=0)
-        begins = self._ends - starts
+        begins = self._ends - np.diff(self._ends, prepend=0)  # place of the first id of each range
         first = np.searchsorted(self._ends, start, side="right")
         last = np.searchsorted(begins, stop, side="left")
         rows = slice(first, last)
@@ -106,6 +106,7 @@ class Permutation:
         return numbers.astype(np.int64)
 
     def _network(self, numbers: np.ndarray) -> np.ndarray:
+        """The Feistel network: `numbers` uint64 of 2 * `_half` bits to the same, one to one."""
         mask = (np.uint64(1) << self._half) - np.uint64(1)
         left, right = numbers >> self._half, numbers & mask
         for key in self._keys:
@@ -145,37 +146,38 @@ class Interleaving:
         # Draw j of c lies at the middle of the j-th of c equal parts of the period. The quotients
         # are correctly rounded, so that equal ones are equal and the first source goes first.
         times = [(2 * np.arange(count) + 1) / (2 * count) for count in self.counts]
-        owners = np.repeat(np.arange(len(self.counts)), self.counts)
-        self._source = owners[np.argsort(np.concatenate(times), kind="stable")]
+        sources = np.repeat(np.arange(len(self.counts)), self.counts)
+        #: Of each position of a period: its source, and the number of that source's earlier draws.
+        self._source = sources[np.argsort(np.concatenate(times), kind="stable")]
         self._draw = np.empty(self.period, dtype=np.int64)
         for source, count in enumerate(self.counts):
             self._draw[self._source == source] = np.arange(count)
 
     def draws(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source of each position [n], and how often that one was drawn before; int64 [n]."""
+        """Source of each position [n], and number of earlier draws of that source, int64 [n]."""
         periods, places = np.divmod(positions, self.period)
         sources = self._source[places]
         return sources, periods * self.counts[sources] + self._draw[places]
 
     def drawn(self, position: int) -> np.ndarray:
-        """Draws of each source before `position`, int64 [sources]."""
+        """Number of draws of each source before `position`, int64 [sources]."""
         periods, place = divmod(position, self.period)
-        rest = np.bincount(self._source[:place], minlength=len(self.counts))
-        return periods * self.counts + rest
+        in_last = np.bincount(self._source[:place], minlength=len(self.counts))
+        return periods * self.counts + in_last
 
 
 def held_out_blocks(size: int, count: int, seed: int, source: int = 0) -> np.ndarray:
-    """`count` of the places 0..size-1 as about 32 blocks spread by seed, from and to, int64 [n, 2],
-    ascending: a block of neighbours meets training text at its two ends only."""
+    """`count` of the places 0..size-1 in about 32 blocks at random positions, [begin, end) int64
+    [n, 2], ascending. Blocks, since only the ends of a block are next to training text."""
     if not count:
         return np.empty((0, 2), dtype=np.int64)
     block = max(1, count // 32)
     num_blocks = -(-size // block)
     purpose = HELD_OUT_STREAM + source * SOURCE_STRIDE
-    drawn = min(-(-count // block) + 1, num_blocks)  # the last block of all may be short
+    drawn = min(-(-count // block) + 1, num_blocks)  # one more, as the last of all may be short
     starts = block * Permutation(num_blocks, seed, purpose, 0).at(np.arange(drawn, dtype=np.int64))
     stops = np.minimum(starts + block, size)
-    surplus = np.cumsum(stops - starts) - count
+    surplus = np.cumsum(stops - starts) - count  # cut from the blocks that were drawn last
     stops -= np.clip(surplus, 0, stops - starts)
     blocks = np.stack([starts, stops], axis=1)[stops > starts]
     return blocks[np.argsort(blocks[:, 0])]

@@ -25,8 +25,8 @@ class TokenRun(NamedTuple):
 class Preview:
     """A sample as training reads it.
 
-    `position` counts the samples of the run before it, `sample` is its number among all windows,
-    `offset` the place of its first token in the stream `stream`. ``tokens`` int64 [S + 1]: inputs
+    `position`: number of the run's samples before it; `sample`: its number among all windows;
+    `offset`: place of its first token in the stream `stream`. ``tokens`` int64 [S + 1]: inputs
     and shifted targets; ``learned`` bool [S]: targets that carry loss; ``documents`` int64 [S + 1]:
     the number of each token's document in the stream, -1 at padding; ``positions`` int64 [S]:
     inputs of the model's position embedding. `continued`: tokens of the first document before the
@@ -64,7 +64,7 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
         if numbers is not None:
             begins = np.flatnonzero(np.diff(numbers[row, :-1], prepend=-2))
             positions -= np.repeat(begins, np.diff(np.append(begins, samples.seq_len)))
-        held = slice(0, int(np.count_nonzero(places >= 0)))
+        valid = slice(0, int(np.count_nonzero(places >= 0)))  # padding is at the end
         results.append(
             Preview(
                 position=position + row,
@@ -77,7 +77,7 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
                 learned=learned_BS[row],
                 documents=documents,
                 positions=positions,
-                pieces=_pieces(tokenizer, windows[row][held], learned_BS[row], documents[held]),
+                pieces=_pieces(tokenizer, windows[row][valid], learned_BS[row], documents[valid]),
             )
         )
     return results
@@ -86,7 +86,7 @@ def previews(samples: Samples, tokenizer: Tokenizer, position: int, count: int) 
 def _pieces(
     tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, documents: np.ndarray
 ) -> tuple[TokenRun, ...]:
-    """The first token of a sample, which is never a target, belongs to the piece of the second."""
+    """The runs of a sample. Its first token, never a target, belongs to the run of the second."""
     if not len(tokens):
         return ()
     marks = np.concatenate([learned[:1], learned])[: len(tokens)]
@@ -98,7 +98,7 @@ def _pieces(
         texts = ["".join(f"{id_} " for id_ in ids[start:end]) for start, end in pairwise(borders)]
     else:
         # A token may be a part of a character, and a decoder may treat the first token specially:
-        # so each text is the difference that its tokens make to the decoded prefix.
+        # the text of a run is what its tokens add to the text of all tokens before.
         whole = tokenizer.decode(ids, special=True)
         ends = [0]
         for border in borders[1:-1]:

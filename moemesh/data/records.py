@@ -186,11 +186,11 @@ def read(
 
 def _lines(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, bytes]]:
     """The lines that are not blank."""
-    number = place = 0
+    number = offset = 0
     while line := stream.readline(LONGEST_LINE):
         number += 1
-        where = Where(str(path), "line", number, place)
-        place += len(line)
+        where = Where(str(path), "line", number, offset)
+        offset += len(line)
         if len(line) == LONGEST_LINE:
             raise DataError(
                 f"{where}: the line has more than {LONGEST_LINE:,} bytes, the limit of a record"
@@ -214,7 +214,7 @@ def _elements(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, object]]:
 
 def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
     """A file, or pieces of it that end after a newline without a following blank."""
-    rest, place = b"", 0
+    rest, offset = b"", 0  # bytes read after the last cut, and the offset of the first of them
     while piece := stream.read(PIECE):
         piece = rest + piece
         cut = len(piece)
@@ -231,10 +231,10 @@ def _texts(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, Record]]:
                     cut -= 1
         text, rest = piece[:cut], piece[cut:]
         if text:
-            yield Where(str(path), "file", 1, place), text
-        place += len(text)
+            yield Where(str(path), "file", 1, offset), text
+        offset += len(text)
     if rest:
-        yield Where(str(path), "file", 1, place), rest
+        yield Where(str(path), "file", 1, offset), rest
 
 
 def _parsed(line: bytes, where: Where) -> object:
@@ -255,13 +255,13 @@ def _parsed(line: bytes, where: Where) -> object:
         raise BadRecordError(where, f"not valid JSON ({error})") from error
 
 
-def _record(found: object, text_key: str, where: Where) -> Record:
-    """A conversation, a prompt with its completion, or the UTF-8 bytes of a text."""
+def _record(value: object, text_key: str, where: Where) -> Record:
+    """The record in a JSON value: a conversation, a prompt with its completion, or the UTF-8 bytes
+    of a text."""
     advice = ""
-    if isinstance(found, dict):
-        fields = {
-            key: value for key, value in cast("dict[str, Any]", found).items() if value is not None
-        }
+    if isinstance(value, dict):
+        row = cast("dict[str, Any]", value)
+        fields = {key: field for key, field in row.items() if field is not None}
         if MESSAGES in fields:
             return _conversation(fields.pop(MESSAGES), fields, where)
         if isinstance(text := fields.get(text_key), str):
@@ -269,28 +269,28 @@ def _record(found: object, text_key: str, where: Where) -> Record:
         shape = next((keys for keys in SHAPES if all(key in fields for key in keys)), None)
         if text_key not in fields and shape is not None:
             return _shaped(without_nulls(fields), shape[0], where)
-        held = f"an object with the keys {_some(found)}" if found else "an empty object"
+        content = f"an object with the keys {_some(row)}" if row else "an empty object"
         for key in (text_key, MESSAGES):
-            if key in found:
-                held = f'"{key}" with {_kind(found[key])}'
+            if key in row:
+                content = f'"{key}" with {_kind(row[key])}'
                 if others := [name for name in fields if name != key]:
-                    held += f" beside {_some(others)}"
+                    content += f" beside {_some(others)}"
         advice = _conversion(fields)
     else:
-        held = _kind(found)
-        if _are_turns(found):
+        content = _kind(value)
+        if _are_turns(value):
             advice = "; jq -c '.[] | {messages: .}' converts such a file"
     raise BadRecordError(
         where,
         f'expected an object with a text under the key "{text_key}", or a conversation under the '
-        f'key "{MESSAGES}"; found {held}{advice}',
+        f'key "{MESSAGES}"; found {content}{advice}',
     )
 
 
 def _are_turns(value: Any) -> bool:
     """Whether the value is a list of messages, or of turns of ShareGPT."""
     is_list = isinstance(value, list) and len(value) > 0
-    return is_list and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in value)
+    return is_list and all(isinstance(x, dict) and x.keys() & {"role", "from"} for x in value)
 
 
 def _path(key: str) -> str:
@@ -347,7 +347,7 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
     record = {MESSAGES: without_nulls(messages)}
     for key in (TOOLS, TEMPLATE_VALUES):
         if (value := fields.get(key)) is not None and value != "":
-            # JSON in a text was written as it is meant; a list may come from a table.
+            # A list may come from a table, which has nulls for missing keys; JSON text does not.
             is_text = isinstance(value, str)
             record[key] = _json(value, key, where) if is_text else without_nulls(value)
     return record
@@ -369,13 +369,13 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
         if not (isinstance(prompt, list) and isinstance(completion, list)):
             reason = f'"{PROMPT}" and "{COMPLETION}" must be two texts or two lists of messages'
             raise BadRecordError(where, reason)
-        answers = [
+        context = [  # answers in the prompt carry no loss
             {**turn, "weight": 0}
             if isinstance(turn, dict) and turn.get("role") == "assistant"
             else turn
             for turn in prompt
         ]
-        messages = [*answers, *completion]
+        messages = [*context, *completion]
     elif key == "conversations":
         turns = fields[key]
         if not isinstance(turns, list):
@@ -482,21 +482,21 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
 
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
     """The columns that make a record."""
-    held = list(names)
+    names = list(names)
     optional = (TOOLS, TEMPLATE_VALUES, *MEDIA, FUNCTIONS)
-    wanted = [name for name in (MESSAGES, text_key) if name in held]
+    wanted = [name for name in (MESSAGES, text_key) if name in names]
     if MESSAGES in wanted:
         wanted += optional
     for keys, others in SHAPES.items():  # also beside a text, which may be null in some rows
-        if all(key in held for key in keys):
+        if all(key in names for key in keys):
             wanted += [*keys, *others, *optional]
     if not wanted:
         advice = "data.text_key names the column of the text"
         raise DataError(
-            f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {_some(held)}: '
-            + (TOKEN_IDS if "input_ids" in held else advice)
+            f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {_some(names)}: '
+            + (TOKEN_IDS if "input_ids" in names else advice)
         )
-    return [name for name in dict.fromkeys(wanted) if name in held]
+    return [name for name in dict.fromkeys(wanted) if name in names]
 
 
 def without_nulls(value: Any) -> Any:
@@ -510,6 +510,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def _some(names: Iterable[str], most: int = 6) -> str:
+    """The first `most` names, quoted, for a message."""
     return few((f'"{name}"' for name in names), most)
 
 

@@ -35,9 +35,9 @@ UNIGRAM_TOKENS = 1 << 26
 ORDER_VERSION = 1
 #: Version of the packing of conversations into sequences.
 PACKING_VERSION = 1
-#: Fewest samples of conversations, where there are enough: a held-out one is a small share.
+#: Samples that a few conversations are spread over, so that a held-out one is a small share.
 FEWEST = 20
-#: The place of padding.
+#: Value of places and of numbers of documents at padding.
 PADDING = -1
 
 
@@ -62,16 +62,17 @@ class Windows:
             None if corpus.learned is None else packed(corpus, seq_len, long, at_least)
             for corpus in self.corpora
         ]
+        #: Whether the documents of each stream are masked from one another.
         self._masked = [
             documents == "mask" or (documents == "auto" and pack is not None)
             for pack in self.packed
         ]
-        #: Whether documents of some stream are masked from one another.
+        #: Whether those of any stream are.
         self.masks_documents = any(self._masked)
         self.num_tokens = sum(len(corpus.tokens) for corpus in self.corpora)
         sizes = [
-            max(0, (len(corpus.tokens) - 1) // seq_len) if one is None else len(one.bounds) - 1
-            for corpus, one in zip(self.corpora, self.packed, strict=True)
+            max(0, (len(corpus.tokens) - 1) // seq_len) if pack is None else len(pack.bounds) - 1
+            for corpus, pack in zip(self.corpora, self.packed, strict=True)
         ]
         #: Number of the first window of each stream, and of all: int64 [streams + 1].
         self.firsts = np.cumsum([0, *sizes], dtype=np.int64)
@@ -101,7 +102,7 @@ class Windows:
         tokens, targets = self.batch(ids)
         masks = {"documents": self.documents(ids), "valid": self.valid(ids)}
         masks["loss_mask"] = self.loss_mask(ids)
-        masks = {name: np.ascontiguousarray(one) for name, one in masks.items() if one is not None}
+        masks = {name: np.ascontiguousarray(x) for name, x in masks.items() if x is not None}
         return {"tokens": tokens, "targets": targets} | masks
 
     def documents(self, ids: np.ndarray) -> np.ndarray | None:
@@ -122,6 +123,7 @@ class Windows:
             mask = self.corpora[stream].learned
             return mask_of(None if mask is None else mask[places], len(places))
 
+        # Whether the first token of a document carries no loss, for each stream.
         apart = [
             bool(pack) or masked for pack, masked in zip(self.packed, self._masked, strict=True)
         ]
@@ -185,7 +187,8 @@ class Windows:
         dtype: type[np.generic],
         padding: int = 0,
     ) -> np.ndarray:
-        """`take(stream, places [n])` for each window: [B, seq_len + 1] of `dtype`."""
+        """`take(stream, places [n])` returns a value for each place of a stream; gathered for the
+        windows `ids`: [B, seq_len + 1] of `dtype`."""
         streams, places = self.places(ids)
         gathered = np.full(places.shape, padding, dtype=dtype)
         for stream in np.unique(streams).tolist():
@@ -266,8 +269,8 @@ class Samples(Windows):
             blocks = held_out_blocks(len(usable), min(count, len(usable)), seed, number)
             held, training = usable.divided(blocks)
             chats = [pack for pack in self.packed[first:last] if pack is not None]
-            texts = zip(self.corpora[first:last], self.packed[first:last], strict=True)
-            plain = sum(len(corpus.tokens) for corpus, pack in texts if pack is None)
+            pairs = zip(self.corpora[first:last], self.packed[first:last], strict=True)
+            plain = sum(len(corpus.tokens) for corpus, pack in pairs if pack is None)
             self.splits.append(
                 WindowSplit(
                     source=source,
@@ -280,7 +283,7 @@ class Samples(Windows):
             first = last
         self.long = long
         if len(sources) == 1 and self.splits[0].num_learned and self.num_training:
-            # Padding samples, since a step would read some sample twice otherwise.
+            # Fill a step with samples of padding: without them it would read some sample twice.
             (split,) = self.splits
             self.num_empty = max(0, global_batch - len(split.training))
             bounds = self.num_samples + np.array([0, self.num_empty])
@@ -379,13 +382,14 @@ class Samples(Windows):
         its context: a training run above it has learned less.
         """
         most = max(1, UNIGRAM_TOKENS // self.seq_len)
-        held_V = self._count_targets(self._held_out.spread(most))
-        probability_V = np.zeros(len(held_V))
+        validation_V = self._count_targets(self._held_out.spread(most))
+        probability_V = np.zeros(len(validation_V))
         shares = self.interleaving.counts / self.interleaving.period
         for share, split in zip(shares, self.splits, strict=True):
             counts_V = self._count_targets(split.training.ids.spread(most))
             probability_V += share * (counts_V + 1.0) / (int(counts_V.sum()) + len(counts_V))
-        return float(-(held_V * np.log(probability_V)).sum() / max(held_V.sum(), 1))
+        total = max(validation_V.sum(), 1)
+        return float(-(validation_V * np.log(probability_V)).sum() / total)
 
     def _count_targets(self, ids: np.ndarray) -> np.ndarray:
         """Number of times each token is a target with loss in the samples `ids`, int64 [V]."""
@@ -394,8 +398,8 @@ class Samples(Windows):
         for start in range(0, len(ids), rows):
             chunk = ids[start : start + rows]
             targets, mask = self.windows(chunk)[:, 1:], self.loss_mask(chunk)
-            kept = targets.reshape(-1) if mask is None else targets[mask]
-            counts_V += np.bincount(kept, minlength=len(counts_V))
+            learned = targets.reshape(-1) if mask is None else targets[mask]
+            counts_V += np.bincount(learned, minlength=len(counts_V))
         return counts_V
 
     def fingerprint(self) -> dict[str, str]:
@@ -435,8 +439,8 @@ class Samples(Windows):
         if held_out is None:
             needed = global_batch * self.seq_len + 1
         else:
-            # The smallest stream with enough samples besides the held-out share. Rounding changes
-            # the answer by less than one training sample: start that far below.
+            # Fewest samples with enough for training besides the held-out share, which is rounded:
+            # search upwards from one training sample less.
             samples = max(global_batch + 1, int((global_batch - 1) / (1 - held_out)))
             while samples - max(1, round(samples * held_out)) < global_batch:
                 samples += 1
@@ -488,10 +492,8 @@ class DocumentPacks(NamedTuple):
         """Places of the tokens of sequences `numbers` [n], then PADDING: int64 [n, width]."""
         places_NS = np.full((len(numbers), width), PADDING, dtype=np.int64)
         for row, number in enumerate(numbers.tolist()):
-            pieces_of = slice(self.bounds[number], self.bounds[number + 1])
-            pieces = zip(
-                self.begins[pieces_of].tolist(), self.sizes[pieces_of].tolist(), strict=True
-            )
+            part = slice(self.bounds[number], self.bounds[number + 1])
+            pieces = zip(self.begins[part].tolist(), self.sizes[part].tolist(), strict=True)
             places = np.concatenate([np.arange(begin, begin + size) for begin, size in pieces])
             places_NS[row, : len(places)] = places
         return places_NS
@@ -500,9 +502,9 @@ class DocumentPacks(NamedTuple):
 def packed(
     corpus: Corpus, seq_len: int, long: LongConversations, at_least: int = 1
 ) -> DocumentPacks:
-    """The documents of `corpus`, which has conversations, in sequences of up to `seq_len` tokens;
-    few documents go into shorter ones, about `at_least`. Raises DataError for longer conversations
-    if `long` is "fail"."""
+    """The documents of `corpus`, which has conversations, in sequences of up to `seq_len` tokens,
+    or shorter ones if there would be fewer than about `at_least`. Raises DataError for longer
+    conversations if `long` is "fail"."""
     learned, starts = corpus.learned, corpus.starts
     assert learned is not None
     lengths = np.diff(starts, append=len(corpus.tokens))
@@ -512,24 +514,26 @@ def packed(
     if is_long.any():
         number = int(np.argmax(np.where(is_long, lengths, 0)))
         count, longest = int(is_long.sum()), int(lengths[number])
-        held = (
+        text = (
             f"{corpus.source}: {count:,} of {len(lengths):,} documents are conversations longer "
             f"than data.seq_len = {seq_len:,} (the longest, document {number + 1:,}, has "
             f"{longest:,} tokens)"
         )
         if long == "fail":
             other = 'data.long_conversations to "truncate" or "skip"'
-            raise DataError(f"{held}: set data.seq_len to {longest}, or {other}")
+            raise DataError(f"{text}: set data.seq_len to {longest}, or {other}")
         lost = int(lengths[is_long].sum()) - (count * seq_len if long == "truncate" else 0)
         done = "truncated" if long == "truncate" else "left out"
         how = f'data.long_conversations = "{long}"'
-        note = f"{held} and {done} ({how}): {lost:,} tokens are not read"
+        note = f"{text} and {done} ({how}): {lost:,} tokens are not read"
+    # Pieces of each document; of each piece its document, its offset there, begin and size.
     pieces = np.where(is_text, -(-lengths // seq_len), 1)
     if long == "skip":
         pieces[is_long] = 0
     owners = np.repeat(np.arange(len(starts)), pieces)
     offsets = (np.arange(len(owners)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * seq_len
     begins, sizes = starts[owners] + offsets, np.minimum(lengths[owners] - offsets, seq_len)
+    # Tokens with loss in each piece: the sums from even edges (begins) to odd ones (ends).
     edges = np.stack([begins, begins + sizes], axis=1).reshape(-1)
     counts = np.add.reduceat(learned, edges[edges < len(learned)], dtype=np.int64)[::2]
     counts -= learned[begins]  # the first token of a piece is never a target
@@ -553,16 +557,17 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     numbers = np.empty(len(sizes), dtype=np.int64)
     rooms: list[int] = []  # free lengths of sequences, ascending
     free: dict[int, list[int]] = {}  # sequences by free length
-    num_opened = 0
+    num_opened = 0  # sequences
     order = np.argsort(-sizes, kind="stable")
     for piece, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         room, number = capacity, num_opened
-        if (at := bisect_left(rooms, size)) < len(rooms):
-            room = rooms[at]
+        if (fullest := bisect_left(rooms, size)) < len(rooms):
+            room = rooms[fullest]
             number = free[room].pop()
             if not free[room]:
-                del free[room], rooms[at]
-        num_opened += number == num_opened
+                del free[room], rooms[fullest]
+        else:
+            num_opened += 1
         numbers[piece] = number
         if room > size:
             if room - size not in free:

@@ -22,8 +22,8 @@ from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.data.tokenizing import Log, cached_tokens
 
-#: Most bytes of files that every process tokenizes for itself, with the tokenizer "bytes" and with
-#: another; larger texts are tokenized once, into the token cache.
+#: Most bytes of files that every process tokenizes separately: with the tokenizer "bytes", and with
+#: another one. Larger texts are tokenized once, into the token cache.
 SMALL_BYTES, SMALL = 64 << 20, 1 << 20
 #: Ratio of the tokenized to the stored size that is assumed for a compressed file.
 EXPANSION = 4
@@ -44,12 +44,12 @@ def open_samples(
     gets notes, which are the same in every process; `log_progress` (default: `log`) gets the
     progress of the one process that tokenizes, which may be any.
     """
-    named = [*data.all_sources]
+    sources = [*data.all_sources]
     if data.validation is not None:
-        named.append(validation_source(data))
+        sources.append(validation_source(data))
     opened: list[tuple[Corpus, ...]] = []
     errors: list[Exception] = []
-    for source in named:
+    for source in sources:
         try:
             opened.append(open_source(source, data, vocab_size, cache, log, log_progress))
         except BadRecordError as error:
@@ -118,8 +118,8 @@ def open_source(
     files = find(source.path, source.format)
     counts = Counter(file.format for file in files)
     if len(counts) > 1:
-        held = ", ".join(f"{count} {format}" for format, count in counts.most_common())
-        log(f"note: {name} holds files of several formats ({held}); all of them are read")
+        formats = ", ".join(f"{count} {format}" for format, count in counts.most_common())
+        log(f"note: {name} holds files of several formats ({formats}); all of them are read")
     bad_records = BadRecordLog(data.bad_records, data.bad_record_share, name)
     folder = cache if data.cache is None else Path(data.cache).expanduser()
     small = _text_bytes(files) <= _small_bytes(reader)

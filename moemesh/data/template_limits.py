@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: Seconds that a rendering may take; an ordinary one takes a thousandth.
 SECONDS = 10.0
-#: Characters that a rendering may make, and how many more for each character of the conversation.
+#: Limit of the characters of a rendering: a base, and a number for each of the conversation's.
 CHARACTERS, SHARE = 1 << 24, 64
 #: Characters that each value of a list or dict counts for besides its text.
 PART = 16
@@ -61,13 +61,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.begin({})
 
     def begin(self, sizes: Mapping[int, int]) -> None:
-        """Before a rendering of a conversation whose parts have `sizes`, by :func:`sizes_of`."""
+        """Reset the limits for the rendering of a conversation; `sizes`: its :func:`sizes_of`."""
         self._sizes = sizes
         self._most = self._left = CHARACTERS + SHARE * max(sizes.values(), default=0)
         self._end = time.monotonic() + SECONDS
 
     def charge(self, amount: int) -> bool:
-        """Count characters; True. Raises TemplateLimitError for too many, and after the time."""
+        """Subtract `amount` and one from the characters left; returns True, to be a condition.
+        Raises TemplateLimitError below 0, and after the time."""
         self._left -= amount + 1
         if self._left < 0:
             raise TemplateLimitError(f"it makes more than {self._most:,} characters")
@@ -105,7 +106,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         amount = 0
         if isinstance(owner, (str, bytes, int)):
-            name, args = method.__name__, tuple(map(_held, args))
+            name, args = method.__name__, tuple(map(_as_list, args))
             if name == "replace" and len(args) > 1:
                 amount = _replaced(owner, *args)
             elif name in ("format", "format_map"):
@@ -126,7 +127,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             if len(args) == first + 1 and isinstance(args[first], str) and not kwargs:
                 self.charge(len(args[first]))
                 return function(*args)
-            value, *others = map(_held, args[first:])
+            value, *others = map(_as_list, args[first:])
             args, given = (*args[:first], value, *others), (*others, *kwargs.values())
             if name == "replace" and len(others) > 1:
                 amount = _replaced(str(value), *others)
@@ -142,11 +143,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = charged
 
     def _output(self, value: Any) -> Any:
+        """Charge an output; without :meth:`charge` in most cases, which reads the clock."""
         self._left -= len(value) if isinstance(value, str) else self._size(value)
         return value if self._left >= 0 else self.charge(0)
 
     def _formatted(self, text: str, given: Any) -> int:
-        """The most characters of a text in whose places values are written."""
+        """Largest length of `text` after the values `given` are formatted into it."""
         try:
             specs = [spec for _, _, spec, _ in Formatter().parse(text) if spec]
         except ValueError:  # no format in braces
@@ -160,20 +162,20 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return max(value, 0) if isinstance(value, int) else self._size(value)
 
     def _size(self, value: Any) -> int:
-        """About the characters of `value` as text; a list that is held twice counts twice."""
+        """Approximate characters of `value` as text; a list that occurs twice counts twice."""
         if isinstance(value, str):
             return len(value)
-        size, rest = 0, [value]
-        while rest and size <= self._left:
-            part = rest.pop()
+        size, stack = 0, [value]
+        while stack and size <= self._left:
+            part = stack.pop()
             if isinstance(part, (str, bytes)):
                 size += len(part)
-            elif (known := self._sizes.get(id(part))) is not None:
-                size += known
+            elif (part_size := self._sizes.get(id(part))) is not None:
+                size += part_size
             elif isinstance(part, dict):
-                rest += [*part.keys(), *part.values()]
+                stack += [*part.keys(), *part.values()]
             elif isinstance(part, (list, tuple)):
-                rest += part
+                stack += part
             size += PART
         return size
 
@@ -199,18 +201,19 @@ def sizes_of(value: Any) -> dict[int, int]:
     return sizes
 
 
-def _held(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """A list in place of an iterator, so that it can be counted."""
     return list(value) if isinstance(value, Iterator) else value
 
 
 def _replaced(text: Any, old: Any, new: Any, *_: Any) -> int:
+    """Largest length of `text` after `old` is replaced by `new`."""
     return len(text) + text.count(old) * len(new) if isinstance(old, type(text)) else 0
 
 
 class _ChargingGenerator(CodeGenerator):
-    """Compiles ``~`` and ``+`` with their charges, and charges each pass of a loop and each call of
-    a macro with the literal text in it."""
+    """Compiles ``~`` and ``+`` to calls that charge the result, and charges each pass of a loop and
+    each call of a macro with the literal text in it."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self._call("joined", node.nodes, frame)
@@ -221,7 +224,7 @@ class _ChargingGenerator(CodeGenerator):
             parts[:1] = [first.left, first.right]
         if sum(not isinstance(part, nodes.Const) for part in parts) > 1:
             self._call("added", parts, frame)
-        else:  # what grows by literal text only is charged with the loop around it
+        else:  # literal text is charged by the loop around it
             super().visit_Add(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
@@ -251,24 +254,25 @@ class _ChargingGenerator(CodeGenerator):
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, (nodes.Const, nodes.TemplateData)):
-            raise nodes.Impossible  # of a filter, the result is charged at each pass
+            raise nodes.Impossible  # not folded into a constant: filters are charged at each pass
         return super()._output_child_to_const(node, frame, finalize)
 
 
 def _charge(amount: int) -> nodes.Call:
+    """The expression ``environment.charge(amount)``."""
     charge = nodes.EnvironmentAttribute("charge")
     return nodes.Call(charge, [nodes.Const(amount)], [], None, None)
 
 
 def _literal(body: Sequence[nodes.Node]) -> int:
     """Characters of literal text in `body`, without those of loops and macros in it."""
-    size, rest = 0, list(body)
-    while rest:
-        match rest.pop():
+    size, stack = 0, list(body)
+    while stack:
+        match stack.pop():
             case nodes.TemplateData(data=str(text)) | nodes.Const(value=str(text)):
                 size += len(text)
             case nodes.For() | nodes.Macro() | nodes.CallBlock():
                 pass
             case node:
-                rest += node.iter_child_nodes()
+                stack += node.iter_child_nodes()
     return size

@@ -186,8 +186,8 @@ def cached_tokens(
             for suffix in SUFFIXES:  # remove an unusable entry completely
                 path_with(prefix, suffix).unlink(missing_ok=True)
             size = sum(file.num_bytes for file in files if not file.is_on_hub) / 1e6
-            held = f"{len(files)} file(s), {size:,.1f} MB, " if size else ""
-            log_progress(f"tokens   {source}: {held}into {folder}")
+            amount = f"{len(files)} file(s), {size:,.1f} MB, " if size else ""
+            log_progress(f"tokens   {source}: {amount}into {folder}")
             start = reported = time.monotonic()
             count = write_tokens(token_writer(prefix, reader), documents(), report)
             if not count:
@@ -210,7 +210,7 @@ REPORT_BYTES = 1 << 20
 LOOK_SECONDS = 0.2
 #: File with the facts of a part, written last: if it exists, the tokens are complete.
 _DONE = ".done.json"
-#: Stands for the tokenizer's own end-of-text token.
+#: Value of `end_of_document` for the tokenizer's own end-of-text token.
 EOS = "eos"
 
 
@@ -276,15 +276,15 @@ class TokenPart(NamedTuple):
         for path in self.prefix.parent.glob(f"{self.prefix.name}.*"):
             path.unlink()
         bad_records = BadRecordLog(settings.bad_records, 1.0, str(self.file.path))
-        told_bytes = told_tokens = 0
+        reported_bytes = reported_tokens = 0
 
         def report(document: Document, count: int) -> None:
             # Places of records are offsets in the file itself only for uncompressed text.
-            nonlocal told_bytes, told_tokens
+            nonlocal reported_bytes, reported_tokens
             place = document.where.byte if self.file.compression == "none" else None
-            if place is not None and place - told_bytes >= REPORT_BYTES:
-                advance(place - told_bytes, count - told_tokens, 0)
-                told_bytes, told_tokens = place, count
+            if place is not None and place - reported_bytes >= REPORT_BYTES:
+                advance(place - reported_bytes, count - reported_tokens, 0)
+                reported_bytes, reported_tokens = place, count
 
         writer = token_writer(self.prefix, tokenizer, settings.end(tokenizer))
         documents = documents_of([self.file], tokenizer, settings.text_key, bad_records)
@@ -299,7 +299,7 @@ class TokenPart(NamedTuple):
             "places": bad_records.places,
         }
         _write(path_with(self.prefix, _DONE), json.dumps(facts))
-        advance(self.size - told_bytes, num_tokens - told_tokens, 1)
+        advance(self.size - reported_bytes, num_tokens - reported_tokens, 1)
         return facts
 
 
@@ -352,8 +352,8 @@ class TokenizeJob:
         written, and if another dataset has this name.
         """
         folder, made_from = path_with(self.prefix, ".parts"), self._made_from()
-        useless = path_with(self.prefix, ".parts.old")
-        shutil.rmtree(useless, ignore_errors=True)
+        obsolete = path_with(self.prefix, ".parts.old")
+        shutil.rmtree(obsolete, ignore_errors=True)
         if not folder.exists() and path_with(self.prefix, IDX).exists():
             facts = self._facts()
             if {key: facts["made_from"].get(key) for key in made_from} != made_from:
@@ -393,12 +393,13 @@ class TokenizeJob:
             facts = made_from | {"records": bad_records.total, "bad_records": bad_records.bad}
             with token_writer(self.prefix, self.tokenizer, end, facts) as writer:
                 for part in self.parts:
-                    if (known := part.facts()) is not None and known["num_tokens"]:
-                        writer.extend(IndexedTokens.open(part.prefix), ends_text=known["ends_text"])
-                _write(folder / "renaming", "")
+                    if (record := part.facts()) is not None and record["num_tokens"]:
+                        tokens = IndexedTokens.open(part.prefix)
+                        writer.extend(tokens, ends_text=record["ends_text"])
+                _write(folder / "renaming", "")  # until the parts are removed, below
         # A rename, so that the next run never sees a half-removed folder.
-        folder.rename(useless)
-        shutil.rmtree(useless, ignore_errors=True)
+        folder.rename(obsolete)
+        shutil.rmtree(obsolete, ignore_errors=True)
         return self._facts()
 
     def _made_from(self) -> dict[str, Any]:
@@ -422,17 +423,17 @@ class TokenizeJob:
     def _make_parts(
         self, processes: int, on_note: Callable[[str], None], advance: Advance
     ) -> tuple[BadRecordLog, int]:
-        """(Counts of the records, number of tokens) of all parts."""
+        """Make the missing parts; returns the counts of the records and of the tokens of all."""
         facts = {part: part.facts() for part in self.parts}
-        missing = [part for part, known in facts.items() if known is None]
+        missing = [part for part, record in facts.items() if record is None]
         if len(missing) < len(facts):
             on_note(f"{len(facts) - len(missing):,} of {len(facts):,} files are tokenized already")
-        for part, known in facts.items():
-            if known is not None:
-                advance(part.size, known["num_tokens"], 1)
-        made = make_all(missing, self.settings, self.tokenizer, advance, processes=processes)
-        facts |= dict(zip(missing, made, strict=True))
-        all_facts = [known for known in facts.values() if known is not None]
+        for part, record in facts.items():
+            if record is not None:
+                advance(part.size, record["num_tokens"], 1)
+        new = make_all(missing, self.settings, self.tokenizer, advance, processes=processes)
+        facts |= dict(zip(missing, new, strict=True))
+        all_facts = [record for record in facts.values() if record is not None]
         settings = self.settings
         bad_records = BadRecordLog(settings.bad_records, settings.bad_record_share, self.source)
         bad_records.bad = sum(part["bad"] for part in all_facts)
@@ -441,7 +442,7 @@ class TokenizeJob:
         bad_records.check()
         if note := bad_records.note():
             on_note(note)
-        return bad_records, sum(known["num_tokens"] for known in all_facts)
+        return bad_records, sum(record["num_tokens"] for record in all_facts)
 
     def _facts(self) -> dict[str, Any]:
         facts = read_sidecar(self.prefix)
@@ -476,20 +477,20 @@ def make_all(
         return [part.make(settings, tokenizer, advance) for part in parts]
     # Processes that start now, including the helper of the first queue, import nothing from the
     # current directory (``python -P``); an empty text counts as unset.
-    given = os.environ.get("PYTHONSAFEPATH", "")
+    earlier = os.environ.get("PYTHONSAFEPATH", "")
     os.environ["PYTHONSAFEPATH"] = "1"
     context = multiprocessing.get_context("spawn")
-    told: Any = context.SimpleQueue()
-    ends, alive = context.Pipe(duplex=False)
+    progress: Any = context.SimpleQueue()  # arguments of `advance`
+    ends, alive = context.Pipe(duplex=False)  # `ends` becomes readable when this process ends
     threads = max(1, usable_cores() // processes)
-    pool = ProcessPoolExecutor(processes, context, _start, (told, ends, settings, threads))
+    pool = ProcessPoolExecutor(processes, context, _start, (progress, ends, settings, threads))
     try:
         futures = [pool.submit(_make_here, part) for part in parts]
-        left: set[Future[dict[str, Any]]] = set(futures)
-        while left:
-            finished, left = wait(left, LOOK_SECONDS, FIRST_COMPLETED)
-            while not told.empty():
-                advance(*told.get())
+        pending: set[Future[dict[str, Any]]] = set(futures)
+        while pending:
+            finished, pending = wait(pending, LOOK_SECONDS, FIRST_COMPLETED)
+            while not progress.empty():
+                advance(*progress.get())
             for future in finished:
                 future.result()
         pool.shutdown()
@@ -502,16 +503,16 @@ def make_all(
     finally:
         alive.close()
         pool.shutdown(cancel_futures=True)
-        os.environ["PYTHONSAFEPATH"] = given
+        os.environ["PYTHONSAFEPATH"] = earlier
 
 
 #: Settings, tokenizer and progress callback in a process that makes parts.
 _here: tuple[TokenSettings, Tokenizer, Advance] | None = None
 
 
-def _start(told: Any, ends: Any, settings: TokenSettings, threads: int) -> None:
-    """Initializer of such a process: it ends with its parent (the other end of `ends`), and ignores
-    Ctrl-C, which the parent handles."""
+def _start(progress: Any, ends: Any, settings: TokenSettings, threads: int) -> None:
+    """Initializer of a process that makes parts: it ends with its parent (the other end of `ends`),
+    and ignores Ctrl-C, which the parent handles."""
     global _here
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -522,7 +523,7 @@ def _start(told: Any, ends: Any, settings: TokenSettings, threads: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     # Read when the threads of tokenizers start.
     os.environ["RAYON_NUM_THREADS"] = str(threads)
-    _here = (settings, Tokenizer.open(settings.tokenizer), lambda *done: told.put(done))
+    _here = (settings, Tokenizer.open(settings.tokenizer), lambda *done: progress.put(done))
 
 
 def _make_here(part: TokenPart) -> dict[str, Any]:

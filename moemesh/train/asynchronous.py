@@ -1,4 +1,4 @@
-"""Asynchronous training: segments of a stream that is not drained inside.
+"""Asynchronous training: a stream of microbatches, in segments between which the pipeline drains.
 
 The pipeline drains only where a run needs one state of all stages: at a validation, a checkpoint,
 the end, a request to stop, and after :data:`SEGMENT_OPERATIONS` operations. Between drains stages
@@ -8,8 +8,8 @@ an update's whole norm is at most sqrt(p) c. A row of metrics is about the micro
 with the losses of their forwards; `grad_norm` is the root of the sum over stages of their mean
 squared norm over the step's updates.
 
-Where it drains is part of what is computed: after a drain the first microbatches find fresh
-weights. A run that is stopped and resumed therefore differs from one that is not, by one drain.
+The result depends on where the pipeline drains: the first microbatches after a drain are computed
+with current weights. A run that is stopped and resumed has one more drain, and differs by it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class TrainingStream:
     """Steps `first` to `last` of a run, on one rank; the `Stream` of an asynchronous program.
 
     A step is ``plan.microbatches`` microbatches, as in a synchronous run, and has one row of
-    metrics and one learning rate. An update window is what one update of a stage takes its
-    gradients from: a microbatch (PipeDream) or several, never more than a step. The objective of a
+    metrics and one learning rate. An update window is the microbatches whose gradients one update
+    of a stage sums: one (PipeDream) or several, never more than a step. The objective of a
     window is divided by the window's own counts (:mod:`moemesh.train.step` has the formula).
 
     Nothing waits for the whole pipeline. A rank that has finished a step adds its part to an
@@ -84,9 +84,8 @@ class TrainingStream:
     passed that step: then its row of metrics is written, and a pending stop request ends training
     at the same step on every rank.
 
-    ``batches(step)`` gives this rank's microbatches, ``stop_requested()`` whether this rank was
-    ``batches(step)`` gives this rank's microbatches, ``stop_requested()`` whether this rank has a
-    stop request, ``on_step(step, result, seconds)`` is called on every rank for each step but the
+    ``batches(step)`` returns this rank's microbatches, ``stop_requested()`` whether this rank has a
+    stop request; ``on_step(step, result, seconds)`` is called on every rank for each step but the
     last few, which :meth:`drain` returns. `reach`: largest number of microbatches in flight.
     """
 
@@ -112,9 +111,10 @@ class TrainingStream:
         self.before_update: Callable[[], object] = lambda: None
         self._batches_of, self._stop_requested, self._on_step = batches, stop_requested, on_step
         self._end = (last - first + 1) * num_microbatches
-        # A step that is this far back has passed every stage and returned: its sum has arrived
-        # or is about to. One step more, so that it has arrived.
+        #: Steps after which the sum of a step is read: by then it has passed all stages; one step
+        #: more, so that the sum has arrived and the read does not wait.
         self._patience = 2 + math.ceil(reach / num_microbatches)
+        #: Whole microbatches by step; and by number the parts of them that this rank holds.
         self._batches: dict[int, Sequence[Batch]] = {}
         self._held: dict[int, Batch] = {}
         #: Counts of an update window, and its sums; the second sums take the reports of recomputed
@@ -127,7 +127,8 @@ class TrainingStream:
         self._read_at = time.perf_counter()
         forget_rank_tokens(parallel)
         pp = parallel.mesh["pp"].index
-        self._own = {name: w for name, w in parallel.trained.items() if pp in w.holders}
+        #: Placements of the parameters of this pipeline rank that train.
+        self._trained = {name: w for name, w in parallel.trained.items() if pp in w.holders}
 
     @property
     def last(self) -> int:
@@ -135,7 +136,7 @@ class TrainingStream:
         return self.first - 1 + self._num_finished
 
     def batch(self, sample: int) -> Batch:
-        """The positions of its sequences that this rank holds."""
+        """The part of microbatch `sample` (from 0, over all steps) that this rank holds."""
         if sample not in self._held:
             whole = self._whole(sample)
             runs = self.parallel.model.tokens.runs(whole.tokens_BS.shape[1])
@@ -161,14 +162,15 @@ class TrainingStream:
     def update(self, window: int, versions: WeightVersions) -> None:
         """Sum over the stage's replicas, clip to the stage's own norm, step, move the biases.
 
-        A gradient that is not finite updates nothing; the version counts on.
+        A gradient that is not finite updates nothing, but the number of the version increases.
         """
         self.before_update()
-        (counts, sums, _), reducer = self._windows.pop(window), self.parallel.reducer
+        counts, sums, _ = self._windows.pop(window)
+        reducer = self.parallel.reducer
         reducer.finish()
         mesh = self.parallel.mesh
         norm = gradient_norm(
-            reducer.gradients, self._own, reducer.owned, mesh, axis="stage", others=sums.losses
+            reducer.gradients, self._trained, reducer.owned, mesh, axis="stage", others=sums.losses
         )
         index = window * self.window // self.num_microbatches
 
@@ -208,22 +210,22 @@ class TrainingStream:
         step, place = divmod(sample, self.num_microbatches)
         if place == self.num_microbatches - 1:
             self._batches.pop(step, None)
-            own, mesh = self._steps.pop(step), self.parallel.mesh
+            part, mesh = self._steps.pop(step), self.parallel.mesh
             # The sum over all ranks, in which counts are exact (float64), is read some steps later.
-            # All ranks of a stage know its norm and its skips: only the first of them adds them.
-            first = float(mesh["stage"].index == 0)
-            scalars = [float(self._stop_requested()), first * own.num_skipped, first * own.squares]
+            # All ranks of a stage have its norm and its skips: only the first of them adds them.
+            stop, first = float(self._stop_requested()), float(mesh["stage"].index == 0)
+            scalars = [stop, first * part.num_skipped, first * part.squares]
             total = torch.cat(
                 [
                     torch.tensor(scalars, dtype=torch.float64),
-                    own.losses.cpu(),
-                    *(part.cpu() for part in pack_loads(own.loads)),
+                    part.losses.cpu(),
+                    *(load.cpu() for load in pack_loads(part.loads)),
                 ]
             )
             work = all_reduce_(
                 total, mesh.control, caller="step.report", phase="optimizer", async_op=True
             )
-            self._reports[step] = total, work, own, time.perf_counter()
+            self._reports[step] = total, work, part, time.perf_counter()
             self._num_finished += 1
 
     def drain(self) -> list[tuple[int, StepResult, float]]:
@@ -285,8 +287,8 @@ class StreamedSteps:
     def __init__(self, session: Session) -> None:
         self._session = session
         train = session.config.train
-        kept = min(train.steps - session.done, KEPT_STEPS)
-        session.artifacts.drawn = stream_schedule(session.config, kept)
+        num_steps = min(train.steps - session.done, KEPT_STEPS)
+        session.artifacts.drawn = stream_schedule(session.config, num_steps)
         self._stopped = False
 
     def advance(self, first: int) -> FinishedStep:
@@ -308,7 +310,7 @@ class StreamedSteps:
         )
 
         def finished(step: int, result: StepResult, seconds: float) -> FinishedStep:
-            # Stages have updated by themselves: now all steps since can be taken back, not one.
+            # Stages have updated already: only a return to a checkpoint can undo the step.
             result = session.nan_policy.judge(step, result)
             return FinishedStep(number=step, result=result, recorder=recorder, seconds=seconds)
 
@@ -372,7 +374,7 @@ class StreamedSteps:
 
 
 def stream_schedule(config: RunConfig, num_steps: int) -> Schedule:
-    """The schedule of `num_steps` steps. AMPNet's orders are an example of what may happen."""
+    """The schedule of `num_steps` steps. Of AMPNet it is one possible order."""
     plan = config.plan
     count, window = num_steps * plan.microbatches, plan.num_update_microbatches
     match plan.schedule:

@@ -35,7 +35,7 @@ _DEPENDENT = (
     "schedule", "stages_per_rank", "layers_per_stage", "ranks_per_node", "shard_group", "servers",
     "slices", "spare_slots", "etp", "microbatches",
 )  # fmt: skip
-#: Plan keys that change the results or the order of sums.
+#: Plan keys that are kept: they change the results or the order of sums.
 _KEPT = ("combine", "payload")
 #: Plan keys that may be unset; `--set` cannot unset a key that has a value.
 _WITHOUT_VALUE = tuple(name for name, field in Plan.model_fields.items() if field.default is None)
@@ -47,7 +47,7 @@ class NoLayout(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """A plan for `ranks` ranks. `how`: origin of the plan."""
+    """A `plan` for `ranks` ranks in place of the one `before`. `how`: its origin, for the user."""
 
     before: Plan
     plan: Plan
@@ -93,7 +93,7 @@ def fit_here(config: RunConfig, ranks: int | None, environment: Mapping[str, str
 
 
 def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: bool) -> Fitted:
-    """The plan to train `config` with on `ranks` ranks; its own plan if it has this number.
+    """A plan for `config` on `ranks` ranks: the plan of `config` if it has this number.
 
     Raises NoLayout if none can be trained.
     """
@@ -129,8 +129,8 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
     for plan in nearest(config, ranks):
         how = "the nearest legal plan, for the search found none"
         return Fitted(before=config.plan, plan=plan, ranks=ranks, how=how)
-    kept = [name for name in _WITHOUT_VALUE if getattr(config.plan, name) is not None]
-    hint = f", or leave out plan.{', plan.'.join(kept)}" if kept else ""
+    given = [name for name in _WITHOUT_VALUE if getattr(config.plan, name) is not None]
+    hint = f", or leave out plan.{', plan.'.join(given)}" if given else ""
     raise NoLayout(
         f"no plan of {ranks} ranks trains this configuration: start another number{hint}"
     )
@@ -148,7 +148,7 @@ def is_trained(config: RunConfig, plan: Plan) -> bool:
 
 
 def nearest(config: RunConfig, ranks: int) -> Iterator[Plan]:
-    """Legal plans of `ranks` ranks, in the order of the distance to the old degrees."""
+    """Legal plans of `ranks` ranks, the nearest to the degrees of `config` first."""
     old = config.plan
     defaults = {name: type(old).model_fields[name].default for name in _DEPENDENT}
 

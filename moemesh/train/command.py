@@ -53,7 +53,7 @@ from moemesh.train.records.run_folder import (
 from moemesh.train.session import Session, Steps, SynchronousSteps
 from moemesh.train.watcher import watcher_command
 
-#: Floor of a step's limit on GPUs: any step may compile a kernel, on cores that all ranks share.
+#: Smallest limit in seconds of a step on GPUs: any step may compile a kernel, on shared cores.
 _CUDA_FLOOR_SECONDS = 180.0
 #: Seconds in which the checkpoint store must return the newest step after the end of the ranks.
 _STORE_SECONDS = 60.0
@@ -61,6 +61,7 @@ _STORE_SECONDS = 60.0
 #: Errors that break a run, though a user may have caused them.
 BROKE = (CheckpointError, LeaseLost)
 
+#: Reason of a refused restart after which the advice is to remove the cause first.
 CAME_TWICE = "it came twice at the same place"
 
 
@@ -70,6 +71,7 @@ class Budget:
     def __init__(self, restarts: int) -> None:
         """`restarts`: number of restarts without any progress in between."""
         self.restarts = self.left = restarts
+        #: Step of the checkpoint of the last restart, -1 for the beginning; and the last verdict.
         self._from = -1
         self._before: Verdict | None = None
 
@@ -82,7 +84,7 @@ class Budget:
             return "a restart would fail in the same way"
         if before is not None and start > self._from:
             self.left = self.restarts
-        elif before is not None and _place(before) == _place(verdict) is not None:
+        elif before is not None and (place := _place(verdict)) and _place(before) == place:
             return CAME_TWICE
         self._from = start
         if not self.left:
@@ -158,8 +160,8 @@ def train_supervised(
         )
         since = f"step {step}" if step is not None else "the beginning, without a checkpoint"
         record = verdict.status.record
-        at = record.step if record is not None else None
-        events.add("failed", verdict.message, at)
+        failed_step = record.step if record is not None else None
+        events.add("failed", verdict.message, failed_step)
         if refused is not None:
             advice = failure.advice_on(verdict, path, command, came_twice=refused == CAME_TWICE)
             action = f"ended the run: {refused}"
@@ -170,7 +172,7 @@ def train_supervised(
         text = f"restart {budget.restarts - budget.left} of {budget.restarts}, from {since}"
         hint = failure.hint_on(verdict)
         failure.write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
-        events.add("restart", text, at)
+        events.add("restart", text, failed_step)
         kept = failure.keep_failure(path, have_ended=True)
         where = failure.details(path) if kept is None else f"details in {kept}"
         failure.log("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
@@ -196,9 +198,9 @@ def train(
     """Train the run; returns the exit code. `prepared`: results of the checks, made before torch
     was imported; `in_this_process`: a single rank is this process itself.
 
-    There are three kinds of callers: a user (checks, locks the folder and starts the ranks, or is
-    the only rank), a rank of ours (the folder is locked by the launcher), and a rank of torchrun
-    (rank 0 locks the folder).
+    It runs in three kinds of processes: that of the user (checks, locks the folder and starts the
+    ranks, or is the only rank), a rank that this process starts (the folder is locked already), and
+    a rank of torchrun (rank 0 locks the folder).
     """
     launch.attach()
     config, path = request.config, request.path
@@ -358,12 +360,13 @@ def _rank(
         # Rank 0 writes the report alone; a caller on another rank may read the folder next.
         barrier(mesh.control)
         launch.stop(code)
-        folder.release()  # of a rank of torchrun; ours have it from their launcher
+        folder.release()  # held by rank 0 of torchrun; ranks that we start do not hold it
         return code
-    except RankError:  # before there was a run
+    except RankError:  # raised before the process group exists: no failure of the run
         launch.stop(2)
         raise
     except Exception as error:
+        # The caller prints a user's mistake, unless a launcher, a watcher or failure.json needs it.
         is_reported = isinstance(error, BROKE) or launch.launched() or launch.watched()
         if isinstance(error, _Refused) or (isinstance(error, UserError) and not is_reported):
             raise
@@ -479,7 +482,7 @@ def train_rank(
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:
-    """Raise WorldSizeError, with layouts of `world_size` ranks, unless the plan needs as much."""
+    """Raise WorldSizeError, with layouts of `world_size` ranks, if the plan needs more or fewer."""
     needed = config.plan.world_size
     if world_size == needed:
         return

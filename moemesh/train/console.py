@@ -28,9 +28,9 @@ from moemesh.train.records.run_folder import Events
 # Progress of a run: when to print a line without a terminal, and the remaining time.
 
 
-#: Least seconds between two lines ...
+#: Seconds after the last line when the next is due ...
 MOST_OFTEN_SECONDS = 60.0
-#: ... and most steps between two lines, absolute and as a share of all.
+#: ... or steps after it, if they come first: the smaller of a number and a share of all steps.
 LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE = 50, 0.25
 #: Weight of the newest step in the moving average of the time of a step.
 _NEWEST = 0.1
@@ -48,9 +48,9 @@ class Progress:
     ) -> None:
         self._total, self._log_every, self._clock = total, log_every, clock
         self._finished_at: float | None = None
-        self._mean: float | None = None
+        self._mean: float | None = None  # moving average of the seconds of a step
         self._first = done + 1
-        self._line_step, self._line_at = done, clock()
+        self._line_step, self._line_at = done, clock()  # of the last line
         self.step = done
 
     def finished(self, step: int) -> bool:
@@ -77,7 +77,7 @@ class Progress:
         return None if self._mean is None else self._mean * (self._total - self.step)
 
 
-#: Plan keys of the first line of a plan; other keys with non-default values fill a second one.
+#: Plan keys of the first line on the plan; other keys with non-default values fill a second one.
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
 
 #: Least seconds between two drawings of the panel.
@@ -95,7 +95,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         for name, value in plan
         if name not in DEGREES and value != type(plan).model_fields[name].default
     ]
-    tuned: list[str] = []  # a line on what trains, where that is not everything
+    tuned: list[str] = []  # a line on what trains, unless all parameters do
     if not config.tuning.is_full:
         trained = num_trained(config.tuning, model, plan)
         total = num_trained(FULL, model, plan)

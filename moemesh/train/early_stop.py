@@ -10,9 +10,8 @@ from moemesh.checkpoint.retention import VALIDATION_LOSS
 
 
 class EarlyStop:
-    """Validation losses of a run: the newest and the lowest one, each with its step, and the number
-    of validations since the lowest. Checkpoints have the state, so that a resumed run ends at the
-    same step."""
+    """Validation losses of a run. `best`: step and loss of the lowest one; `since`: number of
+    validations after it. Checkpoints have both, so that a resumed run ends at the same step."""
 
     def __init__(self, patience: int) -> None:
         """`patience`: validations without a new lowest loss that end the run; 0: no end."""
@@ -27,7 +26,7 @@ class EarlyStop:
             self.best, self.since = self._newest, 0
 
     def improved_at(self, step: int) -> bool:
-        """Whether a run with a patience has its lowest loss after `step`: it is saved then."""
+        """Whether a run with a patience has its lowest loss at `step`, which it then saves."""
         return self.patience > 0 and self.best[0] == step
 
     @property
@@ -46,8 +45,8 @@ class EarlyStop:
         """State for the checkpoint of `step`."""
         state: dict[str, Any] = {"best": list(self.best) if self.best[0] else None}
         state["validations_since"] = self.since
-        at, loss = self._newest
-        return state | ({VALIDATION_LOSS: loss} if at == step and math.isfinite(loss) else {})
+        newest, loss = self._newest
+        return state | ({VALIDATION_LOSS: loss} if newest == step and math.isfinite(loss) else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`state`; an older checkpoint has none."""

@@ -1,7 +1,7 @@
 """Expert migration: every few steps experts move to other ranks, to even out recent loads.
 
-The loads are an exponential moving average of the exact counts, which all ranks know; rank 0's plan
-(:func:`moemesh.balance.rebalance_incremental`) counts everywhere. Layers move one after the other,
+The loads are an exponential moving average of the exact counts, equal on all ranks, which all use
+the plan of rank 0 (:func:`moemesh.balance.rebalance_incremental`). Layers move one after the other,
 at a step boundary, with everything that belongs to an expert: weights, masters and moments.
 """
 
@@ -31,7 +31,8 @@ LARGEST_UNCOMPILED = 256
 
 
 class ExpertMigration:
-    """Averages loads, and moves experts after every `every`-th step (0: never)."""
+    """Averages loads, and moves experts after every `every`-th step (0: never). The expert of each
+    place of a layer is ``parallel.homes[layer]``, without an entry in the order of their ids."""
 
     def __init__(
         self, parallel: RankModel, optimizer: Optimizer, every: int, log: Callable[[str, str], None]
@@ -93,7 +94,7 @@ class ExpertMigration:
         return {"expert_homes": homes, "expert_loads": loads}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the placement of a checkpoint, of any layout; before the weights are read."""
+        """Restore the placement of a checkpoint of any layout; call it before weights are read."""
         if not self._every:
             return
         homes = state.get("expert_homes", {})
@@ -125,7 +126,7 @@ class ExpertMigration:
                 states += [(reducer.whole(name, part), part, local) for part in parts]
             move_experts([full for full, _, _ in states], old, new, self._mesh["ep"])
             for full, part, local in states:
-                # If the full tensor is a copy, write the local part back.
+                # If the full tensor is a copy, write this rank's part back.
                 if part is None or local is None:
                     continue
                 if part.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():

@@ -38,8 +38,8 @@ _TINY = 1e-7
 
 
 def orthogonalize(matrices_XRC: Tensor) -> Tensor:
-    """The nearest half-orthogonal matrices, about: singular values become 0.7 to 1.2, those of a
-    zero matrix stay 0. [X, R, C] to the same shape, in the type of the input."""
+    """Approximately the nearest semi-orthogonal matrices: singular values become 0.7 to 1.2, those
+    of a zero matrix stay 0. [X, R, C] to the same shape, in the dtype of the input."""
     a, b, c = COEFFICIENTS
     is_tall = matrices_XRC.shape[-2] > matrices_XRC.shape[-1]
     x = matrices_XRC.mT if is_tall else matrices_XRC
@@ -50,13 +50,13 @@ def orthogonalize(matrices_XRC: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-#: Name -> tensor in the local shape of a parameter, to the same for the update.
+#: Function from directions to updates, each as name -> tensor in the parameter's local shape.
 Update = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 class Muon(torch.optim.Optimizer):
-    """Steps the group with `names` by `update`, the others as AdamW. `names`: of the parameters of
-    the group, in their order."""
+    """Steps the group with `names` (of its parameters, in order) by `update`, the others as
+    AdamW."""
 
     def __init__(
         self,
@@ -71,8 +71,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "names": None})
         self._momentum, self._update = momentum, update
-        rest = self._rest()
-        self._adamw = torch.optim.AdamW(rest, betas=betas, eps=eps, fused=True) if rest else None
+        others = self._adamw_groups()
+        self._adamw = (
+            torch.optim.AdamW(others, betas=betas, eps=eps, fused=True) if others else None
+        )
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -87,26 +89,26 @@ class Muon(torch.optim.Optimizer):
                 momentum: Tensor = state["momentum_buffer"]
                 momentum.mul_(self._momentum).add_(weight.grad)
                 directions[name] = weight.grad.add(momentum, alpha=self._momentum)
-            updates = self._update(directions)  # also of no matrix: other ranks wait for this one
+            updates = self._update(directions)  # even without matrices: it is a collective
             for name, weight in zip(group["names"], group["params"], strict=True):
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(updates[name], alpha=-group["lr"])
         if self._adamw is not None:
-            # Loading a state replaces both.
+            # load_state_dict and schedules change `self`, not the inner optimizer.
             self._adamw.state = self.state
-            for own, group in zip(self._adamw.param_groups, self._rest(), strict=True):
-                own["lr"], own["weight_decay"] = group["lr"], group["weight_decay"]
+            for inner, group in zip(self._adamw.param_groups, self._adamw_groups(), strict=True):
+                inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
             self._adamw.step()
 
-    def _rest(self) -> list[dict[str, Any]]:
+    def _adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["names"] is None]
 
 
 class MatrixUpdates:
     """Orthogonalizes the directions of all matrices of a stage, whatever parts its ranks hold.
 
-    `shards`: a rank's parts of given tensors under the names of checkpoints, sharing their memory.
-    All ranks of the axis `stage` call it together.
+    `shards`: from tensors by name to this rank's parts of them, under the names of checkpoints and
+    sharing their memory. All ranks of the axis `stage` call it together.
     """
 
     def __init__(
@@ -123,34 +125,42 @@ class MatrixUpdates:
         """Scaled updates, in the shapes of `directions`."""
         rank = self._axis.index
         updates = {name: torch.zeros_like(tensor) for name, tensor in directions.items()}
-        given = {part_of(shard): shard.tensor for shard in self._shards(directions)}
-        taken = {part_of(shard): shard.tensor for shard in self._shards(updates)}
+        direction_parts = {part_of(shard): shard.tensor for shard in self._shards(directions)}
+        update_parts = {part_of(shard): shard.tensor for shard in self._shards(updates)}
         if self._exchanges is None:
-            gathered = gather_json(list(given), self._axis)
+            gathered = gather_json(list(direction_parts), self._axis)
             self._exchanges = exchanges(
                 [[Part(name, *map(tuple, sizes)) for name, *sizes in parts] for parts in gathered]
             )
+        #: Unit -> parts that this rank computes alone: whole matrices, or stacks of them.
         local: dict[str, list[Part]] = {}
-        for part in given:
+        for part in direction_parts:
             unit = self._exchanges.get(unit_of(part.name))
             if unit is None or part.name not in unit.owners:
                 local.setdefault(unit_of(part.name), []).append(part)
         for unit in sorted(local.keys() | self._exchanges.keys()):
-            whole = {part.name: given[part] for part in local.get(unit, ())}
+            whole = {part.name: direction_parts[part] for part in local.get(unit, ())}
             exchange = self._exchanges.get(unit)
             if exchange is not None:
                 # The tensors that this rank owns, from the parts of all ranks.
-                own = [one for one in given.items() if exchange.owners.get(one[0].name) == rank]
-                for part, tensor in (*own, *self._send(exchange.there, given.__getitem__)):
+                owned = [
+                    (part, tensor)
+                    for part, tensor in direction_parts.items()
+                    if exchange.owners.get(part.name) == rank
+                ]
+                for part, tensor in (
+                    *owned,
+                    *self._send(exchange.there, direction_parts.__getitem__),
+                ):
                     if part.name not in whole:
                         whole[part.name] = tensor.new_zeros(part.shape)
                     _cut(whole[part.name], part).copy_(tensor)
             results = orthogonalize_all(whole)
             for part in local.get(unit, ()):
-                taken[part].copy_(results[part.name])
+                update_parts[part].copy_(results[part.name])
             if exchange is not None:
-                # Their updates, in the parts of all ranks.
-                for part, tensor in taken.items():
+                # Send the updates of these tensors back, to the ranks that hold the parts.
+                for part, tensor in update_parts.items():
                     if exchange.owners.get(part.name) == rank:
                         tensor.copy_(_cut(results[part.name], part))
 
@@ -158,7 +168,7 @@ class MatrixUpdates:
                     return _cut(results[part.name], part)
 
                 for part, tensor in self._send(exchange.back, update_of):
-                    taken[part].copy_(tensor)
+                    update_parts[part].copy_(tensor)
         return updates
 
     def _send(
@@ -191,7 +201,7 @@ def orthogonalize_all(whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
             pair = tensor[matrix.box], results[name][matrix.box]
             by_shape.setdefault((matrix.rows, matrix.columns), []).append(pair)
     for (rows, columns), pairs in by_shape.items():
-        stack = torch.stack([given.reshape(rows, columns) for given, _ in pairs])
+        stack = torch.stack([direction.reshape(rows, columns) for direction, _ in pairs])
         updates = orthogonalize(stack) * (SCALE * max(rows, columns) ** 0.5)
         for (_, result), update in zip(pairs, updates, strict=True):
             result.copy_(update.view(result.shape))

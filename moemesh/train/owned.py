@@ -21,24 +21,25 @@ from moemesh.sharding.boxes import logical_parts
 def owned_shards(
     parallel: RankModel, tensors: Mapping[str, Tensor], prefix: str = "", *, saved: bool = False
 ) -> Iterator[Shard]:
-    """The parts of logical tensors that this rank holds in `tensors` of parameters, sharing memory.
+    """The parts of logical tensors that this rank holds. `tensors`: parameter -> the weight, or a
+    gradient or moment of its shape; shards share their memory.
 
     They are named `prefix` and the name in a checkpoint. Parts that several ranks hold are
     included; `saved`: only those that this rank saves, since one rank saves each logical element.
     """
-    for name, own in parallel.reducer.held.items():
+    for name, held in parallel.reducer.held.items():
         where = parallel.placements[name]
-        if name in tensors and (where.counts(own, parallel.mesh) or not saved):
-            yield from shards_of(where, own, tensors[name], parallel.mesh, prefix)
+        if name in tensors and (where.counts(held, parallel.mesh) or not saved):
+            yield from shards_of(where, held, tensors[name], parallel.mesh, prefix)
 
 
 def shards_of(
     where: Placement, own: OwnRange, tensor: Tensor, mesh: Mesh, prefix: str = ""
 ) -> Iterator[Shard]:
-    """The same of one parameter, whose range `own` is in `tensor`."""
+    """The shards of one parameter; `tensor` holds the elements of its range `own`."""
     experts = where.experts(mesh) if where.is_expert else None
     shape = where.shape[1:] if where.is_expert else where.shape
-    held = where.parts_of_expert(mesh) if where.is_expert else [where.slices(mesh)]
-    for part, numbers in logical_parts(where.name, shape, held, own.numbers, experts):
+    boxes = where.parts_of_expert(mesh) if where.is_expert else [where.slices(mesh)]
+    for part, numbers in logical_parts(where.name, shape, boxes, own.numbers, experts):
         data = part_of(tensor, own, numbers).view(part.sizes)
         yield shard_of(f"{prefix}{part.name}", Sharded(data, part.shape, part.offset))

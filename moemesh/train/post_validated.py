@@ -121,6 +121,7 @@ class PostValidation:
         self._stop_requested, self._arm_after = stop_requested, arm_after
         self._judge = judge
         self._pipeline = ValidatedPipeline(parallel.pipeline, parallel.mesh)
+        #: Consecutive confirmed steps without a clip or a skip.
         self._num_clean = 0
         #: The step that has run here while the reports of other ranks are pending.
         self._waiting: Step | None = None
@@ -175,12 +176,12 @@ class PostValidation:
         return taken
 
     def _end(self, step: Step) -> None:
-        """Pass on this rank's part of the sum; step early if the partial sum is clean."""
+        """Pass on the sum of the squares up to this rank; step early if the sum so far is clean."""
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
-            # This rank's summand of the vector of the step, float64: a stop request, the losses,
-            # the loads (exact in float64), and the squares.
+            # This rank's vector, to be summed over all, in float64: a stop request, the losses, the
+            # loads (exact), and the squares.
             reducer = parallel.reducer
             squares = gradient_squares(
                 reducer.gradients, parallel.norm_addends(), parallel.mesh, step.sums.losses
@@ -268,10 +269,10 @@ class ValidatedSteps:
                 assert step.result is not None
                 facts = {"recorder": step.recorder, "seconds": step.seconds}
                 finished.append(FinishedStep(number=step.number, result=step.result, **facts))
-            is_confirmed = steps.is_confirmed
-            while len(finished) > is_confirmed:
+            num_returned = int(steps.is_confirmed)  # the last step, if all stages hold its weights
+            while len(finished) > num_returned:
                 session.report(finished.pop(0))
-            if is_confirmed:
+            if num_returned:
                 break
         return finished[0]
 

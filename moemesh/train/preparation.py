@@ -59,8 +59,9 @@ LARGE_BUBBLE = 0.5
 #: Largest number of files of a source, and of lines of a file, that are checked.
 _FEW = 20
 
-# Refusals: legal settings that `moemesh train` cannot carry out here. Each yields problems of a
-# configuration; the folder of its run, if known, may replace missing inputs.
+# Refusals: legal settings that `moemesh train` cannot carry out here. Each takes a configuration
+# and the run folder (None if unknown; an earlier run in it may have missing inputs), and yields
+# problems.
 
 
 def _dispatcher(config: RunConfig, _: Path | None) -> Iterator[Problem]:
@@ -131,8 +132,8 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
 
 
 class Start(NamedTuple):
-    """A run that is about to start: `ranks_on_cpu` share the cores of this machine; `schedule`
-    None: that of the plan."""
+    """A run that is about to start. `ranks_on_cpu`: number of ranks that share the cores of this
+    machine, 0 with GPUs; `schedule` None: that of the plan."""
 
     config: RunConfig
     ranks_on_cpu: int = 0
@@ -286,10 +287,12 @@ REPORT = "report.html"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """A requested run, resolved once in each process: the configuration of `config_file` and
-    `overrides`, the run folder `out` (None: see :attr:`path`), keys that may differ from those of
-    the run in it, whether to take it over from an active run, a step after which the run is saved
-    and ends, and the number of steps that are profiled on every rank before it ends."""
+    """A requested run, resolved once in each process.
+
+    `resolved`: the configuration of `config_file` and `overrides`; `out`: the run folder (None: see
+    :attr:`path`); `allowed_changes`: keys that may differ from those of the run in it; `takeover`:
+    take it over from an active run; `stop_after`: step after which the run is saved and ends;
+    `profile_steps`: number of steps to profile on every rank before the run ends."""
 
     resolved: Resolved
     config_file: Path | None = None
@@ -302,8 +305,8 @@ class RunRequest:
 
     @cached_property
     def path(self) -> Path:
-        """`out`, or the folder of a run that is the configuration, or ``runs/NAME`` with the name
-        of the file, of the model's folder, or of the preset: a repeated command finds its run."""
+        """`out`, or `config_file` if it is a run folder, or ``runs/NAME``, named after the file,
+        the folder of the model or the preset: a repeated command resumes its run."""
         file, out, config = self.config_file, self.out, self.resolved.config
         if file is not None and file.is_dir():
             out = out or file
@@ -345,8 +348,8 @@ class RunRequest:
 class Preparation(NamedTuple):
     """The result of all checks of a run, and the state of its folder.
 
-    `steps`: those of the checkpoints, newest first; `disk`: their need; `samples`: None unless the
-    data is read in about a second; `notes` on the data.
+    `changes`: from the run in the folder; `steps`: those of its checkpoints, newest first; `disk`:
+    bytes for checkpoints; `samples`: None unless the data is read in about a second; `notes` on it.
     """
 
     request: RunRequest
@@ -359,42 +362,42 @@ class Preparation(NamedTuple):
 
 
 def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None) -> Preparation:
-    """Check everything: first the run folder, which an active run may hold (unless it is taken
-    over), then the rest. Raises a UserError with all faults of settings, inputs and this machine.
+    """Check everything: first that no active run holds the run folder (unless it is taken over),
+    then the rest. Raises a UserError with all faults of settings, inputs and this machine.
     `log` gets the first line of a run, before data is read."""
     # Late: a rank reads this file, and needs no planner before its first step.
     from moemesh.planner.machine_memory import check_room
 
     refuse_unknown_permissions(request.allowed_changes)
-    kept = request.readable
+    resolved = request.readable
     config, path, folder = request.config, request.path, request.inspect()
     if not request.takeover:
         Lease.refuse_held(path)
     changes = tuple(folder.changes(resolved_toml(config), request.allowed_changes))
     steps = tuple(candidates(folder.checkpoints))
     is_done = config.train.epochs is None and bool(steps) and steps[0] >= config.train.steps
-    look = partial(disk_need if is_done else refuse_full_disk, config, folder.checkpoints)
-    read = [sources.name_of(source) for source in config.data.all_sources]
-    read += [config.data.validation] if config.data.validation is not None else []
-    read += [f"the weights in {config.model_path}"] if config.model_path is not None else []
+    measure_disk = partial(disk_need if is_done else refuse_full_disk, config, folder.checkpoints)
+    inputs = [sources.name_of(source) for source in config.data.all_sources]
+    inputs += [config.data.validation] if config.data.validation is not None else []
+    inputs += [f"the weights in {config.model_path}"] if config.model_path is not None else []
     ranks = config.plan.world_size
     processes = "trains in this process" if ranks == 1 else f"starts {ranks} processes"
     samples, notes = check_inputs(
-        kept,
+        resolved,
         request.config_file,
         cache_beside(path),
         also=(
-            lambda: None if untrainable(kept, path) else check_room(kept.config),
+            lambda: None if untrainable(resolved, path) else check_room(resolved.config),
             partial(check_sources, config),
             partial(check_base, config, [folder.checkpoints / f"step-{n}" for n in steps[:1]]),
             # The newest checkpoint may be damaged: then the run resumes from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),
-            look,
+            measure_disk,
         ),
-        before_data=lambda: log(f"starting reads {', '.join(read)}; then {processes}"),
+        before_data=lambda: log(f"starting reads {', '.join(inputs)}; then {processes}"),
         folder=path,
     )
-    return Preparation(request, folder, changes, steps, look(), samples, notes)
+    return Preparation(request, folder, changes, steps, measure_disk(), samples, notes)
 
 
 def finished(request: RunRequest) -> str | None:
@@ -478,12 +481,13 @@ def data_errors(
     the `broken` keys may set their path."""
     if any(key.startswith("data.") and key not in _NOT_OF_FILES for key in broken):
         return []
-    is_known = "model.vocab_size" not in broken
+    # Without a valid vocab_size any token is accepted.
+    vocab_size = 1 << 62 if "model.vocab_size" in broken else config.model.vocab_size
     errors: list[Exception] = []
     home = Path() if config_file is None else config_file.parent
     named = [source.path for source in config.data.all_sources]
     named += [config.data.validation, config.data.tokenizer]
-    for error in sources.check(config.data, config.model.vocab_size if is_known else 1 << 62):
+    for error in sources.check(config.data, vocab_size):
         # The file exists in the folder of the configuration, but not at the path.
         for name in filter(None, named):
             is_beside = not Path(name).expanduser().exists() and (home / name).exists()
@@ -503,7 +507,7 @@ def check_base(config: RunConfig, checkpoints: Sequence[Place]) -> None:
         from moemesh.train.weights.conversion import open_base  # late: it imports torch
 
         state = None
-        with suppress(CheckpointError):  # of a damaged one: the run resumes from another
+        with suppress(CheckpointError):  # a damaged checkpoint: the run resumes from another
             state = read_manifest(checkpoint).state
         open_base(config, state)
 

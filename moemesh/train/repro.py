@@ -30,8 +30,8 @@ class ReproError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of two runs: the number of compared steps, and for the first step that differs the
-    key, the old value and the new value."""
+    """Comparison of two runs in `steps` steps. Of the first step that differs: `key`, values
+    `before` and `after`; of all: `num_different` steps, and the `largest` difference of losses."""
 
     steps: int
     first_step: int | None = None
@@ -43,7 +43,8 @@ class Comparison:
 
 
 def covering_parts(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenancePart]:
-    """:func:`parts_of` the steps 1 to `last`. Raises ReproError for steps without a record."""
+    """The parts (:func:`parts_of`) of steps 1 to `last`. Raises ReproError for steps without a
+    record."""
     parts = [part for part in parts_of(starts, last) if part.first <= last]
     ends = [0, *(part.last for part in parts)]
     if not parts or any(part.first != end + 1 for part, end in zip(parts, ends, strict=False)):
@@ -133,7 +134,7 @@ def repro(
             command += ["--stop-after", str(part.last)]
             log(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
             output = None if shows_steps else subprocess.DEVNULL
-            # Without overrides of the configuration: config.toml has them all.
+            # The recorded configuration includes the overrides of the environment.
             environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
             code = subprocess.run(
                 command, cwd=directory, env=environment, stdout=output, check=False
@@ -149,7 +150,8 @@ def repro(
 
 
 def _free_folder(run: Path, out: Path | None) -> Path:
-    """An absolute path without a run."""
+    """The absolute path of `out`, or of a new folder next to `run`. Raises ReproError if it holds a
+    run."""
     if out is not None:
         if any((out / mark).exists() for mark in MARKS):
             raise ReproError(f"{out} holds a run already: choose another folder with --out")

@@ -114,7 +114,7 @@ class Session:
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
             position = int(checkpoint.state["position"])
-        #: Fingerprint of weights that checkpoints leave out, for their state.
+        #: Entry of the state of checkpoints: fingerprint of the packed base, which they leave out.
         self._base: dict[str, str] = {}
         if config.lora.is_packed:
             from moemesh.train.weights.conversion import load_base
@@ -122,7 +122,7 @@ class Session:
             state = None if checkpoint is None else checkpoint.state
             self._base = {"base": load_base(config, parallel, state)}
         if checkpoint is None and (config.model_path is not None or config.lora.path is not None):
-            # Late: most runs need none of it.
+            # Late: most runs start from random weights or a checkpoint.
             from moemesh.train.weights.conversion import keep_source, open_adapters, open_weights
 
             if config.model_path is not None:
@@ -173,7 +173,7 @@ class Session:
 
         def decide(boundary: StepBoundary) -> None:
             boundary.stopping = steps.is_stopping() or boundary.number == self.stop.after
-            # A checkpoint without an update would take the place of an older, better one.
+            # While steps are skipped, a checkpoint would only replace an older one.
             is_due = boundary.is_due(self.config.train.checkpoint_every)
             is_due = is_due or self.early_stop.improved_at(boundary.number)
             wanted = is_due and (boundary.is_last or not self.nan_policy.skipped)
@@ -207,8 +207,8 @@ class Session:
                 boundary = StepBoundary(
                     step=finished, began=step, is_last=finished.number == self.last
                 )
-                reasons = (reason for observe in observers if (reason := observe(boundary)))
-                if reason := next(reasons, None):
+                # After an observer with a reason the others are not called.
+                if reason := next(filter(None, (observe(boundary) for observe in observers)), None):
                     step = self.saved = self.go_back(finished.number, reason)
                     continue
                 step = finished.number
@@ -261,17 +261,18 @@ class Session:
         """The first non-finite value of step `step`, which was not applied, and the path of its
         replay bundle, if any; all ranks call, after the step."""
         progress.phase(CHECK)
-        ids, weights_of = self.sample_ids(step), self.optimizer.num_updates
+        ids, num_updates = self.sample_ids(step), self.optimizer.num_updates
         parameters = nan_check.nonfinite_gradients(self.parallel)
         bundle, run = None, self.folder.path
         if wants_bundle:
-            model = self.parallel, self.optimizer
-            bundle = begin_bundle(run, self.config, *model, step, self.samples, ids)
+            bundle = begin_bundle(
+                run, self.config, self.parallel, self.optimizer, step, self.samples, ids
+            )
         batches = self.batches(step)
         progress.phase(CHECK)
         origin = nan_check.examine(self.parallel, self.optimizer, batches, ids.tolist(), parameters)
         if bundle is not None:
-            finish_bundle(bundle, origin, weights_of, self.mesh)
+            finish_bundle(bundle, origin, num_updates, self.mesh)
         return origin, None if bundle is None else str(bundle)
 
     def go_back(self, step: int, reason: str) -> int:
@@ -281,7 +282,7 @@ class Session:
         self.checkpoints.finish()
         checkpoint = self._restore()
         if checkpoint is None:
-            self.nan_policy.returned(reason, None, range(0))
+            self.nan_policy.returned(reason, None, range(0))  # raises Diverged
         assert checkpoint is not None
         skipped = range(self.num_read(checkpoint.step), self.num_read(step))
         self._cursor, self.last = (checkpoint.step, skipped.stop), self.config.train.steps
@@ -306,7 +307,7 @@ class Session:
         for start in range(0, len(ids), size):
             part = ids[start : start + size]
             batches += own_batches(self.samples, self.mesh, part, 1, seed=train.seed)
-        return self.largest(evaluate(self.parallel, batches))  # the same to the bit
+        return self.largest(evaluate(self.parallel, batches))  # the same bits on all ranks
 
     def save(self, step: int, *, is_last: bool) -> None:
         """Write a checkpoint of step `step`; all ranks call."""
@@ -322,8 +323,8 @@ class Session:
             **self.nan_policy.state(),
             **self.early_stop.state(step),
         }
-        is_new = True
-        # A stop request before the save is the reason of this checkpoint.
+        is_first = True
+        # Only a stop request during the save hurries it: an earlier one is its reason.
         was_requested = bool(self.stop.requested)
 
         def hurries() -> bool:
@@ -333,24 +334,24 @@ class Session:
             try:
                 return self.checkpoints.save(step, state, is_last=is_last, hurries=hurries)
             except CheckpointError as error:
-                # The same on all ranks. A run that stops does not wait for space.
+                # The same error on all ranks. Only the last step of the run waits for space.
                 if step < self.last or not is_disk_full(str(error)):
                     raise
                 lost = f"steps {(newest_step(self.folder.path) or 0) + 1} to {step} are lost"
                 if self.largest(self.stop.requested):
                     raise CheckpointError(f"{error}; {lost}", error.facts) from error
-                if is_new and self.mesh.rank == 0:
+                if is_first and self.mesh.rank == 0:
                     self.console.warn(
                         f"{error}; the run waits for room on the disk; Ctrl-C ends it, and {lost}"
                     )
-            is_new = False
+            is_first = False
             end = time.monotonic() + _ROOM_SECONDS
             while time.monotonic() < end and not self.stop.requested:
                 time.sleep(0.1)
 
     def next_drain(self, first: int) -> int:
-        """The next step from `first` on that is followed by a validation, a checkpoint or the end,
-        so that all stages must hold the weights of one step."""
+        """The first step from `first` on after which a validation, a checkpoint or the end is due:
+        all stages must then hold the weights of that step."""
         train, after = self.config.train, self.stop.after
         ends = [train.steps]
         for every in filter(None, (train.checkpoint_every, train.validate_every)):

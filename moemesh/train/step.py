@@ -38,8 +38,8 @@ from moemesh.train.optimizer import Optimizer
 def refuse_replayed(parallel: RankModel, microbatches: Sequence[Batch]) -> None:
     """Raise RoutingError on every rank if a routing to replay is invalid on any rank.
 
-    Either all ranks replay or none does; all ranks call. Nothing raises between two collectives: a
-    fault is kept as a sentence, or as a number, until the next point where the ranks communicate.
+    Either all ranks replay or none does; all ranks call. A fault on one rank is not raised there,
+    since the others would wait in the next collective: its message is gathered first.
     """
     if all(batch.experts is None for batch in microbatches):
         return
@@ -66,13 +66,13 @@ def refuse_replayed(parallel: RankModel, microbatches: Sequence[Batch]) -> None:
     except RoutingError as error:
         problem = str(error)
     reports = gather_json([problem, sorted(widths.items())], parallel.mesh.control)
-    for rank, (other, _) in enumerate(reports):
-        if other is not None:
-            raise RoutingError(f"rank {rank}: {other}")
-    if any(other != reports[0][1] for _, other in reports):
+    for rank, (message, _) in enumerate(reports):
+        if message is not None:
+            raise RoutingError(f"rank {rank}: {message}")
+    if any(sizes != reports[0][1] for _, sizes in reports):
         raise RoutingError(
             "replayed routings of one layer differ in experts per token between ranks: "
-            + "; ".join(f"rank {rank}: {dict(other)}" for rank, (_, other) in enumerate(reports))
+            + "; ".join(f"rank {rank}: {dict(sizes)}" for rank, (_, sizes) in enumerate(reports))
         )
 
 
@@ -99,9 +99,9 @@ class StepResult(Shown):
     nats; ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: mean over the extra
     prediction layers of their losses in nats, without its weight, None without such layers; per MoE
     layer (int64) ``counts_LE``: tokens of each expert, ``dropped_L``: choices for which an expert
-    had no room, ``rank_LP``: tokens that each rank of ep computed (None: those of its own experts);
-    ``skipped``: a loss or a gradient was not finite, or the run's policy refuses the step, so no
-    rank updates."""
+    had no room, ``rank_LP``: tokens that each rank of ep computed (None if experts have no
+    replicas); ``skipped``: a loss or a gradient was not finite, or the run's policy refuses the
+    step, so no rank updates."""
 
     loss: float
     aux_loss: float
@@ -214,6 +214,7 @@ def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepC
     """The counts of the step, over all replicas and microbatches."""
     scope = parallel.model.config.aux_loss_scope
     depths = range(1, parallel.model.config.num_mtp_layers + 1)
+    # Scopes of this rank: their number, or for "global" a number for each microbatch.
     scopes = [batch.num_routed_sequences() for batch in microbatches]
     if scope == "sequence":
         scopes = [sum(scopes)]
@@ -228,10 +229,10 @@ def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepC
         ]
     )
     if mesh["cp"].index:
-        # These ranks have the same sequences: the first of them counts.
+        # Ranks of cp have parts of the same sequences: only the first of them counts.
         counts.zero_()
-    # A collective of hosts, which have the counts and need not wait until their devices finish the
-    # previous step; within one stage, since stages arrive at different times.
+    # Over the host's backend, so that no rank waits until its device has finished the previous
+    # step; within a stage, since stages arrive here at different times.
     all_reduce_(counts, mesh.host("dp_cp"), caller="step.counts", phase="forward")
     num_tokens, *rest = counts.tolist()
     ahead, scopes = rest[: len(depths)], rest[len(depths) :]
@@ -241,7 +242,7 @@ def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepC
 
 
 class StepSums:
-    """Sums over the microbatches of a step, over the parts that any stage computes.
+    """Sums over the microbatches of a step: of this rank's part of the model, until :meth:`reduce`.
 
     ``losses``: sums of token losses, of auxiliary losses, and of token losses at each depth of the
     extra prediction layers; the loads of every MoE layer of the model, ``counts_LE``,
@@ -254,16 +255,16 @@ class StepSums:
         self._model, self._mesh = parallel.model, parallel.mesh
         config = parallel.model.config
         layers = config.routed_layers
-        self._places = {layer: place for place, layer in enumerate(layers)}
+        self._rows = {layer: row for row, layer in enumerate(layers)}
         #: Loss weight per token at each MTP depth.
-        self._ahead = [
+        self._depth_weights = [
             config.mtp_loss_weight / len(counts.ahead) / max(number, 1) for number in counts.ahead
         ]
         self._has_capacity = bool(config.capacity_factor)
         # Tensor-parallel ranks compute the same token losses: only the first reports them.
         self._reports = self._mesh["tp"].index == 0
         device = self._mesh.device
-        self.losses = torch.zeros(2 + len(self._ahead), dtype=torch.float64, device=device)
+        self.losses = torch.zeros(2 + len(self._depth_weights), dtype=torch.float64, device=device)
         self.counts_LE = torch.zeros(
             len(layers), config.num_experts, dtype=torch.int64, device=device
         )
@@ -283,11 +284,11 @@ class StepSums:
     def objective(self, part: ModelPart, output: Output, batch: Batch) -> Tensor:
         """This part's share of J; adds its losses and loads to the sums."""
         if output.moe_layers:
-            places = [self._places[layer] for layer in output.moe_layers]
-            places_here = constant(places, self._mesh.device)
-            self.counts_LE.index_add_(0, places_here, output.counts_LE)
-            self.dropped_L.index_add_(0, places_here, output.dropped_L)
-            self.fault_L.scatter_reduce_(0, places_here, output.fault_L, "amin")
+            rows = [self._rows[layer] for layer in output.moe_layers]
+            rows_L = constant(rows, self._mesh.device)
+            self.counts_LE.index_add_(0, rows_L, output.counts_LE)
+            self.dropped_L.index_add_(0, rows_L, output.dropped_L)
+            self.fault_L.scatter_reduce_(0, rows_L, output.fault_L, "amin")
         if self.rank_LP is not None:
             self.rank_LP += take_rank_tokens(self._model, self._mesh)
         self.losses[1] += output.aux.detach()
@@ -301,7 +302,7 @@ class StepSums:
             mask_T = batch.ahead(depth).loss_BS.flatten()
             loss = losses_T.masked_fill(~mask_T, 0.0).sum()
             self.losses[1 + depth] += loss.detach() if self._reports else 0.0
-            share = share + loss * self._ahead[depth - 1]
+            share = share + loss * self._depth_weights[depth - 1]
         return share
 
     def reduce(self) -> None:
@@ -349,8 +350,8 @@ def gradients_of_step(
         # All numbers that the host needs of the step, in one copy, so that it waits once.
         total = squares.sum(0, keepdim=True)
         copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(sums.loads)])).tensor()
-    own, losses, packed = copied.split([1, len(sums.losses), len(copied) - 1 - len(sums.losses)])
-    norm = norm_of(own)
+    square, losses, packed = copied.split([1, len(sums.losses), len(copied) - 1 - len(sums.losses)])
+    norm = norm_of(square)
     if refuses and not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
     return step_result(counts=counts, losses=losses, packed=packed, like=sums.loads, norm=norm)
@@ -361,7 +362,7 @@ def update(
 ) -> None:
     """Clip, step the optimizer, move the routers' biases; no-op if the step is skipped.
 
-    The decision uses reduced values, so all ranks make the same.
+    Every rank decides the same, since `result` is the same on all.
     """
     if result.skipped:
         return
@@ -406,6 +407,6 @@ def sum_losses(parallel: RankModel, batches: Sequence[Batch]) -> tuple[float, fl
         for axis in ("dp_cp", "pp"):
             all_reduce_(sums, parallel.mesh[axis], caller="evaluate", phase="forward")
     for expert, number in zip(experts, bounded, strict=True):
-        expert.num_bounded = number  # these batches are larger than those of the bound
+        expert.num_bounded = number  # the bound is for training batches
     total, count = sums.tolist()
     return total, count

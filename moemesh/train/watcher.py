@@ -45,7 +45,7 @@ from moemesh.train.records.run_folder import LOGS, Events, RunFolder
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 #: Seconds without any rank after which none is expected.
 _EMPTY_SECONDS = 60.0
-#: Seconds between the ends of the rank at fault and of the others: the launcher reports the first.
+#: Seconds from the end of the rank at fault to that of the others: the launcher names the first.
 _CULPRIT_FIRST_SECONDS = 0.4
 #: Longest time of a report in seconds, stacks included.
 _REPORT_SECONDS = 8.0
@@ -61,7 +61,8 @@ _RESTARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class WatcherSpec:
-    """The task of a watcher: rendezvous folder, run folder, and the command of the run."""
+    """The task of a watcher. `folder`: that of the rendezvous; `path`: the run folder; `command`:
+    that of the run, for its messages."""
 
     node: Node
     folder: str
@@ -71,10 +72,10 @@ class WatcherSpec:
 
     @staticmethod
     def of(text: str) -> WatcherSpec:
-        """The inverse of the JSON of its fields, which the command line has."""
-        found: dict[str, Any] = parse_json(text)
-        found |= {"node": Node(**found["node"]), "limits": Limits(**found["limits"])}
-        return WatcherSpec(**found)
+        """The specification from the JSON of its fields, an argument of the command line."""
+        values: dict[str, Any] = parse_json(text)
+        values |= {"node": Node(**values["node"]), "limits": Limits(**values["limits"])}
+        return WatcherSpec(**values)
 
 
 def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> list[str]:
@@ -157,7 +158,7 @@ class Watcher:
         self, watcher: RankWatcher, verdict: Verdict, statuses: Sequence[RankStatus]
     ) -> None:
         node, error = self._spec.node, verdict.status.error
-        # The present folder of a run that has lost its own, or None.
+        # "run_folder": where the folder is now if it was renamed, None if unknown.
         facts = {} if error is None else error.facts
         path = Path(facts.get("run_folder", self._path) or os.devnull)
         logs = path / LOGS

@@ -129,10 +129,10 @@ class FolderContents:
         self.tensors = dict(self.stored)
         self.packed = {} if quantization is None else self._find_packed(quantization)
         for name, tensor in self.packed.items():
-            home = self.stored[tensor.sources[0]].file
+            file = self.stored[tensor.sources[0]].file
             for source in tensor.sources:
                 self.tensors.pop(source, None)
-            self.tensors[name] = StoredTensor(home, "float32", tensor.shape)
+            self.tensors[name] = StoredTensor(file, "float32", tensor.shape)
 
     def take_names(self, expected: Collection[str]) -> None:
         """Rename tensors as transformers loads them: a folder saved from the base model has
@@ -140,12 +140,12 @@ class FolderContents:
         Raises CheckpointError where two tensors get one name."""
 
         def renamed(name: str) -> str:
-            end = next((one for one in (SCALE, BLOCKS, SCALES) if name.endswith(one)), "")
-            plain = name.removesuffix(end)
-            less, more = plain.removeprefix(_PREFIX), _PREFIX + plain
-            if plain not in expected and less in expected:
-                return less + end
-            return more + end if more in expected or _LAYER.match(more) else name
+            suffix = next((end for end in (SCALE, BLOCKS, SCALES) if name.endswith(end)), "")
+            plain = name.removesuffix(suffix)
+            shorter, longer = plain.removeprefix(_PREFIX), _PREFIX + plain
+            if plain not in expected and shorter in expected:
+                return shorter + suffix
+            return longer + suffix if longer in expected or _LAYER.match(longer) else name
 
         for table in (self.stored, self.tensors, self.packed):
             names = {name: renamed(name) for name in table}
@@ -153,10 +153,10 @@ class FolderContents:
                 raise CheckpointError(
                     f"{self.path}: holds {twice[0]} with and without {_PREFIX} in front"
                 )
-        self.stored = {renamed(name): one for name, one in self.stored.items()}
-        self.tensors = {renamed(name): one for name, one in self.tensors.items()}
-        packed = [one._replace(name=renamed(one.name)) for one in self.packed.values()]
-        self.packed = {one.name: one for one in packed}
+        self.stored = {renamed(name): tensor for name, tensor in self.stored.items()}
+        self.tensors = {renamed(name): tensor for name, tensor in self.tensors.items()}
+        packed = [tensor._replace(name=renamed(tensor.name)) for tensor in self.packed.values()]
+        self.packed = {tensor.name: tensor for tensor in packed}
 
     def _find_packed(self, quantization: Quantization) -> dict[str, Packed]:
         """The quantized tensors of the folder by name."""
@@ -268,6 +268,7 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:
+    """A line about the first of `names` and the number of others; empty without names."""
     if not names:
         return []
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -55,7 +55,7 @@ def checkpoint_weights(checkpoint: Checkpoint) -> Read:
     def read(name: str, box: Sequence[range]) -> Tensor:
         if f"model.{name}" not in names and (match := _STACK.fullmatch(name)) is not None:
             experts, *rest = box
-            return torch.stack([read(f"{match[1]}.{one}.{match[2]}", rest) for one in experts])
+            return torch.stack([read(f"{match[1]}.{i}.{match[2]}", rest) for i in experts])
         offset, shape = [part.start for part in box], [len(part) for part in box]
         return checkpoint.read(f"model.{name}", offset, shape)
 
@@ -91,7 +91,10 @@ def write_huggingface(
         head = HEAD if HEAD in tensors else EMBEDDING
         shared = dict(zip(AHEAD_COPIES, (EMBEDDING, head), strict=True))
         for name in (name for name in origin.tensors if name in names):
-            stored, (*layer, leaf) = origin.tensors[name], name.split(".", 3)
+            stored, (*layer, leaf) = (
+                origin.tensors[name],
+                name.split(".", 3),
+            )  # model.layers.N, leaf
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
@@ -140,12 +143,11 @@ def write_checkpoint(
     weights: Read, model: ModelConfig, folder: Path, state: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """Write the `weights` of `model`, each expert separately, as ``folder/step-0`` in `dtype`;
-    floating-point buffers are fp32, integer buffers keep their dtype. `state` is that of a run
-    before its first step."""
+    floating-point buffers are fp32, integer buffers keep their dtype. `state`: that of the run."""
     shards: list[Shard] = []
     architecture, stacks = model.architecture, frozenset[str]()
     if architecture is not None:
-        stacks = frozenset(one.name for one in architecture.parameters if one.is_expert)
+        stacks = frozenset(x.name for x in architecture.parameters if x.is_expert)
     for stack, shape in logical_shapes(model).items():
         stored_dtype, names = _stored_dtype(stack, dtype), [stack]
         if architecture is not None and stack in architecture.buffers:
@@ -175,6 +177,7 @@ def _stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def whole_tensor(
     weights: Read, name: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> DeferredTensor:
+    """The whole tensor `name` of `weights` in `dtype`, computed at the write."""
     box = [range(size) for size in shape]
     return DeferredTensor(dtype, shape, lambda: weights(name, box).to(dtype))
 
@@ -287,13 +290,13 @@ def _check_same(path: Path, part: Mapping[str, DeferredTensor]) -> None:
         raise CheckpointError(f"{path}: is a file of another model: choose an empty folder")
     # Other runs and other steps have the same names and shapes: compare the numbers.
     with reading(path) as file:
-        for expected in safetensors_bytes(part, _METADATA):
-            place = 0
-            for chunk in read_chunks(file, len(expected)):
-                if chunk != expected[place : place + len(chunk)]:
+        for content in safetensors_bytes(part, _METADATA):
+            num_equal = 0
+            for chunk in read_chunks(file, len(content)):
+                if chunk != content[num_equal : num_equal + len(chunk)]:
                     break
-                place += len(chunk)
-            if place != len(expected):
+                num_equal += len(chunk)
+            if num_equal != len(content):
                 raise CheckpointError(
                     f"{path}: holds other weights, of another source or of an earlier step: "
                     "choose an empty folder, or remove this one first"
@@ -319,32 +322,32 @@ def write_adapters(
     `saved` that train as a whole."""
     shapes = {tensor.name: tensor.shape for tensor in tensors_of(model, Plan())}
     config = peft_config(model, kind, base, saved)
-    every = list(adaptations(model, kind))
-    if config["r"] != model.lora.rank:
-        every = [one._replace(rank=2 * one.rank // len(one.parts)) for one in every]
+    adapters = list(adaptations(model, kind))
+    if config["r"] != model.lora.rank:  # all get the rank of fused projections, twice as large
+        adapters = [x._replace(rank=2 * x.rank // len(x.parts)) for x in adapters]
 
-    def make(one: Adaptation, factor: str) -> Tensor:
-        names = [one.factor(part, factor) for part in one.parts]
+    def make(adapter: Adaptation, factor: str) -> Tensor:
+        names = [adapter.factor(part, factor) for part in adapter.parts]
         factors = [weights(name, [range(size) for size in shapes[name]]) for name in names]
-        more = one.rank - model.lora.rank
-        pad = (0, 0, 0, more) if factor == "A" else (0, more)
+        padding = adapter.rank - model.lora.rank
+        pad = (0, 0, 0, padding) if factor == "A" else (0, padding)
         factors = [torch.nn.functional.pad(weight, pad) for weight in factors]
-        return one.store(factor, factors).to(dtype).contiguous()
+        return adapter.store(factor, factors).to(dtype).contiguous()
 
-    made = {
-        one.name(factor): DeferredTensor(
-            dtype, one.shape(factor, one.total_rank), partial(make, one, factor)
+    written = {
+        adapter.name(factor): DeferredTensor(
+            dtype, adapter.shape(factor, adapter.total_rank), partial(make, adapter, factor)
         )
-        for one in every
+        for adapter in adapters
         for factor in "AB"
     }
     for end in saved:
         box = [range(size) for size in end.shape]
-        made[end.stored] = DeferredTensor(
+        written[end.stored] = DeferredTensor(
             dtype, end.shape, lambda end=end, box=box: weights(end.ours, box).to(dtype)
         )
     out.mkdir(parents=True, exist_ok=True)
-    replace_by(out / ADAPTER_WEIGHTS, safetensors_bytes(made, {"format": "pt"}))
+    replace_by(out / ADAPTER_WEIGHTS, safetensors_bytes(written, {"format": "pt"}))
     write_json(out / ADAPTER_CONFIG, config)
 
 
@@ -363,7 +366,8 @@ _LIMIT = 1 << 20
 
 
 class Description(NamedTuple):
-    """The content of ``delta.json``: the family, the dtype of an export, and the base."""
+    """The content of ``delta.json``. `dtype`: that of an export; `fingerprint`, `base`: of the base
+    model, its :func:`fingerprint` and its folder."""
 
     family: str
     dtype: str

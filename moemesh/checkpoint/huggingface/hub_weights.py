@@ -70,28 +70,28 @@ class TensorGroup:
     def converted(
         self, read: Callable[[str], Tensor], model: PreTrainedModel, rows: slice = slice(None)
     ) -> dict[str, Tensor]:
-        """Outputs by pattern, from the stored tensors by name; with `merges` from `rows`."""
+        """Pattern -> tensor, from stored tensors that `read` returns; with `merges` only `rows`."""
         tensors = {key: [read(name) for name in part[rows]] for key, part in self.sources.items()}
         return _apply(self.converter, tensors, next(iter(self.outputs)), model)
 
     def reverted(
         self, parameters: Mapping[str, Tensor], model: PreTrainedModel, row: int = 0
     ) -> dict[str, Tensor]:
-        """The stored tensors that `parameters` make, by name; of a group with `merges`, whose
-        parameters begin at the row `row`, those of these rows."""
+        """Stored tensors by name, computed from `parameters`. With `merges` the parameters may be
+        some rows, the first of which is `row`; then the stored tensors of these rows."""
         assert self.converter is not None
-        back, patterns = self.converter.reverse_transform(), self.converter.target_patterns
+        inverse, patterns = self.converter.reverse_transform(), self.converter.target_patterns
         tensors = {
-            back.source_patterns[patterns.index(pattern)]: [parameters[name]]
+            inverse.source_patterns[patterns.index(pattern)]: [parameters[name]]
             for name, pattern in self.outputs.items()
         }
-        made = _apply(back, tensors, next(iter(self.outputs)), model)
-        written = zip(self.converter.source_patterns, back.target_patterns, strict=True)
+        results = _apply(inverse, tensors, next(iter(self.outputs)), model)
+        written = zip(self.converter.source_patterns, inverse.target_patterns, strict=True)
         return {
-            name: made[key]
+            name: results[key]
             for source, pattern in written
             for index, name in enumerate(self.sources.get(source, ())[row:])
-            if (key := pattern.replace("*", str(index))) in made
+            if (key := pattern.replace("*", str(index))) in results
         }
 
 
@@ -109,17 +109,17 @@ def _apply(
             config=model.config,
             missing_keys=None,
         )
-    return {key: one[0] if isinstance(one, list) else one for key, one in tensors.items()}
+    return {key: value[0] if isinstance(value, list) else value for key, value in tensors.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubTensors:
     """Which stored tensors make which parameters of a model on the meta device.
 
-    `meta`: parameters and persistent buffers by name, a tied one once; `stacks`: those with one row
-    for each expert; `group_of`: the stored tensors of each; `groups`: all of them, also those of
-    other names of a tied parameter; `carried`: stored tensors of no part of the model; `problems`:
-    sentences, why the stored tensors are not those of the model.
+    `meta`: parameters and persistent buffers by name, a tied one once; `stacks`: names of those
+    with one row for each expert; `group_of`: group of each name; `groups`: all groups, also those
+    of other names of a tied parameter; `carried`: stored tensors of no part of the model;
+    `problems`: reasons why the stored tensors are not those of the model.
     """
 
     model: PreTrainedModel
@@ -141,6 +141,8 @@ class HubTensors:
         prefixes = {match[1] for match in matches} - {"", base}
         candidates: list[HubTensors] = []
         for prefix in ("", *sorted(prefixes)):
+            # `inner`: name in the model -> stored name. `prefix` is that of the base model in the
+            # folder; other tensors (the head) have only what surrounds the text model, `outer`.
             outer = prefix.removesuffix(base) if f".{prefix}".endswith(f".{base}") else prefix
             inner = {
                 base + name.removeprefix(prefix)
@@ -154,26 +156,27 @@ class HubTensors:
         return min(candidates, key=lambda candidate: len(candidate.problems))
 
     def irreversible(self) -> list[str]:
-        """Stored tensors that transformers' conversion does not make of the parameters."""
+        """Stored tensors that transformers' conversion cannot compute from the parameters."""
         lost: list[str] = []
         for group in self.groups:
             if group.converter is not None:
                 try:
-                    made = group.reverted(
+                    reverted = group.reverted(
                         {name: self.meta[name] for name in group.outputs}, self.model
                     )
                 except (ValueError, RuntimeError, AttributeError, NotImplementedError):
-                    made = {}
+                    reverted = {}
                 lost += [
                     name
                     for name in group.names
-                    if name not in made or tuple(made[name].shape) != self.stored[name].shape
+                    if name not in reverted
+                    or tuple(reverted[name].shape) != self.stored[name].shape
                 ]
         return lost
 
-    def made_of(self, trains: Callable[[str], bool]) -> frozenset[str]:
-        """The stored tensors with a number of any parameter for which `trains` holds; it is given
-        names of checkpoints, in which every expert has its own."""
+    def trained_names(self, trains: Callable[[str], bool]) -> frozenset[str]:
+        """The stored tensors with a number of any parameter for which `trains` returns True; its
+        argument is the name in checkpoints, in which every expert has a name."""
 
         def holds(name: str, rows: slice) -> bool:
             if name not in self.stacks:
@@ -196,9 +199,9 @@ class HubTensors:
 def _grouped(
     model: PreTrainedModel, stored: Mapping[str, StoredTensor], inner: Mapping[str, str]
 ) -> HubTensors:
-    """The groups of a folder whose tensors the model knows by the names `inner` -> stored name."""
-    canonical: dict[int, str] = {}
-    aliases: dict[str, str] = {}
+    """The groups of a folder. `inner`: name in the model -> stored name."""
+    canonical: dict[int, str] = {}  # id of a parameter -> its first name
+    aliases: dict[str, str] = {}  # each of its names -> the first one
     meta: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases[name] = canonical.setdefault(id(parameter), name)
@@ -244,19 +247,20 @@ def _grouped(
                 continue
             group = TensorGroup(sources=sources, outputs={target: ""}, converter=converter)
             try:
-                made = group.converted(
+                converted = group.converted(
                     lambda name: torch.empty(stored[name].shape, device="meta"), model
                 )
             except (ValueError, RuntimeError, AttributeError) as error:
                 problems.append(f"{several} do not make {target}: {error}")
                 continue
-            place = next((pattern for pattern in made if pattern in target), None)
-            before, _, after = (None, None, None) if place is None else target.partition(place)
+            # Names of the outputs: each pattern in place of the one that `target` contains.
+            part = next((pattern for pattern in converted if pattern in target), None)
+            before, _, after = (None, None, None) if part is None else target.partition(part)
             expanded = {
-                pattern if place is None else f"{before}{pattern}{after}": pattern
-                for pattern in made
+                pattern if part is None else f"{before}{pattern}{after}": pattern
+                for pattern in converted
             }
-            shapes = {name: tuple(made[pattern].shape) for name, pattern in expanded.items()}
+            shapes = {name: tuple(converted[pattern].shape) for name, pattern in expanded.items()}
             outputs = {aliases.get(name, name): pattern for name, pattern in expanded.items()}
             group = TensorGroup(
                 sources=sources,
@@ -295,7 +299,7 @@ def _grouped(
 
 
 def _keeps_rows(operation: Any) -> bool:
-    """Whether an operation makes a row of the same row of its tensors."""
+    """Whether each row of the result depends only on that row of the operands."""
     match operation:
         case Concatenate() | Chunk() | Interleave():
             return operation.dim > 0
@@ -310,6 +314,7 @@ def _lost_rows(sources: Mapping[str, list[str]], count: int) -> list[str]:
     problems: list[str] = []
     for pattern, names in sources.items():
         parts = [name.split(".") for name in names]
+        # Position of the id of the expert: the first part in which the names differ.
         place = next(
             (place for place, words in enumerate(zip(*parts, strict=False)) if len({*words}) > 1),
             None,
@@ -335,6 +340,7 @@ class HubWeights:
         self.values = read_config(path)
         self.tensors = HubTensors.of(self.values, self.folder.stored)
         refuse_problems(path, self.tensors.problems)
+        #: (group, row) and results of the last conversion.
         self._last: tuple[object, dict[str, Tensor]] = None, {}
 
     def load_into(self, shards: Sequence[Shard]) -> None:
@@ -357,7 +363,7 @@ class HubWeights:
         return out
 
     def _row(self, name: str) -> tuple[str, int | None]:
-        """The parameter of a name, and the row of a stack that the name is."""
+        """The parameter of a name and, for the name of one expert of a stack, its row."""
         match = _ROW.fullmatch(name)
         if match is not None and (stack := f"{match[1]}.{match[3]}") in self.tensors.stacks:
             return stack, int(match[2])
@@ -371,14 +377,14 @@ class HubWeights:
         if group.converter is None:
             self.folder.read_into(group.names[0], box, out)
         elif not group.is_by_row:
-            out.copy_(self._made(group, name, None)[slices(box)])
+            out.copy_(self._converted(group, name, None)[slices(box)])
         else:
             for place, index in enumerate(box[0]):
                 part = slices([range(1), *box[1:]])
-                out[place : place + 1].copy_(self._made(group, name, index)[part])
+                out[place : place + 1].copy_(self._converted(group, name, index)[part])
 
-    def _made(self, group: TensorGroup, name: str, row: int | None) -> Tensor:
-        """A parameter of a group, or one row of it; the last one that was made is kept."""
+    def _converted(self, group: TensorGroup, name: str, row: int | None) -> Tensor:
+        """A parameter of a group, or one row of it; converts unless the last call did the same."""
         key = id(group), row
         if self._last[0] != key:
             self._last = None, {}  # before the next is read
@@ -397,7 +403,8 @@ class HubWeights:
 def stored_hub_tensors(
     weights: Read, tensors: HubTensors, dtype_of: Callable[[str], torch.dtype]
 ) -> Iterator[tuple[str, DeferredTensor]]:
-    """The stored tensors of the parameters and buffers of `weights`, made at the write."""
+    """The stored tensors of the parameters and buffers of `weights`, computed at the write."""
+    # (group, row) of the last conversion, and its results that are not written yet.
     last: tuple[object, dict[str, Tensor]] = None, {}
 
     def reverted(group: TensorGroup, row: int | None, name: str) -> Tensor:

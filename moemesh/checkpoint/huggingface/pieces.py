@@ -69,7 +69,7 @@ class TensorPiece(NamedTuple):
         if list(target.shape) == sizes:
             try:
                 merged = target.view([len(part) for part in ranges])
-            except RuntimeError:  # Its strides do not let dims be merged.
+            except RuntimeError:  # strides of `out` do not allow to merge dims
                 pass
             else:
                 source.read_into(self.source, ranges, merged)
@@ -102,7 +102,7 @@ class TensorPiece(NamedTuple):
         for group in groups:
             # The shortest range of the stored dim that holds the wanted part, its shape, and the
             # index in that shape. View dims after the first with several indices are read in full.
-            start, left = 0, prod(self.view[dim] for dim in group)
+            start, stride = 0, prod(self.view[dim] for dim in group)
             stop: int | None = None
             for dim in group:
                 part, size = wanted[dim], self.view[dim]
@@ -110,12 +110,12 @@ class TensorPiece(NamedTuple):
                     sizes.append(size)
                     inner.append(slice(part.start, part.stop))
                     continue
-                left //= max(size, 1)
-                start += part.start * left
+                stride //= max(size, 1)
+                start += part.start * stride
                 sizes.append(len(part))
                 inner.append(slice(None))
                 if len(part) != 1:
-                    stop = start + len(part) * left
+                    stop = start + len(part) * stride
             ranges.append(range(start, start + 1 if stop is None else stop))
         return ranges, sizes, inner
 
@@ -133,8 +133,8 @@ def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None
 
 def slices(part: Sequence[range], box: Sequence[range] | None = None) -> tuple[slice, ...]:
     """The index of `part` in a tensor, or in the part `box` of it."""
-    starts = [0] * len(part) if box is None else [one.start for one in box]
-    return tuple(slice(one.start - at, one.stop - at) for one, at in zip(part, starts, strict=True))
+    starts = [0] * len(part) if box is None else [dim.start for dim in box]
+    return tuple(slice(x.start - a, x.stop - a) for x, a in zip(part, starts, strict=True))
 
 
 def assemble(pieces: Sequence[TensorPiece], box: Sequence[range], read: Read) -> Tensor:

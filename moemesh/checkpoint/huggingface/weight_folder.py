@@ -144,6 +144,8 @@ class WeightFolder(FolderContents):
             self._fill(stored.start, stored.shape, box, out)
 
     def _fill(self, start: int, shape: Sequence[int], box: Sequence[range], out: Tensor) -> None:
+        """Read the part `box` of a tensor of `shape`, which is at byte `start` of the file, by
+        contiguous runs, or by whole rows if runs are short."""
         rows, *rest = box
         row_bytes = prod(shape[1:]) * self._dtype.itemsize
         start += rows.start * row_bytes
@@ -155,7 +157,7 @@ class WeightFolder(FolderContents):
             run_bytes *= len(part)
             if len(part) != size:
                 break
-        at_once = _BUFFER_BYTES // row_bytes
+        at_once = _BUFFER_BYTES // row_bytes  # rows
         if at_once and len(rows) > 1 and run_bytes < _SHORTEST_RUN_BYTES:
             inner = tuple(slice(part.start, part.stop) for part in rest)
             for row in range(0, len(rows), at_once):
@@ -227,11 +229,11 @@ class HuggingFaceWeights:
         """Fill every shard's tensor in place, of any dtype and device; names are those of a
         checkpoint, with the prefix "model.". Adapters are skipped."""
         with torch.no_grad():
-            for shard in (one for one in shards if not is_adapter(one.name)):
+            for shard in (shard for shard in shards if not is_adapter(shard.name)):
                 ends = zip(shard.offset, shard.tensor.shape, strict=True)
                 box = [range(start, start + size) for start, size in ends]
-                tensor, box, is_one = self._located(shard.name.removeprefix("model."), box)
-                out = shard.tensor[None] if is_one else shard.tensor
+                tensor, box, is_expert = self._located(shard.name.removeprefix("model."), box)
+                out = shard.tensor[None] if is_expert else shard.tensor
                 if tensor.view == tensor.shape:
                     for piece in tensor.pieces:
                         if (common := piece.overlap(box)) is not None:
@@ -242,9 +244,9 @@ class HuggingFaceWeights:
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, buffer, stack or expert, in its stored dtype."""
-        tensor, box, is_one = self._located(name, box)
+        tensor, box, is_expert = self._located(name, box)
         part = tensor.read(box, self.folder.read)
-        return part[0] if is_one else part
+        return part[0] if is_expert else part
 
     def _located(
         self, name: str, box: Sequence[range]
@@ -261,25 +263,27 @@ class HuggingFaceWeights:
                 start = piece.offset[0]
                 for index in range(start, start + piece.shape[0]):
                     by_expert[index].append(piece)
-            self._experts[stack] = [tensor._replace(pieces=found) for found in by_expert]
+            self._experts[stack] = [tensor._replace(pieces=pieces) for pieces in by_expert]
         return self._experts[stack][expert], [range(expert, expert + 1), *box], True
 
 
 class AdapterFolder:
-    """An opened folder of PEFT's. Raises CheckpointError unless its adapters and whole weights are
-    those of `model`, before any is read, and where the model `trains` as
-    :func:`moemesh.checkpoint.huggingface.adapters.check_adapter_folder` does."""
+    """An opened folder of PEFT's. Raises CheckpointError, before any number is read, unless its
+    adapters and whole weights are those of `model`; `trains` as in
+    :func:`moemesh.checkpoint.huggingface.adapters.check_adapter_folder`."""
 
     def __init__(self, path: Path, model: ModelConfig, kind: str, *, trains: bool = True) -> None:
         self.contents = check_adapter_folder(path, model, kind, trains=trains)
+        #: Our name of a factor -> its adapter, the index of its part, "A" or "B".
         self._places: dict[str, tuple[StoredAdapter, int, str]] = {
-            one.adaptation.factor(part, factor): (one, index, factor)
-            for one in self.contents.adapters
-            for index, part in enumerate(one.adaptation.parts)
+            adapter.adaptation.factor(part, factor): (adapter, index, factor)
+            for adapter in self.contents.adapters
+            for index, part in enumerate(adapter.adaptation.parts)
             for factor in "AB"
         }
         self._ends = {weight.ours: weight.stored for weight in self.contents.ends}
         self._file: Any = safe_open(path / ADAPTER_WEIGHTS, framework="pt", device="cpu")
+        #: Name of the stored factor that was read last, and its parts.
         self._last: tuple[str, list[Tensor]] = "", []
 
     def load_into(self, shards: Sequence[Shard]) -> None:
@@ -297,15 +301,15 @@ class AdapterFolder:
                     shard.tensor.copy_(self._file.get_slice(end)[box])
                 if name not in self._places:
                     continue
-                (one, rank, ratio), index, factor = self._places[name]
+                (adaptation, rank, ratio), index, factor = self._places[name]
                 if not rank:
                     shard.tensor.zero_()
                     continue
-                stored = one.name(factor)
+                stored = adaptation.name(factor)
                 if self._last[0] != stored:
                     tensor = self._file.get_tensor(stored)
                     if factor == "B" and not isclose(ratio, 1):
                         tensor = tensor.double() * ratio
-                    self._last = stored, one.load(factor, tensor)
+                    self._last = stored, adaptation.load(factor, tensor)
                 whole = self._last[1][index]
                 shard.tensor.copy_((whole if expert is None else whole[expert])[box])

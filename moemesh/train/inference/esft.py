@@ -34,8 +34,8 @@ from moemesh.train.step import sum_losses
 
 def write_scores(request: EsftRequest, overrides: Sequence[str], *, as_json: bool) -> int:
     """Score the experts of a model on the ranks of the plan, write table and picture, print;
-    returns the exit code. `request` has been checked, which gives it its defaults."""
-    # All experts take part, whatever an earlier run of the source has trained.
+    returns the exit code. `request`: result of :meth:`EsftRequest.checked`."""
+    # All experts are scored, whichever of them the run `source` has trained.
     config = config_on(request.source, request.data, request.seq_len, overrides)
     windows = open_windows(config)
 
@@ -94,7 +94,7 @@ def score_table(
             "tokens": number * config.data.seq_len,
             "sha256": digest.hexdigest(),
         },
-        "experts": {str(layer): list(found) for layer, found in chosen.items()},
+        "experts": {str(layer): list(ids) for layer, ids in chosen.items()},
         "shared_experts": False,
         "non_expert_modules": False,
         "scores": {str(layer): row for layer, row in rows.items()},
@@ -103,7 +103,8 @@ def score_table(
 
 @contextmanager
 def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
-    """Context in which forwards add this rank's gate scores and expert choices, to [L, 2, E]."""
+    """Context in which forwards add up this rank's gate scores ([:, 0]) and numbers of choices
+    ([:, 1]) of each expert in the tensor [L, 2, E] that it returns."""
     sums = torch.zeros(
         len(layers), 2, parallel.model.config.num_experts, dtype=torch.float64,
         device=parallel.mesh.device,
@@ -134,9 +135,9 @@ def keep_table(config: RunConfig, folder: RunFolder) -> None:
     if config.train.esft is None:
         return
     experts = {str(layer): list(ids) for layer, ids in read_table(config.train.esft).items()}
-    kept = folder.path / KEPT_TABLE
-    if folder.has_run and kept.exists():
-        before = {str(layer): list(ids) for layer, ids in read_table(kept).items()}
+    file = folder.path / KEPT_TABLE
+    if folder.has_run and file.exists():
+        before = {str(layer): list(ids) for layer, ids in read_table(file).items()}
         for layer in experts.keys() | before.keys():
             if experts.get(layer) != before.get(layer):
                 raise RunFolderError(

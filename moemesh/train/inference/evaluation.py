@@ -55,7 +55,7 @@ def load(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> 
     """The model of a run's newest checkpoint or its `best` one, or of a folder of transformers, on
     these ranks."""
     parallel = construct(config, mesh)
-    # Masters, so that weights are rounded once; the optimizer has no state.
+    # Weights are loaded into fp32 masters and rounded once; SGD without momentum has no state.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
     if (source / CONFIG).exists():
         log = to_stderr if mesh.rank == 0 else lambda note: None
@@ -87,8 +87,8 @@ _LINE_SECONDS = 30.0
 
 
 class Evaluation(NamedTuple):
-    """Mean negative log-likelihood, its exponential, the tokens predicted, and the unit of the
-    loss: "nats a token", or with the tokenizer "bytes", whose tokens are bytes, "nats a byte".
+    """`loss`: mean negative log-likelihood in `unit`: "nats a token", or "nats a byte" with the
+    tokenizer "bytes"; `perplexity`: its exponential; `tokens`: number of predicted tokens.
 
     Losses of two models are comparable if `seq_len` is the same: longer sequences give more
     context, and truncate fewer conversations."""
@@ -133,8 +133,8 @@ def evaluate(
 
 
 def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of `source` on the text `data`. A run may have been trained on others,
-    under a key and in a format of their own."""
+    """The configuration of `source` on the text `data`. Keys of the data that a run was trained on
+    (data.sources, data.format) are reset, unless `overrides` set them."""
     given = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
     for key, value in (("sources", "[]"), ("format", "auto")):
         if not any(override.startswith(f"data.{key}=") for override in given):

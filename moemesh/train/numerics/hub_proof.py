@@ -47,16 +47,16 @@ from moemesh.train.weights import saving
 
 #: Largest accepted difference of a loss or a gradient.
 MOST = 1e-9
-#: Largest number of experts of the small model, and its number of positions.
+#: Largest number of experts of the small model (unless ep is larger), and its sequence length.
 _EXPERTS, _LENGTH = 8, 16
 #: Largest rank of its adapters.
 _RANK = 2
-#: Seconds up to which a proof is not mentioned.
+#: Seconds of a proof above which a note mentions it.
 _MOST_SECONDS = 10.0
 
 
 class ProofError(UserError):
-    """The layout gives other results than one device."""
+    """The results in the layout differ from those of one device, or cannot be computed."""
 
 
 class _Weights:
@@ -72,7 +72,8 @@ class _Weights:
 
 
 def _part(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
-    """The elements of a shard; an expert has a name of its own, and is a row of a stack."""
+    """The elements of a shard from tensors by name. The shard of an expert, ``STACK.7.LEAF``, is in
+    row 7 of the tensor ``STACK.LEAF``."""
     if shard.name in tensors:
         part = tensors[shard.name]
     else:
@@ -100,7 +101,7 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
             alone = _alone(config, plan, mesh)
         except Exception as error:  # of a configuration class or of modelling code
             problem = f"{type(error).__name__}: {error}"
-        # No rank begins what all ranks do together unless all of them can.
+        # Before the first collective of the layout: if a rank has failed, all raise.
         for rank, other in enumerate(gather_json(problem, mesh.control)):
             if other is not None:
                 raise ProofError(
@@ -111,7 +112,7 @@ def prove(config: RunConfig, mesh: Mesh) -> str:
         assert alone is not None
         worst, name = _difference(alone, config, plan, mesh)
     of_ranks = [tuple(pair) for pair in gather_json([worst, name], mesh.control)]
-    worst, name = max(of_ranks, key=lambda pair: (not pair[0] <= MOST, pair[0]))
+    worst, name = max(of_ranks, key=_order)
     if not worst <= MOST:
         raise ProofError(
             f"{config.model.architecture.model_type}: {name} of a small model differs by "
@@ -153,21 +154,21 @@ def _alone(config: RunConfig, plan: Plan, mesh: Mesh) -> _Alone:
     sequences = plan.dp * plan.microbatches
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 100, (sequences, _LENGTH + 1), generator=generator).to(mesh.device)
-    record = read(small.config.to_dict(), documents=architecture.documents)
+    description = read(small.config.to_dict(), documents=architecture.documents)
     changed = {"rank": min(config.lora.rank, _RANK), "base": "same"}
     lora = config.lora.model_copy(update=changed)
-    model = hub_model(record).model_copy(update={"aux_loss_coefficient": 0.0}).with_lora(lora)
+    model = hub_model(description).model_copy(update={"aux_loss_coefficient": 0.0}).with_lora(lora)
     assert model.architecture is not None
     factors: dict[str, Tensor] = {}
     merged: dict[str, Tensor] = {}
-    for one in model.architecture.parameters:
-        if is_adapter(one.name):
-            factor = torch.randn(one.shape, generator=generator, dtype=torch.float64)
-            factors[one.name] = (0.1 * factor).to(mesh.device).requires_grad_()
-    for one in model.architecture.parameters:
-        if one.adapted(lora):
-            delta = delta_of(one, lora, lambda name, _: factors[name])
-            merged[one.name] = net.get_parameter(one.name) + lora.scaling * delta
+    for record in model.architecture.parameters:
+        if is_adapter(record.name):
+            factor = torch.randn(record.shape, generator=generator, dtype=torch.float64)
+            factors[record.name] = (0.1 * factor).to(mesh.device).requires_grad_()
+    for record in model.architecture.parameters:
+        if record.adapted(lora):
+            delta = delta_of(record, lora, lambda name, _: factors[name])
+            merged[record.name] = net.get_parameter(record.name) + lora.scaling * delta
     with exactly(torch.float64):
         inputs = {"input_ids": tokens[:, :-1], "use_cache": False}
         logits = functional_call(net, merged, kwargs=inputs).logits
@@ -177,7 +178,7 @@ def _alone(config: RunConfig, plan: Plan, mesh: Mesh) -> _Alone:
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad
         for name, weight in (*net.named_parameters(), *factors.items())
     }
-    weights = {**net.state_dict(), **{name: one.detach() for name, one in factors.items()}}
+    weights = {**net.state_dict(), **{name: factor.detach() for name, factor in factors.items()}}
     return _Alone(model, tokens, loss.item(), weights, gradients)
 
 
@@ -216,4 +217,9 @@ def _difference(alone: _Alone, config: RunConfig, plan: Plan, mesh: Mesh) -> tup
     for shard in owned_shards(parallel, parallel.reducer.gradients):
         difference = (shard.tensor - _part(alone.gradients, shard)).abs().max().item()
         differences.append((difference, f"the gradient of {shard.name}"))
-    return max(differences, key=lambda pair: (not pair[0] <= MOST, pair[0]))
+    return max(differences, key=_order)
+
+
+def _order(pair: tuple[float, str]) -> tuple[bool, float]:
+    """Sort key of a difference and its name; NaN is above :data:`MOST`."""
+    return not pair[0] <= MOST, pair[0]

@@ -160,7 +160,7 @@ def origin(
         candidates = [
             finding for finding in weights if (finding.microbatch, -finding.layer) < before
         ] or candidates
-    first = min(candidates, key=lambda one: (order(one), not one.is_fresh, one.rank))
+    first = min(candidates, key=lambda value: (order(value), not value.is_fresh, value.rank))
     place = order(first), first.name, first.is_fresh
     same = [
         finding
@@ -237,35 +237,37 @@ class NaNCheck:
         #: Context of the forward of each layer now, and that of the last layer that began.
         self._contexts: dict[int, Context] = {}
         self._latest: Context | None = None
+        #: Tensors with a hook on their gradient.
         self._watched = WeakTensorKeyDictionary()
+        #: (layer, module) -> number in the order of the first starts, and of the first ends.
         self._started: dict[tuple[int, str], int] = {}
         self._ended: dict[tuple[int, str], int] = {}
 
     def gather(self) -> list[Nonfinite]:
         """The first values of each phase, of every rank; all ranks call."""
-        own: list[dict[str, Any]] = []
+        local: list[dict[str, Any]] = []
         for phase in PHASES:
             ordered = sorted(
                 (finding for finding in self._seen.values() if finding.phase == phase), key=order
             )
-            own += map(asdict, ordered[:_MOST_SENT])
+            local += map(asdict, ordered[:_MOST_SENT])
         tuples = ("experts", "sequences")  # which come as lists from JSON
         return [
             Nonfinite(**{**values, **{key: tuple(values[key]) for key in tuples}})
-            for rank in gather_json(own, self.mesh.control)
+            for rank in gather_json(local, self.mesh.control)
             for values in rank
         ]
 
     def check_weights(self, optimizer: Optimizer | None) -> None:
         """Check parameters, buffers, masters and moments."""
         model = self._parallel.model
-        held: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-        held += self._parallel.reducer.held_weights.items()
+        named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        named += self._parallel.reducer.held_weights.items()
         if optimizer is not None:
-            held += optimizer.masters.items()
-            for kind, tensors in optimizer.state().items():
-                held += [(f"optimizer.{kind}.{name}", one) for name, one in tensors.items()]
-        for name, tensor in held:
+            named += optimizer.masters.items()
+            for kind, moments in optimizer.state().items():
+                named += [(f"optimizer.{kind}.{name}", x) for name, x in moments.items()]
+        for name, tensor in named:
             self._check_parameter("weight", name, tensor)
 
     @contextmanager
@@ -361,14 +363,14 @@ class NaNCheck:
                 sequences = (code // size // self._contexts[layer].length,)
                 bad = bad or [output.logits_TE]
             for x in bad[:1]:
-                # For a module with experts, those of the non-finite rows.
+                # The experts of the non-finite rows, if the module has all rows of local experts.
                 counts_L = getattr(args[0], "counts_L", None) if args else None
                 where = self._parallel.placements.get(f"{name}.gate_up")
                 if isinstance(counts_L, Tensor) and where and int(counts_L.sum()) == len(x):
                     experts_R = torch.arange(len(counts_L)).repeat_interleave(counts_L.cpu())
                     bad_R = ~torch.isfinite(x).all(1).cpu()
-                    own = where.experts(self.mesh)
-                    experts = experts or [own[at] for at in experts_R[bad_R].unique().tolist()]
+                    ids = where.experts(self.mesh)  # of local experts
+                    experts = experts or [ids[row] for row in experts_R[bad_R].unique().tolist()]
                 self._add(
                     "forward",
                     name,
@@ -381,12 +383,12 @@ class NaNCheck:
                     **({"sequences": sequences} if sequences else _sequences(context, x)),
                 )
 
-            def follow(_: Tensor) -> None:
+            def begin_backward(_: Tensor) -> None:
                 self._current = microbatch
 
             for x in _floats(output):
                 if x.requires_grad:
-                    x.register_hook(follow)
+                    x.register_hook(begin_backward)
 
         yield module.register_forward_pre_hook(begin, with_kwargs=True)
         yield module.register_forward_hook(end, with_kwargs=True)
@@ -402,17 +404,17 @@ class NaNCheck:
     def _check_parameter(self, phase: str, name: str, tensor: Tensor, microbatch: int = 0) -> None:
         tensor, where = tensor.detach(), self._parallel.placements.get(name)
         if tensor.untyped_storage().size() < tensor.numel() * tensor.element_size():
-            return  # its memory is not here between steps (zero3)
+            return  # zero3 has freed its memory between steps
         if not tensor.is_floating_point() or is_finite(tensor):
             return
         places: list[int] = []
-        own = self._parallel.reducer.held.get(name)
+        part = self._parallel.reducer.held.get(name)
         if where is not None and where.is_expert and tensor.ndim == len(where.shape):
             places = (~torch.isfinite(tensor.flatten(1)).all(1)).nonzero().flatten().tolist()
-        elif where is not None and where.is_expert and own and len(own.numbers) == tensor.numel():
-            # The range of a stack that this rank owns.
+        elif where is not None and where.is_expert and part and len(part.numbers) == tensor.numel():
+            # The flat range of a stack of experts that this rank owns.
             row = math.prod(len(part) for part in where.slices(self.mesh)[1:])
-            bad = (~torch.isfinite(tensor.flatten())).nonzero().flatten() + own.numbers.start
+            bad = (~torch.isfinite(tensor.flatten())).nonzero().flatten() + part.numbers.start
             places = (bad // row).unique().tolist()
         experts = where.experts(self.mesh) if where is not None and places else ()
         self._add(
@@ -465,8 +467,8 @@ def nonfinite_gradients(parallel: RankModel) -> tuple[str, ...]:
     """Names of the parameters whose summed gradients of the last step are not finite on some rank;
     all ranks call."""
     reducer = parallel.reducer
-    own = [name for name, gradient in reducer.gradients.items() if not is_finite(gradient)]
-    names_of_ranks = gather_json(own, parallel.mesh.control)
+    local = [name for name, gradient in reducer.gradients.items() if not is_finite(gradient)]
+    names_of_ranks = gather_json(local, parallel.mesh.control)
     seen = {name for names in names_of_ranks for name in names}
     return tuple(name for name in parallel.trained if name in seen)
 

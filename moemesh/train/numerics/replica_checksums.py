@@ -5,8 +5,8 @@ copies then drift apart, and a checkpoint holds that of the writing rank. So eve
 ``train.vote_every`` steps, and before each checkpoint, every rank adds up the bits of each of its
 parameters (one pass over the weights), and one maximum over the ranks of each axis on which
 gradients are summed shows whether the copies are equal. Only if they differ, the digests themselves
-are exchanged: among three or more copies the most common one identifies the ranks that differ;
-among two it is only known that they differ. Weights of a single rank cannot be compared.
+are exchanged: if more than half of the copies are equal, the ranks with other ones are at fault; of
+two copies either may be wrong. Weights of a single rank cannot be compared.
 
 The exchange is not part of a plan's prediction and is not entered in the ledger.
 """
@@ -30,7 +30,7 @@ from moemesh.parallel.parallelize import RankModel
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import StepBoundary
 
-#: Integers as wide as the elements of a tensor.
+#: Bytes of an element -> integer dtype of that width.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Axes whose ranks hold copies, in the same order on every rank.
 _AXES = ("stage", "dp_cp", "edp", "edp_etp", "mirror")
@@ -105,29 +105,29 @@ class ReplicaChecksums:
 
     def compare(self) -> list[Mismatch]:
         """The copies that differ, the same list on every rank."""
-        found: list[Mismatch] = []
+        local: list[Mismatch] = []
         with self._parallel.mesh.ledger.paused():
             for axis_name, held in self._held.items():
                 axis = self._parallel.mesh[axis_name]
-                own = torch.stack([digest(tensor) for tensor in held.values()])
-                # The maxima of x and of ~x, the latter giving the minimum: equal if all are equal.
-                ends = torch.stack([own, ~own])
+                sums = torch.stack([digest(tensor) for tensor in held.values()])
+                # Copies are equal if the maximum of x is its minimum, which is ~(maximum of ~x).
+                ends = torch.stack([sums, ~sums])
                 all_reduce_(ends, axis, op="max", caller="vote", phase="control")
-                places = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
-                if not places:
+                unequal = (ends[0] != ~ends[1]).nonzero().flatten().tolist()
+                if not unequal:
                     continue
-                of_ranks = gather_json([int(own[place]) for place in places], axis)
+                of_ranks = gather_json([int(sums[index]) for index in unequal], axis)
                 names = list(held)
-                for place, digests in zip(places, zip(*of_ranks, strict=True), strict=True):
+                for index, digests in zip(unequal, zip(*of_ranks, strict=True), strict=True):
                     common, votes = Counter(digests).most_common(1)[0]
                     odd, majority = (), None
                     if 2 * votes > axis.size:
                         odd = tuple(
-                            r for r, own in zip(axis.ranks, digests, strict=True) if own != common
+                            r for r, sum_ in zip(axis.ranks, digests, strict=True) if sum_ != common
                         )
                         majority = axis.ranks[digests.index(common)]
-                    found.append(Mismatch(names[place], axis.ranks, odd, majority))
-        reports = gather_json([list(mismatch) for mismatch in found], self._parallel.mesh.control)
+                    local.append(Mismatch(names[index], axis.ranks, odd, majority))
+        reports = gather_json([list(mismatch) for mismatch in local], self._parallel.mesh.control)
         unique = {
             (name, tuple(ranks)): Mismatch(name, tuple(ranks), tuple(culprits), majority)
             for mismatches in reports

@@ -57,8 +57,9 @@ def begin_bundle(
     samples: Windows,
     ids: np.ndarray,
 ) -> Path | None:
-    """Write the inputs of step `step` of the run in the folder `run`, before anything else happens;
-    returns the bundle's folder, or None if none is wanted or writing fails. All ranks call."""
+    """Write the inputs of step `step` of the run in the folder `run`, before it is repeated;
+    returns the folder of the bundle, or None if train.bundle_gib is 0 or writing fails. All ranks
+    call."""
     limit = config.train.bundle_gib * 2**30
     if not limit:
         return None
@@ -111,8 +112,8 @@ def finish_bundle(folder: Path, origin: NonfiniteOrigin, num_updates: int, mesh:
 
 
 class ReproBundle:
-    """A bundle in memory: its configuration (with `overrides`), its samples, in place of a run's
-    data, and the origin that the run had found."""
+    """A bundle in memory: configuration (with `overrides`), samples (:meth:`arrays` in place of a
+    run's data), and `text`: the origin that the run has found."""
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         """Raises UserError if `folder` is not a complete bundle."""
@@ -145,7 +146,7 @@ class ReproBundle:
 
 # `moemesh replay`: repeat a non-finite step from its bundle.
 
-#: Overrides that make one rank of any plan: weights and samples are the same in all of them.
+#: Overrides that make a plan of one rank. The bundle has whole weights and all samples.
 ALONE = (
     "plan.dp=1",
     "plan.tp=1",

@@ -91,12 +91,12 @@ def measure_saved(model: Transformer) -> SavedForBackward:
     # Norms of queries, keys and latents are parts of their attention.
     for block in [module for module, kind in kinds.items() if kind == "attention"]:
         kinds |= dict.fromkeys(block.modules(), "attention")
-    # Head and loss follow the last norm.
+    # After the last norm, head and loss save their tensors.
     becomes = {} if model.norm is None else {model.norm: "head"}
     return SavedForBackward(model.parameters(), kinds, becomes)
 
 
-#: Files of the end of a start that are valid under its plan only.
+#: Files from the end of a start that describe its plan: a start with another plan deletes them.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory", "seconds")
 _A_START = (
     "note: {steps} steps are a start: with more of them (train.steps) the loss falls below that of "
@@ -133,19 +133,20 @@ class Artifacts:
             shape, config.data.seq_len, adapters=config.trains_adapters
         )
         self._peak_flops = _peak_flops(config.train, self.mesh.device)
-        self._last: TimelineRecorder | None = None
-        #: Schedule shown beside the measured timeline; None: that of one step.
+        self._last: TimelineRecorder | None = None  # of the last step, as `_row`
+        #: Schedule drawn beside the measured timeline; None: that of one step.
         self.drawn: Schedule | None = None
-        self._measured = False
+        self._has_measured_memory = False
+        #: Seconds waited for other ranks up to the last step; loss of the unigram model.
         self._waited = self._unigram = 0.0
-        self._steps = 0
+        self._steps = 0  # of this process
         self._row: MetricsRow | None = None
         self._validation: float | None = None
-        self._activations: dict[str, int] = {}
+        self._activations: dict[str, int] = {}  # bytes by kind
         #: Peak bytes of older weight versions, and of copies for undoing a step.
         self.weight_versions = self.snapshots = 0
         is_clocked = self.mesh.device.type == "cpu" and config.plan.optimizer_validation != "after"
-        # Before the clock of the run: the last clock gets the waits.
+        # Before the clock of the run, since only the newest clock gets the waits.
         self._rates = measure_rates(config, self.mesh) if is_clocked else {}
         #: Measures the parts of steps; None where steps overlap, or their device runs later.
         self._clock = StepClock(parallel.model) if is_clocked else None
@@ -288,10 +289,10 @@ class Artifacts:
     def first_step_memory(self) -> Iterator[None]:
         """Measure the tensors that the first step of this process saves for its backward; no-op
         afterwards."""
-        if self._measured:
+        if self._has_measured_memory:
             yield
             return
-        self._measured = True
+        self._has_measured_memory = True
         with measure_saved(self.parallel.model) as saved:
             yield
         self._activations = {kind: size for kind, size in saved.peak_by_kind.items() if size}

@@ -84,22 +84,26 @@ def write_end(
         return
     entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
     folder.write_json("ledger.json", ledgers_to_json(entries, steps=num_steps))
-    known = {
+    predicted_of = {
         rank: prediction for rank, prediction in enumerate(predictions) if prediction is not None
     }
     profiles = MemoryProfiles(
         ranks=tuple(map(MemoryProfile.from_json, memories)),
-        predicted=tuple(MemoryProfile.from_json(records["memory"]) for records in known.values()),
+        predicted=tuple(
+            MemoryProfile.from_json(records["memory"]) for records in predicted_of.values()
+        ),
     )
     folder.write_json("memory.json", profiles.to_json())
-    if known:
-        expected = {rank: Ledger.from_rows(records["ledger"]) for rank, records in known.items()}
+    if predicted_of:
+        expected = {
+            rank: Ledger.from_rows(records["ledger"]) for rank, records in predicted_of.items()
+        }
         folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
     if steps:
         of_steps = StepSeconds(
             steps=steps,
             ranks=dict(enumerate(measured_parts)),
-            predicted={rank: prediction["seconds"] for rank, prediction in known.items()},
+            predicted={rank: prediction["seconds"] for rank, prediction in predicted_of.items()},
             rates=dict(rates),
         )
         folder.write_json("seconds.json", of_steps.to_json())
@@ -121,9 +125,9 @@ def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> T
 
     The times are those of the last step, or, for a stream, of all steps in the timeline.
     """
-    kept = measured if schedule.update is not None else measured.last_step()
-    local = [record for record in kept.records if record.rank in ranks and record.kind in "FBIW"]
-    costs = measured_costs([record for record in local if record.kind])
+    timed = measured if schedule.update is not None else measured.last_step()
+    passes = [record for record in timed.records if record.rank in ranks and record.kind in "FBIW"]
+    costs = measured_costs([record for record in passes if record.kind])
     ideal = simulate(schedule, costs, unit="seconds").timeline
     records = tuple(replace(record, rank=ranks[record.rank]) for record in ideal.records)
     return replace(ideal, ranks=tuple(ranks), records=records)

@@ -29,15 +29,15 @@ class LoadLog:
         self, rows_file: RowLog, bins: int, checkpoints: Callable[[], set[int]] = set
     ) -> None:
         """`checkpoints`: steps from which a run may resume; no bin spans them."""
-        self._rows, self._most, self._checkpoints = rows_file, bins, checkpoints
+        self._rows, self._num_bins, self._checkpoints = rows_file, bins, checkpoints
         #: The last step of each bin, and the number of its steps.
         self._bins: list[tuple[int, int]] = []
-        self._width = 1
-        self._open: list[LayerLoads] = []
+        self._width = 1  # steps of a new bin
+        self._open: list[LayerLoads] = []  # sums of the bin that is being filled
 
     def resume(self) -> None:
         """Continue after the bins of the file."""
-        if not self._most:
+        if not self._num_bins:
             return
         self._bins = [(step, rows[0].steps) for step, rows in _bins_of(self._rows.path)]
         self._width = max((steps for _, steps in self._bins), default=1)
@@ -47,7 +47,7 @@ class LoadLog:
         if self._open:
             layers = [summed.plus(other) for summed, other in zip(self._open, layers, strict=True)]
         self._open = list(layers)
-        if self._open and (not self._most or self._open[0].steps >= self._width):
+        if self._open and (not self._num_bins or self._open[0].steps >= self._width):
             self.flush()
 
     def flush(self) -> None:
@@ -59,36 +59,37 @@ class LoadLog:
             return
         if not self._rows.append([loads.to_json() for loads in self._open], waits=False):
             return
-        if self._most:
+        if self._num_bins:
             self._bins.append((self._open[0].step, self._open[0].steps))
         self._open = []
-        if not self._most or len(self._bins) < 2 * self._most:
+        if not self._num_bins or len(self._bins) < 2 * self._num_bins:
             return
         # Sum neighbours in the file, unless checkpoints lie between most of them, so that it would
-        # hardly get shorter.
+        # hardly get shorter. `borders`: bins that end with one of the newest checkpoints.
         checkpoints = self._checkpoints()
         borders = [place for place, (step, _) in enumerate(self._bins) if step in checkpoints]
-        borders = set(borders[-self._most :])
-        if len(self._bins) < 2 * self._most + len(borders):
+        borders = set(borders[-self._num_bins :])
+        if len(self._bins) < 2 * self._num_bins + len(borders):
             return
         sizes = [steps for _, steps in self._bins]
-        parts = neighbours(sizes, self._most, borders)
+        parts = neighbours(sizes, self._num_bins, borders)
         ends = [self._bins[part.stop - 1][0] for part in parts]
-        remaining, summed = iter(ends), list[bytes]()
-        end, sums = next(remaining), dict[int, LayerLoads]()
+        remaining, texts = iter(ends), list[bytes]()
+        end = next(remaining)
+        sums = dict[int, LayerLoads]()  # of the part that ends with step `end`, by layer
         try:
             for step, rows in _bins_of(self._rows.path):
                 for loads in rows:
                     before = sums.get(loads.layer)
                     sums[loads.layer] = loads if before is None else before.plus(loads)
                 if step == end:
-                    summed.append("".join(sums[layer].to_line() for layer in sorted(sums)).encode())
+                    texts.append("".join(sums[layer].to_line() for layer in sorted(sums)).encode())
                     sums, end = {}, next(remaining, -1)
-            replace_by(self._rows.path, summed)
+            replace_by(self._rows.path, texts)
         except OSError:
             return  # a full disk: the file stays unchanged, and the next bin retries
         self._bins = [(end, sum(sizes[part])) for end, part in zip(ends, parts, strict=True)]
-        self._width = max(self._width, math.ceil(sum(sizes) / self._most))
+        self._width = max(self._width, math.ceil(sum(sizes) / self._num_bins))
 
 
 def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
@@ -126,9 +127,11 @@ class LoadAlarms:
         share of choices whose expert had no room."""
         self._log, self._num_steps = log, num_steps
         self._entropy, self._dropped = entropy, dropped
+        #: Layer -> consecutive steps without a token, for each expert.
         self._idle: dict[int, list[int]] = {}
+        #: (layer, kind) -> consecutive steps in which its condition has held; and those logged.
         self._held: defaultdict[tuple[int, str], int] = defaultdict(int)
-        self._rung: set[tuple[int, str]] = set()
+        self._logged: set[tuple[int, str]] = set()
 
     def check(self, loads: LayerLoads) -> None:
         """Check one layer of one step; a step without tokens is ignored."""
@@ -141,14 +144,14 @@ class LoadAlarms:
         experts = f"{len(dead)} expert{'s' if len(dead) > 1 else ''} ({few(dead, 8)})"
         share = max(loads.tokens_per_expert) / max(sum(loads.tokens_per_expert), 1)
         fullest = loads.tokens_per_expert.index(max(loads.tokens_per_expert))
-        rings = {"dead": bool(dead)}
+        is_due = {"dead": bool(dead)}
         for kind, holds in (
             ("collapse", loads.entropy < self._entropy),
             ("dropped", loads.dropped_share > self._dropped),
         ):
             key = loads.layer, kind
             self._held[key] = self._held[key] + 1 if holds else 0
-            rings[kind] = self._held[key] >= self._num_steps
+            is_due[kind] = self._held[key] >= self._num_steps
         steps = f"{self._num_steps} steps"
         texts = {
             "dead": f"{experts} received no token for {steps}",
@@ -158,8 +161,8 @@ class LoadAlarms:
             f"({loads.dropped} in this step), above {self._dropped:.0%} for {steps}",
         }
         for kind, text in texts.items():
-            if rings[kind] and (loads.layer, kind) not in self._rung:
-                self._rung.add((loads.layer, kind))
+            if is_due[kind] and (loads.layer, kind) not in self._logged:
+                self._logged.add((loads.layer, kind))
                 self._log(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
 
 
@@ -169,7 +172,7 @@ _MOST_RANKS = 8
 
 
 class RowBounds:
-    """Counts the ranks with more rows than the bound since the last report.
+    """Reports ranks whose experts got more rows than the bound since the last report.
 
     ``Experts.max_rows`` bounds the memory under any routing: rows above it are computed in blocks,
     each recomputed in the backward. Frequent blocks are slow.

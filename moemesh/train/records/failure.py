@@ -29,6 +29,7 @@ from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
 FILE, EARLIER = "failure.json", "failures"
 #: Version of the layout of the file.
 SCHEMA = 1
+#: Number of the innermost frames of a traceback that are kept; a frame of a text is two lines.
 _FRAMES = 8
 #: Seconds in which the checkpoint store must return the newest step, for a message.
 _READ_SECONDS = 2.0
@@ -39,8 +40,8 @@ _PAGE_SECONDS = 5.0
 def write_failure(
     folder: Path, error: BaseException, rank: int, *, advice: str = "", epoch: int | None = None
 ) -> None:
-    """Write ``failure.json`` for an exception of this process, which has no supervisor; among
-    several failing ranks the first report stays."""
+    """Write ``failure.json`` for an exception of this process, which has no supervisor, unless
+    another rank has written it."""
     facts = getattr(error, "facts", None)
     content = {
         "kind": type(error).__name__,
@@ -69,10 +70,11 @@ def write_verdict(
     was faster. Returns whether this report was the first.
 
     `action`: the reaction of the library; `advice`: advice to the user; `earlier`: the report that
-    existed when the ranks started. Ranks that failed before one of them had the lease have the
-    epoch of the previous start.
+    existed when the ranks started. It is moved away even if it has the same `epoch`: that of the
+    previous start, if the ranks failed before one of them had the lease.
     """
-    content, place = _of_ended(ended, epoch, advice) | {"action": action}, folder / FILE
+    content = _of_ended(ended, epoch, advice) | {"action": action}
+    place = folder / FILE
     with suppress(OSError):
         if first_rank is not None:
             place = kept_in(folder, epoch) / f"node-{first_rank}.json"
@@ -127,7 +129,7 @@ def report_id(folder: Path) -> ReportId | None:
 
 
 def kept_in(folder: Path, epoch: int | None) -> Path:
-    """The folder of the files of this epoch's failure, after a restart."""
+    """The folder that gets the report and the logs of this epoch's failure at the next start."""
     return folder / EARLIER / str(epoch or 0)
 
 
@@ -241,6 +243,7 @@ def details(folder: Path) -> str:
 
 
 def _of_ended(ended: SupervisorResult, epoch: int | None, advice: str) -> dict[str, Any]:
+    """The fields of ``failure.json`` for supervised ranks, without "action"."""
     verdict = ended.verdict
     assert verdict is not None
     record, code, error = verdict.status.record, verdict.status.exit_code, verdict.status.error
@@ -277,6 +280,7 @@ def _of_ended(ended: SupervisorResult, epoch: int | None, advice: str) -> dict[s
     if error is not None:
         content |= {"frames": error.trace.splitlines()[-2 * _FRAMES :], **error.facts}
     elif (stack := ended.stacks.get(verdict.rank)) is not None:
+        # faulthandler prints the main thread last, with its innermost frame first.
         content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
     return content
 
@@ -327,7 +331,8 @@ def _temporary(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def _link(folder: Path, content: dict[str, Any]) -> bool:
-    """Write the report of the run; False if one exists."""
+    """Write the report of the run, unless one exists: a hard link replaces no file. Returns whether
+    it was written."""
     is_first = False
     # The message on the console must be printed even if no file can be written.
     with suppress(OSError):

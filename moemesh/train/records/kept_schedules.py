@@ -29,17 +29,17 @@ def has_name(plan: Plan) -> bool:
 
 
 def readable(plan: Plan, folder: Path) -> Plan:
-    """`plan` with the copy in the run folder if its schedule file, or the run with measured costs,
-    is gone."""
-    kept, source = folder / SCHEDULE, _source(plan)
-    if source is None or Path(source).expanduser().exists() or not kept.is_file():
+    """`plan`; if its schedule file, or the run with measured costs, is gone, with the copy in the
+    run folder as its schedule file."""
+    copy, source = folder / SCHEDULE, _source(plan)
+    if source is None or Path(source).expanduser().exists() or not copy.is_file():
         return plan
-    own = {"schedule": str(kept), "schedule_costs": "estimated", "schedule_memory_cap": None}
-    return plan.model_copy(update=own)
+    changed = {"schedule": str(copy), "schedule_costs": "estimated", "schedule_memory_cap": None}
+    return plan.model_copy(update=changed)
 
 
 def _source(plan: Plan) -> str | None:
-    """The path of the schedule file or of the measured costs."""
+    """The path of the schedule file or of the measured costs; None without either."""
     if is_schedule_file(plan.schedule):
         return plan.schedule
     costs = plan.schedule_costs
@@ -49,26 +49,25 @@ def _source(plan: Plan) -> str | None:
 def update_schedule(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
     """Write ``schedule.txt``, or remove it if the plan names a schedule; returns notes for users.
 
-    A readable file counts in its present state. A file that is gone, and a search with the plan,
-    model and data of the run so far (`changes` has none of them), keep their copy. Raises UserError
-    if the schedule does not fit the plan.
+    The copy is used if the schedule file is gone, or if the schedule is searched and `changes` has
+    only keys of [train]; else the schedule is read or searched now. Raises UserError if it does not
+    fit the plan.
     """
-    kept = folder.path / SCHEDULE
+    copy = folder.path / SCHEDULE
     if has_name(config.plan):
-        kept.unlink(missing_ok=True)
+        copy.unlink(missing_ok=True)
         return []
     plan = readable(config.plan, folder.path)
-    before = load(kept) if kept.is_file() else None
-    searched = plan.schedule == "search" and before is not None
-    if searched and not any(change.key.split(".")[0] != "train" for change in changes):
-        assert before is not None
-        fitting(before, plan, str(kept))
+    before = load(copy) if copy.is_file() else None
+    is_same = all(change.key.split(".")[0] == "train" for change in changes)
+    if plan.schedule == "search" and before is not None and is_same:
+        fitting(before, plan, str(copy))
         return []
     schedule = build_step(plan, config.model, config.data.seq_len)
     folder.write_text(SCHEDULE, to_text(schedule))
     notes: list[str] = []
     if plan is not config.plan:
-        notes.append(f"{_source(config.plan)} is gone: the run continues with its copy, {kept}")
+        notes.append(f"{_source(config.plan)} is gone: the run continues with its copy, {copy}")
     elif before is not None and digest(before) != digest(schedule):
         notes.append(
             f"changed since the last call: the schedule {plan.schedule}: digest {digest(before)} "
@@ -77,7 +76,7 @@ def update_schedule(config: RunConfig, folder: RunFolder, changes: Sequence[Chan
     return notes
 
 
-# Orders that AMPNet took, in the run folder, by their steps.
+# Recorded orders of AMPNet in the run folder: a file for each range of steps.
 
 
 #: Name of a file with the order of a range of steps.

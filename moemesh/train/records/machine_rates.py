@@ -34,14 +34,14 @@ from moemesh.trace import step_seconds as parts
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.records.step_clock import StepClock
 
-#: Steps of the small model (the first one builds caches and is left out), and the seconds after
-#: which no more than two are made.
+#: Steps of the small model (the first one builds caches and is left out), and seconds after which
+#: it takes no third one.
 _STEPS, _MOST_SECONDS = 5, 0.5
 #: Largest small model, in numbers, and most tokens of a step of it.
 _MOST_NUMBERS, _MOST_TOKENS = 1 << 26, 2048
 #: Numbers of the tensors whose sums measure an axis, and of the one that measures the memory.
 _SMALL, _LARGE, _STREAMED = 64, 1 << 17, 1 << 22
-#: Repetitions of which the median counts.
+#: Repetitions of a measurement, whose median counts.
 _REPEATS = 9
 
 
@@ -54,20 +54,21 @@ def measure_rates(config: RunConfig, mesh: Mesh) -> dict[str, float]:
         rates = _pass_rates(small_run(config))
         streamed = torch.zeros(_STREAMED)
         rates[MEMORY] = 2 * 4 * _STREAMED / _seconds(lambda: streamed.add_(1.0))
-        of_ranks: dict[tuple[int, ...], tuple[float, float]] = {}
+        #: Ranks of an axis -> seconds of an operation, bytes/s.
+        measured: dict[tuple[int, ...], tuple[float, float]] = {}
         for name in AXES:
             axis = mesh[name]
             if axis.size == 1:
                 continue
             ranks = tuple(axis.ranks)
-            if ranks not in of_ranks:  # axes of the same ranks have one group
+            if ranks not in measured:  # axes of the same ranks have one group
                 small, large = (
                     _seconds(partial(all_reduce_, tensor, axis, caller="rates", phase="control"))
                     for tensor in (torch.zeros(_SMALL), torch.zeros(_LARGE))
                 )
-                sent = 2 * 4 * _LARGE * (axis.size - 1) / axis.size  # bytes
-                of_ranks[ranks] = small, sent / max(large - small, large / 10)
-            rates[latency(name)], rates[bandwidth(name)] = of_ranks[ranks]
+                sent = 2 * 4 * _LARGE * (axis.size - 1) / axis.size  # bytes of a rank in a ring
+                measured[ranks] = small, sent / max(large - small, large / 10)
+            rates[latency(name)], rates[bandwidth(name)] = measured[ranks]
     return rates
 
 
@@ -116,14 +117,14 @@ def small_run(config: RunConfig) -> RunConfig:
         "sliding_window": 0,
     }
     seq_len = max(data.seq_len // plan.cp, 1)
-    rows = {"seq_len": seq_len, "global_batch": max(tokens // seq_len, 1)}
+    sizes = {"seq_len": seq_len, "global_batch": max(tokens // seq_len, 1)}
     return replace(
         config,
         model=model.model_copy(update=small),
         # Adapters of transformers' modules have other names.
         lora=config.lora if config.model.architecture is None else LoraConfig(),
         plan=Plan(),
-        data=data.model_copy(update=rows),
+        data=data.model_copy(update=sizes),
     )
 
 

@@ -54,11 +54,11 @@ def record_start(
 ) -> None:
     """Add a record of this start, whose first step is `first_step`; all ranks call."""
     on_gpu = mesh.device.type == "cuda"
-    own = {
+    local = {
         "host": socket.gethostname(),
         "device": torch.cuda.get_device_name(mesh.device) if on_gpu else "cpu",
     }
-    hosts = gather_json(own, mesh.control)
+    hosts = gather_json(local, mesh.control)
     if mesh.rank:
         return
     starts = read_starts(folder.path)
@@ -67,16 +67,16 @@ def record_start(
     git = git_state(directory)
     if text := git.pop("text", ""):
         of_starts = (start.get("git") or {} for start in starts)
-        same = (
-            one.get("diff") for one in of_starts if one.get("diff_sha256") == git["diff_sha256"]
+        files = (
+            old.get("diff") for old in of_starts if old.get("diff_sha256") == git["diff_sha256"]
         )
-        git["diff"] = next(filter(None, same), None)
+        git["diff"] = next(filter(None, files), None)
         if git["diff"] is None:  # no earlier start has written it
             git["diff"] = "diff.patch" if number == 1 else f"diff-{number}.patch"
             folder.write_text(git["diff"], text)
     ranks: dict[str, list[int]] = {}
-    for rank, own in enumerate(hosts):
-        ranks.setdefault(str(own["host"]), []).append(rank)
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(str(host["host"]), []).append(rank)
     record = {
         "number": number,
         "started": now(),
@@ -90,7 +90,7 @@ def record_start(
         "git": git,
         "library": {"folder": str(_LIBRARY), **_commit(_LIBRARY)},
         "hardware": hardware(),
-        "hosts": [{"host": host, "ranks": own} for host, own in ranks.items()],
+        "hosts": [{"host": name, "ranks": numbers} for name, numbers in ranks.items()],
         "devices": [str(host["device"]) for host in hosts],
         "ranks_per_node": mesh.layout.ranks_per_node,
         "threads": torch.get_num_threads(),
@@ -113,7 +113,7 @@ def record_end(folder: RunFolder, last_step: int) -> None:
 
 
 def record_return(folder: RunFolder, step: int) -> None:
-    """Record that the newest start returned to `step`: later steps are its own. Rank 0 calls."""
+    """Record that the newest start returned to `step` and repeats the later steps. Rank 0 calls."""
     if (starts := read_starts(folder.path)) and int(starts[-1]["first_step"]) > step + 1:
         starts[-1]["first_step"] = step + 1
         with suppress(OSError):

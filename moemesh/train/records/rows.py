@@ -46,11 +46,11 @@ class RowLog:
         may_write: Callable[[], bool] = lambda: True,
     ) -> None:
         """``log(text, "disk")`` reports once that writing fails and once that it works. Rows are
-        dropped unless `may_write`: the run has lost the folder."""
+        dropped if `may_write` returns False, since the run has lost the folder."""
         self.path, self._log, self._may_write = path, log, may_write
         self._waiting: deque[str] = deque()
         self._num_lost = 0
-        self._fails = self._is_open = False
+        self._fails = self._has_written = False
 
     def append(self, rows: Sequence[Row], *, waits: bool = True) -> bool:
         """Write `rows`; returns whether that succeeded. ``waits=False``: the caller keeps rows that
@@ -86,7 +86,7 @@ class RowLog:
         handle = os.open(self.path, _APPENDS, 0o644)
         try:
             size = os.fstat(handle).st_size
-            if not self._is_open and size and os.pread(handle, 1, size - 1) != b"\n":
+            if not self._has_written and size and os.pread(handle, 1, size - 1) != b"\n":
                 data = b"\n" + data  # after a row that a crash left unfinished
             written = 0
             try:
@@ -97,7 +97,7 @@ class RowLog:
                     with suppress(OSError):
                         os.ftruncate(handle, size)
                 raise
-            self._is_open = True
+            self._has_written = True
         finally:
             os.close(handle)
 
@@ -128,20 +128,22 @@ def cut_after(path: Path, step: int) -> Cut:
         return Cut(missing=missing_steps(path.name, {}, step))
     removed = damaged = first_damaged = 0
     steps = dict[int, int]()
-    lost, kept_end, is_whole = range(0), 0, True
+    # Whether the kept rows are the first bytes of the file, up to `kept_end`.
+    lost, kept_end, is_prefix = range(0), 0, True
     for number, (start, line, row) in enumerate(_rows(path), start=1):
-        is_kept = row is not None and row[0] <= step
         if row is None:
             damaged, first_damaged = damaged + 1, first_damaged or number
-        elif not is_kept:
+            continue
+        last, count = row
+        if last > step:
             removed += 1
-            if row[0] - row[1] < step:
-                lost = range(row[0] - row[1] + 1, step + 1)
-        if is_kept and row is not None:
-            steps[row[0]] = row[1]
-            is_whole = is_whole and start == kept_end and line.endswith(b"\n")
-            kept_end = start + len(line)
-    if not is_whole:
+            if last - count < step:  # a sum of steps before and after the cut
+                lost = range(last - count + 1, step + 1)
+            continue
+        steps[last] = count
+        is_prefix = is_prefix and start == kept_end and line.endswith(b"\n")
+        kept_end = start + len(line)
+    if not is_prefix:
         rows = ((line, row) for _, line, row in _rows(path) if row is not None)
         replace_by(path, (line.rstrip(b"\n") + b"\n" for line, row in rows if row[0] <= step))
     elif kept_end < path.stat().st_size:
@@ -150,7 +152,7 @@ def cut_after(path: Path, step: int) -> Cut:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, bytes, tuple[int, int] | None]]:
-    """The start of each line, the line, and its step and number of steps; None for damaged ones."""
+    """Each line: offset in bytes, content, and (step, number of steps), None for a damaged row."""
     start = 0
     with path.open("rb") as file:
         for line in file:
@@ -164,9 +166,9 @@ def _rows(path: Path) -> Iterator[tuple[int, bytes, tuple[int, int] | None]]:
             start += len(line)
 
 
-#: Largest number of rows in the queue of the thread.
+#: Largest number of rows that wait for the thread of the sinks.
 MOST_QUEUED = 1024
-#: Longest time, in seconds, that the end of a run waits for the thread.
+#: Longest time, in seconds, that the end of a run waits for that thread.
 CLOSE_SECONDS = 5.0
 
 CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", "wandb-id"
@@ -332,7 +334,8 @@ class Sinks:
 
     @contextmanager
     def _guarded(self, name: str, what: str) -> Any:
-        """Count a row as dropped if a sink raises, and report the first time."""
+        """Catch what a sink raises; report it if the sink has dropped no row yet, and count a row
+        as dropped if a write failed."""
         try:
             yield
         except BaseException as error:  # also SystemExit of a foreign package

@@ -61,7 +61,7 @@ _SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
 
 class Recorded(NamedTuple):
     """The record of a run so far: its configuration as TOML, the record of its data
-    (:func:`record_of_data`), each None if unknown, and the source of both."""
+    (:func:`record_of_data`), each None if unknown, and `whose`: their source in words."""
 
     config: str | None
     data: Any
@@ -77,7 +77,7 @@ class RunFolder:
         self.path, self.has_run = path, has_run
         self.checkpoints = checkpoints or path / CHECKPOINTS
         self.epoch: int | None = None
-        self._run: str | None = None
+        self._run: str | None = None  # identity of the run in its lease
         self._handle: int | None = None  # handle of the lease, which locates a renamed folder
         self._lease: Lease | None = None
         self._claim: Claim | None = None  # for checkpoints outside of the run folder
@@ -142,11 +142,12 @@ class RunFolder:
                 'train.resume = "auto" to start a run'
             )
         if resume == "auto" and "metrics.jsonl" in names and not has_checkpoint:
-            run, kept = Run.load(path), checkpoints_of(path)
-            # A run makes the checkpoint folder, or its claim, before its first step.
-            has_saved = _steps(kept) or not kept.is_dir() or (kept / VERIFIED).exists()
+            run, former = Run.load(path), checkpoints_of(path)
+            # A run creates its checkpoint folder before its first step: if that is gone, it may
+            # have had checkpoints.
+            has_saved = _steps(former) or not former.is_dir() or (former / VERIFIED).exists()
             if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
-                where = f"; it kept them in {kept}" if kept != checkpoints else ""
+                where = f"; it kept them in {former}" if former != checkpoints else ""
                 raise RunFolderError(
                     f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of "
                     f"its checkpoints{where}: the run would restart at step 1 and overwrite its "
@@ -169,9 +170,9 @@ class RunFolder:
         """Renames the non-empty files of rows, with a free number; returns the new names."""
         rows = [path for path in map(self._file, ROWS) if path.exists() and path.stat().st_size]
         for number in itertools.count(1):
-            kept = [path.with_stem(f"{path.stem}-{number}") for path in rows]
-            if not any(path.exists() for path in kept):
-                return [old.rename(new).name for old, new in zip(rows, kept, strict=True)]
+            renamed = [path.with_stem(f"{path.stem}-{number}") for path in rows]
+            if not any(path.exists() for path in renamed):
+                return [old.rename(new).name for old, new in zip(rows, renamed, strict=True)]
         raise AssertionError("unreachable")
 
     def saved_steps(self) -> set[int]:
@@ -181,7 +182,7 @@ class RunFolder:
 
     @cached_property
     def recorded(self) -> Recorded:
-        """The run's facts from the newest checkpoint, or, from one of an older version, from the
+        """The record in the newest checkpoint, or, if that has none (of an older version), in the
         files of the run folder. Raises RunFolderError for unreadable ones."""
         text = self._read_text(CONFIG)
         for step in _steps(self.checkpoints):
@@ -193,7 +194,7 @@ class RunFolder:
                     raise RunFolderError(f"{path}: cannot be read ({error})") from error
                 continue  # the loader reports it, and uses an older one
             if isinstance(config := state.get("config"), str):
-                # A run with allowed changes that ended before it saved left another config.toml.
+                # config.toml differs if a start with allowed changes ended before it saved.
                 kinds, whose = ("model", "training"), f"the checkpoint {path}"
                 keys = [
                     change.key for change in compare(config, text or config) if change.kind in kinds

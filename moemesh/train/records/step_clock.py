@@ -37,6 +37,7 @@ class StepClock:
         #: (time, part that begins), in order, of the step that is running.
         self._marks: list[tuple[float, str]] = []
         self._part = parts.REST
+        #: Seconds of each part in `_steps` measured steps; number of the first step, left out.
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._steps = self._first = 0
         #: Parts that every step should have. A layer that runs in segments calls no module.
@@ -85,8 +86,7 @@ class StepClock:
         self._marks += [(start, parts.communication(axis)), (end, self._part)]
 
     def finish_step(self, recorder: TimelineRecorder, step: int, seconds: float) -> None:
-        """Add step `step` of `seconds`, whose records are in `recorder`, and add its waits to these
-        records."""
+        """Add the parts of step `step`, which took `seconds`; record its waits in `recorder`."""
         marks, self._marks, self._part = self._marks, [], parts.REST
         records = [r for r in recorder.timeline().records if r.step in (step, None)]
         passes = sorted({(r.start, r.end) for r in records if r.kind in PASS_KINDS})
@@ -105,7 +105,7 @@ class StepClock:
                 sums[part] += record.duration - inside
         is_apart = bool(self._expected) and all(sums[part] for part in self._expected)
         if not is_apart or any(record.kind == "W" for record in records):
-            # Weight gradients that wait for their turn belong to no module.
+            # Only the sum of the passes: delayed weight gradients (W), for one, run in no module.
             waited = sum(_overlap(start, end, passes) for _, start, end in waits)
             together = sum(end - start for start, end in passes) - waited
             sums = defaultdict(float, {k: v for k, v in sums.items() if k not in parts.PASSES})
@@ -130,8 +130,8 @@ class StepClock:
 
 def _overlap(start: float, end: float, spans: Sequence[tuple[float, float]]) -> float:
     """Length of the intersection of an interval with sorted disjoint intervals."""
-    shared, place = 0.0, max(bisect_left(spans, (start, start)) - 1, 0)
-    while place < len(spans) and spans[place][0] < end:
-        shared += max(min(end, spans[place][1]) - max(start, spans[place][0]), 0.0)
-        place += 1
+    shared, index = 0.0, max(bisect_left(spans, (start, start)) - 1, 0)
+    while index < len(spans) and spans[index][0] < end:
+        shared += max(min(end, spans[index][1]) - max(start, spans[index][0]), 0.0)
+        index += 1
     return shared

@@ -119,20 +119,20 @@ def open_base(
 def run_weights(config: RunConfig, checkpoint: Checkpoint) -> Read:
     """The weights of a run by logical names, from a checkpoint: with a packed base, which it does
     not hold, the numbers that the run computes with."""
-    own = checkpoint_weights(checkpoint)
+    saved = checkpoint_weights(checkpoint)
     if not config.lora.is_packed:
-        return own
+        return saved
     base, _ = open_base(config, checkpoint.state)
-    known = {tensor.name: tensor for tensor in tensors(config.model, config.plan)}
+    by_name = {tensor.name: tensor for tensor in tensors(config.model, config.plan)}
 
     def read(name: str, box: Sequence[range]) -> Tensor:
         stack = re.sub(r"\.\d+(\.\w+)$", r"\1", name)
-        tensor = known.get(name) or known.get(stack)
+        tensor = by_name.get(name) or by_name.get(stack)
         if tensor is None or tensor.trained_rows(config.tuning):
-            return own(name, box)
+            return saved(name, box)
         if not tensor.is_packed:
             return base.read(name, box)
-        # A block is quantized as a whole.
+        # Whole rows, since a block of NF4 goes over columns.
         *rows, columns = box
         weight = base.read(name, [*rows, range(tensor.shape[-1])])
         rounded = dequantize(quantize(weight), torch.float32)
@@ -151,7 +151,7 @@ def keep_source(weights: HuggingFaceWeights | HubWeights, folder: RunFolder) -> 
 
 def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | None:
     """The folder of adapters that a run starts from, if any. Raises CheckpointError unless it holds
-    exactly the adapters of the run's model, which it `trains`."""
+    exactly the adapters of the run's model. `trains`: the run trains them, or only uses them."""
     if config.lora.path is None:
         return None
     family = weight_sources.family_of_run(config)
@@ -221,20 +221,20 @@ def convert(
     """Convert `source` (a run, one of its checkpoints, or a folder of transformers) into the new
     folder `out`; returns the format that was written.
 
-    `dtype`: that of the weights; default: the run's training dtype, fp32 in a run, and that of the
-    folder's config.json from folder to folder. `like`: a folder of transformers that gives
-    config.json, tokenizer and family. `expert_layout`: layout in a folder; default: that of
+    `dtype` of the written weights; default: for a run's export its training dtype, for a new run
+    float32, from folder to folder that of config.json. `like`: a folder of transformers whose
+    config.json, tokenizer and family are used. `expert_layout` in a folder; default: that of
     transformers. `delta`: tensors that replace those of a folder.
     """
     to = weight_sources.target_of(source, to, dtype, expert_layout)
     if to == "moemesh":
-        given = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
-        config = load_run([], given, {}).config
-        opened = open_weights(config, to_stderr)
-        keep_source(opened, write_run(opened.read, config, out))
+        overrides = [f"model.path={source.resolve()}", f"train.dtype={dtype or 'float32'}"]
+        config = load_run([], overrides, {}).config
+        folder = open_weights(config, to_stderr)
+        keep_source(folder, write_run(folder.read, config, out))
         return to
     run: Path | None = None
-    if (source / CONFIG).exists():  # of another layout or dtype, or not quantized
+    if (source / CONFIG).exists():  # from folder to folder: another layout or dtype, dequantized
         config = load_run([], [f"model.path={source.resolve()}"], {}).config
         origin, weights = source, open_weights(config, to_stderr).read
     else:
@@ -296,7 +296,7 @@ def _write(
     on_file: Callable[[int, int], None],
 ) -> None:
     """Write a folder of transformers, with the config.json and the other files of `origin`."""
-    # The family to write, and its config.json: that of `origin` with what it leaves out.
+    # `kind`: the family to write; `values`: its config.json.
     values: dict[str, Any] | None
     if origin is None:
         kind = export.family_or_refusal(model)
@@ -310,6 +310,7 @@ def _write(
             # Layers that are not trained are copied: the folder has at least those of `origin`.
             stored[export.AHEAD_KEY] = max(ahead, int(given.get(export.AHEAD_KEY) or 0))
         given.pop("quantization_config", None)
+        # The keys of `origin` as they are; if they describe another model, those of ours over them.
         added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
         choices = ({**added, **given, **stored}, {**given, **ours, **stored})
         fits = (
@@ -325,9 +326,9 @@ def _write(
     if is_stacked and expert_layout == "per-expert":
         message = f"folders of the family {kind} hold all experts of a layer in one tensor"
         raise refused("--expert-layout", expert_layout, message, "fused")
-    others: WeightFolder | None = None
+    origin_weights: WeightFolder | None = None
     if origin is not None and has_weights(origin):
-        others = WeightFolder(origin, quantization_of(read_config(origin)))
+        origin_weights = WeightFolder(origin, quantization_of(read_config(origin)))
     write_huggingface(
         weights,
         model,
@@ -336,11 +337,11 @@ def _write(
         values,
         dtype=getattr(torch, dtype),
         fused=expert_layout == "fused" and not is_stacked,
-        origin=others,
+        origin=origin_weights,
         delta=delta,
         on_file=on_file,
     )
-    if origin is not None:  # a refused folder is not changed
+    if origin is not None:  # last, so that a refused conversion leaves nothing in `out`
         carry_along(origin, out)
 
 
@@ -360,23 +361,24 @@ def write_trained(source: Path, out: Path, *, dtype: str | None = None, best: bo
     if config.lora.rank:
         message = f"{run} trains adapters, which are separate from the weights"
         raise refused("--delta", str(source), message, "--adapter")
-    base, wanted = Path(config.model_path), dtype or config.train.dtype
+    base = Path(config.model_path)
     kind = weight_sources.family_of_run(config)
     if config.model.architecture is not None:
         from moemesh.train.weights import hub_export  # late: transformers takes seconds to import
 
         source_of = hub_export.open_source(base)
         weights = checkpoint_weights(checkpoint)
-        made, names = hub_export.export_tensors(weights, source_of, config.tuning.trains, dtype)
+        exported, names = hub_export.export_tensors(weights, source_of, config.tuning.trains, dtype)
         folder = WeightFolder(base)
         description = Description(kind, dtype or source_of.dtype, fingerprint(folder), str(base))
-        write_delta(out, {name: made[name] for name in made if name in names}, description)
+        write_delta(out, {name: exported[name] for name in exported if name in names}, description)
         return
     logical = logical_tensors(config.model, kind)
-    sources = trained_sources(logical, config.tuning.trains)
-    whole = stored_tensors(checkpoint_weights(checkpoint), logical, getattr(torch, wanted))
-    description = Description(kind, wanted, fingerprint(open_weights(config).folder), str(base))
-    write_delta(out, {name: whole[name] for name in whole if name in sources}, description)
+    trained = trained_sources(logical, config.tuning.trains)
+    dtype = dtype or config.train.dtype
+    stored = stored_tensors(checkpoint_weights(checkpoint), logical, getattr(torch, dtype))
+    description = Description(kind, dtype, fingerprint(open_weights(config).folder), str(base))
+    write_delta(out, {name: stored[name] for name in stored if name in trained}, description)
 
 
 def apply_delta(
@@ -467,7 +469,7 @@ def upcycle(
         train = config.train.model_copy(update={"dtype": wanted})
         write_run(weights, replace(config, model=model, train=train, model_path=None), out)
         return
-    ids = {key: one for key, one in read_config(source).items() if key.endswith("_token_id")}
+    ids = {key: id_ for key, id_ in read_config(source).items() if key.endswith("_token_id")}
     values = {**export.config_json(model, kind, wanted), **ids}
     torch_dtype = getattr(torch, wanted)
     write_huggingface(weights, model, kind, out, values, dtype=torch_dtype, on_file=on_file)

@@ -47,8 +47,8 @@ _UNAPPLIED = (
 
 
 class EndOfTurn(NamedTuple):
-    """The text that ends a turn, its token with the id (None if the text has several tokens), and
-    the tokenizer of the run."""
+    """The text that ends a turn, and its token and id (None if the text has several tokens);
+    `tokenizer`: that of the run."""
 
     text: str
     token: str | None
@@ -100,8 +100,8 @@ def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
 
 
 def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> str:
-    """Add the end of a turn to the ends of a text in the folder `out`; returns a sentence for the
-    user. With `carries_tokenizer` the folder gets the tokenizer of the run."""
+    """Add the end of a turn to the tokens that end generation in the folder `out`; returns a
+    sentence for the user. With `carries_tokenizer` the folder gets the tokenizer of the run."""
     if carries_tokenizer and end.tokenizer.folder is not None:
         for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
             (out / name).unlink(missing_ok=True)
@@ -130,7 +130,7 @@ def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> st
     if tokenizer is not None:
         special, templates = tokenizer.settings.special, tokenizer.settings.templates.values()
         is_named = special.get("eos_token") == end.token
-        # If a template writes the old ``eos_token``, its texts would change.
+        # Not changed if a template writes ``eos_token``: its texts would change.
         if is_named or not any("eos_token" in template for template in templates):
             places.append(SETTINGS)
             for name in () if is_named else (SETTINGS, SPECIAL):

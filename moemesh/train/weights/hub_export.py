@@ -43,7 +43,7 @@ RECORD, RECORD_LIMIT = "source_tensors.json", 256 << 20
 
 def keep_record(weights: HubWeights, folder: RunFolder) -> None:
     """Record the ``config.json`` and the tensors of the folder that a run starts from."""
-    stored = {name: [one.file, one.dtype, one.shape] for name, one in weights.folder.stored.items()}
+    stored = {name: [x.file, x.dtype, x.shape] for name, x in weights.folder.stored.items()}
     folder.write_json(RECORD, {"config": weights.values, "tensors": stored})
 
 
@@ -90,8 +90,8 @@ def export_tensors(
     weights: Read, source: HubSource, trains: Callable[[str], bool], dtype: str | None = None
 ) -> tuple[dict[str, DeferredTensor], frozenset[str]]:
     """The tensors of a folder like `source` with the parameters of `weights`, and the names of
-    those with a trained element. `trains`: whether a parameter did, by its name in checkpoints.
-    `dtype`: replaces the most common dtype of the folder; None: all tensors keep theirs.
+    those with a trained element. `trains`: whether a parameter was trained, by its name in
+    checkpoints. `dtype` replaces the most common dtype of the folder; None: all keep theirs.
 
     Raises CheckpointError for tensors that neither the parameters nor `source` can provide.
     """
@@ -99,18 +99,18 @@ def export_tensors(
     usual = source.dtype
 
     def dtype_of(name: str) -> torch.dtype:
-        own = stored[name].dtype
-        return torch_dtype(own if dtype is None or own != usual else dtype)
+        before = stored[name].dtype
+        return torch_dtype(before if dtype is None or before != usual else dtype)
 
-    made = dict(stored_hub_tensors(weights, tensors, dtype_of))
-    trained, lost = tensors.made_of(trains), frozenset(tensors.irreversible())
+    computed = dict(stored_hub_tensors(weights, tensors, dtype_of))
+    trained, lost = tensors.trained_names(trains), frozenset(tensors.irreversible())
     result: dict[str, DeferredTensor] = {}
     missing: list[str] = []
-    for name, one in stored.items():
+    for name, tensor in stored.items():
         if source.folder is not None and name not in trained:
-            result[name] = whole_tensor(source.folder.read, name, one.shape, dtype_of(name))
-        elif name in made and name not in lost:
-            result[name] = made[name]
+            result[name] = whole_tensor(source.folder.read, name, tensor.shape, dtype_of(name))
+        elif name in computed and name not in lost:
+            result[name] = computed[name]
         else:
             missing.append(name)
     if missing:
@@ -123,8 +123,8 @@ def export_tensors(
 
 
 def changes(config: RunConfig) -> Callable[[str], bool]:
-    """Whether a run has changed a parameter, by its name in checkpoints: trained it, or an adapter
-    of it, or holds it in NF4."""
+    """Function of a parameter's name in checkpoints: whether the run has changed it, by training it
+    or an adapter of it, or by rounding it to NF4."""
     assert config.model.architecture is not None
     lora = config.lora
     adapted = {
@@ -163,7 +163,7 @@ def export(
             part["dtype"] = dtype
         values.pop("torch_dtype", None)
         config = (json.dumps(values, indent=2) + "\n").encode()
-    files = {name: one.file for name, one in source.tensors.stored.items()}
+    files = {name: tensor.file for name, tensor in source.tensors.stored.items()}
     write_folder(out, tensors, config, files=files, on_file=on_file)
     if source.folder is not None:
         carry_along(source.folder.path, out)

@@ -39,8 +39,8 @@ from moemesh.train.records.run_folder import RunFolder
 def contents(
     parallel: RankModel, optimizer: Optimizer, state: Mapping[str, object], *, moments: bool = True
 ) -> tuple[list[Shard], dict[str, object]]:
-    """The shards that this rank saves, which share memory with the training, and `state` with the
-    facts of the checkpoint; without `moments` only weights and buffers."""
+    """The shards that this rank saves, which share memory with the tensors that train, and `state`
+    with layout, moments and updates; without `moments` only weights and buffers."""
     mesh = parallel.mesh
     shards = list(owned_shards(parallel, _weights(parallel, optimizer), "model.", saved=True))
     for kind, tensors in optimizer.state().items() if moments else ():
@@ -121,21 +121,22 @@ def load_base(weights: WeightSource, parallel: RankModel) -> None:
             packed[name] = whole.pop(name).view(-1)
     weights.load_into([*owned_shards(parallel, whole, "model.")])
     for name, stored in packed.items():
-        where, own = parallel.placements[name], reducer.frozen_owned[name].numbers
-        *rows, columns = map(len, where.slices(parallel.mesh))
-        step, size = max(NF4_NUMBERS_AT_ONCE // columns, 1) * columns, math.prod(rows) * columns
+        placement, owned = parallel.placements[name], reducer.frozen_owned[name].numbers
+        *rows, columns = map(len, placement.slices(parallel.mesh))
+        size = math.prod(rows) * columns
+        step = max(NF4_NUMBERS_AT_ONCE // columns, 1) * columns  # whole rows
         for start in range(0, size, step):
             numbers = range(start, min(start + step, size))
-            wide = torch.empty(len(numbers), dtype=torch.float32, device=stored.device)
+            values = torch.empty(len(numbers), dtype=torch.float32, device=stored.device)
             piece = OwnRange(numbers=numbers, is_first=True)
-            weights.load_into([*shards_of(where, piece, wide, parallel.mesh, "model.")])
-            codes = quantize(wide.view(-1, columns)).view(-1)
-            # Under zero3 a rank keeps a part of the bytes.
+            weights.load_into([*shards_of(placement, piece, values, parallel.mesh, "model.")])
+            codes = quantize(values.view(-1, columns)).view(-1)
+            # Positions in the packed bytes; under zero3 a rank owns a part of these.
             begin = start // columns * packed_bytes(columns)
-            first, last = max(own.start, begin), min(own.stop, begin + len(codes))
+            first, last = max(owned.start, begin), min(owned.stop, begin + len(codes))
             if first < last:
                 part = codes[first - begin : last - begin]
-                stored[first - own.start : last - own.start].copy_(part)
+                stored[first - owned.start : last - owned.start].copy_(part)
 
 
 def _weights(parallel: RankModel, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -151,13 +152,15 @@ def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
     shards: list[Shard] = []
     for name, buffer in parallel.model.named_buffers():
         module = name.rpartition(".")[0] + "."
-        where = next(own for other, own in parallel.placements.items() if other.startswith(module))
+        where = next(
+            where for other, where in parallel.placements.items() if other.startswith(module)
+        )
         if not saved or where.holders[0] == parallel.mesh["pp"].index:
             shards.append(shard_of(f"model.{name}", buffer))
     return shards
 
 
-#: Seconds of waiting for the previous checkpoint from which on an event is logged.
+#: Seconds of waiting for the previous checkpoint above which an event is logged.
 _WAITED_SECONDS = 0.5
 
 
@@ -177,7 +180,7 @@ class Checkpoints:
         mesh = parallel.mesh
         self._parallel, self._optimizer, self._folder = parallel, optimizer, folder
         self._console = console
-        self._tells = mesh.rank == 0
+        self._logs = mesh.rank == 0
         self._saver = Saver(
             folder.checkpoints,
             rank=mesh.rank,
@@ -188,7 +191,7 @@ class Checkpoints:
             ranks_on_machine=mesh.layout.ranks_per_node or mesh.world_size,
             lost=folder.lost,
         )
-        self._has_said_why = self._has_saved = self._shows_full = False
+        self._has_logged_why = self._has_saved = self._shows_full = False
 
     def save(
         self,
@@ -211,15 +214,15 @@ class Checkpoints:
                 f"which took {before.seconds:.1f} s: train.checkpoint_every is shorter than that",
                 "checkpoint",
             )
-        shards, own = contents(self._parallel, self._optimizer, state)
+        shards, full_state = contents(self._parallel, self._optimizer, state)
         try:
-            self._saver.start(step, shards, own, hurries=hurries)
+            self._saver.start(step, shards, full_state, hurries=hurries)
         except CheckpointError as error:
             if is_last:
                 raise
-            self._complain(step, str(error))
-        if (why := self._saver.why_blocking) and not self._has_said_why:
-            self._has_said_why = True
+            self._warn_unsaved(step, str(error))
+        if (why := self._saver.why_blocking) and not self._has_logged_why:
+            self._has_logged_why = True
             text = f"checkpoints are written while training waits: {why}"
             self._console.log(text, "checkpoint")
         if is_last:
@@ -244,13 +247,13 @@ class Checkpoints:
                 raise CheckpointError(
                     f"checkpoint of step {outcome.step}: {outcome.problem}", {"advice": advice}
                 )
-            self._complain(outcome.step, outcome.problem)
+            self._warn_unsaved(outcome.step, outcome.problem)
         else:
             self._shows_full = False
-            if not self._has_saved and self._tells:
+            if not self._has_saved and self._logs:
                 self._has_saved = True
                 self._console.keep(f"first checkpoint of this start: step {outcome.step}", "saved")
-        if outcome.nonfinite and self._tells:
+        if outcome.nonfinite and self._logs:
             more = len(outcome.nonfinite) - 1
             names = outcome.nonfinite[0] + (f" and {more} more tensors" if more else "")
             self._console.warn(
@@ -266,7 +269,8 @@ class Checkpoints:
                 self._console.warn(f"checkpoint: {text}")
 
     def _is_known(self, problem: str) -> bool:
-        """Whether the console has reported a full disk since the last checkpoint."""
+        """Whether `problem` is a full disk, which the console has reported since the last
+        checkpoint. The caller reports it otherwise."""
         is_full, is_known = is_disk_full(problem), self._shows_full
         self._shows_full = is_known or is_full
         return is_full and is_known
@@ -275,8 +279,8 @@ class Checkpoints:
         """Leave the pending checkpoint unfinished; the process exits."""
         self._saver.abandon()
 
-    def _complain(self, step: int, problem: str) -> None:
-        if not self._tells:
+    def _warn_unsaved(self, step: int, problem: str) -> None:
+        if not self._logs:
             return
         if self._is_known(problem):
             self._console.warn(f"checkpoint of step {step} not saved: no space left on the disk")

@@ -107,7 +107,7 @@ def check_weights(source: Path) -> None:
 
 
 def check_best(source: Path, best: bool) -> None:
-    """Raises a UserError if `best` is wanted of a `source` other than a run that has one."""
+    """Raises a UserError if `best` is set and `source` is not a run with a best checkpoint."""
     if not best:
         return
     if (source / MANIFEST).exists() or not (source / "config.toml").exists():
@@ -138,8 +138,8 @@ def check_folder(source: Path) -> None:
 
 
 def check_headers(config: RunConfig) -> None:
-    """Raises a UserError if the weights that a run starts from exist here and are damaged or those
-    of another model; reads headers only. :func:`check_folder` reports missing files."""
+    """Raises a UserError if the weights that a run starts from are damaged or those of another
+    model; reads headers only. Missing files are left to :func:`check_folder`."""
     if config.model.architecture is not None:
         return  # The code of transformers maps tensors to parameters.
     if config.model_path is None or found_by(partial(check_folder, Path(config.model_path))):
@@ -185,48 +185,50 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
     """Raises a UserError if `out`, the target of a conversion of `source`, holds more than an
     interrupted conversion of this `kind` leaves: nothing is replaced or mixed."""
     begun = {"run": CHECKPOINTS, "folder": r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"}
-    left = rf"\..*|{begun.get(kind, '')}"
-    held = sorted(name for name in names_in(out) if not re.fullmatch(left, name))
-    held += [f"{CHECKPOINTS}/step-{step}" for step in candidates(out / CHECKPOINTS)]
-    if held:
-        message = f"{out} holds {few(held, 5)}; the conversion of {source} would be mixed with it"
+    leftover = rf"\..*|{begun.get(kind, '')}"
+    foreign = sorted(name for name in names_in(out) if not re.fullmatch(leftover, name))
+    foreign += [f"{CHECKPOINTS}/step-{step}" for step in candidates(out / CHECKPOINTS)]
+    if foreign:
+        message = (
+            f"{out} holds {few(foreign, 5)}; the conversion of {source} would be mixed with it"
+        )
         raise refused("OUT", str(out), message, "choose a new folder")
 
 
 def written_text(source: Path, out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> str:
     """A summary of a conversion into `out`, and a command that uses the result; `lora`: the
     settings of written adapters."""
-    held: list[tuple[str, int]] = []
+    written: list[tuple[str, int]] = []  # dtype and bytes of each tensor
     if kind == "run":
         for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
-            held.append((entry.dtype, prod(entry.shape) * ITEM_BYTES[entry.dtype]))
+            written.append((entry.dtype, prod(entry.shape) * ITEM_BYTES[entry.dtype]))
     elif kind == "adapter":
         file = out / ADAPTER_WEIGHTS
         names = {name: key for key, name in DTYPES.items()}
         entries = read_header(file).values()
-        held += [(names[entry.dtype], entry.num_bytes) for entry in entries]
+        written += [(names[entry.dtype], entry.num_bytes) for entry in entries]
     else:
         for tensor in FolderContents(out).stored.values():
-            held.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
-    dtypes = Counter(dtype for dtype, _ in held)
-    given = {"path": str(out), "rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
-    given |= {"rslora": True} if lora.rslora else {}
+            written.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
+    dtypes = Counter(dtype for dtype, _ in written)
+    settings = {"path": str(out), "rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
+    settings |= {"rslora": True} if lora.rslora else {}
     words = (
         shlex.quote(f"lora.{key}={value if isinstance(value, str) else format_value(value)}")
-        for key, value in given.items()
+        for key, value in settings.items()
     )
     name, chat = shlex.quote(str(out)), " --chat" * answers_chats(source, str(out))
-    follow = {
+    command = {
         "run": f"moemesh train {name} --set data.path=PATH",
         "folder": f"moemesh generate {name} --prompt TEXT{chat}",
         "adapter": " --set ".join(["moemesh train CONFIG.toml", *words]),
         "delta": f"moemesh convert BASE NEW_FOLDER --apply {name}",
     }[kind]
-    size = format_bytes(sum(number for _, number in held))
+    size = format_bytes(sum(number for _, number in written))
     kinds = ", ".join(f"{count:,} of {dtype}" for dtype, count in dtypes.most_common())
     if len(dtypes) == 1:
         kinds = next(iter(dtypes))
-    return f"wrote {len(held):,} tensors ({kinds}), {size}, into {out}\nnext: {follow}"
+    return f"wrote {len(written):,} tensors ({kinds}), {size}, into {out}\nnext: {command}"
 
 
 def target_of(
@@ -258,7 +260,7 @@ def refused(option: str, value: str, message: str, fix: str = "") -> ConfigError
 
 class UpcycleRecipe(NamedTuple):
     """The values of ``--upcycle``: `experts` in every `every`-th layer, of which a token takes `k`,
-    and the numbers of :class:`moemesh.checkpoint.huggingface.derived.Upcycling`."""
+    and arguments of :func:`moemesh.checkpoint.huggingface.derived.upcycled`."""
 
     experts: int = 8
     k: int = 2
