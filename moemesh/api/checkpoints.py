@@ -56,7 +56,9 @@ def save_checkpoint(
     with _on_all(axis):
         place, number = place_of(folder), _step_number(step)
         leaves = _ProgramState(state).leaves()
-        shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
+        shards = [
+            store.shard_of(path, leaf) for path, leaf in leaves.items() if store.is_tensor(leaf)
+        ]
         values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
         for path, value in values.items():
             if isinstance(value, float) and not math.isfinite(value):  # which JSON does not hold
@@ -104,13 +106,13 @@ def load_checkpoint(
             tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
         return store.unflatten(saved | tensors)
     tensor_names = set(checkpoint.names())
-    known = saved.keys() | tensor_names
+    saved_names = saved.keys() | tensor_names
     with _on_all(axis):
         walk = _ProgramState(state)
         leaves = walk.leaves(checkpoint)
         if strict:
-            _refuse_names(leaves.keys() - known, f"{checkpoint.path} does not hold")
-        leaves = {path: leaf for path, leaf in leaves.items() if path in known}
+            _refuse_names(leaves.keys() - saved_names, f"{checkpoint.path} does not hold")
+        leaves = {path: leaf for path, leaf in leaves.items() if path in saved_names}
         for path, leaf in leaves.items():
             if store.is_tensor(leaf) != (path in tensor_names):
                 what = "a tensor" if path in tensor_names else f"the value {saved[path]!r}"
@@ -118,11 +120,13 @@ def load_checkpoint(
                 raise CheckpointError(
                     f"{checkpoint.path}: {path} is {what}, the state has the type {kind}"
                 )
-        shards = [store.shard_of(path, one) for path, one in leaves.items() if store.is_tensor(one)]
+        shards = [
+            store.shard_of(path, leaf) for path, leaf in leaves.items() if store.is_tensor(leaf)
+        ]
         checkpoint.check(shards)
     if strict:
-        every = set[str]().union(*gather_json(sorted(leaves), axis))
-        _refuse_names(known - every, f"{checkpoint.path} also holds")
+        names_of_ranks = set[str]().union(*gather_json(sorted(leaves), axis))
+        _refuse_names(saved_names - names_of_ranks, f"{checkpoint.path} also holds")
     with _on_all(axis):
         checkpoint.load_into(shards)
         filled = walk.filled(leaves | saved)
@@ -164,12 +168,14 @@ def _step_number(step: object) -> int:
 
 
 def _refuse_names(names: Set[str], words: str) -> None:
+    """Raises CheckpointError with the first of `names`, if there are any."""
     if names:
         message = f"{words} {len(names)} of the names: {few(sorted(names), 5)}"
         raise CheckpointError(f"{message}; strict=False leaves them alone")
 
 
 def _axis(group: ProcessGroup | None) -> Axis:
+    """The ranks of `group`; None: those of the world, or this process alone."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     return Mesh.single("cpu")["world"] if group is None else Axis.from_group(group)
@@ -213,7 +219,8 @@ class _ProgramState:
                 values = dict(node.state.get(parameter, {}))
                 if checkpoint is not None:
                     prefix, values = f"{path}/state/{name}/".lstrip("/"), {}
-                    for saved in (one for one in checkpoint.names() if one.startswith(prefix)):
+                    names = [name for name in checkpoint.names() if name.startswith(prefix)]
+                    for saved in names:
                         dtype, shape = checkpoint.dtype(saved), checkpoint.shape(saved)
                         if shape == tuple(part.shape):
                             zeros = torch.zeros_like(parameter, dtype=dtype)

@@ -47,11 +47,11 @@ PICTURES.update(
     Timeline=_timeline,
     Simulation=lambda simulation: _timeline(simulation.timeline),
     Schedule=_schedule,
-    SearchResult=lambda found: _schedule(found.schedule),
+    SearchResult=lambda result: _schedule(result.schedule),
     **dict.fromkeys(("Layout", "Plan", "PlannedLayout"), _meshes),
     Mesh=lambda mesh: _meshes(mesh.layout),
     **dict.fromkeys(("Answer", "RunConfig"), lambda answer: _meshes(answer.plan)),
     Answers=lambda answers: _meshes(answers[0].plan) if answers else "",
-    Partition=lambda found: _meshes(found.implied.plan) if found.implied else "",
+    Partition=lambda result: _meshes(result.implied.plan) if result.implied else "",
     ExpertPlacement=_loads,
 )

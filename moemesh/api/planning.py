@@ -74,8 +74,8 @@ class Answers(Shown, list[Answer]):
 
     def facts(self) -> dict[str, object]:
         return {
-            f"{place}": f"{one.seconds:.4g} s, {format_bytes(one.memory_bytes)}, {one.plan!r}"
-            for place, one in enumerate(self)
+            str(place): f"{item.seconds:.4g} s, {format_bytes(item.memory_bytes)}, {item.plan!r}"
+            for place, item in enumerate(self)
         }
 
     @property

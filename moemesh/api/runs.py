@@ -47,12 +47,12 @@ def naming(argument: str) -> Iterator[None]:
     except ConfigError as error:
         problems = [
             replace(
-                one,
-                key=one.key.replace("--set", argument),
-                origin=one.origin.replace("--set ", f"{argument}: "),
-                message=one.message.replace("--set", argument),
-                fix=re.sub(r"--set (?=\S+=)", f"{argument}: ", one.fix),
+                problem,
+                key=problem.key.replace("--set", argument),
+                origin=problem.origin.replace("--set ", f"{argument}: "),
+                message=problem.message.replace("--set", argument),
+                fix=re.sub(r"--set (?=\S+=)", f"{argument}: ", problem.fix),
             )
-            for one in error.problems
+            for problem in error.problems
         ]
         raise ConfigError(problems, error.where) from None

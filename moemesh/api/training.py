@@ -213,8 +213,8 @@ class ParallelModel(Shown):
         num_parts: int,
         step: int,
     ) -> list[Batch]:
-        """Checks a global batch; returns this data-parallel rank's sequences in `num_parts`
-        microbatches. Without targets, tokens are [B, S + 1] and each predicts the next."""
+        """This data-parallel rank's sequences of a global batch, in `num_parts` microbatches.
+        Arguments are those of :meth:`step`. Raises UserError for wrong shapes, dtypes and ids."""
         check_kind("tokens", tokens, Tensor)
         if targets is None:
             if tokens.ndim != 2:
@@ -225,20 +225,20 @@ class ParallelModel(Shown):
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
         masks = {"valid": valid, "loss_mask": loss_mask}
         numbers = {"tokens": tokens, "targets": targets, "documents": documents}
-        for name, one in (numbers | masks).items():
-            if one is not None:
-                check_kind(name, one, Tensor)
+        for name, tensor in (numbers | masks).items():
+            if tensor is not None:
+                check_kind(name, tensor, Tensor)
         given = [t for t in (tokens, targets, *masks.values(), documents) if t is not None]
         if tokens.ndim != 2 or any(t.shape != tokens.shape for t in given):
             shapes = [list(t.shape) for t in given]
             raise UserError(f"tokens, targets and masks must all be [B, S], not {shapes}")
-        for kind, name, one in (
+        for kind, name, tensor in (
             *((torch.bool, *item) for item in masks.items()),
             *((torch.int64, *item) for item in numbers.items()),
         ):
-            if one is not None and one.dtype != kind:
+            if tensor is not None and tensor.dtype != kind:
                 cast = "bool" if kind is torch.bool else "long"
-                raise UserError(f"{name} must be {kind}, not {one.dtype}: {name}.{cast}()")
+                raise UserError(f"{name} must be {kind}, not {tensor.dtype}: {name}.{cast}()")
         vocabulary = self.config.model.vocab_size
         for name, ids in (("tokens", tokens), ("targets", targets)):
             if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:

@@ -115,7 +115,7 @@ def light_shares(weight: Floats, most: float) -> Floats:
 
 @compiled
 def weigh(load: float, per_gpu: int, limit: float, family: int, at: float) -> float:
-    """The weight of one replica."""
+    """The weight of a replica of `load`, with T = `limit`. `at`: T/j of HEAVY, x of the others."""
     edge = SLACK * limit
     if family == HEAVY:
         return 1.0 if load > at + edge else 0.0

@@ -25,6 +25,7 @@ Flags = NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.Lock()
+#: Whether loops run as plain Python, see :func:`plain_loops`.
 _plain: ContextVar[bool] = ContextVar("plain loops", default=False)
 
 
@@ -95,6 +96,7 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = place if os.access(place, os.W_OK) else None
     options = {"cache": folder is not None, "nogil": True, "error_model": "numpy"}
+    # The warning, until it is logged: before the first compilation of a loop.
     news = [_FIRST] if folder is None or not any(folder.rglob("*.nbi")) else []
 
     def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:

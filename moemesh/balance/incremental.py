@@ -32,6 +32,7 @@ SAME = 1e-12
 #: Settings of a repair: load above which a GPU is too hot, relative to the aim, and price of a swap
 #: (which moves two replicas) in shifts. The best setting depends on the loads.
 WAYS = ((1.0, 2.0), (1.0, 1.0), (0.98, 2.0), (0.98, 1.0), (0.95, 2.0), (0.95, 1.0))
+#: Most moves of a repair.
 MAX_MOVES = 1000
 
 
@@ -122,6 +123,7 @@ def replan_from_scratch(
 def _describe(
     kind: Any, loads: Floats, old: Ints, slots: Ints, bounds: Floats, shape: Shape
 ) -> Replan:
+    """The replan from `old` to `slots`, with maps in the type of `kind`."""
     num_gpus = shape.num_gpus
     mean = np.maximum(scaled(loads).mean(axis=1), 1e-300)
     transfers = tuple(

@@ -17,6 +17,7 @@ Policy = Literal["hierarchical", "global"]
 Effort = Literal["fast", "quality"] | float
 #: Maximum number of slots of a layer, so that a typing error does not fill the memory.
 MOST_SLOTS = 2**20
+#: Longest search in seconds.
 MOST_SECONDS = 86_400
 
 

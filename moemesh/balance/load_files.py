@@ -66,6 +66,8 @@ def gpus_of(path: Path) -> int | None:
 
 
 def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.ndarray[Any, Any]:
+    """The numbers of a file [rows, columns]; in a file of named tables, those under the first of
+    `keys`."""
     readers: dict[str, Callable[[Path], Any]] = {
         ".json": lambda path: parse_json(path.read_text(encoding="utf-8")),
         ".jsonl": partial(_read_run, keys=keys),
@@ -130,6 +132,7 @@ def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
 
 
 def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:
+    """Loads of a table [layers, experts], without its header and names."""
     # Spreadsheets begin a file with a byte order mark.
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = [row for row in csv.reader(file) if any(cell.strip() for cell in row)]
@@ -174,8 +177,8 @@ def _named_columns(
     for a table with a row for each layer."""
     names = [name.strip().lower() for name in header]
     places = {
-        kind: [place for place, name in enumerate(names) if name in known]
-        for kind, known in (("layer", _LAYERS), ("expert", _EXPERTS), ("step", _STEPS))
+        kind: [place for place, name in enumerate(names) if name in headers]
+        for kind, headers in (("layer", _LAYERS), ("expert", _EXPERTS), ("step", _STEPS))
     }
     for number, row in enumerate(rows):
         if len(row) != len(header):
@@ -253,12 +256,12 @@ def _read_torch(path: Path) -> Any:
         raise
     except Exception as error:  # a damaged file raises errors of zipfile, pickle and torch
         raise BalanceError(f"{path}: no file of torch.save with tensors alone") from error
-    held: dict[Any, Any] = {LOAD_KEYS[0]: content}
+    tables: dict[Any, Any] = {LOAD_KEYS[0]: content}
     if isinstance(content, dict):
-        held = cast("dict[Any, Any]", content)
+        tables = cast("dict[Any, Any]", content)
     return {
         str(name): value.double().numpy() if isinstance(value, torch.Tensor) else value
-        for name, value in held.items()
+        for name, value in tables.items()
     }
 
 
@@ -277,6 +280,7 @@ def _read_numpy(path: Path) -> Any:
 
 
 def _read_run(path: Path, keys: tuple[str, ...]) -> Any:
+    """Tokens of each layer and expert [layers, experts] of a run, summed over its steps."""
     if keys is not LOAD_KEYS:
         raise BalanceError(f"{path}: a run's loads hold no placement")
     sums: dict[int, np.ndarray[Any, Any]] = {}

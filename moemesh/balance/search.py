@@ -268,15 +268,15 @@ def _keep_up(layers: _Layers) -> None:
     published placement without second copies on a GPU, or by a longer search.
 
     If all of them fail, the published placement is taken with its second copies, because the
-    largest load is more important than a wasted slot.
+    largest load is more important than a wasted slot. So no layer is worse than published.
     """
     tops, shape = layers.tops.max(axis=1), layers.shape
     open_layers = np.flatnonzero(tops > layers.floors * (1.0 + 1e-9))
     if not len(open_layers):
         return
     enough = tops[open_layers] * (1.0 - SAME)
-    given, limits = published(layers.weights[open_layers], shape, enough)
-    for layer, published_slots, limit in zip(open_layers, given, limits, strict=True):
+    all_slots, limits = published(layers.weights[open_layers], shape, enough)
+    for layer, published_slots, limit in zip(open_layers, all_slots, limits, strict=True):
         if limit >= tops[layer] * (1.0 - SAME):
             continue
         weight = layers.weights[layer]

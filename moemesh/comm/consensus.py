@@ -20,14 +20,15 @@ from torch.distributed.distributed_c10d import _get_default_store
 from moemesh.comm.mesh import Mesh
 
 _POLL_SECONDS = 0.005
-#: Seconds for which a rank waits for the others' answers after its own.
+#: Seconds after the timeout for which a rank waits for the outcomes of the others; then, after a
+#: failure, until all have read them.
 _ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
-    """The outcome of one rank: `problem` is None for success. `raised`: the work did not run to its
-    end there; `followed`: only because another rank's did not."""
+    """The outcome of one rank: `problem` is None for success. `raised`: its work raised or did not
+    end; `followed`: it was given up because another rank's did."""
 
     problem: str | None
     raised: bool = False
@@ -37,11 +38,11 @@ class RankOutcome:
 def run_with_consensus(
     work: Callable[[], str | None], mesh: Mesh, *, name: str, timeout_seconds: float
 ) -> list[RankOutcome]:
-    """``work()`` on every rank of `mesh`; the outcome of each, in rank order, on each.
+    """Run ``work()`` on every rank of `mesh`; returns the outcomes of all ranks, in rank order.
 
     `work` may use collectives and returns what is wrong, or None. All ranks call this at the same
-    point with the same `name`. It returns on every rank within `timeout_seconds` and a little more,
-    whatever `work` does; where a rank raised or hung, the groups of the mesh are of no further use.
+    point with the same `name`. It returns at most 20 s after `timeout_seconds`, whatever `work`
+    does. If a rank raised or hung, the groups of the mesh cannot be used any more.
     """
     if mesh.world_size == 1:
         return [_outcome(work)]
@@ -59,7 +60,7 @@ def run_with_consensus(
 
     thread = threading.Thread(target=run, name="moemesh-consensus", daemon=True)
     thread.start()
-    # This rank's outcome: of the work, of the clock, or of a peer's failure, what comes first.
+    # This rank's outcome: the end of its work, a peer's failure or the timeout, whichever is first.
     own: RankOutcome | None = None
     while own is None:
         thread.join(_POLL_SECONDS)

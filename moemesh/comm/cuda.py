@@ -1,7 +1,7 @@
-"""The CUDA devices that torch sees, and all that keeps ranks from computing on them.
+"""The CUDA devices that torch sees, and checks that ranks can compute on them.
 
-Asked before data is read and before any process group exists: a mistake that NCCL would answer with
-a hang, or a kernel with an error of its own, is one sentence here, with a command that works.
+The checks run before data is read and before any process group exists: what would be a hang in NCCL
+or an error in a kernel is one message here, with a command that works.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import torch.distributed as dist
 from moemesh.monitor.devices import DeviceError, num_gpus, too_few
 
 Device = Literal["auto", "cpu", "cuda"]
-#: The compute capability from which on an arithmetic is in hardware, by `train.dtype`.
+#: `train.dtype` -> lowest compute capability that computes in it in hardware.
 NEEDED_CAPABILITY = {"bfloat16": (8, 0)}
 #: Lowest capability with a kernel of ``grouped_mm``; below it torch loops over experts on the host.
 GROUPED_CAPABILITY = (9, 0)
 #: Variable that lets ranks share devices: "gloo" carries their tensors through the host.
 SHARED_VARIABLE = "MOEMESH_COMM"
+#: Remedies that several messages suggest.
 ON_CPU = 'set train.device = "cpu" (`moemesh train --set train.device=cpu`)'
 CUDA_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
 
@@ -79,8 +80,8 @@ def check(device: Device, num_ranks: int, dtype: str = "float32", *, shares: boo
         capability = torch.cuda.get_device_capability(index)
         name = f"GPU {index} ({torch.cuda.get_device_name(index)}, compute capability "
         name += f"{_dotted(capability)})"
-        architectures = (one.removeprefix("sm_") for one in torch.cuda.get_arch_list())
-        built = [int(one) for one in architectures if one.isdigit()]  # none in a build for ROCm
+        architectures = (arch.removeprefix("sm_") for arch in torch.cuda.get_arch_list())
+        built = [int(arch) for arch in architectures if arch.isdigit()]  # none in a build for ROCm
         if built and capability < (lowest := divmod(min(built), 10)):
             raise DeviceError(
                 f"{name} is older than what torch {torch.__version__} has kernels for "
@@ -97,8 +98,8 @@ def choose(
     device: Device, local_rank: int, ranks_per_node: int, dtype: str, *, shares: bool = False
 ) -> torch.device:
     """The device of a rank, which becomes the current one; raises as :func:`check`. `shares`: ranks
-    take turns with the devices of this machine. A launcher may show each rank a single device of
-    its own: that is device 0 to all of them."""
+    take turns with the devices of this machine. If the launcher makes one device visible to each of
+    several ranks, a rank's device is its device 0."""
     if resolved(device) == "cpu":
         return torch.device("cpu")
     has_own = ranks_per_node > 1 and num_devices() == 1
@@ -123,14 +124,14 @@ def agree(
     *,
     shares: bool = False,
 ) -> None:
-    """Raises DeviceError where this rank's device goes with those of the others into no group: CPU
-    beside CUDA, two compute capabilities, or (unless `shares`) one device for two ranks. Every rank
-    calls it."""
+    """Raises DeviceError if this rank's device cannot be in a group with those of the others: CPU
+    and CUDA, two compute capabilities, or (unless `shares`) one GPU of two ranks. Every rank calls
+    it."""
     own: dict[str, str] = {"type": device.type, "host": gethostname()}
     if device.type == "cuda":
         own["capability"] = _dotted(torch.cuda.get_device_capability(device))
-        place = f"device {own['host']} {torch.cuda.get_device_properties(device).uuid}"
-        if not shares and store.add(place, 1) > 1:
+        key = f"device {own['host']} {torch.cuda.get_device_properties(device).uuid}"
+        if not shares and store.add(key, 1) > 1:
             raise DeviceError(
                 f"rank {rank} and another rank on {own['host']} have the same GPU: start at most "
                 "one rank for each, with LOCAL_RANK or CUDA_VISIBLE_DEVICES of its own, or set "

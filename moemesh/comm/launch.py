@@ -1,8 +1,8 @@
 """Starting ranks on this machine, joining those that torchrun started, and stopping.
 
-A rank of ours is ``python -P -m moemesh`` with the arguments of the launcher, so that it runs the
-very same path as one of torchrun or srun; `moemesh.monitor.supervisor` starts and watches it.
-Ranks of one machine meet in a file, over no port. Only this module reads the environment.
+A rank of :func:`launch` is ``python -P -m moemesh`` with the launcher's arguments, so that it takes
+the same code path as a rank of torchrun or srun; `moemesh.monitor.supervisor` starts and watches
+it. Such ranks connect through a file, not a port. Only this module reads the environment.
 """
 
 from __future__ import annotations
@@ -60,10 +60,11 @@ from moemesh.trace.machine import die_with_parent, keep_freed_memory, usable_cor
 MODULE = ("moemesh",)
 #: Seconds after which a rank that waits for others prints that, and between two such lines.
 _FIRST_NOTE_SECONDS, _NOTE_SECONDS = 3.0, 30.0
+#: Seconds by which NCCL's timeout exceeds `timeout_seconds`.
 _WATCHDOG_SECONDS = 60.0
-#: Longer than a watcher takes to distinguish a cause from its consequences.
+#: Longest wait in seconds for a watcher's verdict; it takes less to tell a cause from consequences.
 _VERDICT_SECONDS = 6.0
-#: A watcher that has not locked the folder by then could not start.
+#: Longest wait in seconds until a watcher has locked its folder: later, it could not start.
 _START_SECONDS = 5.0
 #: Node of a watched rank of another launcher, and the rendezvous folder of its watcher.
 _node: Node | None = None
@@ -95,7 +96,8 @@ def num_joined() -> int:
 
 
 def ranks_of_a_node(ranks: Sequence[int]) -> int:
-    """Ranks on each node: 1 if nodes differ, 0 if all share one or the launcher is silent."""
+    """Number of `ranks` on each node: 1 if nodes have different numbers, 0 if all ranks share one
+    node or the launcher sets no LOCAL_WORLD_SIZE."""
     try:
         size = _variable("LOCAL_WORLD_SIZE", 0)
     except RankError:  # of a program that has its process group from elsewhere
@@ -115,7 +117,7 @@ def environment() -> dict[str, str]:
 
 
 def own_rank() -> int:
-    """The rank of this process, known before any connection is made."""
+    """The rank of this process by its environment, before any connection; 0 without a launcher."""
     return _variable("RANK", 0)
 
 
@@ -135,8 +137,8 @@ def attach() -> None:
         return
     # This rank ends when the launcher is killed: else it would write into a folder that the next
     # run takes to be its own. The kernel ends it, or a thread that polls each second.
-    is_seen_to, parent = die_with_parent(), os.getppid()
-    # It may have died before: then its lock is free.
+    kernel_kills, parent = die_with_parent(), os.getppid()
+    # If the launcher has died before this line, its lock is free.
     if not has_supervisor(_launcher()):
         os._exit(128 + signal.SIGKILL)
 
@@ -145,13 +147,13 @@ def attach() -> None:
             time.sleep(1.0)
         os._exit(128 + signal.SIGKILL)
 
-    if not is_seen_to:
+    if not kernel_kills:
         threading.Thread(target=poll, daemon=True).start()
     _show(_launcher(), own_rank())
 
 
 def _show(folder: Path, rank: int) -> None:
-    """Let those who look into `folder` see the exceptions, stacks and progress of this rank."""
+    """Write exceptions, stacks and progress of this rank to `folder`, for the supervisor."""
     sys.excepthook = _report_and_print
     # Kept open: the handler writes into it.
     faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
@@ -159,9 +161,9 @@ def _show(folder: Path, rank: int) -> None:
 
 
 def watch(command: Callable[[Path, Node], Sequence[str]]) -> None:
-    """Let this rank of another launcher be watched: the first rank of a node starts
-    ``command(folder, node)``, which watches them all. Nothing where that cannot be, or for a world
-    of one."""
+    """Have this rank of another launcher watched: the first rank of a node starts
+    ``command(folder, node)``, which watches all ranks of the node. No-op for a world of one, and
+    where the folder or the process cannot be created."""
     global _watched, _node
     node, rank = Node.of(os.environ), own_rank()
     if node.world_size == 1:
@@ -181,21 +183,22 @@ def watched() -> bool:
     """Whether a watcher reports the failure of this rank of another launcher."""
     if _watched is None:
         return False
-    # It locks the folder when it has started; one that could not, or was killed, leaves the folder.
+    # A watcher locks the folder when it has started and deletes it after its verdict. The folder of
+    # a watcher that could not start, or was killed, stays and is not locked.
     end = time.monotonic() + _START_SECONDS
     while _watched.exists() and not (_watched / LOCK).exists():
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
-    return has_supervisor(_watched) or not _watched.exists()  # after a verdict it is gone
+    return has_supervisor(_watched) or not _watched.exists()
 
 
 def await_verdict() -> None:
-    """Stay until the watcher has named the failed rank, where this one may only follow another,
-    since the launcher of the ranks believes in the first that leaves."""
+    """Wait for the watcher's verdict if this rank failed inside a collective: another rank may be
+    the cause, and the launcher blames the first rank that exits."""
     end = time.monotonic() + _VERDICT_SECONDS
-    word = progress.own_record()
-    while word is not None and word.inside and watched() and time.monotonic() < end:
+    record = progress.own_record()
+    while record is not None and record.inside and watched() and time.monotonic() < end:
         time.sleep(0.05)
 
 
@@ -259,18 +262,17 @@ def start(
     timeout = timedelta(seconds=timeout_seconds)
     waiting = progress.entered("rendezvous", "world", "start", range(world_size), 0)
     progress.waiting(waiting)
-    # Ranks find one another by a file of the launcher, or by the port that others have named.
     if launched():
         store: dist.Store = dist.FileStore(str(_launcher() / STORE), world_size)
         store.set_timeout(timeout)
     else:
-        store = _meet(rank, world_size, timeout, stopping)
+        store = _connect(rank, world_size, timeout, stopping)
     if _node is not None and rank == _node.first:
         introduce(store, _watched, _node.ranks, world_size)
     cuda.agree(store, rank, chosen, timeout, shares=shares)
     is_bound = chosen.type == "cuda" and not shares
     if chosen.type == "cuda":
-        # NCCL aborts a rank whose operation takes longer: who watches the ranks is to see it first.
+        # NCCL aborts a rank whose operation takes longer; the supervisor must report it before.
         timeout += timedelta(seconds=_WATCHDOG_SECONDS)
     dist.init_process_group(
         "nccl" if is_bound else "gloo",
@@ -284,16 +286,17 @@ def start(
     return ranks
 
 
-def _meet(
+def _connect(
     rank: int, world_size: int, timeout: timedelta, stopping: Callable[[], int | None]
 ) -> dist.Store:
-    """The store of ranks that others have started, once all of them have come. Waits in Python, so
-    that signals end it; prints now and then whom it waits for."""
+    """The store at MASTER_ADDR and MASTER_PORT, after all ranks have joined it. Waits in Python, so
+    that signals end it; prints the missing ranks every :data:`_NOTE_SECONDS`."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     since = time.monotonic()
     next_note = since + _FIRST_NOTE_SECONDS
 
     def wait(missing: Callable[[], str]) -> None:
+        """Sleep until the next check. Exits when stopped; raises RankError after the timeout."""
         nonlocal next_note
         if (code := stopping()) is not None:
             stop(code)
@@ -310,8 +313,8 @@ def _meet(
             print(text, file=sys.stderr, flush=True)
         time.sleep(0.1)
 
-    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = rank == 0 and not is_agents
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master = rank == 0 and not agent_hosts
     while not is_master:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
@@ -343,11 +346,11 @@ def _meet(
     store.set(f"come/{rank}", "")
 
     def missing() -> str:
-        absent = [one for one in range(world_size) if not store.check([f"come/{one}"])]
+        absent = [other for other in range(world_size) if not store.check([f"come/{other}"])]
         return f"{len(absent)} of {world_size} ranks ({few(absent, 8)})"
 
     try:
-        while not store.check([f"come/{one}" for one in range(world_size)]):
+        while not store.check([f"come/{other}" for other in range(world_size)]):
             wait(missing)
     except dist.DistNetworkError:
         raise RankError(f"rank 0 at {host}:{port} left while rank {rank} waited there") from None
@@ -355,8 +358,8 @@ def _meet(
 
 
 def stop(code: int = 0) -> None:
-    """Leave the process group, if there is one: this rank's work is done, and it will end with exit
-    code `code`. A rank that ends without this call has failed."""
+    """Leave the process group, if any, and record that this rank is done and will exit with `code`.
+    A rank that exits without this call has failed."""
     progress.finished(code)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -412,8 +415,8 @@ def run_ranks(
     entry: Sequence[str] | None = None,
     **watching: Any,
 ) -> SupervisorResult:
-    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended;
-    `entry`: the module and its first arguments in place of these. `watching` are the keywords of
+    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended.
+    `entry`: Python's arguments in place of ``-m moemesh``. `watching`: keywords of
     :class:`~moemesh.monitor.supervisor.Supervisor`.
 
     Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in `logs`.
@@ -426,8 +429,8 @@ def run_ranks(
     has been trained yet; the exit code is 128 + signal (SIGUSR1: that of SIGTERM). A second Ctrl-C
     kills them at once.
     """
-    # Those of an earlier run go: they are written at the end, or only where there is something to
-    # write. A folder in which nothing can be written any more ends no run.
+    # Delete files of an earlier run that this run may not write. If the folder cannot be written,
+    # the ranks run all the same.
     with suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         for file in (logs / "rank-0.err", *logs.glob("rank-*.stacks")):
@@ -454,6 +457,7 @@ def _variable(name: str, default: int) -> int:
 def _report_and_print(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    """``sys.excepthook`` of a rank."""
     if launched() or not isinstance(error, KeyboardInterrupt):
         report_failure(error)
     # The console shows one failure, the first: the launcher prints rank 0's if that is it.
@@ -462,5 +466,5 @@ def _report_and_print(
 
 
 def _launcher() -> Path:
-    """The folder in which ranks of ours meet."""
+    """The launcher's folder, with the store, the lock and the reports of its ranks."""
     return Path(os.environ[FOLDER_VARIABLE])

@@ -27,7 +27,8 @@ from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.machine import thread_states
 
-#: Other axes with a group on the host: sizes of exchanges, and tokens of a step.
+#: Axes besides "world" with a gloo group for numbers: sizes of exchanges (ep_etp), tokens of a step
+#: (dp_cp).
 HOST_AXES = ("ep_etp", "dp_cp")
 
 
@@ -102,9 +103,9 @@ class Mesh(Shown):
         host_groups: dict[tuple[int, ...], ProcessGroup | None] | None = None,
         global_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """Use :meth:`create`, :meth:`from_group` or :meth:`single`. `groups` are this rank's, by
-        their ranks in the mesh, and `host_groups` those on the CPU beside them, where tensors
-        travel by another backend than gloo; ``global_ranks[rank]`` defaults to ``rank``."""
+        """Use :meth:`create`, :meth:`from_group` or :meth:`single`. `groups`: ranks in the mesh ->
+        their group, for the groups of this rank. `host_groups`: the same for gloo on the CPU; None
+        if `groups` are such groups. ``global_ranks[rank]`` defaults to ``rank``."""
         self.layout = layout
         self.rank = rank
         if device.type == "cuda" and device.index is None:
@@ -112,21 +113,20 @@ class Mesh(Shown):
         self.device = device
         self.ledger = Ledger()
         self.coordinates: dict[str, int] = layout.coordinates(rank)
-        everyone = global_ranks or tuple(range(layout.world_size))
+        global_ranks = global_ranks or tuple(range(layout.world_size))
         self._axes: dict[str, Axis] = {}
         for name in AXES:
             ranks = layout.group_of(name, rank)
             self._axes[name] = Axis(
                 name=name,
-                ranks=tuple(everyone[one] for one in ranks),
+                ranks=tuple(global_ranks[member] for member in ranks),
                 index=ranks.index(rank),
                 group=groups[ranks] if len(ranks) > 1 else None,
                 device=device,
                 ledger=self.ledger,
             )
         self._host_groups = host_groups
-        #: The axis of all ranks for control messages on the CPU: its own gloo group where tensors
-        #: travel by another backend, the world axis itself otherwise.
+        #: The axis of all ranks for control messages on the CPU, by gloo.
         self.control = self["world"]
         if host_groups is not None:
             self.control = replace(self.host("world"), name="control")
@@ -177,6 +177,7 @@ class Mesh(Shown):
             names: Iterable[str],
             backend: str | None = None,
         ) -> None:
+            """Add the groups of the axes `names`; None for those without this rank."""
             for name in names:
                 for ranks in layout.groups(name):
                     if len(ranks) == 1 or ranks in groups:
@@ -268,16 +269,16 @@ def new_group(
 # that ends unwinds a thread that waits for the GIL (before Python 3.14), and C++ answers that with
 # an abort of the process.
 
-#: Names of these threads in torch begin so.
+#: Prefixes of the names of these threads in torch.
 _GROUP_THREADS = ("pt_gloo", "pt_nccl")
-#: Seconds between two looks at them, and the longest wait.
+#: Seconds between two readings of their states, and the longest wait.
 _LOOK_SECONDS, _EXIT_SECONDS = 0.002, 5.0
 
 
 @atexit.register
 def _wait_for_group_threads() -> None:
-    """Release the GIL until no thread of a process group needs it: until all of them have slept
-    from one look to the next. A thread that waits for the GIL wakes up in between."""
+    """Release the GIL until no thread of a process group needs it: until all of them were asleep in
+    two readings without waking between them. A thread that waits for the GIL wakes up."""
     before, threads = None, thread_states(_GROUP_THREADS)
     if threads is None:
         time.sleep(0.1)
@@ -311,8 +312,8 @@ def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
 
 
 def local_part(tensor: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a DTensor, and the place of its first element in the whole."""
-    # Late: a program that holds a DTensor has loaded this package already; others need not.
+    """This rank's part of a DTensor, and the index of its first element in the whole tensor."""
+    # Imported late: a program that holds a DTensor has loaded this module, others need not.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     size, offset = compute_local_shape_and_global_offset(

@@ -85,7 +85,7 @@ def exchange(
             tickets.append(_enter(is_sent, x, axis, index, phase, caller))
             operations.append(dist.P2POp(operation, x, axis.ranks[index], axis.group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
-    # NCCL answers with one work for all of them.
+    # NCCL returns one work for all of them.
     return [watched(work, ticket) for work, ticket in zip(works, tickets, strict=False)]
 
 
@@ -95,10 +95,12 @@ def _enter(
     """Enter a message between this rank and rank `index` of the axis."""
     assert index != axis.index, f"rank {index} of {axis.name} sends to itself"
     assert x.is_contiguous(), "messages are contiguous tensors"
-    own, other, num_bytes = axis.ranks[axis.index], axis.ranks[index], x.numel() * x.element_size()
-    pair, moved = pair_of(own, other), WireBytes(num_bytes, num_bytes, 0)
-    if not is_sent:
-        pair, moved = pair_of(other, own), WireBytes(num_bytes, 0, num_bytes)
+    rank, peer = axis.ranks[axis.index], axis.ranks[index]
+    num_bytes = x.numel() * x.element_size()
+    if is_sent:
+        pair, moved = pair_of(rank, peer), WireBytes(num_bytes, num_bytes, 0)
+    else:
+        pair, moved = pair_of(peer, rank), WireBytes(num_bytes, 0, num_bytes)
     return record(axis, "send_receive", phase, caller, moved, pair=pair)
 
 
@@ -116,57 +118,57 @@ _NUM_TAGS = 1 << 30
 
 
 class Channels:
-    """The queues of one rank with the other members of its axis, for the ordered `pairs` of indices
-    there; all ranks of the mesh make them.
+    """Message queues of this rank with other ranks of `axis`, one for each of `pairs`: (source,
+    destination) indices in the axis. All ranks of the mesh create them at the same point.
 
-    A group of their own keeps these messages apart from everything else on the axis. `on_host`: for
-    tensors on the CPU, by gloo, whatever carries those of the mesh.
+    Their process groups are separate from that of the axis, so that no other message can take their
+    place. `on_host`: messages are CPU tensors and travel by gloo, whatever the mesh uses.
     """
 
     def __init__(
         self, mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]], *, on_host: bool = False
     ) -> None:
-        own, pairs = mesh[axis], sorted(set(pairs))
+        pairs = sorted(set(pairs))
+        self.axis = mesh[axis]
         if on_host:
-            own = replace(own, device=torch.device("cpu"))
-        self.axis = own
+            self.axis = replace(self.axis, device=torch.device("cpu"))
         #: Process group of each (source, destination).
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
-        #: Whether messages find their receives by tags. NCCL has none: a receive there is work of
-        #: the device, which holds up what else must wait for it until the message comes.
+        #: Whether messages and receives are matched by tags, on gloo. A receive of NCCL occupies
+        #: the device: kernels that must wait for it wait until the message arrives.
         self.tagged = True
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
-        if own.size == 1 or not pairs:
+        if self.axis.size == 1 or not pairs:
             return
-        backend = "gloo" if on_host else own.backend
-        self.tagged, timeout = backend == "gloo", mesh.timeout
-        # Groups are made by all ranks in one order, whether or not they are members.
+        backend, timeout = "gloo" if on_host else self.axis.backend, mesh.timeout
+        self.tagged = backend == "gloo"
+        # All ranks of the mesh call `new_group` in one order, members or not.
         for ranks in mesh.layout.groups(axis):
             if self.tagged:
                 group = new_group(ranks, name="channels", timeout=timeout, backend=backend)
-                if ranks == own.ranks:
+                if ranks == self.axis.ranks:
                     self._groups = dict.fromkeys(pairs, group)
                 continue
             for source, destination in pairs:
                 members = [ranks[source], ranks[destination]]
                 group = new_group(members, name=f"channel {members}", timeout=timeout)
-                if ranks == own.ranks and own.index in (source, destination):
+                if ranks == self.axis.ranks and self.axis.index in (source, destination):
                     self._groups[source, destination] = group
 
     def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
-        """Start a message to index `destination`; `x` (contiguous) is unchanged until the wait."""
+        """Start to send to index `destination`; keep `x` (contiguous) as it is until ``wait``."""
         tag, group = self._next(self._num_sent, destination), (self.axis.index, destination)
         labels = {"phase": phase, "caller": caller}
         return start_send(x, self.axis, destination, **labels, tag=tag, group=self._groups[group])
 
     def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> dist.Work:
-        """Start to receive the next message of index `source`; filled after ``wait()``."""
+        """Start to receive the next message of index `source`; it is in `into` after ``wait()``."""
         tag, group = self._next(self._num_received, source), (source, self.axis.index)
         labels = {"phase": phase, "caller": caller}
         return start_receive(into, self.axis, source, **labels, tag=tag, group=self._groups[group])
 
     def _next(self, numbers: Counter[int], other: int) -> int:
-        """The tag of the next message."""
+        """Count the next message with index `other` in `numbers`; returns its tag."""
         numbers[other] += 1
         return numbers[other] % _NUM_TAGS if self.tagged else 0

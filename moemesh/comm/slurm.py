@@ -1,4 +1,4 @@
-"""The environment of a rank: torchrun's variables, and those of Slurm's srun in their words."""
+"""The environment of a rank: torchrun's variables, or the same made of those of Slurm's srun."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def ranks_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a task of an
     srun step of several tasks.
 
-    Empty for any other process: alone in its step, or started by torchrun inside of one. Raises
-    SlurmError where the tasks of a node are not neighbours, since ranks that follow each other are
-    to share a node.
+    Empty for any other process, for the only task of a step, and for ranks that torchrun started
+    inside of one. Raises SlurmError if the tasks of a node do not have successive numbers: layouts
+    expect successive ranks on a node.
     """
     wanted = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
     if "RANK" in environment or any(name not in environment for name in wanted):

@@ -19,10 +19,11 @@ from moemesh.comm.mesh import Axis
 
 
 class StagedWork:
-    """Pending work on copies; :meth:`wait` copies what was received to the device."""
+    """Pending work on host copies. :meth:`wait` copies `copy` to the device tensor `into`, None for
+    a send."""
 
     def __init__(self, work: Any, sent: Tensor | None, into: Tensor | None, copy: Tensor) -> None:
-        # The backend reads the copy that is sent until its work ends.
+        # `sent` is only kept alive: the backend reads it until the work ends.
         self._work, self._sent, self._into, self._copy = work, sent, into, copy
 
     def wait(self) -> None:

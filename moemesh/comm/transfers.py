@@ -88,8 +88,8 @@ class Messages:
 def send_and_receive(
     blocks: Sequence[Tensor], into: Sequence[Tensor], axis: Axis, tag: int
 ) -> Messages:
-    """Start to fill ``into[i]`` from rank i, then to send it ``blocks[i]``; both sides skip what is
-    empty. The own block is copied, unless `into` has no room for it."""
+    """Start to receive ``into[i]`` from each rank i, then to send it ``blocks[i]``; both sides skip
+    empty blocks. This rank's block is copied, unless its `into` is empty."""
     works: list[Any] = []
     for distance in range(1, axis.size):
         source = (axis.index - distance) % axis.size
@@ -109,8 +109,8 @@ _all_gather_nccl = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_nccl = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# gloo's own all_to_all up to these sizes, which every rank must know alike: bytes of all rows where
-# all blocks are known, else bytes of one row (weights and ids, whatever their number).
+# Up to these sizes gloo's own all_to_all is used. All ranks must decide alike: by the bytes of all
+# rows if every rank has all block sizes, else by those of one row (weights and ids are short).
 _FEW_BYTES = 1 << 16
 _SHORT_ROW_BYTES = 64
 
@@ -181,7 +181,7 @@ def reduce_scatter_start(
 ) -> Callable[[], Tensor]:
     """Asynchronous reduce_scatter: call the returned function exactly once for the result.
     `in_tree`: added in a balanced binary tree over the ranks, as in :func:`all_reduce_in_tree_`.
-    `in_place`: the result may lie in the memory of all that was received, for who reads it once."""
+    `in_place`: the result may be a view of all received blocks, whose memory it then keeps."""
     if axis.size == 1:
         return lambda: x
     blocks = _blocks(x.shape[0], axis, sizes)
@@ -202,7 +202,7 @@ def reduce_scatter_start(
         work = staged.all_to_all_single(received, x, splits, blocks, axis)
         parts = list(received.split(splits))
     else:
-        splits[axis.index] = 0  # added from where it is, not from a copy
+        splits[axis.index] = 0  # this rank's block is added from `x`, without a copy
         received = x.new_empty(sum(splits), *x.shape[1:])
         parts, sent = list(received.split(splits)), x.split(blocks)
         work = send_and_receive(sent, parts, axis, _EXCHANGE_TAG)
@@ -211,7 +211,7 @@ def reduce_scatter_start(
         return partial(_after, ticket, work, lambda: tree_sum(parts))
 
     def sum_in_rank_order() -> Tensor:
-        """16 bits are summed in fp32 and rounded once."""
+        """16-bit dtypes are summed in fp32 and rounded once."""
         if dtype in (torch.bfloat16, torch.float16):
             total = torch.add(parts[0].float(), parts[1])
         else:
@@ -226,6 +226,7 @@ def reduce_scatter_start(
 
 
 def _after(ticket: Ticket | None, work: Work | None, result: Callable[[], Tensor]) -> Tensor:
+    """Wait for `work`; returns ``result()``."""
     assert work is not None
     progress.waiting(ticket)
     work.wait()
@@ -384,8 +385,9 @@ def record(
     *,
     pair: tuple[int, int] | None = None,
 ) -> Ticket | None:
-    """Enter one operation in the ledger of `axis` and in this rank's progress word. Returns what
-    :func:`moemesh.monitor.progress.waiting` wants. `pair`: of a message, from :func:`pair_of`."""
+    """Enter one operation in the ledger of `axis` and in this rank's progress word. Returns the
+    argument of :func:`moemesh.monitor.progress.waiting`. `pair`: (source, destination) of a message
+    (:func:`pair_of`); None for a collective."""
     axis.ledger.record(axis=axis.name, op=op, phase=phase, caller=caller, **moved._asdict())
     if pair is not None:
         return progress.entered(op, axis.name, caller, pair, moved.payload_bytes, separator=">")
@@ -394,12 +396,12 @@ def record(
 
 @cache
 def pair_of(source: int, destination: int) -> tuple[int, int]:
-    """Two ranks of the world between which messages travel; one object for each pair."""
+    """(source, destination) as global ranks; one object for each pair."""
     return source, destination
 
 
 def equal_blocks(num_rows: int, axis: Axis) -> list[int]:
-    """Rows of each rank when all have the same number. Raises ValueError when that cannot be."""
+    """Rows of each rank, equally many. Raises ValueError if the ranks do not divide `num_rows`."""
     if num_rows % axis.size:
         raise ValueError(
             f"{num_rows} rows do not divide evenly over {axis.name} ({axis.size} ranks): give sizes"
@@ -408,6 +410,7 @@ def equal_blocks(num_rows: int, axis: Axis) -> list[int]:
 
 
 def _blocks(num_rows: int, axis: Axis, sizes: Sequence[int] | None) -> list[int]:
+    """`sizes`, checked to have one per rank; None divides `num_rows` equally."""
     if sizes is None:
         return equal_blocks(num_rows, axis)
     if len(sizes) != axis.size:

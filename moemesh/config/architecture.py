@@ -1,4 +1,4 @@
-"""The record of a model that only transformers knows, for code that never imports torch."""
+"""The record of a model that the code of transformers computes, for code without torch."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class Architecture:
     them, so that zero3 cannot free them; ``layer_output``: dtype (in a bfloat16 model) and sizes
     after [B, S] of each tensor that every layer returns, of which -k is k or fewer where there are
     fewer positions; ``uncut``: the reason why its layers cannot be cut into
-    pipeline stages, empty where they can; ``notes``: what a run is to know; ``costs``: figures of
-    the planner.
+    pipeline stages, empty where they can; ``notes``: sentences that a run prints; ``costs``:
+    figures of the planner.
     """
 
     model_type: str
@@ -123,12 +123,14 @@ class Architecture:
     @property
     def cuts_experts(self) -> bool:
         """Whether the ranks of etp can share the width of each expert."""
-        return all(one.cut is not None for one in self.parameters if one.is_expert)
+        return all(record.cut is not None for record in self.parameters if record.is_expert)
 
     def with_adapters(self, lora: LoraConfig) -> Architecture:
         """The same with the adapters `lora` in place of its own, each after its weight."""
-        weights = [one for one in self.parameters if not is_adapter(one.name)]
-        parameters = (one for weight in weights for one in (weight, *weight.adapters(lora)))
+        parameters: list[ParameterRecord] = []
+        for weight in self.parameters:
+            if not is_adapter(weight.name):
+                parameters += [weight, *weight.adapters(lora)]
         return replace(self, parameters=tuple(parameters))
 
     def to_json(self) -> str:

@@ -86,9 +86,9 @@ class LinkCurve(Section):
 
 
 class OwnRun(Section):
-    """A measured run: ``seconds`` of its step, those that the constants alone predict, how far it
-    was off when it was left out (log of measured over predicted), its `weight` in corrections, and
-    the features in which other runs are like it."""
+    """A measured run: `seconds` of its step, and those that the constants alone have `predicted`.
+    `left_out`: log of measured over predicted seconds when the other runs correct the prediction.
+    `weight`: its weight in corrections. `features`: numbers by which similar runs are found."""
 
     section: ClassVar[str] = "cluster.own_runs"
 
@@ -215,7 +215,7 @@ def _shown(value: object) -> str:
 def load_cluster(source: str | Path | Cluster) -> Cluster:
     """The preset of that name or several nodes of it ("4xdgx_h100"), the TOML file at that path, or
     devices of a data sheet ("8xH100", "MI300X" for one node of them, "2x4xH100" for 2 nodes of 4);
-    a cluster stays what it is. Raises ConfigError with every problem found."""
+    a Cluster is returned unchanged. Raises ConfigError with every problem found."""
     if isinstance(source, Cluster):
         return source
     source = str(source)
@@ -232,7 +232,7 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
     return _build(table, source)
 
 
-#: Seconds that a message needs on NVLink and on InfiniBand, typical values: data sheets lack them.
+#: Latencies of NVLink and of InfiniBand in seconds: typical values, which data sheets lack.
 _INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
 
 

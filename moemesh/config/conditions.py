@@ -12,7 +12,8 @@ Numbers = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Condition:
-    """A rule over the numbers it names: its text, and what breaks it ("" where it holds)."""
+    """A rule over the numbers `names`: its `text`, and a function that returns what breaks it, ""
+    if it holds."""
 
     text: str
     names: tuple[str, ...]
@@ -99,12 +100,12 @@ microbatches % ranks == 0, got 10 % 4 == 2 (nearest: microbatches 8 or 12, or ra
         if (values := _legal(conditions, numbers, name))
     )
     if not hint:
-        # Of equally near ones upwards: more microbatches are wanted more often than fewer ranks.
+        # Equally near ones: the larger first, more microbatches rather than fewer ranks.
         together = sorted(
             _settled(conditions, numbers, list(numbers)),
-            key=lambda one: (
-                sum(abs(one[name] - numbers[name]) for name in numbers),
-                -sum(one.values()),
+            key=lambda candidate: (
+                sum(abs(candidate[name] - numbers[name]) for name in numbers),
+                -sum(candidate.values()),
             ),
         )
         hint = ", ".join(

@@ -26,7 +26,7 @@ KEPT_TABLE = "esft.json"
 Experts = dict[int, tuple[int, ...]]
 #: Rounding of a sum of shares must not add an expert.
 _SLACK = 1e-9
-#: Switches of published tables, and the patterns that train the same.
+#: Switches of published tables -> value of train.train_only that trains the same.
 _SWITCHES = {
     "shared_experts": '["*.shared.*"]',
     "non_expert_modules": '["*.attention.*", "*norm*"]',
@@ -83,22 +83,22 @@ def _read(file: Path, changed_at: int, size: int) -> Experts:
             raise TableError(
                 f"{file}: {name} is on; set it to false, and train.train_only = {patterns}"
             )
-    found: Experts = {}
+    trained: Experts = {}
     for layer, experts in cast("dict[str, Any]", table).items():
         if not layer.isdecimal() or not isinstance(experts, list):
             raise TableError(f"{file}: {layer!r} is not the number of a layer with a list")
         ids = cast("list[Any]", experts)
         if not all(type(number) is int for number in ids) or len(set(ids)) < len(ids):
             raise TableError(f"{file}: layer {layer} must list different numbers of experts")
-        found[int(layer)] = tuple(sorted(cast("list[int]", ids)))
-    return dict(sorted(found.items()))
+        trained[int(layer)] = tuple(sorted(cast("list[int]", ids)))
+    return dict(sorted(trained.items()))
 
 
 def misfit(experts: Mapping[int, Sequence[int]], model: ModelConfig) -> str:
     """Why the experts cannot be those of `model`; "" where they can."""
     layers = [layer for layer in model.routed_layers if layer < model.num_layers]
-    if strangers := sorted(experts.keys() - set(model.routed_layers)):
-        return f"names layer {strangers[0]}; the model's layers with experts are {_span(layers)}"
+    if unknown := sorted(experts.keys() - set(model.routed_layers)):
+        return f"names layer {unknown[0]}; the model's layers with experts are {_span(layers)}"
     if missing := sorted(set(layers) - experts.keys()):
         return f"has no layer {missing[0]}; the model's layers with experts are {_span(layers)}"
     for layer, chosen in experts.items():

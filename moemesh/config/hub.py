@@ -24,7 +24,7 @@ COMMIT = r"[0-9a-f]{40}"
 #: Endings of the data files of a data set.
 DATA_ENDINGS = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
-#: Files of a repository that a run reads: of formats of weights, safetensors alone.
+#: Files of a repository that a run reads; weights only in safetensors.
 _PATTERNS: dict[Kind, list[str]] = {
     "model": ["*.json", "model*.safetensors", "*.jinja", "*.txt", "*.model"],
     "dataset": [f"*{ending}" for ending in DATA_ENDINGS],
@@ -37,7 +37,8 @@ def is_hub_name(name: str) -> bool:
 
 
 class HubError(Exception):
-    """An unavailable repository: reason, command that fetches it; `package`: none installed."""
+    """An unavailable repository: the reason, and the `command` that fetches it. `package`: because
+    huggingface_hub is not installed."""
 
     def __init__(self, reason: str, command: str, *, package: bool = False) -> None:
         super().__init__(reason)

@@ -62,13 +62,14 @@ FOLLOWING = {
     "train.lr": "default by model.path and lora.rank",
     "train.warmup_steps": "default by train.steps: a tenth, at most 20",
 }
+#: Comment of such a key in a recorded configuration.
 _FOLLOWS = "  # follows from other keys"
 #: End of the fix for a value without a correction of its own.
 _DEFAULT = ", the default"
 #: The one key that holds a list of tables.
 SOURCES_KEY = "data.sources"
 IMPLEMENTATION_KEY = "model.implementation"
-#: (the folder of ``model.path``, given keys, broken keys) -> problems of keys beside the folder.
+#: (the folder of ``model.path``, given keys, broken keys) -> problems of keys that contradict it.
 FolderCheck = Callable[[ConfigSource, Mapping[str, Leaf], Collection[str]], Iterable[Problem]]
 S = TypeVar("S", bound=Section)
 
@@ -192,12 +193,14 @@ def read_recorded(
     """Same as :func:`moemesh.sharding.load_run.load_recorded`, without its checks."""
     source, given = read_file(path), read_overrides(overrides)
     problems = [*source.problems, *given.problems, *_unknown_keys([source, given])]
-    kept = {key: leaf for key, leaf in source.leaves.items() if key.partition(".")[0] in sections}
-    leaves = kept | given.leaves
+    recorded = {
+        key: leaf for key, leaf in source.leaves.items() if key.partition(".")[0] in sections
+    }
+    leaves = recorded | given.leaves
     table = path.parent / KEPT_TABLE
-    if "train.esft" in kept and "train.esft" not in given.leaves and table.is_file():
+    if "train.esft" in recorded and "train.esft" not in given.leaves and table.is_file():
         # The file that it was copied from may have changed, or be gone.
-        leaves["train.esft"] = replace(kept["train.esft"], value=str(table))
+        leaves["train.esft"] = replace(recorded["train.esft"], value=str(table))
     names = {key: leaves.pop(key, None) for key in (PRESET_KEY, PATH_KEY)}
     preset, folder = (None if leaf is None else str(leaf.value) for leaf in names.values())
     built, wrong = _sections(leaves)
@@ -221,18 +224,19 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
     run keeps them."""
     if not (folder / RUN_CONFIG).is_file():
         return config
-    recorded, kept = read_file(folder / RUN_CONFIG).leaves, dict[str, object]()
+    recorded = read_file(folder / RUN_CONFIG).leaves
+    values: dict[str, object] = {}
     for name in (key.partition(".")[2] for key in FOLLOWING):
         leaf = recorded.get(f"train.{name}")
         value = TrainConfig.model_fields[name].default if leaf is None else leaf.value
         if name not in config.train.model_fields_set and isinstance(value, int | float):
-            kept[name] = value
-    config = config.with_following(**kept)
+            values[name] = value
+    config = config.with_following(**values)
     day = recorded.get("data.date")
     data = config.data
     if data.date is None and day is not None:  # of a template that reads the date
         data = data.model_copy(update={"date": day.value})
-    # A name of the hub leads to the newest revision: the run keeps its own.
+    # A name of the hub means its newest revision; a run stays at the one that it has recorded.
     path, given = recorded.get(PATH_KEY), config.model_path
     if path is not None and given is not None and given != path.value:
         pinned = str(path.value)
@@ -242,8 +246,8 @@ def with_recorded(config: RunConfig, folder: Path) -> RunConfig:
             config = replace(config, model_path=pinned)
     text = (folder / RUN_CONFIG).read_text(encoding="utf-8", errors="replace")
     commits = re.findall(r"([\w.-]+/[\w.-]+)@([0-9a-f]{40})\b", text)
-    kept_at = {name: f"{name}@{commit}" for name, commit in commits}
-    return replace(config, data=data.with_paths(lambda path: kept_at.get(path or "", path)))
+    revisions = {name: f"{name}@{commit}" for name, commit in commits}
+    return replace(config, data=data.with_paths(lambda path: revisions.get(path or "", path)))
 
 
 def resolved_toml(config: RunConfig) -> str:
@@ -271,7 +275,7 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
     source: dict[str, object] = {"preset": config.model_preset, "path": config.model_path}
     if config.model_path is not None:
         source["preset"] = None
-    found: dict[str, dict[str, object]] = {}
+    sections: dict[str, dict[str, object]] = {}
     for name in SECTIONS:
         section = cast("Section", getattr(config, name))
         fields: dict[str, object] = dict(source) if name == "model" else {}
@@ -286,12 +290,12 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
                     for item in cast("tuple[object, ...]", value)
                 )
             )
-        found[name] = fields
+        sections[name] = fields
     if config.train.epochs is not None:  # these follow from the data
         given = config.train.model_fields_set
         follows = ("steps", "warmup_steps")
-        found["train"] |= {key: None for key in follows if key == "steps" or key not in given}
-    return found
+        sections["train"] |= {key: None for key in follows if key == "steps" or key not in given}
+    return sections
 
 
 def _unknown_keys(sources: Sequence[ConfigSource]) -> list[Problem]:

@@ -168,9 +168,10 @@ def factors_of(
         if not lora.adapts(part.target):
             continue
         *rows, inputs = part.shape(shape, is_stack=is_stack)
+        # Dims of the weight -> dims of the factor.
         a_dims = {0: 0, last: first + 1} if is_stack else {last: 1}
         b_dims = {dim: dim for dim in range(last)}
-        for name, dims, own in (
+        for name, dims, factor_shape in (
             ("A", a_dims, (*shape[:first], lora.rank, inputs)),
             ("B", b_dims, (*rows, lora.rank)),
         ):
@@ -178,8 +179,8 @@ def factors_of(
             for cut, dim in shards.items():
                 if dim not in dims:
                     axis = _WIDER[axis, cut]
-            kept = {cut: dims[dim] for cut, dim in shards.items() if dim in dims}
-            yield Factor(factor_name(part.target, name), own, kept, axis)
+            factor_shards = {cut: dims[dim] for cut, dim in shards.items() if dim in dims}
+            yield Factor(factor_name(part.target, name), factor_shape, factor_shards, axis)
 
 
 def factor_name(target: str, factor: str) -> str:

@@ -1,4 +1,4 @@
-"""The shape of a model: every size of it, and what it multiplies and adds where."""
+"""The section [model]: every size of a model, and the factors and norms of its forward."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class ModelConfig(ExpertConfig, AttentionConfig):
         if self._architecture is None:
             return tuple(f"layers.{layer}.feed_forward.experts.{leaf}" for leaf in STACKS)
         return tuple(
-            one.name
-            for one in self._architecture.parameters
-            if one.is_expert and one.unit == f"layers.{layer}" and not is_adapter(one.name)
+            record.name
+            for record in self._architecture.parameters
+            if record.is_expert and record.unit == f"layers.{layer}" and not is_adapter(record.name)
         )
 
     @property

@@ -91,11 +91,11 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
         if module.target in lora.targets or (not is_named and lora.adapts(module.target))
     ]
     if adapted:
-        one = min(adapted, key=lambda one: min(one.inputs, one.outputs))
-        if lora.rank > (most := min(one.inputs, one.outputs)):
+        smallest = min(adapted, key=lambda module: min(module.inputs, module.outputs))
+        if lora.rank > (most := min(smallest.inputs, smallest.outputs)):
             message = (
-                f"rank ({lora.rank}) exceeds the smaller dimension of {one.target} of "
-                f"{one.block} ({one.inputs} in, {one.outputs} out)"
+                f"rank ({lora.rank}) exceeds the smaller dimension of {smallest.target} of "
+                f"{smallest.block} ({smallest.inputs} in, {smallest.outputs} out)"
             )
             problems.append(lora.problem("too-large", "rank", message, f"rank = {most}", "targets"))
     return problems
@@ -156,9 +156,9 @@ class RunConfig(Shown):
         """Every problem inside the sections and between them, and those that the `further` checks
         find where sections are right by themselves; an empty list is a good run."""
         model = self.model.check()
-        own = model + self.data.check() + self.train.check() + self.lora.check()
+        problems = model + self.data.check() + self.train.check() + self.lora.check()
         if any(problem.key in ("model.num_layers", "model.num_mtp_layers") for problem in model):
-            return own  # rules between sections go through the layers, one by one
+            return problems  # rules between sections go through the layers, one by one
         rules = self.plan.check(
             self.model, seq_len=self.data.seq_len, global_batch=self.data.global_batch
         )
@@ -179,26 +179,26 @@ class RunConfig(Shown):
             )
             key = "model.max_position_embeddings"
             rules.append(self.data.problem("too-large", "seq_len", message, fix, key))
-        own += adapter_rules(self.model)
+        problems += adapter_rules(self.model)
         try:
             if self.train.cluster is not None:
                 load_cluster(self.train.cluster)
         except ConfigError as error:
             for problem in error.problems:
                 message = f"{problem.key}: {problem.message}"
-                own.append(self.train.problem(problem.code, "cluster", message, problem.fix))
-        if not own and (table := self.train.esft) is not None:
+                problems.append(self.train.problem(problem.code, "cluster", message, problem.fix))
+        if not problems and (table := self.train.esft) is not None:
             fix = "moemesh esft scores"
             try:
                 if reason := misfit(read_table(table), self.model):
                     message = f"{table} {reason}: it is a table of another model"
-                    own.append(self.train.problem("conflict", "esft", message, fix))
+                    problems.append(self.train.problem("conflict", "esft", message, fix))
             except TableError as error:
-                own.append(self.train.problem("no-file", "esft", str(error), fix))
-        if not own:
-            own += [problem for check in further for problem in check(self)]
-        return own + independent(rules, {problem.key for problem in own})
+                problems.append(self.train.problem("no-file", "esft", str(error), fix))
+        if not problems:
+            problems += [problem for check in further for problem in check(self)]
+        return problems + independent(rules, {problem.key for problem in problems})
 
 
-#: A check of a whole configuration, on a floor above this one.
+#: A check of a whole configuration, from a package that may import more than this one.
 RunCheck = Callable[[RunConfig], list[Problem]]

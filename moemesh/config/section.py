@@ -104,11 +104,11 @@ class Section(Shown, BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
         fields = cls.model_fields.items()
-        limits = {name: range_in(tuple[one.annotation, *one.metadata]) for name, one in fields}
-        cls.ranges = {name: one for name, one in limits.items() if one is not None}
-        kinds = {name: elements_of(one.annotation) for name, one in fields}
+        limits = {name: range_in(tuple[item.annotation, *item.metadata]) for name, item in fields}
+        cls.ranges = {name: limit for name, limit in limits.items() if limit is not None}
+        kinds = {name: elements_of(item.annotation) for name, item in fields}
         cls.elements = {name: kind for name, kind in kinds.items() if kind is not None}
-        pairs = ((name, data) for name, one in fields for data in one.metadata)
+        pairs = ((name, data) for name, item in fields for data in item.metadata)
         cls.uses = {name: data for name, data in pairs if isinstance(data, UsedWith)}
 
     @model_validator(mode="before")
@@ -150,9 +150,8 @@ class Section(Shown, BaseModel):
         for name, legal in self.ranges.items():
             value = cast("float | tuple[float, ...] | None", getattr(self, name))
             numbers = value if isinstance(value, tuple) else (value,)
-            for number in [
-                number_ for number_ in numbers if number_ is not None and not legal.holds(number_)
-            ][:1]:
+            outside = [n for n in numbers if n is not None and not legal.holds(n)]
+            for number in outside[:1]:
                 end, is_open = legal.low, legal.open_low
                 if number > legal.low:
                     end, is_open = legal.high, legal.open_high

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from moemesh.config.names import Names
 
-#: Choices beside the nearest one.
+#: Largest number of choices that a message lists.
 _MOST_LISTED = 40
 
 
@@ -78,13 +78,14 @@ def _answers() -> dict[str, str]:
 
 
 def same_words(name: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that differ from `name` only in the spelling of words."""
-    said = _spelled(name)
-    return [other for other in names if said and _spelled(other) == said]
+    """The `names` that differ from `name` only in the order and spelling of their words."""
+    words = _spelled(name)
+    return [other for other in names if words and _spelled(other) == words]
 
 
 @cache
 def _spelled(name: str) -> frozenset[str]:
+    """The words of a name, written out (num -> number), without "number"."""
     spellings = {short: word for word, many in _table()["spellings"].items() for short in many}
     words = (spellings.get(part, part) for part in name.lower().split("_"))
     return frozenset(words) - {"number", ""}
@@ -157,7 +158,7 @@ def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True
         if url[1] != "file":
             return f"{url[1]}:// is not read here, so copy it to this machine first"
         places = Path(f"/{unquote(url[2])}"), Path(unquote(url[2]))
-        place = next((one for one in places if one.exists()), places[0])
+        place = next((place for place in places if place.exists()), places[0])
         return f"did you mean {place}?" if place.exists() else nearest_path(place, accepts)
     missing, home = path, path.absolute().parent
     while not home.exists() and home != home.parent:

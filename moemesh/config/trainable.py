@@ -260,27 +260,29 @@ def _adapters(config: RunConfig) -> Iterator[Problem]:
         fix = f"leave {key} out, or base = same"
         yield train.problem("conflict", key, message, fix, "lora.base")
     architecture = config.model.architecture
-    rows = [(f"{one.target} of {one.block}", one.inputs) for one in projections(config.model)]
+    rows = [(f"{item.target} of {item.block}", item.inputs) for item in projections(config.model)]
     if architecture is not None:
-        rows = [(one.name, one.shape[-1]) for one in architecture.parameters if one.parts]
+        records = [record for record in architecture.parameters if record.parts]
+        rows = [(record.name, record.shape[-1]) for record in records]
     for name, size in rows:
         if size % 2:
             message = f"{name} has {size} numbers a row, and base = nf4 packs two of them in a byte"
             yield lora.problem("not-available", "base", message, 'base = "same"')
             break
     axes = {"experts": "etp", "attention": "tp", "mlp": "tp", "shared experts": "tp"}
-    for one in () if architecture is not None else projections(config.model):
-        axis = axes[one.block]
+    for item in () if architecture is not None else projections(config.model):
+        axis, inputs = axes[item.block], item.inputs
         degree = int(getattr(plan, axis))
-        is_cut = one.target == "down_proj" or (
-            one.target == "o_proj" and plan.attention_exit != "all_to_all"
+        # The other projections are cut by their outputs.
+        is_cut = item.target == "down_proj" or (
+            item.target == "o_proj" and plan.attention_exit != "all_to_all"
         )
-        if is_cut and degree > 1 and one.inputs % (NF4_BLOCK * degree):
+        if is_cut and degree > 1 and inputs % (NF4_BLOCK * degree):
             message = (
-                f"{axis} = {degree} cuts the {one.inputs} inputs of {one.target} of {one.block} "
+                f"{axis} = {degree} cuts the {inputs} inputs of {item.target} of {item.block} "
                 f"inside blocks of {NF4_BLOCK}, which lora.base = nf4 keeps whole"
             )
-            legal = nearest_divisors(max(one.inputs // NF4_BLOCK, 1), degree)
+            legal = nearest_divisors(max(inputs // NF4_BLOCK, 1), degree)
             yield plan.problem("conflict", axis, message, f"{axis} = {legal}", "lora.base")
 
 
@@ -288,7 +290,7 @@ def trains_some_experts(config: RunConfig) -> bool:
     """Whether some experts of a layer train, and others do not."""
     tuning, model = config.tuning, config.model
     layers = model.routed_layers
-    return any(tuning.chosen(model.expert_stacks(one), model.num_experts) for one in layers)
+    return any(tuning.chosen(model.expert_stacks(layer), model.num_experts) for layer in layers)
 
 
 def _frozen(config: RunConfig) -> Iterator[Problem]:

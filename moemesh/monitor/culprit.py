@@ -82,7 +82,7 @@ def find_culprit(records: Sequence[ProgressRecord]) -> Culprit | None:
         return None
     by_rank = {record.rank: record for record in records}
     votes: Counter[int] = Counter()
-    last: dict[int, ProgressRecord] = {}
+    last: dict[int, ProgressRecord] = {}  # rank -> record of a rank that waits for it
     for record in records:
         current, path = record, list[int]()
         while current.inside and current.collective is not None and current.rank not in path:
@@ -115,6 +115,7 @@ def find_culprit(records: Sequence[ProgressRecord]) -> Culprit | None:
 
 
 def culprit_in(rank: int, collective: Collective, by_rank: Mapping[int, ProgressRecord]) -> Culprit:
+    """`rank` as the culprit of `collective`, among the members that have a record."""
     missing = _missing(collective, by_rank)
     members = [member for member in collective.members if member in by_rank]
     entered = tuple(member for member in members if member not in missing)

@@ -28,6 +28,7 @@ from moemesh.monitor.progress import DATA, STEP, Collective, ProgressRecord, mem
 END_SECONDS = 120.0
 #: Stand-in for an unknown exit code: the process is gone, and only its parent could read the code.
 GONE = 256
+#: Parts of gloo's messages after the end of a peer.
 _PEER_GONE = ("closed by peer", "reset by peer", "broken pipe")
 
 
@@ -241,9 +242,11 @@ class FailureDetector:
         self.stopping: int | None = None
         #: Other hosts of the run that cannot be reached now.
         self.lost: tuple[LostHost, ...] = ()
+        #: Times of the last snapshot and of the first sign of a failure; of each rank's first sign.
         self._time: float | None = None
         self._first_sign: float | None = None
-        self._order: dict[int, float] = {}
+        self._first_signs: dict[int, float] = {}
+        #: Seconds in which the cause could have left; in state T, by rank; without any progress.
         self._leaving = 0.0
         self._stopped: defaultdict[int, float] = defaultdict(float)
         self._still = 0.0
@@ -281,7 +284,7 @@ class FailureDetector:
         if not failed:
             return None
         for status in failed:
-            self._order.setdefault(status.rank, now)
+            self._first_signs.setdefault(status.rank, now)
         if self._first_sign is None:
             self._first_sign = now
         since = now - self._first_sign
@@ -289,11 +292,10 @@ class FailureDetector:
             return None
         follow = self.limits.aborts_follow
         weak = {status.rank: weakness(status, aborts_follow=follow) for status in failed}
-        came = {
-            status.rank: status.error.at if status.error is not None else self._order[status.rank]
-            for status in failed
+        times = self._first_signs | {
+            status.rank: status.error.at for status in failed if status.error is not None
         }
-        cause = min(failed, key=lambda status: (weak[status.rank], came[status.rank], status.rank))
+        cause = min(failed, key=lambda status: (weak[status.rank], times[status.rank], status.rank))
         if cause.error is not None and "rank" in cause.error.facts:
             # All ranks raise it alike, and it names the rank at fault.
             named = cause.error.facts["rank"]
@@ -423,6 +425,7 @@ class FailureDetector:
     def _verdict(
         self, kind: Kind, status: RankStatus, statuses: Sequence[RankStatus], waited: float
     ) -> Verdict:
+        """The verdict on a living rank that holds the others up for `waited` seconds."""
         records = [other.record for other in statuses if other.record is not None]
         culprit, record, start = find_culprit(records), status.record, f"rank {status.rank}"
         if kind == "stopped":
@@ -437,8 +440,8 @@ class FailureDetector:
                     culprit_in(status.rank, at, by_rank) if at is not None and is_member else None
                 )
         elif record is not None and record.on_device:
-            behind = f", behind {record.collective}" if record.collective is not None else ""
-            message = f"{start} has waited for {waited:.0f} s for its device{behind}"
+            queue = f", behind {record.collective}" if record.collective is not None else ""
+            message = f"{start} has waited for {waited:.0f} s for its device{queue}"
         elif record is not None and record.inside:
             message = f"{start} has waited for {waited:.0f} s in {record.collective}"
         else:

@@ -13,7 +13,7 @@ from moemesh.trace.machine import NVIDIA_DRIVER
 #: Files of the drivers of Nvidia (also under Windows) and AMD.
 _SIGNS = (NVIDIA_DRIVER, "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 _TOOLS = ("nvidia-smi", "rocm-smi")
-#: Folder in which a rank of our own launcher meets the others; set for each of these ranks.
+#: Variable with the rendezvous folder of our launcher, set for each of its ranks.
 FOLDER_VARIABLE = "MOEMESH_LAUNCHER"
 #: File in it with the configuration that the launcher has resolved for its ranks.
 RESOLVED = "config.toml"
@@ -80,10 +80,10 @@ def refuse_missing(device: str, num_ranks: int) -> None:
         raise too_few(num_ranks, 0)
 
 
-def too_few(num_ranks: int, found: int) -> DeviceError:
-    """The refusal of `num_ranks` ranks on `found` devices."""
+def too_few(num_ranks: int, available: int) -> DeviceError:
+    """The error of `num_ranks` ranks that need a device each, with `available` devices."""
     return DeviceError(
-        f"{num_ranks} rank(s) on this machine want a CUDA device each, {found} found: "
+        f"{num_ranks} rank(s) on this machine want a CUDA device each, {available} found: "
         'set train.device = "cpu", or use fewer ranks; for another machine '
         "`moemesh config check --elsewhere` checks the settings alone"
     )

@@ -65,6 +65,7 @@ class Lease:
         #: Identity of the run, the same for all its starts.
         run = _read(handle).get("run")
         self.run = run if run and isinstance(run, str) else uuid.uuid4().hex
+        #: Number of its claim to an external checkpoint folder; None without one.
         self._claim: int | None = None
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._holder = holder_now()
@@ -93,8 +94,8 @@ class Lease:
                 os.close(handle)
                 return Lease._take_over(file, epoch + 1)
             body = _read(handle)
-            # A process of this host has lost its lease: its lock is free. Locks of another host may
-            # be invisible here.
+            # The lock is free, so a holder on this host has ended. That of a holder on another host
+            # may be invisible here: its counter shows whether it lives.
             is_foreign = bool(body.get("held")) and body.get("boot") != boot_name()
             first, end = _number(body, "counter"), time.monotonic() + _OBSERVE_SECONDS
             while not takeover and is_foreign and time.monotonic() < end:
@@ -134,8 +135,8 @@ class Lease:
         """Raise the epoch, so that the holder leaves; a hung holder keeps an unlinked file."""
         handle = _open(file)
         try:
-            noted = {**_read(handle), "epoch": epoch}
-            os.pwrite(handle, json.dumps(noted).encode().ljust(_BYTES), 0)
+            body = {**_read(handle), "epoch": epoch}
+            os.pwrite(handle, json.dumps(body).encode().ljust(_BYTES), 0)
         finally:
             os.close(handle)
         end = time.monotonic() + _TAKEOVER_SECONDS
@@ -145,11 +146,11 @@ class Lease:
                 return Lease(handle, file, epoch + 1)
             os.close(handle)
             time.sleep(0.2)
-        body = file.read_bytes()
+        content = file.read_bytes()
         file.unlink()
         handle = _open(file)
         _lock(handle, file)
-        os.pwrite(handle, body, 0)  # the identity of the run
+        os.pwrite(handle, content, 0)  # keeps the identity of the run
         return Lease(handle, file, epoch + 1)
 
     def note_claim(self, number: int) -> None:

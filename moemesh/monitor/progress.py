@@ -40,6 +40,7 @@ RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
     "save",
     "finish",
 )
+#: Value of `code` after a reported exception.
 FAILED = -1
 #: Value of `inside` while a rank waits for its device.
 ON_DEVICE = 2
@@ -48,11 +49,13 @@ ON_DEVICE = 2
 TICKET = struct.Struct("<QQ16s16s32s")
 #: Layout of a record, with two operations: the one shown now, and the one shown before.
 RECORD = struct.Struct("<Qqq12siiiQBBh80s80sdddQ")
+#: Layout of a group: its name, and how many of its operations the rank has entered.
 GROUP = struct.Struct("<56sQ")
 COUNT = struct.Struct("<Q")
 NUM_GROUPS = 64
 #: Longest name of a group, in characters; a longer one is truncated.
 NAME_BYTES = 55
+#: Bytes of each of the two places of a record.
 PLACE_BYTES = 256
 HEADER_BYTES = 2 * PLACE_BYTES
 #: Bytes of one rank in the file.
@@ -86,7 +89,8 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressRecord:
-    """The record of one rank. ``changes`` grows with every write; times are monotonic seconds.
+    """The record of one rank. ``changes`` grows with every write, ``moved`` is the time of the last
+    one; times are monotonic seconds. ``number``: operations that the rank has entered so far.
 
     ``inside``: the rank waits in ``collective``. Otherwise ``collective`` is the operation that it
     waited in last, or, after a failure, entered last.
@@ -256,17 +260,18 @@ def read_record(memory: mmap.mmap | bytearray, rank: int) -> ProgressRecord | No
 
 
 def _collective(raw: bytes, groups: Sequence[str]) -> Collective | None:
+    """The operation packed in `raw`; None without one. `groups`: names of groups by slot."""
     group, number, op, axis, caller = TICKET.unpack(raw)
     if not op[0]:
         return None
     num_bytes: int = group >> 8
-    place: int = (group & 0xFF) - 1
-    among = groups[place] if 0 <= place < len(groups) else ""
+    slot: int = (group & 0xFF) - 1
+    name = groups[slot] if 0 <= slot < len(groups) else ""
     return Collective(
         op=_text(op),
         axis=_text(axis),
-        group=among,
-        members=members_of(among) if among else (),
+        group=name,
+        members=members_of(name) if name else (),
         number=number,
         caller=_text(caller),
         num_bytes=num_bytes,
@@ -324,14 +329,20 @@ class _Writer:
         self.ticket = self.newest = Ticket(-1, 0, b"", b"", b"", 0)
         #: Packed operations: the one shown now, and the one shown before.
         self.shown = self.before = bytes(TICKET.size)
+        #: Time of the last write, and `changes` as the last field of the record repeats it.
         self.moved, self.repeated = 0.0, 0
+        #: Seconds of waiting: all, in steps, and the time at which the present wait began.
         self.waited = self.waited_in_steps = self.since = 0.0
+        #: Seconds of work in finished steps, and the time at which the present step began.
         self.worked = self.began = 0.0
+        #: `waited_in_steps` at the begin of the present step; None between steps.
         self.waited_before: float | None = None
+        #: Id of a sequence of ranks -> the sequence and its slot; name of a group -> its slot.
         self.groups: dict[int, tuple[Sequence[int], int]] = {}
         self.slots: dict[str, int] = {}
         self.counts: list[int] = []
         self.names: dict[str, bytes] = {}
+        #: Ids of background threads.
         self.background: set[int] = set()
         self.listener: Callable[[str, float, float], None] | None = None
 
@@ -382,7 +393,7 @@ class _Writer:
         return encoded
 
 
-_own: _Writer | None = None
+_writer: _Writer | None = None
 
 
 def attach(path: Path, rank: int) -> None:
@@ -397,66 +408,66 @@ def attach(path: Path, rank: int) -> None:
 
 def attach_memory(memory: mmap.mmap | bytearray, rank: int) -> None:
     """Same as :func:`attach`, into memory of :data:`RANK_BYTES` for each rank."""
-    global _own
-    _own = _Writer(memory, rank)
-    _own.write()
+    global _writer
+    _writer = _Writer(memory, rank)
+    _writer.write()
 
 
 def detach() -> None:
     """Stop writing records."""
-    global _own
-    _own = None
+    global _writer
+    _writer = None
 
 
 def is_attached() -> bool:
     """Whether this process writes a record."""
-    return _own is not None
+    return _writer is not None
 
 
 def in_background() -> None:
     """Mark the calling thread as a background thread: its waits are not the rank's position."""
-    if _own is not None:
-        _own.background.add(threading.get_ident())
+    if _writer is not None:
+        _writer.background.add(threading.get_ident())
 
 
 def phase(name: str) -> None:
     """The rank is in a phase of a run: one of the constants of this module."""
-    if (own := _own) is not None:
-        own.phase = own.name(name)
-        own.microbatch = own.layer = -1
-        own.write()
+    if (writer := _writer) is not None:
+        writer.phase = writer.name(name)
+        writer.microbatch = writer.layer = -1
+        writer.write()
 
 
 def at_step(step: int, stage: int = 0) -> None:
     """The rank begins step `step` (from 1); `stage`: its index on the pipeline axis."""
-    if (own := _own) is not None:
-        own.step, own.stage, own.phase = step, stage, b"step"
-        own.began, own.waited_before = time.monotonic(), own.waited_in_steps
-        own.microbatch = own.layer = -1
-        own.write()
+    if (writer := _writer) is not None:
+        writer.step, writer.stage, writer.phase = step, stage, b"step"
+        writer.began, writer.waited_before = time.monotonic(), writer.waited_in_steps
+        writer.microbatch = writer.layer = -1
+        writer.write()
 
 
 def stepped() -> None:
     """The step is over; its work is counted in the record from the next step on. Reporting, which
     only the first rank does, does not count as work of the step."""
-    if (own := _own) is not None and own.waited_before is not None:
-        waited = own.waited_in_steps - own.waited_before
-        own.worked += time.monotonic() - own.began - waited
-        own.waited_before = None
+    if (writer := _writer) is not None and writer.waited_before is not None:
+        waited = writer.waited_in_steps - writer.waited_before
+        writer.worked += time.monotonic() - writer.began - waited
+        writer.waited_before = None
 
 
 def at_microbatch(microbatch: int) -> None:
     """The rank begins an operation on a microbatch (from 0)."""
-    if (own := _own) is not None:
-        own.microbatch, own.layer = microbatch, -1
-        own.write()
+    if (writer := _writer) is not None:
+        writer.microbatch, writer.layer = microbatch, -1
+        writer.write()
 
 
 def at_layer(layer: int) -> None:
     """The rank begins the forward of a layer (from 0); -1: after the last."""
-    if (own := _own) is not None:
-        own.layer = layer
-        own.write()
+    if (writer := _writer) is not None:
+        writer.layer = layer
+        writer.write()
 
 
 def entered(
@@ -467,96 +478,96 @@ def entered(
     The same sequence object must always mean the same ranks. `separator`: ">" for a message from
     the first of `ranks` to the second.
     """
-    own = _own
-    if own is None:
+    writer = _writer
+    if writer is None:
         return None
-    slot = own.group(ranks, separator)
+    slot = writer.group(ranks, separator)
     count = 0
     if slot >= 0:
-        count = own.counts[slot] = own.counts[slot] + 1
-        COUNT.pack_into(own.memory, own.start + HEADER_BYTES + slot * GROUP.size + 56, count)
-    own.number += 1
-    ticket = Ticket(slot, count, own.name(op), own.name(axis), own.name(caller), num_bytes)
-    if threading.get_ident() not in own.background:
-        own.newest = ticket
+        count = writer.counts[slot] = writer.counts[slot] + 1
+        COUNT.pack_into(writer.memory, writer.start + HEADER_BYTES + slot * GROUP.size + 56, count)
+    writer.number += 1
+    ticket = Ticket(slot, count, writer.name(op), writer.name(axis), writer.name(caller), num_bytes)
+    if threading.get_ident() not in writer.background:
+        writer.newest = ticket
     return ticket
 
 
 def waiting(ticket: Ticket | None) -> None:
     """The rank waits for the end of an operation until :func:`left`. After an exception the record
     still shows the operation: the supervisor recognizes errors inside of operations by that."""
-    own = _own
-    if own is None or ticket is None:
+    writer = _writer
+    if writer is None or ticket is None:
         return
-    if own.background and threading.get_ident() in own.background:
+    if writer.background and threading.get_ident() in writer.background:
         return
-    own.show(ticket)
-    own.inside, own.since = 1, time.monotonic()
-    own.write()
+    writer.show(ticket)
+    writer.inside, writer.since = 1, time.monotonic()
+    writer.write()
 
 
 def waiting_for_device() -> None:
     """The host waits, until :func:`left`, for work queued on its device. Operations of several
     ranks are in that queue, too: the record names the one that was entered last."""
-    own = _own
-    if own is None or (own.background and threading.get_ident() in own.background):
+    writer = _writer
+    if writer is None or (writer.background and threading.get_ident() in writer.background):
         return
-    own.show(own.newest)
-    own.inside = ON_DEVICE
-    own.write()
+    writer.show(writer.newest)
+    writer.inside = ON_DEVICE
+    writer.write()
 
 
 def left() -> None:
     """The operation is over."""
-    own = _own
-    if own is None or (own.background and threading.get_ident() in own.background):
+    writer = _writer
+    if writer is None or (writer.background and threading.get_ident() in writer.background):
         return
-    if own.inside == ON_DEVICE:
-        own.inside = 0
-        own.write()
-    elif own.inside:
-        own.inside = 0
-        waited = time.monotonic() - own.since
-        own.waited += waited
+    if writer.inside == ON_DEVICE:
+        writer.inside = 0
+        writer.write()
+    elif writer.inside:
+        writer.inside = 0
+        waited = time.monotonic() - writer.since
+        writer.waited += waited
         # After the step ranks agree on whether to stop; that is not time of the step.
-        if own.waited_before is not None and own.phase in _STEP_PHASES:
-            own.waited_in_steps += waited
-            if own.listener is not None:
-                axis = own.ticket.axis.decode()
-                own.listener(axis, own.since, own.since + waited)
-        own.write()
+        if writer.waited_before is not None and writer.phase in _STEP_PHASES:
+            writer.waited_in_steps += waited
+            if writer.listener is not None:
+                axis = writer.ticket.axis.decode()
+                writer.listener(axis, writer.since, writer.since + waited)
+        writer.write()
 
 
 def waited_in_steps() -> float | None:
     """Seconds that the main thread has waited inside operations of steps so far, from
     :func:`at_step` to :func:`stepped`; None if this process writes no record."""
-    return None if _own is None else _own.waited_in_steps
+    return None if _writer is None else _writer.waited_in_steps
 
 
 def on_wait(listener: Callable[[str, float, float], None] | None) -> None:
     """Call `listener` after each wait of :func:`waited_in_steps` with its axis, and with its start
     and its end on the monotonic clock; None ends the calls."""
-    if _own is not None:
-        _own.listener = listener
+    if _writer is not None:
+        _writer.listener = listener
 
 
 def finished(code: int) -> None:
     """The rank leaves as intended, with this exit code."""
-    if (own := _own) is not None:
-        own.done, own.code = 1, code
-        own.write()
+    if (writer := _writer) is not None:
+        writer.done, writer.code = 1, code
+        writer.write()
 
 
 def failed() -> None:
     """The rank leaves with a reported exception. Unless it waits in an operation, the record shows
     the one that was entered last: its start may have failed."""
-    if (own := _own) is not None and not own.done:
-        own.code = FAILED
-        if not own.inside:
-            own.show(own.newest)
-        own.write()
+    if (writer := _writer) is not None and not writer.done:
+        writer.code = FAILED
+        if not writer.inside:
+            writer.show(writer.newest)
+        writer.write()
 
 
 def own_record() -> ProgressRecord | None:
     """The record of this process; None if it writes none."""
-    return None if _own is None else read_record(_own.memory, _own.start // RANK_BYTES)
+    return None if _writer is None else read_record(_writer.memory, _writer.start // RANK_BYTES)

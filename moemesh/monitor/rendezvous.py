@@ -26,11 +26,13 @@ from moemesh.monitor.progress import ProgressFile, ProgressRecord
 from moemesh.trace.machine import SHARED_MEMORY, process_namespace, zombie_exit_code
 from moemesh.trace.run import is_locked
 
+#: Files of the folder: progress records, store of the process group, lock of the supervisor.
 WORDS, STORE, LOCK = "words", "store", "lock"
 #: Signal after which a rank writes the stacks of its threads.
 STACK_SIGNAL = signal.SIGUSR2
+#: First characters of the folders' names.
 PREFIX = "moemesh-"
-#: Bytes for exceptions, stacks, and the store in which ranks find one another.
+#: Bytes for exceptions, stacks, and the store of the process group.
 _ROOM_BYTES = 1 << 20
 
 
@@ -126,6 +128,7 @@ _NAMES = (
     "SLURM_STEP_ID",
     "SLURM_RESTART_COUNT",
 )
+#: File with the process namespace of the rank that made the folder.
 _PROCESSES = "processes"
 #: Seconds in which the watcher of an earlier start under the same name must end.
 _EARLIER_SECONDS = 10.0

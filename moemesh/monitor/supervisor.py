@@ -44,6 +44,7 @@ _RATIO = 1.25
 _DEVIATIONS = 4.5
 #: Standard error of the mean of the middle half of normal values, in units of deviation / sqrt(n).
 _MIDDLE_HALF = 1.1
+#: Standard deviation of normal values in units of their median absolute deviation.
 _MAD_TO_DEVIATION = 1.4826
 #: Least lateness that is reported, in seconds a step.
 _LEAST_SECONDS = 0.002
@@ -104,6 +105,8 @@ class StragglerDetector:
 
 
 class _StageRanks:
+    """Comparisons of the ranks of one stage, by their seconds of work a step."""
+
     def __init__(self) -> None:
         self._before: dict[int, ProgressRecord] = {}
         self._rows: deque[dict[int, float]] = deque(maxlen=_COMPARISONS)
@@ -126,6 +129,7 @@ class _StageRanks:
         if len(self._rows) < _COMPARISONS:
             return None
         rows = list(self._rows)
+        # Per rank against the median of the others: log ratios, median difference in seconds.
         late: dict[int, list[float]] = {}
         seconds: dict[int, float] = {}
         for rank in rows[0]:
@@ -220,6 +224,7 @@ class StopRequest:
 
 #: Seconds between two polls while a rank does not move.
 POLL_SECONDS = 0.03
+#: Longest wait in seconds for the stacks of the ranks after a verdict.
 _STACK_SECONDS = 0.3
 #: Seconds after a verdict in which the other ranks write their own errors into their logs.
 _FOLLOW_SECONDS = 1.0
@@ -284,11 +289,11 @@ class RankWatcher:
                 if code is None:
                     pid = record.pid if record is not None else self._processes.pid(rank)
                     state, cpu_seconds = process_state(pid)
-            may_have_told = code is not None or (record is not None and record.failed)
-            error = read_error(self.folder, rank) if may_have_told else None
-            at_work = {"state": state, "cpu_seconds": cpu_seconds}
+            may_have_reported = code is not None or (record is not None and record.failed)
+            error = read_error(self.folder, rank) if may_have_reported else None
+            process = {"state": state, "cpu_seconds": cpu_seconds}
             statuses.append(
-                RankStatus(rank=rank, exit_code=code, record=record, error=error, **at_work)
+                RankStatus(rank=rank, exit_code=code, record=record, error=error, **process)
             )
         return statuses
 
@@ -346,6 +351,7 @@ class RankWatcher:
         )
 
 
+#: Last lines of a rank's log that a failure shows.
 _TAIL_LINES = 30
 #: Default limits.
 _LIMITS = Limits(patience=1200.0)
@@ -447,14 +453,15 @@ class Supervisor:
             )
 
     def _watch(self, watcher: RankWatcher) -> SupervisorResult:
+        """Poll the ranks and pass signals on, until the ranks have left or must be killed."""
         stopped_by: int | None = None
         stopped_at, checked_at = 0.0, time.monotonic()
         while True:
             now = time.monotonic()
             statuses = watcher.poll()
-            numbers, self._signals = self._signals, []
+            signals, self._signals = self._signals, []
             is_cut = stopped_by is not None and now - stopped_at > self._grace
-            for number in numbers:
+            for number in signals:
                 if stopped_by is None:
                     stopped_by, stopped_at, watcher.detector.stopping = number, now, number
                     if number == signal.SIGINT:
@@ -516,6 +523,7 @@ class Supervisor:
         )
 
     def _were_training(self, statuses: Sequence[RankStatus]) -> bool:
+        """Whether all ranks are past their setup."""
         records = [status.record for status in statuses if status.record is not None]
         have_started = len(records) >= self._num_ranks
         return have_started and all(record.phase != SETUP or record.step for record in records)

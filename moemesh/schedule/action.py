@@ -60,14 +60,14 @@ class UpdateRule:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Schedule(Shown):
-    """Who runs what, in which order.
+    """The operations of every rank and their order.
 
     ``placement[pipe][stage]`` is the rank of a stage, ``orders[rank]`` that rank's entries,
     ``num_microbatches[pipe]`` how many enter each pipe in a step, `num_slices` into how many
     pieces a sequence is cut (1 = whole). `update` is None for a synchronous schedule: all
     gradients belong to one version of the weights. `parameters` are the generator's arguments that
-    cannot be read off the rest, for people. Backwards end at `first_trained_stage`: in the stages
-    before it nothing trains, and no gradient is sent to them.
+    no other field shows, for display. Backwards end at `first_trained_stage`: in the stages before
+    it nothing trains, and no gradient is sent to them.
     """
 
     shown = ("name", "num_ranks", "num_stages", "num_microbatches", "num_slices", "parameters")
@@ -137,12 +137,12 @@ class Schedule(Shown):
         )
 
     def backward(self, stage: int, microbatch: int, pipe: int = 0, slice: int = 0) -> Op:
-        """The ``B`` or ``I`` that makes the input gradient there."""
+        """The ``B`` or ``I`` that makes the input gradient of this microbatch on this stage."""
         key = (stage, microbatch, pipe, slice)
         return Op("I" if key in self.split_backwards else "B", *key)
 
     def dependencies(self, op: Op) -> tuple[Op, ...]:
-        """Operations that must have ended before `op` can start, its rank's earlier entries apart.
+        """Operations that must have ended before `op` can start, besides earlier ones of its rank.
 
         A forward needs the stage before, and the slice before (keys and values); a backward needs
         its forward, the backward of the next stage, and of the next slice (gradients of keys
@@ -176,8 +176,8 @@ class Message(NamedTuple):
 
 
 def successor(schedule: Schedule, op: Op) -> Op | None:
-    """The operation of the neighbouring stage that takes `op`'s output; None at the ends,
-    of backwards at the first stage in which anything trains."""
+    """The operation of the neighbouring stage that takes `op`'s output. None for forwards of the
+    last stage, backwards of the first trained stage, and weight gradients."""
     kind, stage, microbatch, pipe, slice = op
     if kind == "F" and stage < schedule.num_stages - 1:
         return Op("F", stage + 1, microbatch, pipe, slice)
@@ -199,16 +199,16 @@ def predecessor(schedule: Schedule, op: Op) -> Op | None:
 def messages(schedule: Schedule) -> dict[Op, Message]:
     """Producer -> its message, for every hand-over between two ranks."""
     sent: Counter[tuple[int, int]] = Counter()
-    found: dict[Op, Message] = {}
+    by_producer: dict[Op, Message] = {}
     for source in range(schedule.num_ranks):
         for op in schedule.ops(source):
             consumer = successor(schedule, op)
             if consumer is None or (destination := schedule.rank_of(consumer)) == source:
                 continue
             pair = (source, destination)
-            found[op] = Message(source, destination, sent[pair], op, consumer)
+            by_producer[op] = Message(source, destination, sent[pair], op, consumer)
             sent[pair] += 1
-    return found
+    return by_producer
 
 
 def one_pipe(
@@ -251,7 +251,8 @@ def looped(num_ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def v_shape(num_ranks: int, chunks: int = 2) -> tuple[int, ...]:
-    """Even chunks go up the ranks, odd chunks come back: the last stage meets the first rank."""
+    """Even chunks go up the ranks, odd chunks come back: with 2, rank 0 has first and last
+    stage."""
     up = tuple(range(num_ranks))
     return tuple(rank for chunk in range(chunks) for rank in (up[::-1] if chunk % 2 else up))
 

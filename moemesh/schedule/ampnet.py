@@ -1,4 +1,4 @@
-"""AMPNet: no order is fixed; each rank runs what has arrived, and what it ran is written down.
+"""AMPNet: each rank runs what has arrived, and its order is recorded.
 
 Gaunt et al., "AMPNet: Asynchronous Model-Parallel Training for Dynamic Neural Networks", 2017,
 arXiv:1705.09786.
@@ -44,7 +44,7 @@ class OldestFirst:
 
     @property
     def done(self) -> bool:
-        """Every microbatch has come back through this rank."""
+        """Whether every microbatch has come back through this rank."""
         return self._finished == self.num_microbatches
 
     def receive(self, op: Op) -> None:
@@ -53,7 +53,7 @@ class OldestFirst:
         (self._forwards if op.kind == "F" else self._backwards).append(op)
 
     def next(self) -> Op | None:
-        """The operation to run now; None when there is nothing before the next message."""
+        """The operation to run now; None if nothing can run before the next message."""
         for waiting in (self._backwards, self._forwards):
             if waiting:
                 self.order.append(waiting.popleft())

@@ -32,8 +32,9 @@ CHUNKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleAnswer:
-    """A simulated schedule. `closed` is None without formulas, `copies` counts weights per rank;
-    `held` is M_w / M_a; `notes` are sentences for a person."""
+    """A simulated schedule. `closed` is None without formulas, `copies` are the copies of weights
+    on each rank, `held` is M_w / M_a, `costs` and `notes` are sentences to print, `bound` is a
+    lower bound of the span of a searched schedule."""
 
     schedule: Schedule
     simulation: Simulation
@@ -57,7 +58,7 @@ class ScheduleAnswer:
         """The object of ``--json``. Times in the unit of the costs, activation in microbatches on a
         rank's share of layers; each action a string, the operations of a block joined with "+"."""
         simulation = self.simulation
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             "makespan": simulation.makespan,
             "bubble_rate": simulation.bubble_rate,
             "peak_activation": list(simulation.peak_activation),
@@ -70,7 +71,7 @@ class ScheduleAnswer:
             "digest": text.digest(self.schedule),
         }
         if self.closed is not None:
-            found["closed_form"] = {
+            content["closed_form"] = {
                 "bubble": self.closed.bubble,
                 "metric": self.closed.row.metric,
                 "formula": self.closed.row.bubble,
@@ -78,14 +79,15 @@ class ScheduleAnswer:
                 "peak_activation": self.closed.peak_activation,
             }
         if self.bound is not None:
-            found["lower_bound"] = self.bound
+            content["lower_bound"] = self.bound
         if simulation.relaxed:
-            found["relaxed"] = True
-        return found
+            content["relaxed"] = True
+        return content
 
 
 def answer(request: ScheduleRequest) -> ScheduleAnswer:
-    """Build or read, simulate, compare. Raises UserError with every problem of the request."""
+    """Build or read a schedule and simulate it. Raises UserError with every problem of the
+    request."""
     problems: list[str] = []
     costs, held = _costs(request, problems)
     try:
@@ -100,24 +102,25 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
             unit="ticks" if request.run is None else "seconds",
         )
     except ValueError as error:
-        # For example costs for another number of stages: the user can mend all of these.
+        # For example costs for another number of stages: reported after the other problems.
         if problems and str(error) != "\n".join(problems):
             raise UserError("\n".join([*problems, str(error)])) from error
         raise error if isinstance(error, UserError) else UserError(str(error)) from error
     if request.relaxed:
         notes = (*notes, "relaxed: some wrap-around waits are left out; cannot run as drawn")
     # Closed formulas exist for equal stages without latency and without relaxed waits.
-    closed, block = None, costs.overlapped
+    closed = None
     parts = (costs.forward, costs.input_gradient, costs.weight_gradient)
     numbers = [part for part in parts if isinstance(part, (int, float))]
     is_plain = len(numbers) == len(parts) and not costs.message and not request.relaxed
     if request.name in SCHEDULES and is_plain:
+        block = costs.overlapped
         assert block is None or isinstance(block, (int, float))
         times = MicrobatchTimes(forward=numbers[0], dgrad=numbers[1], wgrad=numbers[2], block=block)
         closed = closed_form(schedule, times, held=held)
-    block = "" if request.block is None else f", block {request.block}"
+    block_text = "" if request.block is None else f", block {request.block}"
     cost_text = f"forward {request.forward}, input gradient {request.dgrad}, "
-    cost_text += f"weight gradient {request.wgrad}{block}, message {request.comm}"
+    cost_text += f"weight gradient {request.wgrad}{block_text}, message {request.comm}"
     if request.run is not None:
         cost_text = f"seconds of each stage measured by {request.run}, message {request.comm}"
     return ScheduleAnswer(
@@ -152,22 +155,24 @@ def saved(schedule: Schedule, path: Path) -> str:
 
 
 def weight_copies(schedule: Schedule) -> tuple[int, ...]:
-    """Copies of the weights of each rank's stages: one a pipe, or versions that are alive."""
+    """Copies of the weights on each rank: one for each pipe, or the most versions in use at
+    once."""
     if schedule.update is None:
         return (schedule.num_pipes,) * schedule.num_ranks
-    found, _ = versions(schedule)
+    by_stage, _ = versions(schedule)
     return tuple(
-        max(found[place].copies for place in schedule.stages_of(rank))
+        max(by_stage[key].copies for key in schedule.stages_of(rank))
         for rank in range(schedule.num_ranks)
     )
 
 
 #: A schedule, notes on it for the user, and a lower bound of its span if it was searched.
-_Found = tuple[Schedule, tuple[str, ...], float | None]
+_Noted = tuple[Schedule, tuple[str, ...], float | None]
 
 
-def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: list[str]) -> _Found:
-    """A schedule by file, search or name; what is wrong besides is added to `problems`."""
+def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: list[str]) -> _Noted:
+    """The schedule of a file, of a search or by name. Options that do not belong to it are added to
+    `problems`, other problems raise ValueError."""
     path = Path(request.name)
     known = request.name in SCHEDULES or request.name == "search"
     looks_like_a_file = path.suffix in (".txt", ".csv") or "/" in request.name
@@ -178,7 +183,7 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
     if missing and known:
         problems.append(f"{request.name} needs {' and '.join(missing)}")
     ranks = 1 if request.ranks is None else request.ranks
-    # Something that most schedules are defined for, to find the other problems.
+    # For a missing number, one that most schedules are defined for: it finds the other problems.
     microbatches = request.microbatches
     if microbatches is None:
         microbatches = 4 * max(ranks, 1)
@@ -209,7 +214,7 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
     memory_cap = None if cap is None else _number("--memory-cap", cap, problems)
     if problems:
         raise UserError("\n".join(problems))
-    # Brings numpy along, which nothing else here needs.
+    # Imported late: it loads numpy, which nothing else here needs.
     from moemesh.schedule.search import search
 
     searched = search(
@@ -220,18 +225,18 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
         weight_memory=held,
         stages_per_rank=(1, 2) if request.stages_per_rank is None else request.stages_per_rank,
     )
-    made = ", ".join(f"{name} {short(cost)}" for name, cost in searched.hand_made.items())
+    hand_made = ", ".join(f"{name} {short(cost)}" for name, cost in searched.hand_made.items())
     notes = (
         f"searched: span {short(searched.cost)} ({searched.origin}), "
         + ("the optimum" if searched.proven else f"at most {searched.gap:.2%} above the optimum"),
-        f"hand-made schedules that fit: {made or 'none'}",
+        f"hand-made schedules that fit: {hand_made or 'none'}",
     )
     return searched.schedule, notes, searched.lower_bound
 
 
 def read(path: Path, request: ScheduleRequest) -> Schedule:
-    """A schedule of a text or CSV file, proved. Raises UserError for one that cannot be read, is
-    wrong, or differs from the numbers in the request."""
+    """The schedule of a text or CSV file. Raises UserError if it cannot be read, cannot run
+    (:func:`~moemesh.schedule.check.check`), or differs from the numbers in the request."""
     from moemesh.schedule.check import check
 
     schedule = load(path)
@@ -242,9 +247,9 @@ def read(path: Path, request: ScheduleRequest) -> Schedule:
         "slices": (request.num_slices, schedule.num_slices),
     }
     clashes = [
-        f"--{name} {given}, but {path} has {found}"
-        for name, (given, found) in known.items()
-        if given is not None and given != found
+        f"--{name} {given}, but {path} has {number}"
+        for name, (given, number) in known.items()
+        if given is not None and given != number
     ]
     rule = {"window": request.window, "in-flight": request.max_in_flight}
     clashes += [f"--{name} belongs to a name, not a file" for name, v in rule.items() if v]
@@ -297,7 +302,8 @@ def _numbers(option: str, given: str, problems: list[str]) -> Cost:
 
 
 def _number(option: str, given: str, problems: list[str]) -> float:
-    """An integer stays one. Anything but a finite number of at least 0 is noted."""
+    """The number in an option, int if written as one. Anything but a number from 0 to 1e15 is added
+    to `problems`; it becomes 1."""
     try:
         number = int(given)
     except ValueError:
@@ -362,9 +368,9 @@ class Compared:
 def compare(request: ScheduleRequest) -> list[Compared]:
     """Every named schedule for the numbers of `request` (whose name is not read). Raises
     UserError when no schedule can be made of the request."""
-    found: list[Compared] = []
+    compared: list[Compared] = []
     for name in SCHEDULES:
-        # Without the options that this schedule does not have.
+        # Leave out the options that this schedule does not have.
         options = SCHEDULES[name].options
         chunks = request.stages_per_rank
         if "stages_per_rank" not in options:
@@ -374,26 +380,28 @@ def compare(request: ScheduleRequest) -> list[Compared]:
         others = {"num_slices", "window", "max_in_flight"} - {*options}
         single = replace(request, name=name, stages_per_rank=chunks, **dict.fromkeys(others))
         try:
-            found.append(Compared(name=name, answer=answer(single)))
+            row = Compared(name=name, answer=answer(single))
         except UserError as error:
-            found.append(Compared(name=name, answer=None, refused=str(error).replace("\n", "; ")))
-    if all(one.answer is None for one in found):
-        raise UserError(found[0].refused)
-    return found
+            row = Compared(name=name, answer=None, refused=str(error).replace("\n", "; "))
+        compared.append(row)
+    if all(row.answer is None for row in compared):
+        raise UserError(compared[0].refused)
+    return compared
 
 
-def comparison_rows(found: Sequence[Compared]) -> list[tuple[str, ...]]:
-    """A row of text for each: name, makespan, bubble rate, activation, weight copies, sent."""
+def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
+    """Cells of each schedule that could be simulated: name, makespan, bubble rate, peak activation,
+    weight copies, sent, gradients."""
     return [
         (
-            one.name,
-            short(one.answer.simulation.makespan),
-            f"{one.answer.simulation.bubble_rate:.4f}",
-            short(one.peak_activation),
-            str(max(one.answer.copies)),
-            short(one.sent),
-            one.gradients,
+            row.name,
+            short(row.answer.simulation.makespan),
+            f"{row.answer.simulation.bubble_rate:.4f}",
+            short(row.peak_activation),
+            str(max(row.answer.copies)),
+            short(row.sent),
+            row.gradients,
         )
-        for one in found
-        if one.answer is not None
+        for row in compared
+        if row.answer is not None
     ]

@@ -23,7 +23,8 @@ from moemesh.config.schedule_table import (
 )
 from moemesh.schedule.action import Op, Schedule
 
-#: More operations than any pipeline has in a step; a slip must not fill the memory.
+#: Most operations of a schedule, more than any pipeline has: a typing error must not fill the
+#: memory.
 LARGEST_NUM_OPERATIONS = 2_000_000
 
 
@@ -59,9 +60,9 @@ def build(
         "latency": latency,
     }
     options = {key: value for key, value in given.items() if value is not None}
-    if strangers := [key for key in options if key not in row.options]:
+    if unknown := [key for key in options if key not in row.options]:
         takes = f"takes {', '.join(row.options)}" if row.options else "takes no options"
-        raise UserError(f"{name} has no {' and no '.join(strangers)}: it {takes}")
+        raise UserError(f"{name} has no {' and no '.join(unknown)}: it {takes}")
     numbers = {key: value for key, value in options.items() if key not in ("cost", "latency")}
     require_defined(
         name,
@@ -99,7 +100,7 @@ def _num_operations(row: ScheduleRow, numbers: Numbers) -> int:
 
 
 def is_defined(name: str, ranks: int, microbatches: int, stages_per_rank: int = 1) -> bool:
-    """Whether the schedule exists for these numbers; its stages are not made."""
+    """Whether the schedule exists for these numbers, without building it."""
     numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     row = schedule_row(name)
     is_legal = all(rule.holds(numbers) for rule in row.rules(numbers))
@@ -130,7 +131,8 @@ class ClosedForm:
 def closed_form(
     schedule: Schedule, times: MicrobatchTimes, *, held: float = 1.0
 ) -> ClosedForm | None:
-    """Formulas for equal stages and slices and no latency; None: no row. `held` is M_w / M_a."""
+    """Formulas for equal stages and slices and no latency; None if the schedule has none. `held` is
+    M_w / M_a."""
     row = SCHEDULES.get(schedule.name)
     if row is None:
         return None

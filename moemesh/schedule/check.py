@@ -34,9 +34,9 @@ from moemesh.schedule.versions import ScheduleFault, StageVersions, versions
 # producer has run, and the rank continues; receives when their consumer is reached, in the
 # sender's order, and the rank waits. Whether it deadlocks depends on how channels are shared:
 #
-# * ``ordered_pair``: one channel per sender and receiver. Fails only where eager sends fail. *
-# ``unordered_pair``: a pair of ranks shares one for both directions (one NCCL group of two). *
-# ``rank``: all messages of a rank share one queue.
+# * ``ordered_pair``: one channel per sender and receiver. Fails only where eager sends fail.
+# * ``unordered_pair``: a pair of ranks shares one for both directions (one NCCL group of two).
+# * ``rank``: all messages of a rank share one queue.
 
 
 ChannelKind = Literal["ordered_pair", "unordered_pair", "rank"]
@@ -58,8 +58,9 @@ class Posted(NamedTuple):
 
 
 def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
-    """The blocked sends and ranks when channels are shared like this; empty without any. Expects a
-    complete schedule, in order and free of deadlock with eager sends."""
+    """The blocked messages and waiting ranks, in words, if channels are shared like this; empty
+    without a deadlock. Expects a complete schedule, in order and free of deadlock with eager
+    sends."""
     if channels not in get_args(ChannelKind):
         raise ValueError(f"channels {channels!r} are none of {', '.join(get_args(ChannelKind))}")
     by_producer = messages(schedule)
@@ -80,8 +81,8 @@ def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
         return queues[item.rank, item.peer, int(item.send and channels == "ordered_pair")]
 
     def post(item: Posted) -> None:
-        """Put `item` in its channel; when it heads it, complete it and what follows it in either
-        channel, as long as both ends are up."""
+        """Append `item` to its channel. An operation that heads its channel completes as soon as
+        its counterpart heads that of the peer; then try the next of both channels."""
         queue = queue_of(item)
         queue.append(item)
         pending = [item] if len(queue) == 1 else []
@@ -156,9 +157,9 @@ class Caps:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CheckReport(Shown):
-    """Proof of a schedule. Per rank: the peaks of memory, and the most messages that can sit there
-    unused, however late the rank is. `channels` are the ways to share rendezvous channels that
-    do not deadlock; `versions`, with an update rule, what each (pipe, stage) uses."""
+    """Proof of a schedule. Per rank: `peaks` of memory, and the most `unread_messages` that can
+    have arrived, however late the rank is. `channels`: ways to share rendezvous channels that do
+    not deadlock. `versions`: (pipe, stage) -> weight versions; empty without an update rule."""
 
     peaks: tuple[HeldActivations, ...]
     unread_messages: tuple[int, ...]
@@ -191,11 +192,11 @@ def check(
         program = lower(schedule)
         order = issue_order(program)
     except Deadlock as deadlock:
-        if deadlock.cycle:  # Without a ring it is a missing producer, found as such.
+        if deadlock.cycle:  # without a ring a producer is missing, which is a finding already
             findings.append(ScheduleFault(f"deadlock: {deadlock.ring}"))
         raise ScheduleError(schedule.name, findings) from None
     except ValueError:
-        # Operations outside the schedule: found above.
+        # Operations outside the schedule, which are findings already.
         raise ScheduleError(schedule.name, findings) from None
     if findings:
         raise ScheduleError(schedule.name, findings)
@@ -214,9 +215,9 @@ def check(
     peaks = peak_memory(schedule, activation=activation, weight_memory=weight_memory)
     unread = unread_messages(program, order)
     for rank, peak in enumerate(peaks):
-        held = (peak.contexts, peak.activation, peak.weight_backlog, unread[rank])
+        values = (peak.contexts, peak.activation, peak.weight_backlog, unread[rank])
         names = ("contexts", "activation", "weight_backlog", "unread_messages")
-        for name, value in zip(names, held, strict=True):
+        for name, value in zip(names, values, strict=True):
             cap: float | None = getattr(caps, name, None)
             if cap is not None and value > cap * (1 + ROUNDING):
                 findings.append(ScheduleFault(f"{name} reaches {value}, the cap is {cap}", rank))
@@ -230,7 +231,7 @@ def check(
 
 
 def _shape(schedule: Schedule) -> Iterable[ScheduleFault]:
-    """Whether the parts of the schedule fit each other."""
+    """Faults of counts, placement and window, and of orders that do not fit them."""
     ranks, stages = schedule.num_ranks, schedule.num_stages
     if min(ranks, stages, schedule.num_slices) < 1:
         yield ScheduleFault(
@@ -302,7 +303,7 @@ def _order(schedule: Schedule) -> Iterable[ScheduleFault]:
             for op in entry:
                 first.setdefault(op, index)
         for op, index in first.items():
-            # Of the same stage first: its forward, and its neighbour among the slices.
+            # Dependencies on the same stage first.
             needs = sorted(schedule.dependencies(op), key=lambda other: other.stage != op.stage)
             for needed in needs:
                 at, why = first.get(needed), "needs"
@@ -324,32 +325,34 @@ def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int,
     by any path, on a later entry of the receiver; it is used when its consumer starts. `order` is
     an order in which all entries can be issued.
     """
-    import numpy as np  # Late: most commands never come here, and it takes a while.
+    import numpy as np  # Imported late: slow, and most commands do not need it.
 
     ranks = len(program.schedule.orders)
-    # Numbers of entries of every rank that must have run before each rank's last entry, and before
-    # each message in flight.
+    # Vector clocks: the number of entries of each rank that must have run before each rank's latest
+    # entry [ranks, ranks], and before each message in flight [ranks].
     before = np.zeros((ranks, ranks), dtype=np.int64)
-    under_way: dict[int, np.ndarray] = {}
-    sources: dict[int, int] = {}
+    in_flight: dict[int, np.ndarray] = {}
+    # Message -> number of entries of its receiver that must have run before it can arrive.
+    earliest: dict[int, int] = {}
+    # Per receiver: (number of its entries that have run, change of its number of unread messages).
     changes: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for entry in order:
         rank = program.rank[entry]
         clock = before[rank]
         for slot in program.awaited[entry]:
-            np.maximum(clock, under_way.pop(slot), out=clock)
-            changes[rank] += [(sources.pop(slot), 1), (program.index(entry) + 1, -1)]
+            np.maximum(clock, in_flight.pop(slot), out=clock)
+            changes[rank] += [(earliest.pop(slot), 1), (program.index(entry) + 1, -1)]
         clock[rank] = program.index(entry) + 1
         for message, boundary, place in program.sent[entry]:
-            under_way[message] = clock.copy()
+            in_flight[message] = clock.copy()
             op = program.entries[entry][place]
             stage = boundary + (op.kind == "F")
-            sources[message] = int(clock[program.schedule.placement[op.pipe][stage]])
+            earliest[message] = int(clock[program.schedule.placement[op.pipe][stage]])
     most: list[int] = []
-    for found in changes:
+    for rank_changes in changes:
         now = peak = 0
-        # At equal counts messages leave before others come: the consumer has started.
-        for _, change in sorted(found):
+        # At equal counts -1 comes first: the consumer has started.
+        for _, change in sorted(rank_changes):
             now += change
             peak = max(peak, now)
         most.append(peak)
@@ -357,19 +360,19 @@ def unread_messages(program: LoweredProgram, order: Sequence[int]) -> tuple[int,
 
 
 def _validation(program: LoweredProgram, order: Sequence[int]) -> Iterable[ScheduleFault]:
-    """Warm-up entries that depend on what another rank does from its validation point on."""
-    late: dict[int, str] = {}
+    """Faults of warm-up entries that depend on another rank's first backward or what follows it."""
+    late: dict[int, str] = {}  # slot -> the entry at or after a first backward that it depends on
     started = [False] * len(program.schedule.orders)
     for entry in order:
         rank = program.rank[entry]
         started[rank] = started[rank] or any(op.kind != "F" for op in program.entries[entry])
-        behind = next((late[slot] for slot in program.waits[entry] if slot in late), "")
+        cause = next((late[slot] for slot in program.waits[entry] if slot in late), "")
         if started[rank]:
-            behind = program.where(entry)
-        elif behind:
+            cause = program.where(entry)
+        elif cause:
             op = program.entries[entry][0]
-            message = f"warm-up depends on {behind}, at or after that rank's first backward"
+            message = f"warm-up depends on {cause}, at or after that rank's first backward"
             yield ScheduleFault(message, rank, program.index(entry), op)
-        if behind:
-            late.update(dict.fromkeys(program.makes[entry], behind))
-            late.update((message, behind) for message, _, _ in program.sent[entry])
+        if cause:
+            late.update(dict.fromkeys(program.makes[entry], cause))
+            late.update((message, cause) for message, _, _ in program.sent[entry])

@@ -18,7 +18,7 @@ from moemesh.schedule.action import Entry, Kind, Op, Schedule
 #: list with the cost of a microbatch on each stage, or a function of the operation. A slice costs
 #: 1/num_slices of a number or of a list's item; what a function returns is taken as it is.
 Cost = float | Sequence[float] | Callable[[Op], float]
-#: The same, bound to a schedule.
+#: A cost bound to a schedule: a list over stages, or a function of the operation.
 OpCosts = list[float] | Callable[[Op], float]
 
 #: Seconds of a message: a number, a list over the boundaries (item s between stage s and s + 1,
@@ -71,7 +71,7 @@ class BoundCosts:
             halves: tuple[tuple[Kind, OpCosts], ...] = (("I", inner), ("W", weight))
 
             def both(op: Op) -> float:
-                # A function is called with the two halves, which it knows, not with their sum.
+                # Functions of the halves are called with I and W, never with B.
                 a, b = (
                     table(op._replace(kind=kind)) if callable(table) else table[op.stage]
                     for kind, table in halves
@@ -81,13 +81,13 @@ class BoundCosts:
             backward = both
         else:
             backward = [a + b for a, b in zip(inner, weight, strict=True)]
-        #: Kind -> a list over stages, or a function of the operation.
         self.by_kind: dict[Kind, OpCosts] = {
             "F": forward,
             "B": backward,
             "I": inner,
             "W": weight,
         }
+        #: Times of messages: a list over boundaries, or a function of producer and consumer.
         self.delays = self._by_boundary("message", costs.message)
         self._sizes = self._by_boundary("message_size", costs.message_size)
         self._overlapped = costs.overlapped
@@ -161,8 +161,8 @@ def exact(value: float, name: str) -> float:
 def exact_list(
     value: float | Sequence[float], name: str, count: int, items: str, places: str
 ) -> list[float]:
-    """One exact number a place: those of a list, or the same for all. Raises ValueError, in the
-    words `items` and `places`, for a list of another length than `count`."""
+    """`count` exact numbers: those of a list, or one number repeated. Raises ValueError for a list
+    of another length; `items` and `places` are nouns for its message."""
     if not isinstance(value, Sequence):
         return [exact(value, name)] * count
     if len(value) != count:

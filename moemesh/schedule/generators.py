@@ -1,4 +1,4 @@
-"""Generators of the schedules that one rule per rank writes down, with their papers."""
+"""Generators of the schedules that follow one rule per rank, with their papers."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b_orders(num_ranks: int, num_microbatches: int) -> tuple[tuple[Entry, ...], ...]:
-    """The order of every rank, with or without an end."""
-    found: list[tuple[Entry, ...]] = []
+    """The order of every rank, for the microbatches of one step or of a whole run."""
+    orders: list[tuple[Entry, ...]] = []
     for rank in range(num_ranks):
         warm_up = min(num_microbatches, num_ranks - 1 - rank)
         ops = [Op("F", rank, microbatch) for microbatch in range(warm_up)]
@@ -56,8 +56,8 @@ def one_f_one_b_orders(num_ranks: int, num_microbatches: int) -> tuple[tuple[Ent
             if microbatch + warm_up < num_microbatches:
                 ops.append(Op("F", rank, microbatch + warm_up))
             ops.append(Op("B", rank, microbatch))
-        found.append(single(*ops))
-    return tuple(found)
+        orders.append(single(*ops))
+    return tuple(orders)
 
 
 # Interleaved 1F1B: several chunks of layers per rank, so that the pipeline fills sooner.
@@ -83,7 +83,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
         stages_per_rank=stages_per_rank,
     )
     chunks, total = stages_per_rank, num_microbatches * stages_per_rank
-    # 1F1B over each rank's numbered forwards and backwards.
+    # Number each rank's forwards and backwards: groups of p microbatches, in them chunk by chunk.
+    # Then the order is that of 1F1B over these numbers.
     orders: list[tuple[Entry, ...]] = []
     for rank in range(num_ranks):
         forwards: list[Op] = []
@@ -246,6 +247,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     require_numbers("chimera", ranks=num_ranks, microbatches=num_microbatches)
     half = num_ranks // 2
+    # Per rank: time slot -> operation, where all operations take one slot.
     slots: list[dict[int, Op]] = [{} for _ in range(num_ranks)]
     for pipe, ranks in enumerate(mirrored(num_ranks)):
         for microbatch in range(num_microbatches // 2):
@@ -293,7 +295,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def put_off(stage: int, num_microbatches: int, *, warm_up: int, delay: int) -> tuple[Entry, ...]:
-    """One rank's order: `warm_up` forwards, then ``I``, a ``W`` that is `delay` late, ``F``."""
+    """One rank's order: `warm_up` forwards; then in turn ``I``, the ``W`` of the microbatch `delay`
+    before, ``F``; at last the remaining ``W``."""
     warm_up = min(num_microbatches, warm_up)
     ops = [Op("F", stage, microbatch) for microbatch in range(warm_up)]
     for microbatch in range(num_microbatches):
@@ -362,7 +365,7 @@ class _Chunks:
         self.ops: list[Op] = []
 
     def put(self, chunk: int, *kinds: Kind) -> None:
-        """The next operation of the chunk, of each kind of which one is possible."""
+        """Append the chunk's next operation of each of `kinds`, if its input exists."""
         before: dict[Kind, Kind] = {"I": "F", "W": "I"}
         for kind in kinds:
             microbatch = self.issued[kind, chunk]
@@ -425,7 +428,8 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     require_numbers("dualpipe", ranks=num_ranks, microbatches=num_microbatches)
     half, orders = num_ranks // 2, list[tuple[Entry, ...]]()
     for rank in range(num_ranks):
-        # (pipe, stage) of the pipe that enters at this rank's end comes first.
+        # (pipe, stage) of the pipe that enters at this rank's end of the pipeline, and of the
+        # other.
         ends = [(0, rank), (1, num_ranks - 1 - rank)]
         near, far = ends if rank < half else reversed(ends)
         depth = min(rank, num_ranks - 1 - rank)
@@ -465,6 +469,7 @@ class _RankEntries:
         self.near, self.far = near, far
         self.forwards = {near: 0, far: 0}
         self.backwards = {near: 0, far: 0}
+        #: Every ``I`` whose ``W`` has no entry yet.
         self.pending: deque[Op] = deque()
         self.entries: list[Entry] = []
 
@@ -492,8 +497,9 @@ class _RankEntries:
         self.put(self.pending.popleft()._replace(kind="W"))
 
     def phases(self, num_half: int, depth: int, num_each: int) -> tuple[Entry, ...]:
-        """The eight phases; `depth` counts from the end where the near direction enters, which
-        meets the far one after `num_half` ranks; `num_each` microbatches pass each way."""
+        """Entries of the eight phases, a loop each. `depth`: ranks between this one and the end
+        where `near` enters; `num_half`: ranks from that end to the middle, where the directions
+        meet; `num_each`: microbatches of each direction."""
         near, far = self.near, self.far
         to_middle = num_half - depth - 1
         for _ in range(2 * to_middle):

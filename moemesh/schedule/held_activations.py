@@ -17,7 +17,7 @@ from moemesh.schedule.costs import exact_list
 #: with the amount on each stage. A slice holds 1/num_slices of either.
 Amount = float | Sequence[float]
 
-#: A sum of fractions may exceed a cap by this much of it and still be meant to reach it.
+#: Share of a cap by which a sum of fractions that reaches it may exceed it, by rounding.
 ROUNDING = 1e-9
 
 
@@ -42,7 +42,7 @@ def peak_memory(
         contexts = backlog = most_contexts = most_backlog = 0
         held = most_held = 0.0
         for entry in order:
-            # Of a block the forwards first.
+            # Forwards of a block come first.
             ops = entry if len(entry) == 1 else sorted(entry, key=lambda op: op.kind != "F")
             for op in ops:
                 kind, stage = op.kind, op.stage

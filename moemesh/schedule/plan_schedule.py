@@ -34,7 +34,8 @@ def build_step(plan: Plan, model: ModelConfig | None = None, seq_len: int = 0) -
     path = Path(plan.schedule).expanduser()
     version: tuple[int, ...] = ()
     with suppress(OSError):  # reported by the reader of the file
-        version = (status := path.stat()).st_mtime_ns, status.st_size
+        status = path.stat()
+        version = (status.st_mtime_ns, status.st_size)
     schedule = _of_file(path, plan, version)  # pyright: ignore[reportArgumentType]
     if model is not None and model.ends_share_a_table:
         first, last = (schedule.placement[0][stage] for stage in (0, -1))
@@ -80,7 +81,7 @@ def _of_file(path: Path, plan: Plan, version: tuple[int, ...]) -> Schedule:
 
 @lru_cache(maxsize=8)
 def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
-    # Brings numpy along, which nothing else here needs.
+    # Imported late: it loads numpy, which nothing else here needs.
     from moemesh.schedule.search import search
 
     if plan.schedule_costs != "estimated":
@@ -114,7 +115,7 @@ def _searched(plan: Plan, model: ModelConfig | None, seq_len: int) -> Schedule:
 def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
     """`schedule`, read from `source`, when a run of `plan` can carry it out. Raises UserError with
     every number in which the two differ, or with what the checker finds."""
-    # Only here: most plans name a schedule, which needs no proof.
+    # Imported late: most plans name a schedule, which needs no proof.
     from moemesh.schedule.check import check
 
     if schedule.update is not None:
@@ -141,11 +142,11 @@ def fitting(schedule: Schedule, plan: Plan, source: str) -> Schedule:
         chunks = schedule.stages_per_rank
         numbers.append(("stages_per_rank", "stages per rank", chunks, plan.stages_per_rank))
     problems += [
-        f"{found} {words}, the plan has {given}: plan.{key} = {found}, or a schedule for {given}"
-        for key, words, found, given in numbers
-        if found != given
+        f"{number} {words}, the plan has {given}: plan.{key} = {number}, or a schedule for {given}"
+        for key, words, number, given in numbers
+        if number != given
     ]
-    # Two pipes over the same ranks from both ends, as gradients are summed.
+    # Two pipes from both ends: gradients of a stage are summed over opposite ranks.
     is_mirrored = (
         schedule.num_pipes == 2
         and ranks % 2 == 0

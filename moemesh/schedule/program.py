@@ -1,4 +1,4 @@
-"""A schedule in integers: who waits for what, for the passes that must be fast or prove things.
+"""A schedule in integers: the values that each entry waits for and makes, for fast passes.
 
 Every value an operation makes has a *slot*: the output of ``F``, the input gradient of ``B`` or
 ``I``, the weight gradient of ``W``. An entry waits for slots and makes slots; the same value
@@ -44,19 +44,19 @@ class LoweredProgram:
     @cached_property
     def walk(self) -> list[tuple[int, tuple[int, ...], tuple[Sent, ...]]]:
         """(entry, messages that it awaits, messages that it sends) in an order in which all can be
-        issued. What a rank makes for itself is always there in time."""
+        issued. Values that stay on a rank are left out: its entries run in order anyway."""
         return [(entry, self.awaited[entry], self.sent[entry]) for entry in issue_order(self)]
 
     @cached_property
     def made_by(self) -> dict[int, tuple[int, Op]]:
         """Slot -> the entry and the operation that make it."""
-        found: dict[int, tuple[int, Op]] = {}
+        producers: dict[int, tuple[int, Op]] = {}
         for entry, ops in enumerate(self.entries):
             for slot, op in zip(self.makes[entry], ops, strict=True):
-                found.setdefault(slot, (entry, op))
+                producers.setdefault(slot, (entry, op))
             for slot, _, place in self.sent[entry]:
-                found.setdefault(slot, (entry, ops[place]))
-        return found
+                producers.setdefault(slot, (entry, ops[place]))
+        return producers
 
     def index(self, entry: int) -> int:
         """Position of an entry in its rank's list."""
@@ -109,6 +109,8 @@ def lower(schedule: Schedule, *, relax_wrap: bool = False) -> LoweredProgram:
             ):
                 raise ValueError(f"{op} lies outside the schedule's stages, microbatches or slices")
             slot = (pipe * stages + stage) * row + microbatch * slices + slice
+            # `source` and `target` are edges as in `crosses`, `ahead` leads to the slot of the
+            # stage before in that direction; `has_slice`: another slice comes before this one.
             if kind == "F":
                 source, target, ahead, has_slice = stage, stage + 1, -row, slice > 0
             else:
@@ -156,9 +158,8 @@ class Deadlock(ValueError):
                 producer, op = made_by.get(slot, (-1, None))
                 if producer >= head and program.rank[producer] == program.rank[head]:
                     at = f"rank {program.rank[producer]}, entry {program.index(producer)}"
-                    behind = f", queued behind {program.where(head)}"
-                    behind = "" if producer == head else behind
-                    parts.append(f"{program.where(waiter)} waits for {op} ({at}){behind}")
+                    queued = "" if producer == head else f", queued behind {program.where(head)}"
+                    parts.append(f"{program.where(waiter)} waits for {op} ({at}){queued}")
                     break
         #: The ring in words: each waiting entry, its missing input, and the producer's place.
         self.ring = "; ".join(parts)
@@ -174,7 +175,7 @@ def issue_order(program: LoweredProgram) -> list[int]:
     first, waits, makes, sent = program.first, program.waits, program.makes, program.sent
     done = bytearray(program.num_slots)
     heads = list(first[:-1])
-    sleepers: dict[int, list[int]] = {}
+    sleepers: dict[int, list[int]] = {}  # slot of a message -> ranks that wait for it
     awake = list(range(len(heads)))[::-1]
     order: list[int] = []
     while awake:
@@ -205,7 +206,8 @@ def issue_order(program: LoweredProgram) -> list[int]:
 
 
 def _cycle(program: LoweredProgram, heads: Sequence[int], done: bytearray) -> list[int]:
-    """A shortest ring of heads that wait for each other; empty when a missing producer is all."""
+    """A shortest ring of heads that wait for each other; empty if all wait for missing
+    producers."""
     at_rank = {program.rank[entry]: entry for entry in heads}
     # Head -> the heads whose queues hold the producers that it waits for.
     blockers = {

@@ -1,6 +1,6 @@
-"""The words of ``moemesh schedule``: a name or file, sizes, and costs as texts."""
+"""The arguments of ``moemesh schedule``: a name or file, sizes, and costs as texts."""
 
-# Light to import: the command reads it to know its options.
+# Light to import: the command line reads its options from it.
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

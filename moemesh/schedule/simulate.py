@@ -138,9 +138,10 @@ def simulate(
     """Run `schedule` on paper. The default costs are one tick for F, I and W, none for messages.
 
     `relax_wrap` enforces the wrap-around edge of the looped placement (last rank to first, and
-    back) only for the first microbatch of each group of num_ranks, as some published numbers do;
-    strict is the result. Raises :class:`moemesh.schedule.program.Deadlock` (a ValueError) showing
-    the entry at which every rank waits, and ValueError for costs that do not fit the schedule.
+    back) only for the first microbatch of each group of num_ranks, as some published numbers do. No
+    run can keep such times. Raises :class:`moemesh.schedule.program.Deadlock` (a ValueError)
+    showing the entry at which every rank waits, and ValueError for costs that do not fit the
+    schedule.
     """
     check_kind("schedule", schedule, Schedule, "schedules.zb_h1(4, 8), or another")
     program = lower(schedule, relax_wrap=relax_wrap)
@@ -149,8 +150,8 @@ def simulate(
     cuts = list(pairwise(program.first))
     busy: list[float] = []
     for a, b in cuts:
-        # A sum without rounding on the way; an integer for integers.
-        rounds = any(isinstance(one, float) for one in seconds[a:b])
+        # fsum rounds once; a sum of integers stays an integer.
+        rounds = any(isinstance(cost, float) for cost in seconds[a:b])
         busy.append(math.fsum(seconds[a:b]) if rounds else sum(seconds[a:b]))
     return Simulation(
         schedule=schedule,
@@ -167,7 +168,7 @@ def simulate(
 def entry_times(
     program: LoweredProgram, bound: BoundCosts, transport: Transport
 ) -> tuple[list[float], list[float], list[float]]:
-    """Starts, ends and costs of all entries."""
+    """Starts, ends and costs of ``program.entries``, in their order."""
     entries, rank_of, num_ranks = program.entries, program.rank, len(program.schedule.orders)
     if bound.is_by_stage:
         each = [bound.entry(entry) for entry in program.examples]

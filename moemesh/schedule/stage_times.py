@@ -28,7 +28,7 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
     weight gradient W. Raises ValueError when the model cannot be cut into the plan's stages.
     """
     layers = cut_layers(model, plan.num_stages, plan.layers_per_stage)
-    #: Gate and up of the experts that a token visits.
+    # Multiply-adds of gate and up in the experts that a token visits.
     routed = 2 * model.experts_per_token * model.hidden_size * model.expert_intermediate_size
     forward: list[float] = []
     inputs: list[float] = []
@@ -41,14 +41,14 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
             # Only layers are recomputed, not the final norm, the head and the extra layers.
             inner -= last_stage_cost(model) - model.num_mtp_layers * layer_costs(model)[-1]
             moe_layers += sum(model.is_moe_layer(index) for index in model.mtp_layers)
-        again = 0.0
+        recomputed = 0.0
         if plan.recompute == "full":
-            again = inner + scores
+            recomputed = inner + scores
         elif plan.recompute == "selective":
-            again = scores * plan.recompute_attention
-            again += moe_layers * routed * plan.recompute_experts
+            recomputed = scores * plan.recompute_attention
+            recomputed += moe_layers * routed * plan.recompute_experts
         forward.append(weight + scores)
-        inputs.append(weight + 2 * scores + again)
+        inputs.append(weight + 2 * scores + recomputed)
         weights.append(weight)
     return Costs(forward=forward, input_gradient=inputs, weight_gradient=weights)
 
@@ -56,9 +56,9 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
 def measured_costs(records: Sequence[WorkRecord]) -> Costs:
     """Median time by kind and stage; of an overlapped block by its two stages.
 
-    A kind that a stage has only run inside blocks is taken as half of them; where a backward was
-    only run whole each of its halves is half of it, where it was only run in halves it is their
-    sum. Operations of stages that are not in `records` take no time.
+    A kind that a stage ran only inside blocks takes half the median of all blocks. If backwards ran
+    only whole, each half takes half of that; if only in halves, the whole takes their sum.
+    Operations of stages that are not in `records` take no time.
     """
     moments: dict[tuple[int, float, float], list[WorkRecord]] = {}
     for record in records:
@@ -76,19 +76,23 @@ def measured_costs(records: Sequence[WorkRecord]) -> Costs:
     halves = [time / 2 for times in blocks.values() for time in times]
     table = {key: median(times or halves) for key, times in alone.items()}
 
-    def of(op: Op) -> float:
+    def measured(op: Op) -> float:
         if (seconds := table.get((op.kind, op.stage))) is not None:
             return seconds
         if op.kind == "B":
             return sum(table.get((half, op.stage), 0.0) for half in "IW")
         return table.get(("B", op.stage), 0.0) / 2 if op.kind in "IW" else 0.0
 
-    def of_block(entry: Entry) -> float:
+    def measured_block(entry: Entry) -> float:
         stages = tuple(op.stage for op in sorted(entry))
-        return median(blocks[stages]) if stages in blocks else sum(map(of, entry))
+        return median(blocks[stages]) if stages in blocks else sum(map(measured, entry))
 
     return Costs(
-        forward=of, input_gradient=of, weight_gradient=of, backward=of, overlapped=of_block
+        forward=measured,
+        input_gradient=measured,
+        weight_gradient=measured,
+        backward=measured,
+        overlapped=measured_block,
     )
 
 

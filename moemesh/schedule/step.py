@@ -53,7 +53,7 @@ class Duration(NamedTuple):
 
 
 class PipelineStep(NamedTuple):
-    """The numbers that a schedule is made of; `microbatches` of all pipes in one step."""
+    """Name and sizes of a schedule; `microbatches` of all pipes in one step."""
 
     schedule: str
     ranks: int
@@ -84,12 +84,12 @@ class PipelineStep(NamedTuple):
         """Messages that a rank sends for a microbatch (a slice) of each of its stages."""
         if self.ranks == 1:
             return 0
-        own, last = self.stages_of(rank), self.num_stages - 1
+        stages, last = self.stages_of(rank), self.num_stages - 1
         return sum(
             0 <= neighbour <= last
-            # A V hands over at its turn on one rank.
-            and not (self.schedule in V_SCHEDULES and neighbour in own)
-            for stage in own
+            # At the turn of a V both stages are on one rank.
+            and not (self.schedule in V_SCHEDULES and neighbour in stages)
+            for stage in stages
             for neighbour in (stage - 1, stage + 1)
         )
 
@@ -113,7 +113,7 @@ class PipelineStep(NamedTuple):
         return self._replace(microbatches=microbatches)
 
     def rounded_up(self, at_least: int) -> int:
-        """Smallest number of microbatches >= `at_least`, whole units from this step's."""
+        """Smallest number of microbatches >= `at_least` that is whole units off this step's."""
         return at_least + (self.microbatches - at_least) % self.unit
 
 
@@ -133,14 +133,14 @@ def duration(
         weight_gradient=weight_gradient,
         message=message,
     )
-    seconds: list[tuple[float, int]] = []  # a microbatch of the step, negative rank
+    seconds: list[tuple[float, int]] = []  # of a microbatch; -rank: max takes the first
     for rank in range(step.ranks):
         work = message * step.messages_of(rank) * step.slices
         for stage in step.stages_of(rank):
             work += forward[stage] + input_gradient[stage] + weight_gradient[stage]
         seconds.append((work * step.share, -rank))
-    busy, rank = max(seconds)
-    rank, whole = -rank, busy * step.microbatches
+    busy, negative_rank = max(seconds)
+    rank, whole = -negative_rank, busy * step.microbatches
     if step.is_stream:
         return Duration(whole, whole, whole, rank)
     count = step.rounded_up(2 * step.ranks + 2 * step.unit)
@@ -193,7 +193,8 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
         peaks = [value_of(row.peak, numbers, rank) for rank in range(step.ranks)]
         return tuple(((float(min(step.microbatches, peak)),) * step.chunks,) for peak in peaks)
     most = step.microbatches * step.share
-    # Later microbatches add nothing; fewer than a schedule can run with are a part of those.
+    # More than `count` microbatches do not raise the peaks; numbers below the least that the
+    # schedule is defined for hold a part of its peaks.
     units = step.of(-(-step.microbatches // step.unit) * step.unit)
     count = units.rounded_up(2 * step.ranks + 2 * step.unit)
     if not step.is_stream:
@@ -208,11 +209,11 @@ def alive(step: PipelineStep) -> tuple[tuple[tuple[float, ...], ...], ...]:
 def _laid_out_alive(step: PipelineStep, limit: float) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """:func:`alive` by the operations of the step, at most `limit` microbatches a stage."""
     schedule = _schedule(step)
-    found: list[tuple[tuple[float, ...], ...]] = []
+    by_rank: list[tuple[tuple[float, ...], ...]] = []
     for rank in range(step.ranks):
         place = {stage: index for index, stage in enumerate(step.stages_of(rank))}
         held, grown = [0] * len(place), False
-        # What is alive before each release that a forward comes before: all others keep less.
+        # Counts per stage before each release that follows a forward: at other times less is alive.
         moments: set[tuple[int, ...]] = set()
         for entry in schedule.orders[rank]:
             for op in entry:
@@ -228,23 +229,23 @@ def _laid_out_alive(step: PipelineStep, limit: float) -> tuple[tuple[tuple[float
         if grown:
             moments.add(tuple(held))
         assert schedule.num_pipes > 1 or not any(held)
-        kept: list[tuple[float, ...]] = []
+        peaks: list[tuple[float, ...]] = []
         shares = {
-            tuple(min(count / schedule.num_slices, limit) for count in one) for one in moments
+            tuple(min(count / schedule.num_slices, limit) for count in moment) for moment in moments
         }
-        for one in sorted(shares, reverse=True):
-            # In this order the first numbers fall, so that of pairs the last one kept has the
-            # largest second number.
-            others = kept[-1:] if len(one) <= 2 else kept
-            if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in others):
-                kept.append(one)
-        found.append(tuple(kept))
-    return tuple(found)
+        for share in sorted(shares, reverse=True):
+            # In this order the first numbers fall, so that of pairs the last peak has the largest
+            # second number.
+            others = peaks[-1:] if len(share) <= 2 else peaks
+            if not any(all(a >= b for a, b in zip(other, share, strict=True)) for other in others):
+                peaks.append(share)
+        by_rank.append(tuple(peaks))
+    return tuple(by_rank)
 
 
 def in_flight(step: PipelineStep, rank: int) -> float:
-    """Microbatches that a rank holds at its peak, in whole passes through all of its stages."""
-    return max(sum(one) / len(one) for one in alive(step)[rank])
+    """Microbatches that a rank holds at its peak: the mean over its stages."""
+    return max(sum(moment) / len(moment) for moment in alive(step)[rank])
 
 
 def weight_copies(step: PipelineStep, rank: int) -> int:

@@ -71,9 +71,10 @@ def best_slices(
     """The best cuts of a sequence of `length` tokens, at multiples of `granularity`.
 
     ``cost(n, c)`` is the time (forward plus backward) of `n` tokens after a context of `c`, on one
-    stage. Least ``num_sequences * sum + (num_stages - 1) * max`` over all ways to cut, or over
-    those into exactly `num_slices`. The formula is the time of a pass when the slowest forward and
-    the slowest backward fall on the same slice, and a lower bound otherwise: simulate the result.
+    stage. Minimises ``num_sequences * sum + (num_stages - 1) * max`` of the slices' times over all
+    ways to cut, or over those into exactly `num_slices`. The formula is the time of a pass when the
+    slowest forward and the slowest backward fall on the same slice, and a lower bound otherwise:
+    simulate the result.
 
     Dynamic program of section 3.3 of the paper. It bounds the slowest slice from above by ever
     smaller times and drops to the slowest slice really used, since no solution lies in between.
@@ -121,7 +122,7 @@ def _shortest(table: list[list[float]], limit: float, num_slices: int | None) ->
     least = [0.0] + [math.inf] * units
     choices: list[list[int]] = []
     for _ in range(layers):
-        # Without a given number of slices a cut may follow a cut of the same layer.
+        # Without a given number of slices one row serves all: a slice follows one of the same row.
         before = least
         least = [0.0 if num_slices is None else math.inf] + [math.inf] * units
         if num_slices is None:

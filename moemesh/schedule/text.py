@@ -1,6 +1,7 @@
 """Schedules as text and as CSV, for people to write and for ranks to compare by digest.
 
-The text has a header, one line of ranks a pipe, one line of entries a rank; ``#`` starts a comment.
+The text has a header, a line of ranks for each pipe, a line of entries for each rank; ``#`` starts
+a comment.
 An operation is ``<stage><kind><microbatch>[p<pipe>][.<slice>]``, a block joins several with ``+``::
 
     pipeline-schedule v1  name=zb_h1 ranks=2 stages=2 slices=1 microbatches=3
@@ -31,7 +32,7 @@ from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import is_number
 from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
 
-#: Upper bounds on sizes of a file: larger ones are refused before they are read.
+#: Largest size of a file in bytes.
 _LARGEST_FILE = 100_000_000
 
 
@@ -318,26 +319,27 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
 
 
 def _header_tokens(line: _Line) -> dict[str, tuple[int, str]]:
-    """Key -> (place of its token, value) in the first line; those that must be there are."""
+    """Key -> (index of its token, value) in the first line. Raises TextError for a missing key."""
     known = ("name", "ranks", "stages", "slices", "microbatches", "update", "window")
-    found: dict[str, tuple[int, str]] = {}
+    values: dict[str, tuple[int, str]] = {}
     for index, token in enumerate(line.tokens):
         key, equals, value = token.partition("=")
         if not equals or not (key in known or key.startswith("parameter.")):
             message = f"expected <key>=<value> with a key of {', '.join(known)}, parameter.*"
             raise line.error(message, index)
-        if key in found:
+        if key in values:
             raise line.error(f"{key!r} is given twice", index)
-        found[key] = (index, value)
+        values[key] = (index, value)
     for key in ("name", "ranks", "stages", "microbatches"):
-        if key not in found:
+        if key not in values:
             raise line.error(f"the header has no {key}=")
-    if "window" in found and "update" not in found:
-        raise line.error("window= without update=", found["window"][0])
-    return found
+    if "window" in values and "update" not in values:
+        raise line.error("window= without update=", values["window"][0])
+    return values
 
 
 def _entries(line: _Line) -> tuple[Entry, ...]:
+    """The entries of a line. Equal tokens share one entry."""
     seen: dict[str, Entry] = {}
     for index, token in enumerate(line.tokens):
         if token in seen:

@@ -94,7 +94,7 @@ class _Stage:
         self.used: dict[Op, int] = {}
 
     def run(self, op: Op) -> str:
-        """Note what `op` uses and updates; what breaks the rule, or nothing."""
+        """Record the version that `op` uses and any update; returns what breaks the rule, or ""."""
         key, problem = (op.microbatch, op.slice), ""
         if op.kind == "F":
             version = self.newest
@@ -105,8 +105,8 @@ class _Stage:
             elif self.kind == "two_versions":
                 version = max(op.microbatch // self.window - 1, 0)
                 if version not in self.stored:
-                    there = ", ".join(map(str, sorted(self.stored)))
-                    problem = f"needs version {version} of the weights, there are {there}"
+                    stored = ", ".join(map(str, sorted(self.stored)))
+                    problem = f"needs version {version} of the weights, there are {stored}"
             self.used[op] = self.held[key] = version
         if op.kind in ("B", "I"):
             forward = self.held.get(key, self.newest)
@@ -121,12 +121,12 @@ class _Stage:
         self.gradients += 1
         if self.gradients % self.gradients_per_update == 0:
             self.newest += 1
-            kept = {self.newest}
+            needed = {self.newest}
             if self.kind == "two_versions":
-                kept.add(self.newest - 1)  # For microbatches of this window that are yet to come.
+                needed.add(self.newest - 1)  # for microbatches of this window yet to come
             if self.kind != "newest":
-                kept.update(self.held.values())
-            self.stored = (self.stored | {self.newest}) & kept
+                needed.update(self.held.values())
+            self.stored = (self.stored | {self.newest}) & needed
             self.copies = max(self.copies, len(self.stored))
             if len(self.stored) > self.allowed_copies:
                 problem = problem or (

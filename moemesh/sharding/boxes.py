@@ -59,11 +59,11 @@ def logical_parts(
     experts: Sequence[int] | None = None,
 ) -> Iterator[tuple[Part, range]]:
     """The parts of logical tensors in the range `numbers` of a flattened local tensor, each with
-    its own range of them.
+    its part of `numbers`.
 
-    The local tensor has the ranges `held` of the dims of `name`, one after the other. A stack of
-    `experts` (ids) has these ranges of each expert, which is a tensor of its own:
-    "layers.1.feed_forward.experts.17.gate_up".
+    The local tensor holds blocks of `name`, one after the other: `held` has the ranges of the dims
+    of each. A stack of `experts` (ids) holds these blocks of each expert, which is a logical tensor
+    of its own: "layers.1.feed_forward.experts.17.gate_up".
     """
     module, _, leaf = name.replace(".experts.rest.", ".experts.").rpartition(".")
     size = math.prod(map(len, held[0]))

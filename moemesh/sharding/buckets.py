@@ -3,9 +3,9 @@
 A bucket joins parameters whose gradients are summed over the same axis (under zero3: over the same
 ranks), whose weights have the same dtype, which two pipeline ranks hold both or not, and which
 train or not. Parameters come in reversed order, because the backward reaches the last layers first;
-a bucket is closed when it is large enough. A bucket of n numbers is one flat vector: where states
-are sharded, rank i of the N ranks that share them owns ``shard_range(n, N, i)`` of it
-(:func:`owned_sizes`; of a parameter server those that serve).
+a bucket is closed when it is large enough. A bucket of n numbers is one flat vector. If states are
+sharded, rank i of the N ranks that share them (with a parameter server: that serve) owns
+``shard_range(n, N, i)`` of it (:func:`owned_sizes`).
 
 | plan.data | a bucket ends | because |
 |---|---|---|
@@ -27,10 +27,10 @@ from moemesh.config.layout import EXPERT_AXES, shard_sizes
 
 #: Bytes of one bucket of gradients: large enough for bandwidth, small enough to start early.
 BUCKET_BYTES = 25 << 20
-#: The same where one rank receives the bucket from all others at once.
+#: Bytes of one bucket of a parameter server, which receives it from all other ranks at once.
 SERVED_BUCKET_BYTES = 4 << 20
-#: Share of a rank's gradients in a bucket of sharded states, and its least bytes: a step adds only
-#: a few buckets, and what is received for them, to the states.
+#: Share of a rank's gradients that a bucket of sharded states holds at most, and the least limit in
+#: bytes: pending buckets, and what is received for them, stay small beside the states.
 SHARE_OF_GRADIENTS, LEAST_BUCKET_BYTES = 1 / 16, 1 << 18
 
 
@@ -40,9 +40,9 @@ MOST_UNDER_WAY = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One parameter on one rank: its local `numbers`, bytes of a number as a weight, the axis over
-    which its gradient is summed, whether another pipeline rank holds it too, the pipeline `stages`
-    of this rank that use it, whether it trains, and its `unit` unless it follows from the name."""
+    """One parameter on one rank. `numbers`: local elements; `weight_bytes`: bytes of an element;
+    `axis`: the axis over which its gradient is summed; `mirrored`: another pipeline rank holds it
+    too; `stages`: pipeline stages of this rank that use it; `unit`: "" takes that of the name."""
 
     name: str
     numbers: int
@@ -65,15 +65,15 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Parameters that travel together, in the order of the flat vector; the
-    properties of all are equal. ``unit``: their unit, None where a bucket may span several."""
+    """Parameters that travel together, in the order of the flat vector, with equal properties.
+    `unit`: their unit; None if buckets may span several."""
 
     members: tuple[Member, ...]
     unit: str | None = None
 
     @property
     def axis(self) -> str:
-        """That of one member; those of the others have the same ranks."""
+        """Axis of the first member; axes of the others have the same ranks."""
         return self.members[0].axis
 
     @property
@@ -132,17 +132,18 @@ def buckets(
     members: Sequence[Member], data: str, same_ranks: Callable[[str], str] | None = None
 ) -> tuple[Bucket, ...]:
     """The buckets of one rank under ``plan.data = data``, in the order in which a backward fills
-    them; `members` in the model's order.
-    `same_ranks`: an axis -> one name for all that have its groups
-    (:meth:`moemesh.config.layout.Layout.same_ranks`), which zero3 joins; None: it joins none."""
+    them; `members` in the model's order. `same_ranks`: an axis -> one name for all axes with the
+    same groups (:meth:`moemesh.config.layout.Layout.same_ranks`), whose parameters zero3 joins;
+    None: it joins only those of one axis."""
     bucket_bytes = SERVED_BUCKET_BYTES if data == "parameter_server" else BUCKET_BYTES
     if data != "replicate":
-        gradients = sum(one.numbers * one.gradient_bytes for one in members if one.trains)
+        trained = (member for member in members if member.trains)
+        gradients = sum(member.numbers * member.gradient_bytes for member in trained)
         share = max(int(gradients * SHARE_OF_GRADIENTS), LEAST_BUCKET_BYTES)
         bucket_bytes = min(bucket_bytes, share)
     units = data == "zero3"
     stages = data in ("zero2", "zero3")
-    found: list[list[tuple[int, Member]]] = []
+    filled: list[list[tuple[int, Member]]] = []
     unfinished: dict[tuple[object, ...], list[tuple[int, Member]]] = {}
     for place, member in enumerate(reversed(members)):
         key = (
@@ -155,18 +156,18 @@ def buckets(
         )
         bucket = unfinished.get(key)
         if bucket is not None and not units:
-            numbers = sum(known.numbers for _, known in bucket)
+            numbers = sum(other.numbers for _, other in bucket)
             if numbers * member.gradient_bytes >= bucket_bytes:
                 bucket = None
         if bucket is None:
             bucket = unfinished[key] = []
-            found.append(bucket)
+            filled.append(bucket)
         bucket.append((place, member))
-    found.sort(key=lambda bucket: bucket[-1][0])
+    filled.sort(key=lambda bucket: bucket[-1][0])  # by the last member that a backward reaches
     return tuple(
         Bucket(
             members=tuple(member for _, member in bucket),
             unit=bucket[0][1].unit if units else None,
         )
-        for bucket in found
+        for bucket in filled
     )

@@ -38,7 +38,8 @@ class HeadShare(NamedTuple):
     keys: range
 
     def is_even(self, group: int) -> bool:
-        """Whether each of these keys serves equally many of these queries, `group` in the whole."""
+        """Whether equally many of these query heads read each of these key heads. `group`: query
+        heads of a key head in the whole model."""
         count = len(self.queries) // len(self.keys)
         reads = [head // group - self.keys.start for head in self.queries]
         return reads == [place // count for place in range(len(reads))]

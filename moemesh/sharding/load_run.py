@@ -110,47 +110,48 @@ _BALANCING = frozenset(
 
 
 def _shapes(values: Mapping[str, object]) -> dict[str, tuple[int, ...]] | None:
-    """Name -> shape of every parameter; None of values that make no model."""
+    """Name -> shape of every parameter; None for values that make no legal model."""
     try:
         model = ModelConfig.model_validate(dict(values))
     except ValidationError:
         return None
     if model.check():
         return None
-    found = {tensor.name: tensor.shape for tensor in tensors(model, Plan())}
+    shapes = {tensor.name: tensor.shape for tensor in tensors(model, Plan())}
     if model.router_selection_bias:
-        found["selection_bias"] = (model.num_experts,)
-    return found
+        shapes["selection_bias"] = (model.num_experts,)
+    return shapes
 
 
 def tuning_problems(config: RunConfig) -> list[Problem]:
-    """Patterns that match nothing, with the nearest names; a choice that leaves nothing to train;
-    weights of a layer's experts that train of different ones."""
+    """Problems of a choice of parameters: patterns that match nothing, with the nearest names;
+    nothing left to train; weights that cannot train, or not for these experts alone."""
     tuning, model, plan = config.tuning, config.model, config.plan
     if tuning.is_full:
         return []
-    names, found = list(logical_names(model, plan)), list[Problem]()
+    names = list(logical_names(model, plan))
+    problems: list[Problem] = []
     for key in ("freeze", "train_only"):
         for pattern in getattr(tuning, key):
             if any(map(matcher((pattern,)), names)):
                 continue
-            # Layers and experts count as alike for what is near to a pattern.
+            # Near names are compared without the numbers of layers and experts.
             kinds = list(dict.fromkeys(sub(_NUMBER, "*", name) for name in names))
             near = get_close_matches(sub(_NUMBER, "*", pattern), kinds, n=3, cutoff=0.3)
             message = f"the pattern {pattern!r} matches none of the {len(names)} parameters"
             fix = f"names like it: {', '.join(near or kinds[:3])}"
-            found.append(Problem.of("no-match", f"train.{key}", (pattern,), message, fix))
-    if found:
-        return found
+            problems.append(Problem.of("no-match", f"train.{key}", (pattern,), message, fix))
+    if problems:
+        return problems
     key = "freeze" if tuning.freeze else "train_only" if tuning.train_only else "esft"
-    value, every = getattr(tuning, key, None), list(tensors(model, plan))
-    if not any(tensor.trained_rows(tuning) for tensor in every):
-        message = f"none of the {len(every)} parameter tensors is left to train"
+    value, parameters = getattr(tuning, key, None), list(tensors(model, plan))
+    if not any(tensor.trained_rows(tuning) for tensor in parameters):
+        message = f"none of the {len(parameters)} parameter tensors is left to train"
         fix = f"choose fewer in train.{key}"
         return [Problem.of("conflict", f"train.{key}", value, message, fix)]
-    # Choices of experts that have no stack of their own.
-    known: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for tensor in every:
+    # Module of experts -> a weight of it, and the experts of which that trains.
+    trained: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for tensor in parameters:
         rows, size = tensor.trained_rows(tuning), tensor.shape[0]
         module, _, leaf = tensor.name.rpartition(".")
         message = fix = ""
@@ -164,7 +165,7 @@ def tuning_problems(config: RunConfig) -> list[Problem]:
                 message = f"{len(rows)} of the {size} adapters of {tensor.name} would train"
                 fix = "choose the adapters of all experts, or of none"
         elif tensor.is_expert and rows:
-            other, before = known.setdefault(module, (leaf, rows))
+            other, before = trained.setdefault(module, (leaf, rows))
             if rows != before:
                 message = (
                     f"{len(before)} of the {size} experts of {module} would train their {other}, "

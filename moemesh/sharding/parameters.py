@@ -15,7 +15,7 @@ without torch; tests hold the two together.
 The second half of the module is about parameters that train (:mod:`moemesh.config.tuning`). The
 units of the model, in the order of its forward, are the embedding, the layers, the head with its
 norms, and extra prediction layers. The backward ends at the first unit in which anything trains
-(:func:`first_unit`): units before it keep nothing, compute no gradient and send none.
+(:func:`first_unit`): units before it keep no activations, compute no gradient and send none.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from moemesh.sharding.buckets import unit_of
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterTensor:
-    """One parameter. `shards`: axis -> sharded dim. `trains`: whether it does. ``per_rank``: of a
-    stack that holds some experts of a layer only, how many each rank of ep has. ``is_packed``: it
-    is held in NF4. The other three are those of a
-    :class:`~moemesh.config.architecture.ParameterRecord`, as is `blocks`."""
+    """One parameter. `shards`: axis -> sharded dim. `trains`: whether any of it trains. `per_rank`:
+    number of experts on each rank of ep, for a stack of some experts of a layer. `is_packed`: its
+    values are stored in NF4. `recorded_unit`, `is_fp32`, `is_idle` and `blocks` are those of a
+    :class:`~moemesh.config.architecture.ParameterRecord`."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class ParameterTensor:
         return self.summed_over in EXPERT_AXES
 
     def trained_rows(self, tuning: Tuning) -> tuple[int, ...]:
-        """Experts of a stack that train; of another parameter (0,) where it trains, else ()."""
+        """Experts of a stack that train. For another parameter, (0,) if it trains, else ()."""
         if self.is_idle:
             return ()
         return tuning.rows(self.name, self.shape[0] if self.is_expert else 0)
@@ -96,8 +96,9 @@ def held_slices(
     degree: Callable[[str], int],
     index: Callable[[str], int],
 ) -> tuple[range, ...]:
-    """The part of each dim that a rank holds, from the degree of each axis and its index on it; of
-    a stack of experts, places. Of a sharded dim of several blocks only the length is right."""
+    """The range of each dim that a rank holds. `degree`: axis -> its size, `index`: axis -> the
+    rank's index on it. Ranges of experts are positions in the stack, not ids. For a sharded dim of
+    several blocks only the length is right."""
     parts = [range(size) for size in shape]
     for axis, dim in shards.items():
         at = index(axis)
@@ -159,12 +160,12 @@ def _over_tp(name: str, *shape: int, dim: int = 0) -> ParameterTensor:
 def _layer(model: ModelConfig, plan: Plan, index: int) -> Iterator[ParameterTensor]:
     hidden, prefix = model.hidden_size, f"layers.{index}"
     yield _whole(f"{prefix}.attention_norm.weight", hidden)
-    own = [
+    attention = [
         replace(tensor, name=f"{prefix}.attention.{tensor.name}")
         for tensor in attention_tensors(model, plan)
     ]
-    norms = [tensor for tensor in own if tensor.name.endswith("norm.weight")]
-    weights = own[: len(own) - len(norms)]
+    norms = [tensor for tensor in attention if tensor.name.endswith("norm.weight")]
+    weights = attention[: len(attention) - len(norms)]
     yield from (*weights, *_factors(model, weights), *norms)
     yield _whole(f"{prefix}.feed_forward_norm.weight", hidden)
     prefix += ".feed_forward"
@@ -248,18 +249,20 @@ def _mlp(model: ModelConfig, prefix: str, width: int) -> Iterator[ParameterTenso
 
 
 def _factors(model: ModelConfig, weights: list[ParameterTensor]) -> Iterator[ParameterTensor]:
-    """The adapter parameters of a block's weights; in the list they follow the weights."""
+    """The adapter parameters of a block's weights, which follow the weights in the model's list."""
     for weight in weights:
         block, _, leaf = weight.name.rpartition(".")
-        own, is_stack = (weight.shape, weight.shards, weight.summed_over), weight.is_expert
-        parts = parts_of(leaf, weight.shape)
-        for name, shape, shards, axis in factors_of(model.lora, parts, *own, is_stack=is_stack):
+        sharding = (weight.shape, weight.shards, weight.summed_over)
+        parts, is_stack = parts_of(leaf, weight.shape), weight.is_expert
+        factors = factors_of(model.lora, parts, *sharding, is_stack=is_stack)
+        for name, shape, shards, axis in factors:
             name = f"{block}.{name}"
             yield ParameterTensor(name=name, shape=shape, shards=shards, summed_over=axis)
 
 
 def logical_names(model: ModelConfig, plan: Plan) -> Iterator[str]:
-    """Names for patterns: parameters in a checkpoint, and selection biases of routers."""
+    """Names that patterns of ``train.freeze`` and ``train.train_only`` match: parameters, those of
+    each expert apart, selection biases of routers and buffers."""
     for tensor in tensors(model, plan):
         module, _, leaf = tensor.name.rpartition(".")
         if tensor.is_expert:
@@ -279,15 +282,15 @@ def units(model: ModelConfig) -> list[str]:
 
 
 def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[int], list[int]]]:
-    """Experts of each rank of ep, in order: those in `chosen`, then the others."""
+    """(experts in `chosen`, other experts) of each rank of ep, in ascending order."""
     return [
-        ([one for one in own if one in chosen], [one for one in own if one not in chosen])
-        for own in (shard_range(num_experts, ep, index) for index in range(ep))
+        ([id for id in ids if id in chosen], [id for id in ids if id not in chosen])
+        for ids in (shard_range(num_experts, ep, index) for index in range(ep))
     ]
 
 
 def chosen_experts(model: ModelConfig, tuning: Tuning) -> dict[str, tuple[int, ...]]:
-    """The experts that train of each stack of a layer of which some train and others do not."""
+    """Name of a stack -> its experts that train, for layers in which some do and others do not."""
     chosen: dict[str, tuple[int, ...]] = {}
     for layer in model.routed_layers:
         stacks = model.expert_stacks(layer)
@@ -297,29 +300,30 @@ def chosen_experts(model: ModelConfig, tuning: Tuning) -> dict[str, tuple[int, .
 
 
 def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:
-    """The parameters of the whole model, in the order of its list, with what trains. Where some
-    experts of a layer train, they are stacks of their own, and the others are stacks below
-    ``rest``, after them."""
-    behind: list[ParameterTensor] = []
+    """The parameters of the whole model, in the order of its list, with `trains` set. If only some
+    experts of a layer train, its stacks hold these, and the stacks of the others, under ``rest``,
+    follow those of the layer."""
+    frozen: list[ParameterTensor] = []
     chosen_of = chosen_experts(model, tuning)
     for tensor in tensors(model, plan):
         module, _, leaf = tensor.name.rpartition(".")
-        if behind and not tensor.name.startswith(behind[0].name.partition("rest.")[0]):
-            yield from behind
-            behind = []
+        if frozen and not tensor.name.startswith(frozen[0].name.partition("rest.")[0]):
+            yield from frozen
+            frozen = []
         chosen = chosen_of.get(tensor.name)
         if chosen is None:
             yield replace(tensor, trains=bool(tensor.trained_rows(tuning)))
             continue
         shares = places(chosen, tensor.shape[0], plan.ep)
+        # Numbers of chosen experts, and of others, on each rank of ep.
         counts = [tuple(len(part[i]) for part in shares) for i in range(2)]
         rest = f"{module}.rest.{leaf}"
-        shapes = [(sum(one), *tensor.shape[1:]) for one in counts]
+        shapes = [(sum(per_rank), *tensor.shape[1:]) for per_rank in counts]
         yield replace(
             tensor, shape=shapes[0], per_rank=counts[0], trains=bool(tensor.trained_rows(tuning))
         )
-        behind.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
-    yield from behind
+        frozen.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
+    yield from frozen
 
 
 def unit_orders(
@@ -373,7 +377,7 @@ def first_stage(unit: str, layers: Sequence[range]) -> int:
 
 
 def num_trained(tuning: Tuning, model: ModelConfig, plan: Plan) -> int:
-    """Count of the numbers of the whole model that train."""
+    """Number of elements of the whole model that train."""
     total = 0
     for tensor in tensors(model, plan):
         stack = tensor.shape[0] if tensor.is_expert else 1

@@ -15,8 +15,8 @@ from moemesh.sharding.parameters import attention_tensors
 def layer_costs(model: ModelConfig) -> list[int]:
     """Matrix-product weights that a token meets in each layer: forward work, up to the factor 2.
     Attention scores are left out: they weigh the same in every layer."""
-    own = attention_tensors(model, Plan())
-    attention = sum(prod(tensor.shape) for tensor in own if len(tensor.shape) > 1)
+    weights = attention_tensors(model, Plan())
+    attention = sum(prod(tensor.shape) for tensor in weights if len(tensor.shape) > 1)
     dense = 3 * model.hidden_size * model.intermediate_size
     width = model.experts_per_token * model.expert_intermediate_size + model.shared_width
     routed = model.hidden_size * (3 * width + model.num_experts + model.shared_gate)
@@ -67,25 +67,25 @@ def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tu
         raise ValueError(
             f"{num_stages} stages need at least as many layers, there are {len(costs)}"
         )
-    found: dict[int, _Cut] = {}
-    for stages in range(1, num_stages + 1):
-        found = _best_cuts(tuple(costs), last_extra, stages)
-    return found[0][2]
+    cuts: dict[int, _Cut] = {}
+    for stages in range(1, num_stages + 1):  # ascending, so that the recursion is one level deep
+        cuts = _best_cuts(tuple(costs), last_extra, stages)
+    return cuts[0][2]
 
 
-#: Largest sum of a stage, sum of their squares, layers of each.
+#: Largest cost of a stage, sum of the squared costs, number of layers of each stage.
 _Cut = tuple[int, int, tuple[int, ...]]
 
 
 @lru_cache(maxsize=1024)
 def _best_cuts(costs: tuple[int, ...], last_extra: int, stages: int) -> dict[int, _Cut]:
-    """The best cuts of layers[first:] into `stages` stages, by first; from those with one less."""
+    """first -> the best cut of layers[first:] into `stages` stages."""
     prefix = (0, *accumulate(costs))
-    found: dict[int, _Cut] = {}
+    cuts: dict[int, _Cut] = {}
     for first in range(len(prefix) - stages):
         if stages == 1:
             cost = prefix[-1] - prefix[first] + last_extra
-            found[first] = cost, cost * cost, (len(costs) - first,)
+            cuts[first] = cost, cost * cost, (len(costs) - first,)
             continue
         best, choices = _best_cuts(costs, last_extra, stages - 1), list[tuple[int, int, int]]()
         for end in range(first + 1, len(prefix) - stages + 1):
@@ -94,5 +94,5 @@ def _best_cuts(costs: tuple[int, ...], last_extra: int, stages: int) -> dict[int
             choices.append((max(largest, cost), squares + cost * cost, first - end))
         # Ties go to the longer first stage.
         largest, squares, size = min(choices)
-        found[first] = largest, squares, (-size, *best[first - size][2])
-    return found
+        cuts[first] = largest, squares, (-size, *best[first - size][2])
+    return cuts

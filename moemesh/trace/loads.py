@@ -154,13 +154,13 @@ class LayerLoads:
 
         Raises KeyError, TypeError or ValueError on other data.
         """
-        known: dict[str, Any] = {"tokens_per_rank": (), **data}
+        values: dict[str, Any] = {"tokens_per_rank": (), **data}
         for name in ("tokens_per_expert", "tokens_per_rank"):
-            known[name] = tuple(map(int, known[name]))
+            values[name] = tuple(map(int, values[name]))
         if int(data.get("steps", 1)) > 1:
             ratios = float(data["max_over_mean"]), float(data["rank_max_over_mean"])
-            known |= {"mean_ratios": ratios, "highest_ratio": data["highest_max_over_mean"]}
-        return read_fields(cls, known)
+            values |= {"mean_ratios": ratios, "highest_ratio": data["highest_max_over_mean"]}
+        return read_fields(cls, values)
 
 
 def _sums(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
@@ -178,17 +178,17 @@ def max_over_mean(loads: Iterable[int]) -> float:
 def collapse_text(loads: Iterable[LayerLoads]) -> str:
     """A sentence on collapsed routing in the last steps of `loads`; "" without any."""
     by_layer: defaultdict[int, list[LayerLoads]] = defaultdict(list)
-    for one in loads:
-        by_layer[one.layer].append(one)
+    for row in loads:
+        by_layer[row.layer].append(row)
     collapsed: list[LayerLoads] = []
     for rows in by_layer.values():
-        recent = [one for one in rows if one.step > rows[-1].step - COLLAPSE_STEPS]
-        is_long = sum(one.steps for one in recent) >= COLLAPSE_STEPS
-        if is_long and max(one.entropy for one in recent) < COLLAPSE_ENTROPY:
+        recent = [row for row in rows if row.step > rows[-1].step - COLLAPSE_STEPS]
+        is_long = sum(row.steps for row in recent) >= COLLAPSE_STEPS
+        if is_long and max(row.entropy for row in recent) < COLLAPSE_ENTROPY:
             collapsed.append(recent[-1])
     if not collapsed:
         return ""
-    worst = min(collapsed, key=lambda one: one.entropy)
+    worst = min(collapsed, key=lambda row: row.entropy)
     sums = list(accumulate(sorted(worst.tokens_per_expert, reverse=True)))
     few = next(n for n, held in enumerate(sums, 1) if held >= _NEARLY_ALL * sums[-1])
     several = f"{len(collapsed)} routers have collapsed, the worst" if len(collapsed) > 1 else ""
@@ -267,8 +267,9 @@ class LoadBins:
                     self._thin(others)
 
     def _thin(self, bins: list[LayerLoads]) -> None:
+        """Sum neighbours of a layer's `bins`, so that at most half of `most` remain."""
         before = sum(map(_numbers, bins))
-        halves = neighbours([one.steps for one in bins], max(self._most // 2, 1))
+        halves = neighbours([loads.steps for loads in bins], max(self._most // 2, 1))
         bins[:] = [total(bins[part]) for part in halves]
         self._numbers += sum(map(_numbers, bins)) - before
 

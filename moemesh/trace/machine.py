@@ -48,7 +48,8 @@ def usable_cores() -> int:
         root = CGROUPS / ("cpu" if controllers else "")
         # In a container the path is that of the host: check the root and each existing part.
         below = root / path.lstrip("/")
-        for folder in {root, *(one for one in (below, *below.parents) if root in one.parents)}:
+        ancestors = (part for part in (below, *below.parents) if root in part.parents)
+        for folder in {root, *ancestors}:
             with suppress(ValueError, IndexError):
                 if controllers:
                     names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")

@@ -112,9 +112,9 @@ class MemoryProfile:
 
 #: Parts in the order of pictures and tables.
 PARTS: tuple[str, ...] = tuple(
-    one.name
-    for one in fields(MemoryProfile)
-    if one.type == "int" and one.name not in ("rank", "host", "peak")
+    item.name
+    for item in fields(MemoryProfile)
+    if item.type == "int" and item.name not in ("rank", "host", "peak")
 )
 
 

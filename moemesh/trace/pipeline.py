@@ -83,7 +83,8 @@ def backlog(timeline: Timeline) -> dict[int, Steps]:
 def _summed(
     timeline: Timeline, changes: Mapping[str, tuple[float, float]], *, whole: bool
 ) -> dict[int, Steps]:
-    """Per rank the running sum of the changes (at a record's start, at its end)."""
+    """Per rank the running sum of the changes (at a record's start, at its end); with `whole` in
+    units of the rank's whole share of layers, else of a chunk or slice."""
     sums: dict[int, Steps] = {}
     for rank, records in timeline.by_rank().items():
         ops = [r for r in records if r.kind in changes and r.stage is not None]

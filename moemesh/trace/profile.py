@@ -44,8 +44,8 @@ def offset_of(reference: Readings, other: Readings) -> Offset:
 
 
 Event = dict[str, Any]
-#: Folder of a run for the traces of its ranks; and the number of steps before the trace that fill
-#: caches, and that are measured without the profiler, because it slows operations.
+#: Folder of a run for the traces of its ranks. Before the trace, a number of steps that fill caches
+#: and a number of steps that are measured without the profiler, which slows operations.
 FOLDER, WARM_UP, PLAIN = "profile", 1, 3
 #: Thread number of the phases in the merged trace, which no thread of a process has.
 PHASES_THREAD = 0
@@ -76,21 +76,21 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The merged trace for Perfetto and chrome://tracing; it starts at time 0."""
-        start = min((e["ts"] for one in self.ranks for e in one.events), default=0.0)
+        start = min((e["ts"] for profile in self.ranks for e in profile.events), default=0.0)
         events: list[Event] = []
-        for one in self.ranks:
-            title = f"rank {one.rank} on {one.host}"
-            named = {"ph": "M", "pid": one.rank, "tid": PHASES_THREAD}
+        for profile in self.ranks:
+            rank, title = profile.rank, f"rank {profile.rank} on {profile.host}"
+            named = {"ph": "M", "pid": rank, "tid": PHASES_THREAD}
             events.append({"name": "process_name", **named, "args": {"name": title}})
-            events.append({"name": "process_sort_index", **named, "args": {"sort_index": one.rank}})
+            events.append({"name": "process_sort_index", **named, "args": {"sort_index": rank}})
             events.append({"name": "thread_name", **named, "args": {"name": "phases"}})
-            for record in one.phases:
+            for record in profile.phases:
                 events.append(
                     {
                         "ph": "X",
                         "name": record.name,
                         "cat": "phase",
-                        "pid": one.rank,
+                        "pid": rank,
                         "tid": PHASES_THREAD,
                         "ts": record.start * 1e6 - start,
                         "dur": record.duration * 1e6,
@@ -98,7 +98,7 @@ class Profile:
                     }
                 )
             events += [
-                {**event, "pid": one.rank, "ts": event["ts"] - start} for event in one.events
+                {**event, "pid": rank, "ts": event["ts"] - start} for event in profile.events
             ]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -125,6 +125,7 @@ def read_profile(folder: Path) -> Profile:
             # Spans of the profiler itself have a text as their process.
             if event.get("ph") == "X" and isinstance(event.get("pid"), int):
                 events.append({**event, "ts": float(event["ts"]) + shift})
+        # Phases are on the rank's monotonic clock, the common clock is the first rank's epoch.
         later = float(note["epoch_minus_monotonic"]) - ahead
         phases = [WorkRecord.from_json(record) for record in note["phases"]]
         ranks.append(
@@ -133,7 +134,8 @@ def read_profile(folder: Path) -> Profile:
                 host=str(note["host"]),
                 events=events,
                 phases=[
-                    replace(one, start=one.start + later, end=one.end + later) for one in phases
+                    replace(phase, start=phase.start + later, end=phase.end + later)
+                    for phase in phases
                 ],
                 plain=[WorkRecord.from_json(record) for record in note.get("plain", ())],
                 waited=note.get("waited"),

@@ -14,7 +14,7 @@ FILE = "provenance.json"
 SCHEMA = 1
 
 #: Compared sections of two starts -> their display names.
-_PLACES = {
+_SECTIONS = {
     "python": "Python",
     "packages": "package",
     "library": "moemesh",
@@ -27,7 +27,7 @@ _PLACES = {
     "threads": "threads of a rank",
 }
 #: Entries that record locations and do not affect results.
-_PLACE_ONLY = frozenset(
+_LOCATIONS = frozenset(
     [
         "library.folder",
         "git.root",
@@ -37,7 +37,7 @@ _PLACE_ONLY = frozenset(
         "environment.VIRTUAL_ENV",
     ]
 )
-_PLACE_PREFIXES = ("environment.SLURM_", "environment.TORCHELASTIC_", "environment.MOEMESH__")
+_LOCATION_PREFIXES = ("environment.SLURM_", "environment.TORCHELASTIC_", "environment.MOEMESH__")
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -71,7 +71,8 @@ def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenanceP
     parts: list[ProvenancePart] = []
     for start in starts:
         first = int(start["first_step"])
-        parts = [one._replace(last=min(one.last, first - 1)) for one in parts if one.first < first]
+        earlier = [part for part in parts if part.first < first]
+        parts = [part._replace(last=min(part.last, first - 1)) for part in earlier]
         parts.append(ProvenancePart(start, first, last))
     return parts
 
@@ -79,10 +80,10 @@ def parts_of(starts: Sequence[Mapping[str, Any]], last: int) -> list[ProvenanceP
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Differences of two starts that may affect results: one line each, the older value first."""
     lines: list[str] = []
-    for place, name in _PLACES.items():
-        for key, old, new in _differing(before.get(place), after.get(place)):
-            where = ".".join([place, *key])
-            if where in _PLACE_ONLY or where.startswith(_PLACE_PREFIXES):
+    for section, name in _SECTIONS.items():
+        for key, old, new in _differing(before.get(section), after.get(section)):
+            entry = ".".join([section, *key])
+            if entry in _LOCATIONS or entry.startswith(_LOCATION_PREFIXES):
                 continue
             what = " ".join([name, ".".join(key)]).strip()
             lines.append(f"{what}: {_shown(old)} then, {_shown(new)} now")
@@ -90,6 +91,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 
 
 def _differing(old: Any, new: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """(path of keys, old value, new value) of each difference of two nested dictionaries."""
     if isinstance(old, dict) and isinstance(new, dict):
         one, other = cast("dict[str, Any]", old), cast("dict[str, Any]", new)
         for key in sorted(one.keys() | other.keys()):

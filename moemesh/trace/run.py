@@ -218,7 +218,7 @@ class Run(Shown):
     warnings: tuple[str, ...] = ()
     #: Last step recorded in any file of the run.
     last_step: int = 0
-    #: Not stored; set by a reader that knows the cluster.
+    #: Not stored; set by a caller that has the cluster.
     planned: PlannedStep | None = None
 
     def facts(self) -> Mapping[str, object]:
@@ -346,7 +346,7 @@ class Run(Shown):
             or (),
             events=tuple(reader.rows("events.jsonl", Event.from_json)),
             failure=reader.json("failure.json", _object),
-            earlier_failures=tuple(one for one in failures if one is not None),
+            earlier_failures=tuple(failure for failure in failures if failure is not None),
             summary=summary,
             warnings=tuple(reader.warnings),
             last_step=last_step,
@@ -494,6 +494,7 @@ def is_locked(file: Path) -> bool:
 
 #: State of a run. interrupted: it ended without a record (killed, or the machine went down).
 State = Literal["finished", "running", "stopped", "failed", "interrupted"]
+#: File of a run folder that a running process locks.
 LEASE = "lease"
 
 

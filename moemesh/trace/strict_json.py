@@ -45,8 +45,8 @@ def read_fields(kind: type[T], data: Mapping[str, Any]) -> T:
 def _fields(kind: Any) -> list[tuple[str, Any, bool, bool]]:
     """Fields as (name, converter, whether it may be None, whether it has no default)."""
     result: list[tuple[str, Any, bool, bool]] = []
-    for one in fields(kind):
-        name, *optional = str(one.type).split(" | ")
-        is_needed = one.default is MISSING and one.default_factory is MISSING
-        result.append((one.name, _READ.get(name), bool(optional), is_needed))
+    for item in fields(kind):
+        name, *optional = str(item.type).split(" | ")
+        is_needed = item.default is MISSING and item.default_factory is MISSING
+        result.append((item.name, _READ.get(name), bool(optional), is_needed))
     return result

@@ -143,7 +143,7 @@ def test_the_backend_of_ranks_with_a_device(
     monkeypatch.setattr(launch, "joined", lambda: True)
     monkeypatch.setattr(launch, "attach", lambda: None)
     monkeypatch.setattr(launch, "launched", lambda: False)
-    monkeypatch.setattr(launch, "_meet", lambda *given: dist.HashStore())
+    monkeypatch.setattr(launch, "_connect", lambda *given: dist.HashStore())
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MOEMESH_COMM", shared)

@@ -30,15 +30,16 @@ from moemesh.schedule.search.improve import State, evaluated, improve
 from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
 from moemesh.schedule.simulate import simulate
 
-#: Operations that list scheduling, and evaluations, go through in all (about a second).
+#: Operations that list scheduling, and evaluations of moves, go through at effort 1 (a second
+#: each).
 GREEDY_OPERATIONS = 120_000
 IMPROVE_OPERATIONS = 2_500_000
-#: Partial orders of the exact search, and the most operations for which it is tried.
+#: Most partial orders of the exact search, and most operations for which it is tried.
 EXACT_NODES = 20_000
 EXACT_OPERATIONS = 96
 #: Operations of the largest schedule that is searched for: more would take minutes.
 LARGEST_SEARCHED = 200_000
-#: States that are improved.
+#: Number of states that are improved.
 STARTS = 3
 
 #: Hand-made schedules to start from: synchronous ones of one pipe and whole sequences.
@@ -155,7 +156,7 @@ def search(
         )
     problems = _problems(question, chunks)
     fitting = sorted({problem.num_stages // num_ranks for problem in problems})
-    found: list[_Fitting] = []
+    candidates: list[_Fitting] = []
     for name in HAND_MADE:
         given = max(SCHEDULES[name].stages_per_rank, default=None)  # None: any above 1
         for count in [n for n in fitting if n == given or (given is None and n > 1)]:
@@ -165,16 +166,16 @@ def search(
             except ValueError:
                 continue  # Its conditions on ranks and microbatches do not hold.
             if question.fits(schedule):
-                found.append(_Fitting(question.cost(schedule), schedule, schedule.name))
-    hand_made = {one.schedule.name: one.cost for one in found}
+                candidates.append(_Fitting(question.cost(schedule), schedule, schedule.name))
+    hand_made = {candidate.origin: candidate.cost for candidate in candidates}
     bounds: list[float] = []
     for problem in problems:
-        best, bound = _search_placement(question, problem, found, effort)
+        best, bound = _search_placement(question, problem, candidates, effort)
         bounds.append(bound)
         if best is not None:
-            found.append(best)
-    # Of equals the first: a hand-made schedule is known.
-    best = min(found, key=lambda one: one.cost)
+            candidates.append(best)
+    # The first of equals: hand-made schedules are preferred.
+    best = min(candidates, key=lambda candidate: candidate.cost)
     bound = min(bounds)
     proven = best.cost <= bound * (1 + ROUNDING)
     return SearchResult(
@@ -204,8 +205,8 @@ def _search_placement(
         block = 0 if callable(overlapped) else costs.entry((Op("F", 0, 0), Op("B", 0, 0)))
     bound = lower_bound(problem, shortest_times(problem, full, block))
     states: list[tuple[str, State]] = []
-    for one in known:
-        letters = problem.letters(one.schedule)
+    for candidate in known:
+        letters = problem.letters(candidate.schedule)
         state = evaluated(problem, letters) if letters else None
         if state is not None:
             states.append(("improved", state))
@@ -235,7 +236,7 @@ def _search_placement(
             origin, best = "improved", better
     if applies(problem) and problem.num_operations <= EXACT_OPERATIONS:
         # An exhausted search below the best known cost proves that it is the optimum.
-        reached = min([best.times.cost, *(one.cost for one in known)])
+        reached = min([best.times.cost, *(candidate.cost for candidate in known)])
         if reached > target:
             exact = branch_and_bound(problem, reached, max_nodes=int(EXACT_NODES * effort))
             if exact.letters is not None and (state := evaluated(problem, exact.letters)):
@@ -254,7 +255,7 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]
     ranks = question.num_ranks
     placements: list[tuple[int, ...]] = []
     for count in chunks:
-        # On one rank more stages change nothing.
+        # On one rank more stages change nothing, so that one placement is enough.
         for placement in (v_shape(ranks, count), looped(ranks, count)):
             if placement not in placements and (ranks > 1 or count == chunks[0]):
                 placements.append(placement)

@@ -27,8 +27,8 @@ class ExactSearch(NamedTuple):
 
 
 def applies(problem: SearchProblem) -> bool:
-    """Whether memory leaves the argument whole: one stage on each rank and no weight gradient that
-    holds more than its context did, or room for everything."""
+    """Whether the search is exact despite memory: each rank has one stage and weight gradients hold
+    no more than their contexts did, or the caps have room for everything."""
     single = all(len(stages) == 1 for stages in problem.stages)
     if single and all(k <= w for k, w in zip(problem.kept, problem.whole, strict=True)):
         return True
@@ -40,7 +40,7 @@ def applies(problem: SearchProblem) -> bool:
 
 
 def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> ExactSearch:
-    """Orders better than `best`, looking at no more than `max_nodes` partial ones."""
+    """The best order if it beats the cost `best`, within `max_nodes` partial orders."""
     m, stages = problem.num_microbatches, problem.num_stages
     arrivals = tuple((0.0,) * m if letter == 0 else () for letter in range(2 * stages))
     zeros = (0.0,) * problem.num_ranks
@@ -55,22 +55,23 @@ def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> 
             pairs = zip(node.clocks, problem.origins, strict=True)
             cost = max(clock - origin for clock, origin in pairs)
             if cost < tree.best:
-                tree.best, tree.found = cost, node
+                tree.best, tree.best_node = cost, node
             continue
-        # The last is looked at first: the likeliest.
+        # The stack pops the last first: the likeliest child goes on top.
         stack.extend(reversed(tree.children(node)))
-    letters, at = None, tree.found
-    if at is not None:
+    letters, node = None, tree.best_node
+    if node is not None:
         letters = [list[int]() for _ in range(problem.num_ranks)]
-    while letters is not None and at is not None and at.letter >= 0:
-        letters[problem.placement[at.letter % stages]].insert(0, at.letter)
-        at = at.parent
+    while letters is not None and node is not None and node.letter >= 0:
+        letters[problem.placement[node.letter % stages]].insert(0, node.letter)
+        node = node.parent
     return ExactSearch(letters, tree.best, not stack)
 
 
 class _Node(NamedTuple):
-    """A partial order: how often each letter has run; per rank the clock, what is held, work left;
-    per F and I of each stage when inputs arrive that were not used yet; the last letter."""
+    """A partial order. `counts`: operations run of each letter. Per rank: `clocks`, the end of its
+    last operation; `held` activation; `left`, its remaining work in time. `arrivals`: per letter of
+    F and I, arrival times of inputs that were not used yet. `letter`: the last one run."""
 
     counts: tuple[int, ...]
     clocks: tuple[float, ...]
@@ -82,10 +83,12 @@ class _Node(NamedTuple):
 
 
 class _Tree:
+    """State of a search: the best cost and order, and the partial orders seen, by their counts."""
+
     def __init__(self, problem: SearchProblem, best: float) -> None:
         self.problem, self.best = problem, best
         self.nodes = 0
-        self.found: _Node | None = None
+        self.best_node: _Node | None = None
         self.seen: dict[tuple[int, ...], list[tuple[float, ...]]] = {}
 
     def dominated(self, node: _Node) -> bool:
@@ -107,7 +110,7 @@ class _Tree:
     def children(self, node: _Node) -> list[_Node]:
         """Partial orders one operation longer."""
         ready = [self.ready(node, rank) for rank in range(self.problem.num_ranks)]
-        options = [(end, rank) for rank, found in enumerate(ready) for _, end, _ in found]
+        options = [(end, rank) for rank, entries in enumerate(ready) for _, end, _ in entries]
         if not options:
             return []
         first_end, rank = min(options)
@@ -124,7 +127,7 @@ class _Tree:
     def ready(self, node: _Node, rank: int) -> list[tuple[float, float, int]]:
         """(start, end, letter) of what the rank could run next."""
         problem, stages = self.problem, self.problem.num_stages
-        found: list[tuple[float, float, int]] = []
+        entries: list[tuple[float, float, int]] = []
         for stage in problem.stages[rank]:
             done = node.counts[stage::stages]
             for kind in range(3):
@@ -140,10 +143,11 @@ class _Tree:
                 if kind == 0 and node.held[rank] + problem.whole[stage] > problem.rooms[rank]:
                     continue
                 op = letter * problem.num_microbatches + count
-                found.append((start, start + problem.cost[op], letter))
-        return found
+                entries.append((start, start + problem.cost[op], letter))
+        return entries
 
     def step(self, node: _Node, rank: int, letter: int, start: float) -> _Node:
+        """`node` with the next operation of `letter`, which begins at `start`."""
         problem, m = self.problem, self.problem.num_microbatches
         stages = problem.num_stages
         kind, stage = divmod(letter, stages)

@@ -60,9 +60,9 @@ def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
         tuple(min(max(n, 1), m) * chunk for n, chunk in zip(profile, chunks, strict=True))
         for profile in profiles
     )
-    several = any(chunk > 1 for chunk in chunks)
+    has_chunks = any(chunk > 1 for chunk in chunks)
     for gap in (1.0, 0.5):
-        for deepest in (False, True) if several else (False,):
+        for deepest in (False, True) if has_chunks else (False,):
             for prefer in ("I", "alternate", "F"):
                 for limits in limit_settings:
                     yield GreedyPolicy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
@@ -99,6 +99,7 @@ class _Run:
         for op, before in enumerate(problem.source):
             if before >= 0:
                 self.consumer[before] = op
+        #: Per rank: time at which it is free, activation held, live contexts, operations left.
         self.free: list[float] = [0] * ranks
         self.held: list[float] = [0] * ranks
         self.live = [0] * ranks
@@ -106,8 +107,8 @@ class _Run:
         self.last_kind = [1] * ranks
         self.letters: Letters = [[] for _ in range(ranks)]
         self.events: list[tuple[float, int]] = [(0, rank) for rank in range(ranks)]
-        # Room that a forward must leave for the later chunks of its microbatch: with it the oldest
-        # microbatch can always proceed.
+        # Room and contexts that a forward and the later chunks of its microbatch on this rank need:
+        # if they fit, the oldest microbatch can always proceed.
         self.reserve: list[float] = [0] * stages
         self.later = [0] * stages
         for owned in problem.stages:
@@ -154,12 +155,14 @@ class _Run:
         return weight if wait >= self.policy.gap * self.problem.cost[op] else -1
 
     def _key(self, arrival: float, now: float, depth: int) -> tuple[float, float]:
-        """Smaller is better: what waits already, then by depth or by arrival."""
+        """Smaller is better: the earlier arrival; with `deepest` arrivals until now are equal, and
+        depth decides."""
         if self.policy.deepest:
             return max(arrival, now), depth
         return arrival, depth
 
     def start(self, rank: int, letter: int, now: float) -> None:
+        """Run the next operation of `letter` and post its end and the arrival of its output."""
         problem = self.problem
         op = letter * self.m + self.counts[letter]
         kind, stage = divmod(letter, self.num_stages)

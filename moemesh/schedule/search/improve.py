@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from moemesh.schedule.search.problem import Letters, SearchProblem, TimedOrders
 
-#: Steps without a better best before the search gives up.
+#: Steps without a new best state after which the search ends.
 PATIENCE = 60
 
 
@@ -29,7 +29,7 @@ class State:
 
     @property
     def key(self) -> tuple[float, float]:
-        """Smaller is better: the objective, then how much the ranks end late altogether."""
+        """Smaller is better: the objective, then its sum over the ranks."""
         return self.times.cost, sum(self.times.by_rank)
 
 
@@ -115,7 +115,7 @@ def neighbours(problem: SearchProblem, state: State) -> Iterator[tuple[int, list
 
 
 def critical_blocks(problem: SearchProblem, state: State) -> list[tuple[int, int, int]]:
-    """Blocks of the longest path, from its end: (rank, first, last) are positions in the order."""
+    """Blocks of the longest path, from its end: (rank, first and last position in its order)."""
     times = state.times
     rank = times.by_rank.index(times.cost)
     place = {op: at for order in state.operations for at, op in enumerate(order)}

@@ -37,9 +37,10 @@ class TimedOrders(NamedTuple):
 class SearchProblem:
     """One pipe, one placement, whole sequences, split backwards.
 
-    ``stages[r]`` are the stages of rank r, ascending. ``cost[id]``, ``source[id]`` (-1 for none)
-    and ``delay[id]``, the time from the end of the source. ``whole[s]`` and ``kept[s]`` are M_a and
-    M_w of a stage, ``caps[r]`` what a rank may hold (infinite without a cap), in pieces.
+    Per operation: `cost`, `source` (the operation that it waits for, -1 for none) and `delay` (time
+    from the end of the source until its output arrives). ``whole[s]`` and ``kept[s]`` are M_a and
+    M_w of a stage, ``caps[r]`` what a rank may hold (infinite without a cap), all in the pieces of
+    :func:`~moemesh.schedule.held_activations.amounts`.
     """
 
     placement: tuple[int, ...]
@@ -63,7 +64,7 @@ class SearchProblem:
 
     @cached_property
     def rooms(self) -> tuple[float, ...]:
-        """The caps, to compare with: a sum of fractions may come out a rounding above them."""
+        """The caps and what sums of fractions may exceed them by rounding."""
         return tuple(cap * (1 + ROUNDING) for cap in self.caps)
 
     @cached_property
@@ -89,14 +90,14 @@ class SearchProblem:
         it starts with that microbatch too: the first start is the same in any order."""
         if self.objective == "makespan":
             return (0,) * self.num_ranks
-        found: list[float] = []
+        first_starts: list[float] = []
         for rank in range(self.num_ranks):
             start: float = 0
             for stage in range(1, self.stages[rank][0] + 1):
                 op = stage * self.num_microbatches
                 start = start + self.cost[op - self.num_microbatches] + self.delay[op]
-            found.append(start)
-        return tuple(found)
+            first_starts.append(start)
+        return tuple(first_starts)
 
     def operations(self, rank: int, letters: list[int]) -> list[int] | None:
         """Operations of a rank's letters; None when one comes too early or memory is exceeded."""
@@ -104,7 +105,7 @@ class SearchProblem:
         counts = [0] * (3 * stages)
         held: float = 0
         cap = self.rooms[rank]
-        found: list[int] = []
+        operations: list[int] = []
         for letter in letters:
             kind, stage = divmod(letter, stages)
             count = counts[letter]
@@ -119,8 +120,8 @@ class SearchProblem:
             else:
                 held -= self.kept[stage]
             counts[letter] = count + 1
-            found.append(letter * microbatches + count)
-        return found
+            operations.append(letter * microbatches + count)
+        return operations
 
     def evaluate(self, orders: list[list[int]]) -> TimedOrders | None:
         """Times of orders of operations; None when they deadlock."""
@@ -175,7 +176,7 @@ class SearchProblem:
         schedule with another placement, several pipes, or microbatches out of order."""
         if schedule.placement != (self.placement,) or schedule.num_slices > 1:
             return None
-        found: Letters = []
+        orders: Letters = []
         for rank in range(self.num_ranks):
             counts = [0] * (3 * self.num_stages)
             order: list[int] = []
@@ -186,8 +187,8 @@ class SearchProblem:
                         return None
                     counts[letter] += 1
                     order.append(letter)
-            found.append(order)
-        return found
+            orders.append(order)
+        return orders
 
 
 def make_problem(
@@ -217,18 +218,19 @@ def make_problem(
                 # F waits for the stage before, I for the next stage or its own F; W follows I
                 # on the same rank anyway.
                 step = -1 if kind == 0 else 1
-                other = stage + step
-                place = kind * inner + stage * num_microbatches + microbatch
+                neighbour = stage + step
+                number = kind * inner + stage * num_microbatches + microbatch
                 if kind == 2 or (kind == 0 and stage == 0):
                     source.append(-1)
                     delay.append(0)
-                elif other == stages:
-                    source.append(place - inner)
+                elif neighbour == stages:
+                    source.append(number - inner)
                     delay.append(0)
                 else:
-                    source.append(place + step * num_microbatches)
-                    crosses = placement[other] != placement[stage]
-                    delay.append(bound.message(Op(name, other, microbatch), op) if crosses else 0)
+                    source.append(number + step * num_microbatches)
+                    producer = Op(name, neighbour, microbatch)
+                    crosses = placement[neighbour] != placement[stage]
+                    delay.append(bound.message(producer, op) if crosses else 0)
     whole, kept, parts = amounts(shape, activation, weight_memory)
     return SearchProblem(
         placement=placement,
