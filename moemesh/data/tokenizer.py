@@ -398,7 +398,8 @@ def has_chat_template(tokenizer: str) -> bool:
 
 def _settings(folder: Path) -> TokenizerSettings:
     settings, special = settings_of(folder / SETTINGS), dict[str, str]()
-    for name in (SPECIAL, SETTINGS):
+    # Older folders have their special tokens in a file of their own, which counts.
+    for name in (SETTINGS,) if "added_tokens_decoder" in settings else (SETTINGS, SPECIAL):
         for key, value in settings_of(folder / name).items():
             for token, _ in _tokens_in(value) if key.endswith("_token") else ():
                 special[key] = token

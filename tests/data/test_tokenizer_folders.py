@@ -119,6 +119,15 @@ def test_texts_of_ids_are_those_of_auto_tokenizer(
         Tokenizer.open(str(tmp_path))
 
 
+@pytest.mark.parametrize("settings", [{}, {"added_tokens_decoder": {}}])
+def test_two_files_that_name_an_end(tmp_path: Path, settings: dict[str, Any]) -> None:
+    folder = byte_level_tokenizer(tmp_path, "a", "{{ eos_token }}", "<|im_start|>", "<|im_end|>")
+    settings = settings | {"eos_token": "<|im_start|>"}
+    write(folder, {CONFIG: settings, MAP: {"eos_token": "<|im_end|>"}})
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    assert Tokenizer.open(str(folder)).settings.special["eos_token"] == theirs.eos_token
+
+
 def test_a_token_beside_the_file_changes_the_fingerprint(tmp_path: Path) -> None:
     plain = Tokenizer.open(str(folder_with(tmp_path / "plain", {})))
     other = Tokenizer.open(str(folder_with(tmp_path / "other", WAYS["added_tokens"])))
