@@ -226,11 +226,11 @@ def read_preset_table(name: str, folder: str = "") -> dict[str, object]:
 
 
 def read_named_table(
-    source: str, folder: str, key: str, neither: str, fix: str = ""
+    source: str, folder: str, key: str, missing: str, fix: str = ""
 ) -> dict[str, Any]:
     """The table of the packaged preset `source` of a folder, or of a TOML or JSON file. Raises
-    ConfigError about `key`; `neither` is its message if there is no such file, and `fix` its
-    answer, by default the nearest preset."""
+    ConfigError about `key`; `missing` is its message for a missing file, and `fix` its answer, by
+    default the nearest preset."""
     if source in preset_names(folder):
         return dict(read_preset_table(source, folder))
     problem, path = partial(Problem.of, key=key, value=source), Path(source)
@@ -240,7 +240,7 @@ def read_named_table(
         table = parse_json(text) if is_json else parse_toml(text)
     except OSError:
         fix = fix or nearest_choice(source, preset_names(folder))
-        raise ConfigError([problem("no-file", message=neither, fix=fix)]) from None
+        raise ConfigError([problem("no-file", message=missing, fix=fix)]) from None
     except ValueError as error:
         message = f"not valid JSON: {error}" if is_json else unreadable(error)
         raise ConfigError([problem("syntax", message=message)]) from None

@@ -123,31 +123,6 @@ def test_a_backward_hides_at_most_its_own_length_of_a_gradient_sum(share):
     assert exposed == pytest.approx(share * reduced, rel=0.01)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 7])
-@pytest.mark.parametrize("shape", [DENSE, MOE])
-def test_zero2_sums_in_every_microbatch_and_gathers_once(shape, microbatches):
-    """Bytes of the ledger: those of ZeRO-1 with one microbatch, a sum more for each further one."""
-
-    def seconds(zero):
-        planned = PlannedLayout(
-            dp=16,
-            zero=zero,
-            seq_len=2048,
-            global_batch=16 * microbatches,
-            ep=8 if shape == MOE else 1,
-        )
-        layout = layout_row(shape, planned, software_of(planned))
-        hardware = hardware_row(ACCELERATORS["H100-80G"])
-        return step_time(PricedStep(model_row(shape), layout, hardware, Constants()))
-
-    once, each = seconds(1), seconds(2)
-    if microbatches == 1:
-        assert each.total == pytest.approx(once.total)
-    else:
-        single = float(once.data)
-        assert single < float(each.data) < microbatches * single
-
-
 def test_every_second_product_runs_twice():
     plain, op = price(dp=8), price(dp=8, recompute=frozenset({"operators"}))
     assert op.compute / plain.compute == pytest.approx(3.5 / 3)

@@ -315,4 +315,4 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
     fewer = visited_nodes(shape.num_experts, chosen, experts[0], *groups) < TWO_HOP_SHARE * chosen
     deduplicated = (experts[0] * experts[1] > space.node_size) | fewer
     columns = (np.ascontiguousarray(column)[:, None] for column in dense)
-    return Columns(*columns, ep=experts[0], etp=experts[1], deduplicated=deduplicated)
+    return Columns(*columns, *experts, deduplicated=deduplicated)

@@ -61,8 +61,6 @@ class Software:
     window: int = 0
     #: Weights are gathered and reduced unit by unit (FSDP), even if only gradients are sharded.
     fsdp: bool = False
-    #: Gradients are reduced in every microbatch, and weights gathered once a step (ZeRO-2).
-    reduces_each: bool = False
     #: Every pipelined step starts up slowly (`startup_microbatches`).
     slow_startup: bool = False
     #: Share of the layers that is recomputed, in addition to the layout's recomputation.
