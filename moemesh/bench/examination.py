@@ -311,7 +311,7 @@ def _torch(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         fix = "this torch is built for the CPU: install the one for CUDA"
         if facts["cuda"] is not None:
             fix = "the driver is too old for this torch, or CUDA_VISIBLE_DEVICES hides the GPUs"
-        reason = f"a driver is there ({signs[0]}), torch sees no GPU"
+        reason = f"a driver is installed ({signs[0]}), torch sees no GPU"
         yield Diagnosis("devices", "fail", reason, fix)
     elif len(names) > 1:
         yield Diagnosis("devices", "warn", text, "ranks wait for the slowest: use equal devices")

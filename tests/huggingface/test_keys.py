@@ -267,7 +267,7 @@ def test_rope(folder: Path, tmp_path: Path) -> None:
 def test_values_that_have_no_meaning_here(
     tmp_path: Path, kind: str, changes: dict[str, Any], words: str
 ) -> None:
-    """As truth values they would be another model than that of transformers, or none."""
+    """Values that, read as truth values, would mean another model than that of transformers."""
     folder = changed(save(kind, tmp_path / kind), changes, tmp_path / "changed")
     with pytest.raises(ConfigError, match=words):
         load_run([], [f"model.path={folder}", "model.implementation=moemesh"], {})
