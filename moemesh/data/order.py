@@ -147,7 +147,7 @@ class Interleaving:
         # are correctly rounded, so that equal ones are equal and the first source goes first.
         times = [(2 * np.arange(count) + 1) / (2 * count) for count in self.counts]
         sources = np.repeat(np.arange(len(self.counts)), self.counts)
-        #: Of each position of a period: its source, and the number of that source's earlier draws.
+        #: Source of each position of a period, and number of earlier draws of that source.
         self._source = sources[np.argsort(np.concatenate(times), kind="stable")]
         self._draw = np.empty(self.period, dtype=np.int64)
         for source, count in enumerate(self.counts):

@@ -30,13 +30,14 @@ NO_STEP: dict[State, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """`last`: row of the newest step; `progress`: "30 of 160" steps. `validation` and `lowest`:
-    (step, loss) of the newest and of the lowest validation loss. `end_loss`: mean training loss of
-    the last tenth of the steps, at most 100, since one step's loss is noisy. `medians`: field of a
-    row -> median over the steps of the current plan without the first; `totals`: sum over all
-    steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`: those of all ranks in a step of
-    training. `command`: of the newest start. `shared_cores`: (ranks, cores) of a host whose CPU
-    ranks outnumber its cores. Unknown figures are None, "" or absent."""
+    """Figures of a run. `last`: row of the newest step; `progress`: "30 of 160" steps.
+    `validation` and `lowest`: (step, loss) of the newest and of the lowest validation loss.
+    `end_loss`: mean training loss of the last tenth of the steps, at most 100, since one step's
+    loss is noisy. `medians`: field of a row -> median over the steps of the current plan without
+    the first; `totals`: sum over all steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`:
+    those of all ranks in a step of training. `command`: that of the newest start. `shared_cores`:
+    (ranks, cores) of a host whose CPU ranks outnumber its cores. Unknown figures are None, "" or
+    absent."""
 
     state: State
     last: MetricsRow | None
