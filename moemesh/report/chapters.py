@@ -182,7 +182,7 @@ def training(run: Run) -> Chapter:
     marks, unit = run.marks, run.loss_unit
     curve, speed = partial(curves.one_curve, rows, marks=marks), "tokens per second"
     validated = [i for i, row in enumerate(rows) if row.validation_loss is not None]
-    some = {validated[i] for i in spread(len(validated), 8)}.union(spread(len(rows), 12))
+    indices = {validated[i] for i in spread(len(validated), 8)}.union(spread(len(rows), 12))
     table = Table(
         caption=f"Some steps, evenly spread, and those with a validation; losses in {unit}",
         header=(
@@ -196,7 +196,7 @@ def training(run: Run) -> Chapter:
                 *(f"{row.aux_loss:.5f}", f"{row.grad_norm:.4g}", f"{row.lr:.4g}"),
                 short(row.tokens_per_second),
             )
-            for row in (rows[i] for i in sorted(some))
+            for row in (rows[i] for i in sorted(indices))
         ],
     )
     drawn = figures(

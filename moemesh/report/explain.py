@@ -128,8 +128,8 @@ def _verdict(
     is_judged = newest >= LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
         # Four times the steps so far, unless the run has more configured.
-        wanted = max(4 * newest, LEAST_STEPS)
-        more_steps = f"train.steps={wanted}" if wanted > (run.num_steps or 0) else ""
+        num_steps = max(4 * newest, LEAST_STEPS)
+        more_steps = f"train.steps={num_steps}" if num_steps > (run.num_steps or 0) else ""
         higher = higher_rate(run)
         # A rate below the usual one gains more from a higher one than from more steps.
         is_low = more_steps and _rate_of(run) * 2 <= _usual_rate_of(run)
@@ -415,11 +415,11 @@ def explain(run: Run) -> Explanation:
             profile = shlex.join(["moemesh", "profile", str(run.folder / "config.toml")])
             command = next(filter(None, (_changed(run, change) for change in proposed)), profile)
     elif run.metrics and not bounds:
-        rest = "timeline.json, which is written at the end, is missing"
+        reason = "timeline.json, which is written at the end, is missing"
         if state == "running":
-            rest = "timeline.json is written at the end of the run"
+            reason = "timeline.json is written at the end of the run"
         sentences += [
-            f"The time of a step cannot be explained: {rest}.",
+            f"The time of a step cannot be explained: {reason}.",
             *_plan(evidence, run.planned),
         ]
     return Explanation(
@@ -500,8 +500,8 @@ def _changed(run: Run, overrides: Sequence[str], *, continues: bool = True) -> s
         overrides = [*overrides, f"train.steps={2 * run.metrics[-1].step}"]
     try:
         before, after = (
-            with_recorded(load_run([file], given, environ={}).config, folder)
-            for given in ((), overrides)
+            with_recorded(load_run([file], values, environ={}).config, folder)
+            for values in ((), overrides)
         )
         changes = compare(resolved_toml(before), resolved_toml(after))
     except UserError:

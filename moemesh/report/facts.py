@@ -55,7 +55,7 @@ class RunFacts:
     @classmethod
     def of(cls, run: Run) -> RunFacts:
         rows, argv = run.metrics, run.starts[-1].get("argv") if run.starts else None
-        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
+        of_total = f" of {run.num_steps:,}" if run.num_steps is not None else ""
         validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
         medians = {name: median_of(run.current, name) for name in _MEDIANS}
         totals = {name: sum(getattr(row, name) for row in rows) for name in ("tokens", "seconds")}
@@ -70,7 +70,7 @@ class RunFacts:
         return cls(
             state=state_of(run),
             last=rows[-1] if rows else None,
-            progress=f"{rows[-1].step:,}{wanted}" if rows else "",
+            progress=f"{rows[-1].step:,}{of_total}" if rows else "",
             validation=validated[-1] if validated else None,
             lowest=min(validated, key=lambda pair: pair[1], default=None),
             end_loss=statistics.fmean(ends) if ends else None,

@@ -56,11 +56,11 @@ def verdict(profile: Profile) -> list[str]:
         lines.append(f"without it  {total / PLAIN / 1e3:,.1f} ms a step, of which the shares are")
     parts: defaultdict[str, float] = defaultdict(float)
     for phases in phases_of:
-        seen: set[tuple[float, float]] = set()
+        counted: set[tuple[float, float]] = set()  # operations of a block share one interval
         for record in phases:
             parts["waiting for stages"] += record.wait * 1e6 / len(phases_of)
-            if (record.start, record.end) not in seen:
-                seen.add((record.start, record.end))
+            if (record.start, record.end) not in counted:
+                counted.add((record.start, record.end))
                 name = LONG_NAMES.get(record.kind, record.name)
                 parts[name] += record.duration * 1e6 / len(phases_of)
     lines.append("phases      " + _shares(dict(parts), total) + "  (mean rank)")
@@ -135,19 +135,19 @@ def pauses_of(rank: RankProfile) -> list[Pause]:
     pauses: list[Pause] = []
     for events in threads.values():
         marks = [event for event in events if str(event["name"]).startswith(MARK)]
-        place = 0
+        num_passed = 0  # marks before the pause
         outer = [event for event, _, is_outer in _operations(events) if is_outer]
         for before, after in pairwise(outer):
             begin, end = before["ts"] + before["dur"], after["ts"]
-            while place < len(marks) and marks[place]["ts"] <= begin:
-                place += 1
+            while num_passed < len(marks) and marks[num_passed]["ts"] <= begin:
+                num_passed += 1
             length = end - begin
-            if length < _PAUSE_MICROSECONDS or not place:
+            if length < _PAUSE_MICROSECONDS or not num_passed:
                 continue
             around = [record.kind in KINDS for start, stop, record in spans
                       if start <= begin and end <= stop]  # fmt: skip
             if around:
-                name = str(marks[place - 1]["name"]).removeprefix(MARK)
+                name = str(marks[num_passed - 1]["name"]).removeprefix(MARK)
                 pauses.append(Pause(rank.rank, length, name, any(around)))
     return pauses
 

@@ -234,8 +234,8 @@ def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepC
     # Over the host's backend, so that no rank waits until its device has finished the previous
     # step; within a stage, since stages arrive here at different times.
     all_reduce_(counts, mesh.host("dp_cp"), caller="step.counts", phase="forward")
-    num_tokens, *rest = counts.tolist()
-    ahead, scopes = rest[: len(depths)], rest[len(depths) :]
+    num_tokens, *others = counts.tolist()
+    ahead, scopes = others[: len(depths)], others[len(depths) :]
     # A global scope exists when any rank has a token in that microbatch.
     num_scopes = sum(scopes) if scope != "global" else sum(map(bool, scopes))
     return StepCounts(num_tokens, num_scopes, tuple(ahead))
@@ -375,10 +375,10 @@ def update(
 def move_selection_biases(parallel: RankModel, counts_LE: Tensor) -> None:
     """One step of the local routers' biases; `counts_LE`: tokens of each expert, of all layers."""
     model = parallel.model
-    places = {layer: place for place, layer in enumerate(model.config.routed_layers)}
+    rows = {layer: row for row, layer in enumerate(model.config.routed_layers)}
     for layer, (name, bias_E) in model.selection_biases().items():
         if parallel.tuning.trains(name):
-            counts_E = upload(counts_LE[places[layer]], parallel.mesh.device)
+            counts_E = upload(counts_LE[rows[layer]], parallel.mesh.device)
             move_bias_(bias_E, counts_E, model.config.router_bias_rate)
 
 
