@@ -76,9 +76,9 @@ def free_bytes(path: Place) -> int:
     """Free bytes of the file system of `path`, which need not exist yet."""
     if isinstance(path, RemotePath):
         return 1 << 62
-    for place in (path, *path.parents):
+    for folder in (path, *path.parents):
         with suppress(OSError):
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(folder).free
     return 0
 
 

@@ -49,7 +49,7 @@ class VerifiedState(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it is one of the kept ones, and so may cause the deletion of an older one."""
+        """Whether it is one of the checkpoints to keep, for which an older one may be deleted."""
         return self.is_verified and bool(self.is_finite)
 
 

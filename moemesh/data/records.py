@@ -385,16 +385,16 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
             if not isinstance(turn, dict) or "from" not in turn:
                 messages.append(turn)
                 continue
-            role, rest = turn["from"], {k: turn[k] for k in turn if k not in ("from", "value")}
+            role, others = turn["from"], {k: turn[k] for k in turn if k not in ("from", "value")}
             if role == "function_call":
                 calls = _json(turn.get("value"), f"turn {number}", where)
                 calls = [
                     {"type": "function", "function": call}
                     for call in ([calls] if isinstance(calls, dict) else calls)
                 ]
-                messages.append({"role": "assistant", "tool_calls": calls, **rest})
+                messages.append({"role": "assistant", "tool_calls": calls, **others})
             elif role in ROLES:
-                messages.append({"role": ROLES[role], "content": turn.get("value", ""), **rest})
+                messages.append({"role": ROLES[role], "content": turn.get("value", ""), **others})
             else:
                 known = _some([*ROLES, "function_call"], 99)
                 raise BadRecordError(where, f'turn {number} is from "{role}"; known are {known}')

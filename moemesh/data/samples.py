@@ -355,8 +355,8 @@ class Samples(Windows):
         """Lines for the terminal: the number of tokens that bear loss, if not all of them do."""
         if (learned := self.num_learned) is None:
             return []
-        every = sum(split.num_tokens for split in self.splits)
-        line = f"{learned:,} of {every:,} tokens bear loss ({learned / every:.1%})"
+        total = sum(split.num_tokens for split in self.splits)
+        line = f"{learned:,} of {total:,} tokens bear loss ({learned / total:.1%})"
         if not has_chat_template(tokenizer):
             return [f"loss     of completions: {line}"]
         return [f"chat     conversations by the template of {tokenizer}", f"         {line}"]
@@ -537,8 +537,8 @@ def packed(
     edges = np.stack([begins, begins + sizes], axis=1).reshape(-1)
     counts = np.add.reduceat(learned, edges[edges < len(learned)], dtype=np.int64)[::2]
     counts -= learned[begins]  # the first token of a piece is never a target
-    kept = counts > 0
-    begins, sizes = begins[kept], sizes[kept]
+    has_loss = counts > 0
+    begins, sizes = begins[has_loss], sizes[has_loss]
     capacity = max(int(sizes.max(initial=1)), int(sizes.sum()) // at_least)
     numbers = _best_fit(sizes, min(seq_len, capacity))
     # Sequences are numbered in the order of their first documents.
@@ -546,7 +546,7 @@ def packed(
     numbers = np.argsort(np.argsort(firsts))[numbers]
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(len(firsts) + 1))
-    if without_loss := int((~kept).sum()):
+    if without_loss := int((~has_loss).sum()):
         text = f"{without_loss:,} conversations have no target that carries loss and are left out"
         note = f"{note}; {text}" if note else f"{corpus.source}: {text}"
     return DocumentPacks(begins[order], sizes[order], bounds, int(counts.sum()), without_loss, note)

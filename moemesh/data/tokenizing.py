@@ -396,7 +396,7 @@ class TokenizeJob:
                     if (record := part.facts()) is not None and record["num_tokens"]:
                         tokens = IndexedTokens.open(part.prefix)
                         writer.extend(tokens, ends_text=record["ends_text"])
-                _write(folder / "renaming", "")  # until the parts are removed, below
+                _write(folder / "renaming", "")  # exists while the result is renamed
         # A rename, so that the next run never sees a half-removed folder.
         folder.rename(obsolete)
         shutil.rmtree(obsolete, ignore_errors=True)

@@ -95,7 +95,8 @@ def _compared(
     absent: str = "",
     total: float = 0.0,
 ) -> tuple[str, ...]:
-    """Row of names, predicted (or `absent`), measured, difference, and the share of a `total`."""
+    """Row (names, predicted or `absent`, measured, difference), and with a `total` the share of
+    `measured` in it; `form` formats a number."""
     share = (f"{measured / total:.1%}",) if total else ()
     if predicted is None:
         return *names, absent, form(measured), "", *share
@@ -157,17 +158,17 @@ def step_parts(timeline: Timeline) -> dict[str, float]:
     """
     last, ranks = timeline.last_step(), max(len(timeline.ranks), 1)
     parts = dict.fromkeys(("data", "forward and backward", "waiting", "reduce", "optimizer"), 0.0)
-    for record in of_blocks(one for one in last.records if one.kind in KINDS):
+    for record in of_blocks(record for record in last.records if record.kind in KINDS):
         parts["forward and backward"] += record.duration / ranks
         parts["waiting"] += record.wait / ranks
     for record in last.records:
         if record.kind not in KINDS and record.name in _SPANS:
             parts[record.name] += record.duration / ranks
     spans = sum(rank.span for rank in last.statistics()) / ranks
-    rest = spans - sum(parts.values())
-    if last.source == "simulated":
-        parts["waiting"], rest = parts["waiting"] + rest, 0.0
-    return {**parts, "rest": max(rest, 0.0)}
+    remainder = spans - sum(parts.values())
+    if last.source == "simulated":  # it has no other work: ranks wait
+        parts["waiting"], remainder = parts["waiting"] + remainder, 0.0
+    return {**parts, "rest": max(remainder, 0.0)}
 
 
 #: Parts of a planned step with transfers that computation does not hide.
@@ -190,6 +191,7 @@ def exposed_rows(planned: PlannedStep, waited: float | None, step: float) -> lis
 
 
 def _of_step(seconds: float, step: float) -> tuple[str, str]:
+    """`seconds` in milliseconds, and as a share of a step, as texts."""
     return milliseconds(seconds), f"{seconds / step:.1%}" if step else ""
 
 
@@ -226,14 +228,14 @@ def seconds_rows(seconds: StepSeconds) -> list[tuple[str, ...]]:
         _compared([part], predicted.get(part), amount, milliseconds, total=total)
         for part, amount in measured.items()
     ]
-    # Only with its passes is the sum of the predicted parts a step.
+    # Without predicted passes the sum of the predicted parts is not a step.
     has_passes = bool(predicted.keys() & {TOGETHER, *PASSES})
     whole = sum(predicted.values()) if has_passes else None
     return [*rows, _compared(["whole step"], whole, total, milliseconds, total=total)]
 
 
-#: Share of the whole, and ratios of measured to predicted time and to bytes, from which on a
-#: difference is explained.
+#: Smallest share of the whole, and smallest ratio (or inverse) of measured to predicted time and to
+#: bytes, for which a difference is explained.
 _LARGE_SHARE, _LARGE_TIME, _LARGE_BYTES = 0.05, 1.5, 1.1
 _SLOWER = (
     "the prediction is for uniform routing, and for the speed of a small model of such layers "
@@ -292,11 +294,11 @@ def about_seconds(seconds: StepSeconds) -> list[str]:
 def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) -> list[str]:
     """Sentences on classes of memory of one rank that differ from their prediction."""
     profiles = [*(profile for profile in predicted if profile.rank == measured.rank), measured]
-    before, held = (
+    expected, actual = (
         {name.replace("_", " "): size for name, size in profile.parts().items()}
         for profile in (profiles[0], measured)
     )
-    return large_differences(before, held, _LARGE_BYTES, _by_routing)
+    return large_differences(expected, actual, _LARGE_BYTES, _by_routing)
 
 
 def about_traffic(
@@ -394,9 +396,9 @@ def stacked_bars(
                 body.append(svg.rectangle(x, y + 4, width, height, fill, title=hint, more=edge))
             x += width
         if bar.mark is not None:
-            place = left + bar.mark / highest * (right - left)
-            body.append(svg.line(place, y + 1, place, y + _STACKED_ROW - 1, svg.INK, 2.5))
-            x = max(x, place)
+            mark_x = left + bar.mark / highest * (right - left)
+            body.append(svg.line(mark_x, y + 1, mark_x, y + _STACKED_ROW - 1, svg.INK, 2.5))
+            x = max(x, mark_x)
         body.append(svg.text(x + 8, y + 16, bar.text, fill=svg.MUTED, size=11))
     body.append(svg.line(left, top, left, bottom, svg.INK))
     return svg.figure(identity, title, description, bottom + 8, body)
@@ -421,11 +423,11 @@ def traffic_bars(
         text += "" if before is None else f", predicted {format_bytes(before)}"
         name = svg.clip(f"{axis} · {phase}", 26)
         bars.append(StackedBar(name, [(axis, size, format_bytes(size))], text, before))
-    rest = f" The {len(keys) - len(shown)} smallest are left out." if len(keys) > len(shown) else ""
+    note = f" The {len(keys) - len(shown)} smallest are left out." if len(keys) > len(shown) else ""
     axis, phase = shown[0]
     description = (
         f"Bytes sent in one step by all ranks, by axis and phase; most: {axis} · {phase}, "
-        f"{format_bytes(sent[shown[0]])}.{rest}"
+        f"{format_bytes(sent[shown[0]])}.{note}"
     )
     axes = sorted({axis for axis, _ in keys})
     colours = {axis: svg.COLOURS[index % len(svg.COLOURS)] for index, axis in enumerate(axes)}
@@ -449,15 +451,15 @@ def memory_bars(profiles: MemoryProfiles) -> str:
     names = {name: name.replace("_", " ") for name in PARTS}
     bars = [
         StackedBar(
-            f"rank {one.rank}",
-            [(names[part], size, format_bytes(size)) for part, size in one.parts().items() if size],
-            f"peak {format_bytes(one.peak)}",
-            one.peak,
+            f"rank {rank.rank}",
+            [(names[part], n, format_bytes(n)) for part, n in rank.parts().items() if n],
+            f"peak {format_bytes(rank.peak)}",
+            rank.peak,
         )
-        for one in shown
+        for rank in shown
     ]
-    held = [part for part in PARTS if any(one.parts()[part] for one in shown)]
-    colours = {names[part]: MEMORY_COLOURS[part] for part in held}
+    filled = [part for part in PARTS if any(rank.parts()[part] for rank in shown)]
+    colours = {names[part]: MEMORY_COLOURS[part] for part in filled}
     return stacked_bars(
         "memory", "Memory per rank", description, bars, colours=colours, mark="peak"
     )

@@ -88,7 +88,7 @@ def evidence_of(run: Run) -> Evidence:
     elif "communication" in shares or ("data" in shares and run.plan.get("world_size") == 1):
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
     if of_run.shared_cores is not None and "communication" in shares:
-        # A rank that waits has lent its core to the ranks that it waits for.
+        # The waits are those of ranks whose cores compute for other ranks meanwhile.
         waits = shares.pop("communication") + shares.pop("imbalance", 0.0)
         shares["shared cores"] = waits
     loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
@@ -122,16 +122,17 @@ def evidence_of(run: Run) -> Evidence:
 def _from_timeline(
     run: Run, last: Timeline, shares: dict[str, float], facts: dict[str, tuple[float, str]]
 ) -> None:
-    """Adds the parts of the last step of the mean rank, and the imbalance between ranks."""
+    """Adds the parts of the mean rank's last step, and the imbalance between ranks, to `shares` and
+    `facts`."""
     parts = step_parts(last)
     if not (span := sum(parts.values())):
         return
     busy = parts["forward and backward"]
-    # Mean seconds in the step that ranks of the same stage wait for the slowest of them.
+    # `lost`: mean time in which a rank waits for the slowest rank of its stage.
     pp = run.section("plan").get("pp", 1)
     stages = pp if isinstance(pp, int) and pp > 0 else 1
     of_rank: defaultdict[int, float] = defaultdict(float)
-    for record in of_blocks(one for one in last.records if one.kind in KINDS):
+    for record in of_blocks(record for record in last.records if record.kind in KINDS):
         of_rank[record.rank] += record.duration
     per_stage = max(len(last.ranks) // stages, 1)
     lost = 0.0
@@ -143,7 +144,7 @@ def _from_timeline(
     simulated = step_parts(run.simulated) if run.simulated is not None else None
     bubble = 0.0
     if simulated is not None and sum(simulated.values()):
-        # Idle time of the schedule itself; the rest of the wait is for messages.
+        # The simulated idle time, scaled to the measured passes; other waits are for messages.
         bubble = min(
             waiting, simulated["waiting"] * busy / (simulated["forward and backward"] or 1)
         )
@@ -157,9 +158,9 @@ def _from_timeline(
     shares["optimizer"] = parts["optimizer"] / span
     # Ranks that finish early wait in the sums of gradients: that is not communication.
     exposed = (max(parts["reduce"] - lost, 0.0) + waiting - bubble) / span
-    # The remaining time of waiting for other ranks is spent inside the passes.
+    # Waits that are neither for stages nor in the sums of gradients are inside the passes.
     inside = shares.get("communication", 0.0) - (waiting + parts["reduce"]) / span
-    # On one rank the same span is only the local sums of gradients.
+    # On one rank "reduce" is only the local sums of gradients.
     shares["communication"] = 0.0 if run.plan.get("world_size") == 1 else exposed + max(inside, 0.0)
     if run.seconds is not None:
         mean = run.seconds.mean()
@@ -172,6 +173,7 @@ def _from_timeline(
         shares["imbalance"] = min(shares["imbalance"], waited - shares["bubble"])
         shares["communication"] = waited - shares["bubble"] - shares["imbalance"]
     measured = ("data", "bubble", "imbalance", "optimizer", "communication")
+    # A forward is a third of forward and backward, so a quarter of both with a second forward.
     recomputed = busy / 4 if run.section("plan").get("recompute") == "full" else 0.0
     if recomputed:
         shares["memory"] = recomputed / span

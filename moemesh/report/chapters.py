@@ -38,12 +38,12 @@ from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 
 #: Most rows of the table of memory.
 _MAX_COMPARED_ROWS = 512
-#: Most boxes of the last step and of its pipeline, which bound the size of the page.
+#: Most boxes in the picture of the last step and in that of its pipeline: they bound the page.
 _MOST_BOXES = 800, 300
 #: Kinds of events that every run has; all others are decisions or problems.
 _ORDINARY = ("start", "note", "saved", "finished")
-_MAX_TEXT, _MAX_TRACE = 400, 16_000
-_MAX_VALUE = 300
+#: Most characters of a text in a table, of a traceback, and of a value of the configuration.
+_MAX_TEXT, _MAX_TRACE, _MAX_VALUE = 400, 16_000, 300
 
 
 #: Keys of `failure.json` that are not for readers, or have a place of their own on the page.
@@ -143,10 +143,10 @@ def configuration(run: Run) -> Chapter:
             )
         )
     changed = {key for key, _, _ in differing}
-    rest = [(key, value) for key, value in flat(run.config).items() if key not in changed]
-    if rest:
-        rows = [(clip(key, 60), toml_text(value)) for key, value in rest[: 4 * MAX_TABLE_ROWS]]
-        caption = f"The other {len(rest)} keys"
+    others = [(key, value) for key, value in flat(run.config).items() if key not in changed]
+    if others:
+        rows = [(clip(key, 60), toml_text(value)) for key, value in others[: 4 * MAX_TABLE_ROWS]]
+        caption = f"The other {len(others)} keys"
         tables.append(
             Table(caption=caption, header=("Key", "Value"), rows=rows, num_names=2, folded=True)
         )
@@ -168,7 +168,7 @@ def _defaults(preset: str | None) -> dict[str, object]:
     except ConfigError:
         config = load_run([], [], environ={}).config
     # TOML has lists, not tuples.
-    return flat({name: finite(one) for name, one in config_values(config).items()})
+    return flat({name: finite(section) for name, section in config_values(config).items()})
 
 
 def training(run: Run) -> Chapter:
@@ -182,7 +182,7 @@ def training(run: Run) -> Chapter:
     marks, unit = run.marks, run.loss_unit
     curve, speed = partial(curves.one_curve, rows, marks=marks), "tokens per second"
     validated = [i for i, row in enumerate(rows) if row.validation_loss is not None]
-    some = {validated[i] for i in spread(len(validated), 8)}.union(spread(len(rows), 12))
+    indices = {validated[i] for i in spread(len(validated), 8)}.union(spread(len(rows), 12))
     table = Table(
         caption=f"Some steps, evenly spread, and those with a validation; losses in {unit}",
         header=(
@@ -196,7 +196,7 @@ def training(run: Run) -> Chapter:
                 *(f"{row.aux_loss:.5f}", f"{row.grad_norm:.4g}", f"{row.lr:.4g}"),
                 short(row.tokens_per_second),
             )
-            for row in (rows[i] for i in sorted(some))
+            for row in (rows[i] for i in sorted(indices))
         ],
     )
     drawn = figures(
@@ -222,7 +222,7 @@ def timeline(run: Run) -> Chapter:
     waits = last.of_kind(COMMUNICATION).statistics()
     # Ranks idle between their records, and wait for others inside of them.
     capacity = len(ranks) * longest
-    waited = sum(one.busy for one in waits) / capacity
+    waited = sum(rank.busy for rank in waits) / capacity  # share of all ranks' time
     note = f"{last.source.capitalize()}; {last.bubble_rate:.1%} of ranks × span without work."
     if waited:
         computing = 1 - waited - last.bubble_rate
@@ -240,7 +240,9 @@ def timeline(run: Run) -> Chapter:
     if (simulated := run.simulated) is not None:
         # Operations of the simulated ranks: simulated on top, measured below.
         records = tuple(
-            one for one in last.records if one.rank in simulated.ranks and one.kind in KINDS
+            record
+            for record in last.records
+            if record.rank in simulated.ranks and record.kind in KINDS
         )
         pipeline = pictures.timeline_rows(
             simulated,
@@ -266,7 +268,7 @@ def timeline(run: Run) -> Chapter:
             )
         header = ("Part", "Simulated", "Measured", "Difference", "Share, measured")
         rows = bars.time_rows(run.simulated, last)
-        if run.seconds is not None:  # which has the other parts
+        if run.seconds is not None:  # the table above has the parts that are not simulated
             rows = [row for row in rows if row[1]]
         tables.append(Table(caption=caption, header=header, rows=rows))
     columns = ("Span", "Computing", "Communication", "Idle", "Waiting for inputs")
@@ -275,14 +277,14 @@ def timeline(run: Run) -> Chapter:
         header=("Rank", *columns, "Computing, of the longest span"),
         rows=[
             (
-                str(one.rank),
-                f"{one.span * factor:,.3f}",
-                f"{(one.busy - wait.busy) * factor:,.3f}",
+                str(rank.rank),
+                f"{rank.span * factor:,.3f}",
+                f"{(rank.busy - wait.busy) * factor:,.3f}",
                 f"{wait.busy * factor:,.3f}" if waited else "",
-                *(f"{value * factor:,.3f}" for value in (one.idle, one.wait)),
-                f"{(one.busy - wait.busy) / longest:.1%}",
+                *(f"{value * factor:,.3f}" for value in (rank.idle, rank.wait)),
+                f"{(rank.busy - wait.busy) / longest:.1%}",
             )
-            for one, wait in zip(ranks[:MAX_TABLE_ROWS], waits, strict=False)
+            for rank, wait in zip(ranks[:MAX_TABLE_ROWS], waits, strict=False)
         ],
         folded=run.seconds is not None,
     )
@@ -302,7 +304,7 @@ def _sentences(sentences: list[str]) -> list[tuple[str, list[str]]]:
     return [("About the predictions", sentences)] if sentences else []
 
 
-#: Begin of the name of a field of metrics -> its seconds in words.
+#: X of the field "Xseconds" of a row of metrics -> what takes these seconds.
 _OF_RANK_0 = {
     "": "step",
     "data_": "waiting for data",
@@ -347,6 +349,7 @@ def _medians(run: Run) -> list[Table]:
 
 
 def _by_name(last: Timeline, factor: float, unit: str) -> Table:
+    """Time by operation; `factor`: from the timeline's unit to `unit`."""
     of_name: dict[str, dict[int, float]] = {}
     counts: Counter[str] = Counter()
     for record in last.records:

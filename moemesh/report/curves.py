@@ -21,6 +21,7 @@ Marks = Sequence[tuple[float, str]]
 
 #: Buckets of a curve, each with at most four points: more are invisible and enlarge the page.
 _NUM_BUCKETS = 300
+#: Margins and height of a chart in pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM, _HEIGHT = 62, 16, 34, 40, 290
 #: Width of a chart for a phone, where labels keep their size.
 NARROW = 350
@@ -133,10 +134,9 @@ def line_chart(
         if frame.left < value < frame.right:
             x = frame.x(value)
             side, anchor = (-4, "end") if x > frame.width / 2 else (4, "start")
-            place = x + side, frame.top + 10
             body += [
                 svg.line(x, frame.top, x, _HEIGHT - _BOTTOM, svg.MUTED),
-                svg.text(*place, name, anchor=anchor, fill=svg.MUTED, size=11),
+                svg.text(x + side, frame.top + 10, name, anchor=anchor, fill=svg.MUTED, size=11),
             ]
     for index, item in enumerate(drawn):
         body.append(_path(item.points, item.colour, index, frame))
@@ -173,8 +173,8 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> str:
     if frame.log:
         low, high = math.floor(math.log10(frame.low)), math.ceil(math.log10(frame.high))
         factors = (1, 2, 5) if high - low <= 3 else (1,)
-        every = [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
-        values = [value for value in every if frame.low <= value <= frame.high]
+        ticks = [factor * 10.0**power for power in range(low, high + 1) for factor in factors]
+        values = [value for value in ticks if frame.low <= value <= frame.high]
     for value in values:
         y = frame.y(value)
         parts += [
@@ -195,6 +195,7 @@ def _axes(frame: Frame, x_label: str, y_label: str) -> str:
 
 
 def _path(points: Sequence[Point], colour: int, dash: int, frame: Frame) -> str:
+    """A curve, with a gap at each point that is not finite; `colour`, `dash`: indices."""
     commands: list[str] = []
     pen = "M"
     for x, y in points:
@@ -324,7 +325,7 @@ def _range_text(what: str, points: Sequence[Point]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """One run: a name for the tooltip, its series, both values (above 0)."""
+    """One run: `name` for the tooltip, its series, measured and predicted value (above 0)."""
 
     name: str
     series: str
@@ -357,11 +358,11 @@ def agreement_chart(title: str, points: Sequence[Agreement], *, unit: str) -> st
 
     counts = Counter(point.series for point in drawn)
     names = sorted(counts, key=lambda name: (-counts[name], name))
-    colours = {name: svg.COLOURS[place] for place, name in enumerate(names[: len(svg.COLOURS) - 1])}
+    colours = dict(zip(names, svg.COLOURS[:-1], strict=False))
     first, last = 10**low, 10**high
     corners = [(first, 1.1), (last, 1.1), (last, 0.9), (first, 0.9)]
-    places = [(svg.coordinate(x(end)), svg.coordinate(y(end * share))) for end, share in corners]
-    path = " ".join(map(",".join, places))
+    pixels = [(svg.coordinate(x(end)), svg.coordinate(y(end * share))) for end, share in corners]
+    path = " ".join(map(",".join, pixels))
     body = [
         f'<polygon points="{path}" fill="{svg.GRID}" fill-opacity="0.6"/>',
         svg.line(x(first), y(first), x(last), y(last), stroke=svg.INK),

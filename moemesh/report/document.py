@@ -36,13 +36,13 @@ class Table:
 
     def __post_init__(self) -> None:
         columns = [
-            place
-            for place in range(len(self.header))
-            if place < self.num_names or not self.rows or any(row[place] for row in self.rows)
+            column
+            for column in range(len(self.header))
+            if column < self.num_names or not self.rows or any(row[column] for row in self.rows)
         ]
         if len(columns) < len(self.header):
-            object.__setattr__(self, "header", [self.header[place] for place in columns])
-            rows = [[row[place] for place in columns] for row in self.rows]
+            object.__setattr__(self, "header", [self.header[column] for column in columns])
+            rows = [[row[column] for column in columns] for row in self.rows]
             object.__setattr__(self, "rows", rows)
 
 
@@ -168,7 +168,8 @@ def glossary(chapters: Sequence[Chapter], *more: str) -> Chapter:
 
 
 def figures(*drawn: tuple[str, str] | tuple[str, str, str]) -> list[Figure]:
-    """The figures that are not empty, as trusted markup: their functions escape texts of files."""
+    """The figures of (caption, picture, narrow picture) that are not empty. Pictures become trusted
+    markup: the functions that draw them escape texts."""
     return [Figure(caption, *map(Markup, pictures)) for caption, *pictures in drawn if pictures[0]]
 
 
@@ -187,7 +188,8 @@ def spread(number: int, most: int) -> list[int]:
 
 
 def plural(number: int, noun: str) -> str:
-    """
+    """The number with its noun.
+
     >>> plural(1, "layer"), plural(2, "layer")
     ('1 layer', '2 layers')
     """

@@ -47,14 +47,14 @@ _NOTICEABLE = 0.03
 _NOISES = 3
 #: Least gap between validation and training loss that is reported: absolute, and relative.
 _GAP, _GAP_SHARE = 0.1, 0.1
-#: Number of parts of the run for medians.
+#: Number of parts of the run whose median losses are compared.
 _PARTS = 20
-#: Number of parts of the losses for a comparison of the first with the last.
+#: Number of parts of the losses of which the first and the last are compared.
 _THIRDS = 3
 #: Ratio of the largest gradient norm to the median above which gradients are uneven.
 _UNEVEN = 10
-_LONGEST = 160
-_MOST_FAILURES = 3
+#: Most characters of a text on one line, and most earlier failures that are described.
+_LONGEST, _MOST_FAILURES = 160, 3
 
 
 #: Kinds of events worth a line, the worst first: kind, label of the line, singular, plural.
@@ -106,6 +106,8 @@ def _verdict(
     validated: Sequence[tuple[int, float]],
     unigram: float | None,
 ) -> tuple[str, str, bool]:
+    """`verdict`, `change` and `continues` of :class:`Losses`. `rows`: those with finite losses;
+    `validated`: (step, validation loss)."""
     # Parts of the run, or single steps of a short one: (first step, last step, median loss).
     cuts = [index * len(rows) // _PARTS for index in range(_PARTS + 1)]
     parts = [
@@ -126,14 +128,14 @@ def _verdict(
     is_judged = newest >= LEAST_STEPS or newest == run.num_steps
     if is_judged and unigram is not None and loss >= unigram:
         # Four times the steps so far, unless the run has more configured.
-        wanted = max(4 * newest, LEAST_STEPS)
-        more_steps = f"train.steps={wanted}" if wanted > (run.num_steps or 0) else ""
+        num_steps = max(4 * newest, LEAST_STEPS)
+        more_steps = f"train.steps={num_steps}" if num_steps > (run.num_steps or 0) else ""
         higher = higher_rate(run)
         # A rate below the usual one gains more from a higher one than from more steps.
         is_low = more_steps and _rate_of(run) * 2 <= _usual_rate_of(run)
         shape = shape_of(rows, rose=rose)
         if newest < LEAST_STEPS and shape != "rises":
-            shape, is_low = "falls", False  # a start
+            shape, is_low = "falls", False  # too few steps to judge the rate
         why, change, is_early = {
             "falls": ("it needs more steps", more_steps, True),
             "stays": ("its loss stays where it began: its learning rate is too low", higher, False),
@@ -164,7 +166,7 @@ def _verdict(
         )
     if not validated:
         return "", "", False
-    (step, loss), best = validated[-1], min(validated, key=lambda one: one[1])
+    (step, loss), best = validated[-1], min(validated, key=lambda pair: pair[1])
     if loss > best[1] * (1 + _NOTICEABLE) + 1e-9:
         epoch = rows[-1].epoch
         read = f" after {epoch:.1f} epochs" if epoch is not None and epoch >= 1 else ""
@@ -210,7 +212,7 @@ def shape_of(rows: Sequence[MetricsRow], *, rose: bool = False) -> str:
     if len(losses) < _THIRDS or fall <= _NOISES * noise or not is_steady:
         if not is_even and fall < _GAP:
             return "rises"
-        # Too high a rate leaves the first value at once.
+        # "stays" only near the first value: with a rate that is too high the loss leaves it early.
         ends = (statistics.fmean(first), statistics.fmean(last))
         is_near = all(abs(mean - losses[0]) < _GAP for mean in ends)
         return "stays" if is_near and len(losses) >= LEAST_STEPS else ""
@@ -229,8 +231,8 @@ def _usual_rate_of(run: Run) -> float:
 
 
 def higher_rate(run: Run) -> str:
-    """The override for ten times the learning rate, at most the usual one of such a run, or twice
-    a rate that is already as high; "" if the run does not record its rate."""
+    """The override for ten times the learning rate, at most the usual rate of such a run, but at
+    least twice the present one; "" if the run does not record its rate."""
     rate = _rate_of(run)
     higher = max(min(10 * rate, _usual_rate_of(run)), 2 * rate)
     return "" if math.isnan(rate) else f"train.lr={higher:.3g}"
@@ -260,9 +262,9 @@ def troubles_of(run: Run) -> list[tuple[str, str]]:
     for event in run.events:
         kind = "spike" if event.kind == "alarm" and JUMPED in event.text else event.kind
         by_kind[kind].append(event)
-    for kind, label, one, several in [row for row in _KINDS if by_kind[row[0]]][:_MOST_KINDS]:
+    for kind, label, single, several in [row for row in _KINDS if by_kind[row[0]]][:_MOST_KINDS]:
         events = by_kind[kind]
-        number = f"1 {one}" if len(events) == 1 else f"{len(events):,} {several}"
+        number = f"1 {single}" if len(events) == 1 else f"{len(events):,} {several}"
         last = "" if len(events) == 1 else ", the last"
         text = one_line(events[-1].text.removeprefix("alarm: "))
         lines.append((label, f"{number}{last}: {text}"))
@@ -277,10 +279,11 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
     return flat if len(flat) <= longest else f"{flat[: longest - 2].rstrip()} …"
 
 
+#: Most characters of a message of a failure or an event in the paragraph.
 _MAX_MESSAGE = 400
 #: Most labelled lines below the paragraph, and the width of a label.
 _MOST_LINES, _LABEL = 7, 10
-#: Smaller shares of a step are not listed.
+#: Smallest share of a step that is listed.
 _SHOWN = 0.005
 _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 _KILLED = "without a record (it was killed, or the machine went down)"
@@ -291,7 +294,7 @@ _STATES: dict[State, str] = {
     "interrupted": f"ended after {{step}} {_KILLED},",
     "failed": "failed after {step},",
 }
-#: Least share of a step for causes after the first one.
+#: Smallest share of a step for which a cause after the largest one is named.
 _MINOR = 0.1
 
 
@@ -385,7 +388,7 @@ def explain(run: Run) -> Explanation:
         if cause == "disk full":
             sentences[0] = sentences[0].replace(_KILLED, "while a disk was full")
             sentences.append(f"The last event: {one_line(event, _MAX_MESSAGE)}.")
-        advice = next(one.advice for one in CAUSES if one.name == cause)
+        advice = next(entry.advice for entry in CAUSES if entry.name == cause)
         sentences += [_checkpoint(run), advice]
         command = _resume(run, of_run)
     elif state == "stopped":
@@ -400,7 +403,7 @@ def explain(run: Run) -> Explanation:
         change = f"model.aux_loss_coefficient={raised:g}"
         command = command or _changed(run, [change], continues=False)
     if bounds and not losses.verdict and state != "interrupted":
-        # Compute is not lost time: the remedy is for the largest other part.
+        # Time of compute is not lost: the remedy is for the largest other cause.
         remedy = next((name for name in bounds if name != "compute"), bounds[0])
         text, advice, proposed = BOUNDS[remedy](evidence)
         stated = BOUNDS[cause](evidence)[0]
@@ -412,11 +415,11 @@ def explain(run: Run) -> Explanation:
             profile = shlex.join(["moemesh", "profile", str(run.folder / "config.toml")])
             command = next(filter(None, (_changed(run, change) for change in proposed)), profile)
     elif run.metrics and not bounds:
-        rest = "timeline.json, which is written at the end, is missing"
+        reason = "timeline.json, which is written at the end, is missing"
         if state == "running":
-            rest = "timeline.json is written at the end of the run"
+            reason = "timeline.json is written at the end of the run"
         sentences += [
-            f"The time of a step cannot be explained: {rest}.",
+            f"The time of a step cannot be explained: {reason}.",
             *_plan(evidence, run.planned),
         ]
     return Explanation(
@@ -440,7 +443,7 @@ def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], 
         lines.append(("loss", losses))
     shares = [(name, share) for name, share in evidence.shares.items() if share >= _SHOWN]
     if shares:
-        shares.sort(key=lambda one: -one[1])
+        shares.sort(key=lambda pair: -pair[1])
         lines.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
     if evidence.seconds is not None:
         medians = evidence.of_run.medians
@@ -485,20 +488,20 @@ def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:
 def _changed(run: Run, overrides: Sequence[str], *, continues: bool = True) -> str:
     """The command that trains with `overrides`; "" without any, or if they are illegal.
 
-    With `continues` a finished run is resumed in its folder, to twice its steps unless `overrides`
-    has them, with the required permissions. Otherwise, and while the run is still active, a new run
-    is started in a sibling folder.
+    With `continues` a finished run is resumed in its folder, with the required --allow-change; to
+    twice its steps, unless `overrides` has train.steps. Otherwise, and while the run is active, a
+    new run is started in a sibling folder.
     """
     file, folder = run.folder / "config.toml", run.folder
     if not overrides or not file.is_file():
         return ""
     continues = continues and state_of(run) == "finished" and bool(run.metrics)
-    if continues and not any(one.startswith("train.steps=") for one in overrides):
+    if continues and not any(item.startswith("train.steps=") for item in overrides):
         overrides = [*overrides, f"train.steps={2 * run.metrics[-1].step}"]
     try:
         before, after = (
-            with_recorded(load_run([file], given, environ={}).config, folder)
-            for given in ((), overrides)
+            with_recorded(load_run([file], values, environ={}).config, folder)
+            for values in ((), overrides)
         )
         changes = compare(resolved_toml(before), resolved_toml(after))
     except UserError:
@@ -516,6 +519,7 @@ def _changed(run: Run, overrides: Sequence[str], *, continues: bool = True) -> s
 
 
 def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explanation:
+    """The explanation of a run with the report `failure`."""
     cause = cause_of(failure)
     place = culprit_of(failure)
     kind = str(failure.get("kind", "an error"))
@@ -562,6 +566,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
 
 
 def _checkpoint(run: Run) -> str:
+    """A sentence on the checkpoint that the next start resumes from."""
     if place := run.section("train").get("checkpoint_folder"):
         return f"The next start resumes from the newest checkpoint in {place}, if one exists."
     if not (step := newest_checkpoint(run.folder)):
@@ -575,14 +580,15 @@ def _resume(run: Run, of_run: RunFacts, arguments: Sequence[str] = ()) -> str:
     words = shlex.split(of_run.command)
     if not words and (run.folder / "config.toml").is_file():
         words = ["moemesh", "train", str(run.folder)]
-    options: dict[tuple[str, str], str] = {}
-    rest: list[str] = []
-    given = iter([*words, *arguments] if words else ())
-    for word in given:
+    options: dict[tuple[str, str], str] = {}  # (option, key) -> value
+    others: list[str] = []
+    remaining = iter([*words, *arguments] if words else ())
+    for word in remaining:
         option, equals, value = word.partition("=")
         if option in ("--set", "--allow-change"):  # the last value of a repeated key counts
-            value = value if equals else next(given, "")
+            value = value if equals else next(remaining, "")
             options[option, value.partition("=")[0].strip()] = value
         else:
-            rest.append(word)
-    return shlex.join([*rest, *(w for (name, _), value in options.items() for w in (name, value))])
+            others.append(word)
+    pairs = (word for (option, _), value in options.items() for word in (option, value))
+    return shlex.join([*others, *pairs])

@@ -30,13 +30,14 @@ NO_STEP: dict[State, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """`last`: row of the newest step; `progress`: "30 of 160" steps. `validation` and `lowest`:
-    (step, loss) of the newest and of the lowest validation loss. `end_loss`: mean training loss of
-    the last tenth of the steps, at most 100, since one step's loss is noisy. `medians`: field of a
-    row -> median over the steps of the current plan without the first; `totals`: sum over all
-    steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`: those of all ranks in a step of
-    training. `command`: of the newest start. `shared_cores`: (ranks, cores) of a host whose CPU
-    ranks outnumber its cores. Unknown figures are None, "" or absent."""
+    """Figures of a run. `last`: row of the newest step; `progress`: "30 of 160" steps.
+    `validation` and `lowest`: (step, loss) of the newest and of the lowest validation loss.
+    `end_loss`: mean training loss of the last tenth of the steps, at most 100, since one step's
+    loss is noisy. `medians`: field of a row -> median over the steps of the current plan without
+    the first; `totals`: sum over all steps. `peak_bytes`: memory of the fullest rank; `sent_bytes`:
+    those of all ranks in a step of training. `command`: that of the newest start. `shared_cores`:
+    (ranks, cores) of a host whose CPU ranks outnumber its cores. Unknown figures are None, "" or
+    absent."""
 
     state: State
     last: MetricsRow | None
@@ -54,7 +55,7 @@ class RunFacts:
     @classmethod
     def of(cls, run: Run) -> RunFacts:
         rows, argv = run.metrics, run.starts[-1].get("argv") if run.starts else None
-        wanted = f" of {run.num_steps:,}" if run.num_steps is not None else ""
+        of_total = f" of {run.num_steps:,}" if run.num_steps is not None else ""
         validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
         medians = {name: median_of(run.current, name) for name in _MEDIANS}
         totals = {name: sum(getattr(row, name) for row in rows) for name in ("tokens", "seconds")}
@@ -69,7 +70,7 @@ class RunFacts:
         return cls(
             state=state_of(run),
             last=rows[-1] if rows else None,
-            progress=f"{rows[-1].step:,}{wanted}" if rows else "",
+            progress=f"{rows[-1].step:,}{of_total}" if rows else "",
             validation=validated[-1] if validated else None,
             lowest=min(validated, key=lambda pair: pair[1], default=None),
             end_loss=statistics.fmean(ends) if ends else None,

@@ -11,8 +11,8 @@ from moemesh.config.errors import UserError
 
 def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False) -> None:
     """Write each text to its path, each file completely or not at all. Raises UserError before any
-    write if a path cannot be a file, or is an existing file of another kind (the user's own),
-    unless `replaces`."""
+    write if a path cannot be a file, or, without `replaces`, is a file of another kind, which the
+    user has written."""
     for path, content in contents:
         check_target(path, "" if replaces else kind_of(content))
     for path, content in contents:
@@ -38,8 +38,8 @@ def replace_file(path: Path, content: str) -> Path:
 
 
 def kind_of(content: str) -> str:
-    """Prefix that all files of a kind share: the first tag, the first key of JSON, or the first 12
-    characters."""
+    """Text that all files of a kind begin with: the first tag, the first key of a JSON object, or
+    the first 12 characters."""
     if content.startswith("<"):
         return content.partition(" ")[0].partition(">")[0]
     return content.partition(":")[0] if content.startswith("{") else content[:12]

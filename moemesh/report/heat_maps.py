@@ -10,7 +10,7 @@ from typing import Any
 from moemesh.report import svg
 from moemesh.trace.loads import LayerLoads
 
-#: Upper limit of values, their colour, and its name in the legend.
+#: Class of values: upper limit, colour, and name in the legend.
 HeatClass = tuple[float, str, str]
 Matrix = list[list[float]]
 
@@ -165,7 +165,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     ]
     for layer in shown:
         items = layers[layer]
-        columns, squeezed = min(most, len(items)), Matrix()
+        columns, squeezed = min(most, len(items)), Matrix()  # a row for each column of the panel
         for c in range(columns):
             means = _mean_loads(items[c * len(items) // columns : (c + 1) * len(items) // columns])
             padded = means + [0.0] * (num_experts[layer] - len(means))
@@ -215,12 +215,12 @@ def _layers_figure(
         rows += [(top + height, str(layers[-1]))] if len(layers) > 1 and height >= 20 else []
         # Outside of the scaled group: some renderers scale strokes with it.
         frames = "".join(
-            f'<rect x="{svg.coordinate(_LEFT + place * each + inset)}" '
+            f'<rect x="{svg.coordinate(_LEFT + index * each + inset)}" '
             f'y="{svg.coordinate(top + row * cell + inset)}" '
             f'width="{svg.coordinate(max(each - 2 * inset, 0.5))}" '
             f'height="{svg.coordinate(max(cell - 2 * inset, 0.5))}"/>'
             for row, layer in enumerate(layers)
-            for place in (framed or {}).get(layer, ())
+            for index in (framed or {}).get(layer, ())
         )
         look = f'<g fill="none" stroke="#b3245e" stroke-width="2">{frames}</g>' if framed else ""
         below = (f"{column} 0", str(columns - 1))

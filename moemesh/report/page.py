@@ -34,9 +34,9 @@ from moemesh.trace.step_seconds import duration
 
 NAME, COMPARISON = "report.html", "comparison.html"
 
-#: Longest texts, in characters; they bound the size of the page.
-_MAX_TEXT = 32_000
-_MAX_VALUE, _MAX_SHOWN = 300, 200
+#: Longest texts in characters, which bound the size of the page: config.toml, a value, a value in a
+#: comparison.
+_MAX_TEXT, _MAX_VALUE, _MAX_SHOWN = 32_000, 300, 200
 
 
 def write(run: Run | Path | str, out: Path | None = None) -> Path:
@@ -150,6 +150,7 @@ def document(run: Run) -> PageDocument:
 
 
 def _cut(value: str, length: int) -> str:
+    """The first `length` characters; a cut text ends with the number of all."""
     return value if len(value) <= length else f"{value[:length]} … ({len(value):,} characters)"
 
 
@@ -220,7 +221,7 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not changes and follows[0] == follows[1]:
         return Chapter(note="Every key has the same value.")
     rows = [(change.key, [change.old, change.new]) for change in changes]
-    # Keys with equal values that one run alone sets.
+    # Keys of [train] with equal values that follow from others in one of the runs only.
     equal = (follows[0] ^ follows[1]) - {change.key for change in changes}
     rows += [(key, [run.section("train").get(key[6:]) for run in runs]) for key in sorted(equal)]
     table = Table(
@@ -343,7 +344,8 @@ def _differences(
     columns: Sequence[Mapping[tuple[str, ...], float]],
     form: Callable[[float], str],
 ) -> Chapter:
-    """A table of two runs: key -> number of each, with the relative change."""
+    """A table of two runs. `columns`: key -> number, of each run; `heads`: titles of the parts of a
+    key; `form` formats a number."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [
         (
@@ -386,16 +388,13 @@ def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not any(profiles):
         return Chapter(missing="Neither run has a memory.json.")
     sizes = [[{**profile.parts(), "peak": profile.peak} for profile in ranks] for ranks in profiles]
-    held = [part for part in (*PARTS, "peak") if any(one[part] for ranks in sizes for one in ranks)]
+    filled = [part for part in (*PARTS, "peak") if any(x[part] for ranks in sizes for x in ranks)]
     return _differences(
         f"Memory of the rank that holds most of each class ({MEASURED_HELD})",
         ("Class",),
         names,
         [
-            {
-                (part.replace("_", " "),): max((one[part] for one in ranks), default=0)
-                for part in held
-            }
+            {(part.replace("_", " "),): max((x[part] for x in ranks), default=0) for part in filled}
             for ranks in sizes
         ],
         format_bytes,

@@ -12,6 +12,7 @@ from moemesh.report import svg
 MOST_ROWS = 64
 #: Most ranks of a row, unless the innermost axis has more.
 MOST_COLUMNS = 16
+#: Height of a row, widths of its label and of the name of its node, gap of the panels, in pixels.
 _ROW, _LABEL, _NODE, _GAP = 20, 84, 66, 20
 _PANEL = (svg.WIDTH - _GAP) / 2
 
@@ -56,12 +57,13 @@ def _colour(index: int, axis: str) -> str:
 def _panel(
     parts: list[str], layout: Layout, view: str, title: str, colour: str, left: float, nodes: int
 ) -> float:
-    """Add one mesh to `parts`; returns its lower edge."""
+    """Add the mesh `view` to `parts`; returns its lower edge. `colour`: axis whose index gives the
+    colour; `nodes`: ranks of a node."""
     degrees = layout.dimensions(view)
     # A row consists of the innermost axes: at least one, at most MOST_COLUMNS ranks.
     inner: list[str] = []
     for axis in reversed(degrees):
-        columns = prod(degrees[known] for known in (*inner, axis))
+        columns = prod(degrees[name] for name in (*inner, axis))
         if axis == "pp" or (inner and columns > MOST_COLUMNS):
             break
         inner.insert(0, axis)
@@ -74,18 +76,18 @@ def _panel(
     heads = [axis for axis in inner if degrees[axis] > 1]
     parts.append(svg.text(left, 34, " ".join(heads), fill=svg.MUTED, size=10))
     for column in range(columns):
-        at = layout.coordinates(column)
+        position = layout.coordinates(column)
         x = left + _LABEL + (column + 0.5) * width - 1
-        head = ".".join(str(at[axis]) for axis in heads)
+        head = ".".join(str(position[axis]) for axis in heads)
         if heads and width >= 6 * len(head):
             parts.append(svg.text(x, 34, head, anchor="middle", fill=svg.MUTED, size=10))
     y = 40.0
     for row in range(shown):
         first = row * columns
-        at = layout.coordinates(first)
-        if row and at["pp"] != layout.coordinates(first - 1)["pp"]:
+        position = layout.coordinates(first)
+        if row and position["pp"] != layout.coordinates(first - 1)["pp"]:
             y += 8
-        label = " ".join(f"{axis} {at[axis]}" for axis in named)
+        label = " ".join(f"{axis} {position[axis]}" for axis in named)
         parts.append(svg.text(left, y + 14, label, size=10))
         for column in range(columns):
             rank = first + column
@@ -103,8 +105,8 @@ def _panel(
             parts.append(svg.text(x, y + 14, label, size=10))
         y += _ROW
     if num_rows > shown:
-        rest = f"... ranks {shown * columns} to {layout.world_size - 1}"
-        parts.append(svg.text(left, y + 14, rest))
+        note = f"... ranks {shown * columns} to {layout.world_size - 1}"
+        parts.append(svg.text(left, y + 14, note))
         y += 18
     return y
 
@@ -144,8 +146,10 @@ def draw_pairs(panels: Sequence[Pairs]) -> str:
                 hint, side = f"{count} rows from {sender} to {receiver}", cell - 2
                 parts.append(svg.rectangle(x + 1, y + 1, side, side, fill, title=hint, more=frame))
                 if cell >= 8 + 5 * len(str(count)):
-                    ink, place = svg.ink_on(fill), x + cell / 2
-                    parts.append(svg.text(place, middle, count, anchor="middle", size=10, fill=ink))
+                    ink, centre = svg.ink_on(fill), x + cell / 2
+                    parts.append(
+                        svg.text(centre, middle, count, anchor="middle", size=10, fill=ink)
+                    )
         for receiver in range(len(rows)):
             if cell >= 16 or receiver in (0, len(rows) - 1):
                 x, below = left + (receiver + 0.5) * cell, top + len(rows) * cell + 12

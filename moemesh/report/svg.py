@@ -50,7 +50,7 @@ WIDTH = 880
 FONT_SIZE = 12
 #: Characters that XML forbids, besides control characters.
 _FORBIDDEN = re.compile(r"[\ud800-\udfff\ufffe\uffff]")
-#: Average advance of a character of a sans-serif font, in font sizes; for "does it fit".
+#: Average width of a character of a sans-serif font, in font sizes.
 _ADVANCE = 0.58
 
 
@@ -143,7 +143,7 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str = GRID, width: 
 
 
 def legend(entries: Iterable[tuple[str, str]], *, left: float, top: float) -> tuple[str, float]:
-    """Coloured squares with their names, wrapped at the figure's width; also the height used."""
+    """Coloured squares of (name, colour), wrapped at the figure's width; and their height."""
     parts: list[str] = []
     x, y = left, top
     for name, colour in entries:

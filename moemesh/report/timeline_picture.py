@@ -42,12 +42,10 @@ LONG_NAMES: dict[str, str] = {
     "I": "input gradient",
     "W": "weight gradient",
 }
-_MAX_LANES = 4
-_MAX_ROWS = 32
-_MAX_BOXES = 5000
-_MAX_KEYS = 12
-_LEFT, _RIGHT = 66, 12
-_STRIP = 14.0
+#: Most lanes of a rank, ranks, boxes, and kinds in the legend of a picture.
+_MAX_LANES, _MAX_ROWS, _MAX_BOXES, _MAX_KEYS = 4, 32, 5000, 12
+#: Margins, and height of the strip of memory, in pixels.
+_LEFT, _RIGHT, _STRIP = 66, 12, 14.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +144,8 @@ def timeline_rows(
     for timeline in drawn:
         factor = MICROSECONDS[timeline.unit] / MICROSECONDS[last.unit]
         if (timeline.unit == "ticks") != (last.unit == "ticks"):
-            busy, wanted = (max(r.busy for r in one.statistics()) for one in (timeline, last))
-            factor = wanted / (busy or 1) or 1.0
+            busy, target = (max(r.busy for r in x.statistics()) for x in (timeline, last))
+            factor = target / (busy or 1) or 1.0
         factors.append(factor)
     longest = max(panel.length * factor for panel, factor in zip(panels, factors, strict=True))
     # Instants have no length: any scale works.
@@ -185,7 +183,7 @@ def timeline_rows(
         svg.text(right, y + 32, axis_name, anchor="end", fill=svg.MUTED),
     ]
     picture = "".join(rows)
-    rest = (
+    further = (
         ("waiting for inputs", _WAITING),
         ("several, too narrow to draw", _MIXED),
         ("memory held", _MEMORY),
@@ -197,22 +195,23 @@ def timeline_rows(
     entries = [(name, colours[key]) for name, key in named if key in worked]
     entries += [(f"{name}, {second}", tints[key]) for name, key in named if key in tints]
     entries = entries[:_MAX_KEYS]
-    entries += [(name, colour) for name, colour in rest if f'fill="{colour}"' in picture]
+    entries += [(name, colour) for name, colour in further if f'fill="{colour}"' in picture]
     key, used = svg.legend(entries, left=0, top=4)
     body = [key, f'<g transform="translate(0 {used + 14:g})">', *rows, "</g>"]
     sentences: list[str] = []
     for panel in panels:
-        one, shown = panel.timeline, len(panel.layout)
-        which = f"the first {shown} of " if shown < len(one.ranks) else ""
+        timeline, shown = panel.timeline, len(panel.layout)
+        which = f"the first {shown} of " if shown < len(timeline.ranks) else ""
         sentences.append(
-            f"Operations of {which}{len(one.ranks)} ranks, {one.source}; span "
-            f"{_duration(one.span, one)}, {one.bubble_rate:.1%} of it without work."
+            f"Operations of {which}{len(timeline.ranks)} ranks, {timeline.source}; span "
+            f"{_duration(timeline.span, timeline)}, {timeline.bubble_rate:.1%} of it without work."
         )
     return svg.figure(identity, title, " ".join(sentences), used + y + 50, body)
 
 
 class _Panel:
-    """Rows of one timeline."""
+    """Rows of one timeline. `memory`: rank -> steps of its memory; `origin`: start of the time
+    axis; `length`: from there to the last end, in the timeline's unit."""
 
     def __init__(self, timeline: Timeline, memory: Mapping[int, Steps] | None) -> None:
         self.timeline, self.memory = timeline, memory or {}
@@ -282,7 +281,7 @@ def _row(
 ) -> list[str]:
     """Boxes wider than `narrow` pixels singly, runs of narrower ones as one box."""
     drawn: list[str] = []
-    # Lane -> colour, left and right edge of the boxes being joined.
+    # Lane -> colour, left and right edge of the run of narrow boxes that is being joined.
     runs: dict[int, tuple[str, float, float]] = {}
 
     def finish(lane: int) -> None:
@@ -330,6 +329,7 @@ def _axis_unit(length: float, timeline: Timeline) -> tuple[float, str]:
 
 
 def _duration(length: float, timeline: Timeline) -> str:
+    """`length` in the unit of `timeline`, as text with a readable unit."""
     factor, unit = _axis_unit(length, timeline)
     return f"{length * factor:.4g} {unit}"
 

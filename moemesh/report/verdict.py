@@ -17,13 +17,15 @@ from moemesh.trace.timeline import WorkRecord
 MARK = "collective: "
 #: Shorter pauses of a thread are Python's overhead.
 _PAUSE_MICROSECONDS = 100.0
+#: Most operations and waits that are listed.
 _OPERATIONS, _WAITS = 5, 3
 _AUTOGRAD = ("autograd::", "torch::autograd::")
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Interval in which a thread ran no operation; `collective` is the one that it entered last."""
+    """Interval in which a thread ran no operation. `collective`: text of its last mark, such as
+    "all_reduce over tp"; `is_in_pass`: during a forward or backward."""
 
     rank: int
     microseconds: float
@@ -36,15 +38,15 @@ class Pause:
 
 
 def verdict(profile: Profile) -> list[str]:
-    """Lines for a terminal."""
-    spans = [_span(one.phases) for one in profile.ranks]
+    """The lines of the summary, for a terminal."""
+    spans = [_span(rank.phases) for rank in profile.ranks]
     steps = max(profile.num_steps, 1)
     step = statistics.fmean(spans) / steps if spans else 0.0
     lines = [
         f"profile     {plural(profile.num_steps, 'step')} on {plural(len(profile.ranks), 'rank')}, "
         f"{step / 1e3:,.1f} ms a step with the profiler, which slows operations and long waits"
     ]
-    plain = [_span(one.plain) for one in profile.ranks if one.plain]
+    plain = [_span(rank.plain) for rank in profile.ranks if rank.plain]
     phases_of, total = [rank.phases for rank in profile.ranks], step * steps
     if plain:
         phases_of, total = (
@@ -54,21 +56,21 @@ def verdict(profile: Profile) -> list[str]:
         lines.append(f"without it  {total / PLAIN / 1e3:,.1f} ms a step, of which the shares are")
     parts: defaultdict[str, float] = defaultdict(float)
     for phases in phases_of:
-        seen: set[tuple[float, float]] = set()
+        counted: set[tuple[float, float]] = set()  # operations of a block share one interval
         for record in phases:
             parts["waiting for stages"] += record.wait * 1e6 / len(phases_of)
-            if (record.start, record.end) not in seen:
-                seen.add((record.start, record.end))
+            if (record.start, record.end) not in counted:
+                counted.add((record.start, record.end))
                 name = LONG_NAMES.get(record.kind, record.name)
                 parts[name] += record.duration * 1e6 / len(phases_of)
     lines.append("phases      " + _shares(dict(parts), total) + "  (mean rank)")
-    pauses = [pause for one in profile.ranks for pause in pauses_of(one)]
+    pauses = [pause for rank in profile.ranks for pause in pauses_of(rank)]
     # Measured waits are divided among axes like the pauses of the profiled steps; without a
     # measurement the pauses are shown.
     by_axis: defaultdict[str, float] = defaultdict(float)
     for pause in pauses:
         by_axis[pause.axis] += pause.microseconds / len(profile.ranks)
-    if waited := [one.waited for one in profile.ranks if one.waited is not None]:
+    if waited := [rank.waited for rank in profile.ranks if rank.waited is not None]:
         share = statistics.fmean(waited)
         shares = _shares(by_axis, sum(by_axis.values()) / share if share else 0.0) or f"{share:.1%}"
         lines.append(f"waits       {shares}  (for other ranks, divided by axis as pauses are)")
@@ -82,10 +84,10 @@ def verdict(profile: Profile) -> list[str]:
         lines.append(f"long wait   {milliseconds:,.1f} ms on rank {pause.rank}, {pause.collective}")
     if len(profile.ranks) > 1:
         busy: dict[int, float] = {}
-        for one in profile.ranks:
-            passes = sum(record.duration for record in one.phases if record.kind in KINDS) * 1e6
-            waits = sum(p.microseconds for p in pauses if p.rank == one.rank and p.is_in_pass)
-            busy[one.rank] = max(passes - waits, 0.0)
+        for rank in profile.ranks:
+            passes = sum(record.duration for record in rank.phases if record.kind in KINDS) * 1e6
+            waits = sum(p.microseconds for p in pauses if p.rank == rank.rank and p.is_in_pass)
+            busy[rank.rank] = max(passes - waits, 0.0)
         mean = statistics.fmean(busy.values()) if busy else 0.0
         if not mean:
             lines.append("imbalance   no rank recorded a forward or backward pass")
@@ -96,11 +98,11 @@ def verdict(profile: Profile) -> list[str]:
                 f"imbalance   rank {slowest} works {busy[slowest] / mean:.2f} times the mean, "
                 f"rank {quickest} {busy[quickest] / mean:.2f} times (passes without waits)"
             )
-    offsets = {one.host: one.offset for one in profile.ranks if one.offset is not None}
+    offsets = {rank.host: rank.offset for rank in profile.ranks if rank.offset is not None}
     if not offsets:
         return [*lines, "clocks      one machine: the ranks share a clock"]
-    worst = max(one.offset.uncertainty for one in profile.ranks if one.offset is not None)
-    shown = [f"{host} {one.seconds * 1e3:+.3f} ms" for host, one in list(offsets.items())[:4]]
+    worst = max(rank.offset.uncertainty for rank in profile.ranks if rank.offset is not None)
+    shown = [f"{host} {offset.seconds * 1e3:+.3f} ms" for host, offset in list(offsets.items())[:4]]
     named = f"{', '.join(shown)}, ± {worst * 1e3:.3f} ms"
     return [*lines, f"clocks      aligned to rank {profile.ranks[0].rank}: {named}"]
 
@@ -120,33 +122,33 @@ def _shares(parts: dict[str, float], whole: float) -> str:
     )
 
 
-def pauses_of(one: RankProfile) -> list[Pause]:
+def pauses_of(rank: RankProfile) -> list[Pause]:
     """Pauses above 0.1 ms between operations of a thread, after a mark of a collective and inside
     the computing phases of a step."""
-    computing = [r for r in one.phases if r.kind in KINDS or r.name == "reduce"]
+    computing = [r for r in rank.phases if r.kind in KINDS or r.name == "reduce"]
     spans = [(record.start * 1e6, record.end * 1e6, record) for record in computing]
     threads: defaultdict[object, list[Event]] = defaultdict(list)
-    for event in one.events:
+    for event in rank.events:
         name, kind = str(event["name"]), event.get("cat")
         if name.startswith(MARK) or kind == "cpu_op":
             threads[event["tid"]].append(event)
     pauses: list[Pause] = []
     for events in threads.values():
         marks = [event for event in events if str(event["name"]).startswith(MARK)]
-        place = 0
+        num_passed = 0  # marks before the pause
         outer = [event for event, _, is_outer in _operations(events) if is_outer]
         for before, after in pairwise(outer):
             begin, end = before["ts"] + before["dur"], after["ts"]
-            while place < len(marks) and marks[place]["ts"] <= begin:
-                place += 1
+            while num_passed < len(marks) and marks[num_passed]["ts"] <= begin:
+                num_passed += 1
             length = end - begin
-            if length < _PAUSE_MICROSECONDS or not place:
+            if length < _PAUSE_MICROSECONDS or not num_passed:
                 continue
             around = [record.kind in KINDS for start, stop, record in spans
                       if start <= begin and end <= stop]  # fmt: skip
             if around:
-                name = str(marks[place - 1]["name"]).removeprefix(MARK)
-                pauses.append(Pause(one.rank, length, name, any(around)))
+                name = str(marks[num_passed - 1]["name"]).removeprefix(MARK)
+                pauses.append(Pause(rank.rank, length, name, any(around)))
     return pauses
 
 
@@ -180,9 +182,9 @@ def _operations(events: Sequence[Event]) -> list[tuple[Event, float, bool]]:
 def _longest_operations(profile: Profile, steps: int) -> list[str]:
     """Lines on the operations with the largest self time (without nested operations)."""
     totals: defaultdict[str, list[float]] = defaultdict(list)
-    for one in profile.ranks:
+    for rank in profile.ranks:
         threads: defaultdict[object, list[Event]] = defaultdict(list)
-        for event in one.events:
+        for event in rank.events:
             if event.get("cat") in ("cpu_op", "kernel"):
                 threads[event["tid"]].append(event)
         for events in threads.values():

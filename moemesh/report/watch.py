@@ -34,11 +34,12 @@ from moemesh.trace.step_seconds import duration, flop_rate
 
 #: Most points of a curve; beyond, neighbours are averaged.
 MOST_POINTS = 512
-_NUM_EVENTS = 6
-_READ_BYTES = 1 << 22
+#: Number of newest events in the panel; bytes of a file that are read at once.
+_NUM_EVENTS, _READ_BYTES = 6, 1 << 22
 #: Seconds without a change of its counter after which a lease on another host counts as dead.
 _BEAT_SECONDS = 60.0
 _BARS = "▁▂▃▄▅▆▇█"
+#: Kinds of events that end a run without a failure.
 _ENDS = ("finished", "stopped")
 #: Share of the newest step in the mean time of a step.
 _NEWEST = 0.1
@@ -239,7 +240,8 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
-        self._last_kind = ""
+        self._last_kind = ""  # of the newest event that starts or ends a run
+        #: Counter of the lease, and the time at which it was first read.
         self._beat: tuple[object, float] = (None, 0.0)
         self._has_read_config = self._misses_all = False
         self.view = View(folder.resolve().name)

@@ -144,10 +144,10 @@ class TrainingStream:
         return self._held[sample]
 
     def _whole(self, sample: int) -> Batch:
-        step, place = divmod(sample, self.num_microbatches)
+        step, index = divmod(sample, self.num_microbatches)
         if step not in self._batches:
             self._batches[step] = self._batches_of(self.first + step)
-        return self._batches[step][place]
+        return self._batches[step][index]
 
     def objective(self, sample: int, part: ModelPart, output: Output, *, recompute: bool) -> Tensor:
         index = sample // self.window
@@ -196,19 +196,18 @@ class TrainingStream:
             partial.num_skipped += skips
 
     def end(self, sample: int) -> int:
-        step, place = divmod(sample, self.num_microbatches)
-        if place == 0 and sample < self._end:
+        step, index = divmod(sample, self.num_microbatches)
+        if index == 0 and sample < self._end:
             while self._num_read <= step - self._patience:
-                index, result, seconds = self._read()
-                self._on_step(index, result, seconds)
+                self._on_step(*self._read())
             if self.stopped or self.skipped:
                 self._end = sample
         return min(self._end, (step + 1) * self.num_microbatches)
 
     def finished(self, sample: int) -> None:
         self._held.pop(sample, None)
-        step, place = divmod(sample, self.num_microbatches)
-        if place == self.num_microbatches - 1:
+        step, index = divmod(sample, self.num_microbatches)
+        if index == self.num_microbatches - 1:
             self._batches.pop(step, None)
             part, mesh = self._steps.pop(step), self.parallel.mesh
             # The sum over all ranks, in which counts are exact (float64), is read some steps later.

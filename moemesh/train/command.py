@@ -173,8 +173,8 @@ def train_supervised(
         hint = failure.hint_on(verdict)
         failure.write_verdict(path, ended, epoch=folder.epoch, action=text, advice=hint)
         events.add("restart", text, failed_step)
-        kept = failure.keep_failure(path, have_ended=True)
-        where = failure.details(path) if kept is None else f"details in {kept}"
+        moved_to = failure.keep_failure(path, have_ended=True)
+        where = failure.details(path) if moved_to is None else f"details in {moved_to}"
         failure.log("\n".join([f"moemesh: {text}; {where}", *([hint] if hint else [])]))
         try:
             folder.raise_epoch()

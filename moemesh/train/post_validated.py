@@ -176,7 +176,7 @@ class PostValidation:
         return taken
 
     def _end(self, step: Step) -> None:
-        """Pass on the sum of the squares up to this rank; step early if the sum so far is clean."""
+        """Pass on the vector of the step, summed up to this rank; step early if that is clean."""
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()

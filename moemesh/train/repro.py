@@ -59,23 +59,23 @@ def compare_rows(
 
     Raises ReproError if the second run lacks one of them, or none can be compared.
     """
-    wanted = sorted(step for step in before if step <= steps)
-    if not wanted:
+    compared = sorted(step for step in before if step <= steps)
+    if not compared:
         raise ReproError(f"the run has no row of metrics for any of the steps 1 to {steps}")
-    if missing := [step for step in wanted if step not in after]:
+    if missing := [step for step in compared if step not in after]:
         raise ReproError(f"the second run has not taken step {missing[0]}")
     different: list[tuple[int, str, float | None, float | None]] = []
-    for step in wanted:
+    for step in compared:
         for key in COMPARED:
             old, new = getattr(before[step], key), getattr(after[step], key)
             if repr(old) != repr(new) and not (key == "validation_loss" and None in (old, new)):
                 different.append((step, key, old, new))
     if not different:
-        return Comparison(steps=len(wanted))
+        return Comparison(steps=len(compared))
     step, key, old, new = different[0]
     losses = [abs(a - b) for _, k, a, b in different if k == "loss" and None not in (a, b)]  # type: ignore[operator]
     return Comparison(
-        steps=len(wanted),
+        steps=len(compared),
         first_step=step,
         key=key,
         before=old,

@@ -134,8 +134,8 @@ def stored_tensors(
     for name, tensor in logical.items():
         stored_dtype = _stored_dtype(name, dtype)
         for piece in tensor.pieces:
-            made = partial(make, name, tensor, piece, stored_dtype)
-            tensors[piece.source] = DeferredTensor(stored_dtype, piece.stored, made)
+            compute = partial(make, name, tensor, piece, stored_dtype)
+            tensors[piece.source] = DeferredTensor(stored_dtype, piece.stored, compute)
     return tensors
 
 

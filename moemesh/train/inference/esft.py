@@ -157,9 +157,9 @@ def as_text(table: dict[str, Any], out: Path) -> str:
         total += len(chosen)
         ids = " ".join(map(str, chosen[:16])) + (" ..." if len(chosen) > 16 else "")
         lines.append(f"{layer:>5}  {len(chosen):>7}  {share:>6.1%}  {ids}")
-    every = len(table["experts"]) * table["num_experts"]
+    num_experts = len(table["experts"]) * table["num_experts"]
     tokens = table["data"]["tokens"]
-    lines.append(f"{total} of {every} experts ({total / every:.1%}), {tokens:,} tokens")
+    lines.append(f"{total} of {num_experts} experts ({total / num_experts:.1%}), {tokens:,} tokens")
     return "\n".join([*lines, f"to train them: --set {shlex.quote(f'train.esft={out}')}"])
 
 

@@ -135,11 +135,11 @@ def evaluate(
 def config_on(source: Path, data: str, seq_len: int, overrides: Sequence[str]) -> RunConfig:
     """The configuration of `source` on the text `data`. Keys of the data that a run was trained on
     (data.sources, data.format) are reset, unless `overrides` set them."""
-    given = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
+    settings = [f"data.path={data}", f"data.seq_len={seq_len}", *overrides]
     for key, value in (("sources", "[]"), ("format", "auto")):
-        if not any(override.startswith(f"data.{key}=") for override in given):
-            given.append(f"data.{key}={value}")
-    return config_of(source, given)
+        if not any(override.startswith(f"data.{key}=") for override in settings):
+            settings.append(f"data.{key}={value}")
+    return config_of(source, settings)
 
 
 def run(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> Evaluation:

@@ -167,8 +167,7 @@ def replay(
     # Late: ranks of a run do not need the code that reads and converts other weights.
     from moemesh.train.inference.evaluation import on_ranks
 
-    given = [*(ALONE if alone else ()), *overrides]
-    bundle = ReproBundle(folder, given)
+    bundle = ReproBundle(folder, [*(ALONE if alone else ()), *overrides])
     if problems := refusals(bundle.config):
         raise ConfigError(problems)
 

@@ -172,8 +172,8 @@ class Artifacts:
             for name in _OF_A_PLAN:
                 (path / f"{name}.json").unlink(missing_ok=True)
         self.folder.write_text("plan.json", record)
-        if not done and (kept := self.folder.set_rows_aside()):
-            text = f"an earlier start saved nothing; its rows are kept in {' and '.join(kept)}"
+        if not done and (names := self.folder.set_rows_aside()):
+            text = f"an earlier start saved nothing; its rows are kept in {' and '.join(names)}"
             self._log(f"{text}, and the run restarts at step 1", "note")
         self.go_back(done)
         keep_failure(path)

@@ -302,17 +302,17 @@ def _write(
         kind = export.family_or_refusal(model)
         values = export.config_json(model, kind, dtype)
     else:
-        given = read_config(origin)
-        kind = family_of(given)
+        theirs = read_config(origin)
+        kind = family_of(theirs)
         ours = export.config_json(model, kind, dtype)
         stored: dict[str, Any] = {"torch_dtype": dtype, "dtype": dtype}
         if ahead := model.num_mtp_layers:
             # Layers that are not trained are copied: the folder has at least those of `origin`.
-            stored[export.AHEAD_KEY] = max(ahead, int(given.get(export.AHEAD_KEY) or 0))
-        given.pop("quantization_config", None)
+            stored[export.AHEAD_KEY] = max(ahead, int(theirs.get(export.AHEAD_KEY) or 0))
+        theirs.pop("quantization_config", None)
         # The keys of `origin` as they are; if they describe another model, those of ours over them.
         added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
-        choices = ({**added, **given, **stored}, {**given, **ours, **stored})
+        choices = ({**added, **theirs, **stored}, {**theirs, **ours, **stored})
         fits = (
             choice
             for choice in choices
@@ -347,8 +347,8 @@ def _write(
 
 def _dtype_of(folder: Path) -> str:
     """The dtype that the config.json of a folder names."""
-    given = read_config(folder)
-    return str(given.get("dtype") or given.get("torch_dtype") or "float32")
+    values = read_config(folder)
+    return str(values.get("dtype") or values.get("torch_dtype") or "float32")
 
 
 def write_trained(source: Path, out: Path, *, dtype: str | None = None, best: bool = False) -> None:
@@ -462,16 +462,16 @@ def upcycle(
         raise refused("--upcycle", str(source), message, "a dense folder of transformers")
     model = upcycled_model(dense, recipe)
     kind = export.family_or_refusal(model) if to == "huggingface" else None
-    wanted = dtype or _dtype_of(source)
+    dtype = dtype or _dtype_of(source)
     dense_weights = open_weights(config).read
     weights = upcycled(dense_weights, model, noise=recipe.noise, drop=recipe.drop, seed=recipe.seed)
     if kind is None:
-        train = config.train.model_copy(update={"dtype": wanted})
+        train = config.train.model_copy(update={"dtype": dtype})
         write_run(weights, replace(config, model=model, train=train, model_path=None), out)
         return
     ids = {key: id_ for key, id_ in read_config(source).items() if key.endswith("_token_id")}
-    values = {**export.config_json(model, kind, wanted), **ids}
-    torch_dtype = getattr(torch, wanted)
+    values = {**export.config_json(model, kind, dtype), **ids}
+    torch_dtype = getattr(torch, dtype)
     write_huggingface(weights, model, kind, out, values, dtype=torch_dtype, on_file=on_file)
     carry_along(source, out)
 
