@@ -30,8 +30,7 @@ from moemesh.schedule.search.improve import State, evaluated, improve
 from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
 from moemesh.schedule.simulate import simulate
 
-#: Operations that list scheduling, and evaluations of moves, go through at effort 1 (a second
-#: each).
+#: Operations that list scheduling, and evaluations of moves, go through (about a second).
 GREEDY_OPERATIONS = 120_000
 IMPROVE_OPERATIONS = 2_500_000
 #: Most partial orders of the exact search, and most operations for which it is tried.
