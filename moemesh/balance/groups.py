@@ -90,7 +90,8 @@ def nodes_bound(
 def fit_groups(
     weight: Floats, sums: Floats, num_slots: int, num_gpus: int, limit: float, members: Ints
 ) -> int:
-    """Whether the groups fit the nodes at `limit` per GPU; fills `members` if they do."""
+    """POSSIBLE if the groups fit the nodes at `limit` per GPU: fills `members`. Else IMPOSSIBLE, or
+    UNKNOWN after :data:`MAX_STEPS`."""
     need = slots_needed(weight, len(sums), limit)
     state = np.full(len(sums) + 1, -1)
     state[-1] = 0
@@ -112,9 +113,9 @@ def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
 def next_division(
     sums: Floats, need: Ints, room: float, num_slots: int, state: Ints, members: Ints
 ) -> int:
-    """Depth-first search for the next division in which all nodes keep to `room` and `num_slots`.
-    Heaviest group first. `state` [groups + 1] holds the position of the search between calls: the
-    node at each depth, and last the depth. Fills `members`."""
+    """Depth-first search for the next division in which all nodes keep to `room` and `num_slots`;
+    returns as :func:`fit_groups`. Heaviest group first. `state` [groups + 1] holds the position of
+    the search between calls: the node at each depth, and last the depth. Fills `members`."""
     num_nodes, per_node = members.shape
     num_groups = len(sums)
     order = np.argsort(-sums, kind="mergesort")

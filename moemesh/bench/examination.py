@@ -1,7 +1,7 @@
 """`moemesh doctor`: problems of this machine that would prevent a run, each with its fix.
 
-Only :func:`main` imports torch: it runs in two processes of their own, of which rank 0 prints a
-JSON object a line: versions and devices, then the link.
+Only :func:`main` imports torch. It runs as two ranks, each a process. Rank 0 prints two lines, a
+JSON object each: versions and devices, then the link.
 
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=... python -m moemesh.bench.examination
 """
@@ -36,13 +36,13 @@ Verdict = Literal["pass", "warn", "fail"]
 #: Seconds for the processes that import torch.
 TORCH_SECONDS = 22.0
 GIB = 1 << 30
-#: Free bytes of a disk below which a run is about to end, and below which large ones do.
+#: Free bytes of a disk below which any run is likely to fail, and below which a large run is.
 DISK_FAIL, DISK_WARN = GIB, 20 * GIB
 #: Docker's default shared memory, in which NCCL fails.
 SHARED_MEMORY_WARN = 256 << 20
 #: Seconds by which a file server's clock may be off.
 CLOCK_SECONDS = 2.0
-#: Variable -> the values that hurt (none named: any), and what they do.
+#: Variable -> its harmful values, and their effect.
 HURTFUL: dict[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel is waited for: nothing overlaps"),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked by another one"),
@@ -105,7 +105,7 @@ def _versions(*_: object) -> Iterator[Diagnosis]:
 
 
 def _keeps(version: str, wanted: str) -> bool:
-    """Whether a version keeps bounds such as ``>=2.10,<3``; other words than these are passed."""
+    """Whether `version` is within `wanted`, such as ">=2.10,<3"; other operators are ignored."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in re.findall(r"\d+", text.split("+")[0])[:3]]
@@ -155,14 +155,14 @@ def _folder(folder: Path, _: object) -> Iterator[Diagnosis]:
 
 def _locks(file: Path) -> Diagnosis:
     """Two handles of one file must not both hold its lock, or two runs write one folder."""
-    with file.open("w") as one, file.open("w") as other:
+    with file.open("w") as first, file.open("w") as second:
         try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             text = f"files cannot be locked here ({error.strerror})"
             return Diagnosis("file locks", "fail", text, "runs on a file system that knows flock")
         try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return Diagnosis("file locks", "pass", "a second run in one folder would be refused")
         except OSError as error:
@@ -256,28 +256,29 @@ def _environment(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         # NCCL also knows prefixes, "^" for all but these, and "=" for exactly these.
         interfaces = environ.get(variable, "")
         names = [] if interfaces.startswith("^") else interfaces.lstrip("=").split(",")
-        wrong = [one for one in filter(None, names) if not any(n.startswith(one) for n in known)]
+        wrong = [name for name in filter(None, names) if not any(n.startswith(name) for n in known)]
         if wrong:
             text = f"{variable}={interfaces} names no interface of this machine"
             remarks.append(("fail", text, f"one of {', '.join(known)}"))
     source = read_environment(environ)
-    remarks += [("fail", f"{one.origin}: {one.message}", one.fix) for one in source.problems]
+    for problem in source.problems:
+        remarks.append(("fail", f"{problem.origin}: {problem.message}", problem.fix))
     if source.leaves:
         names = sorted(name for name in environ if name.startswith(ENVIRONMENT_PREFIX))
         text = f"{', '.join(names)} set keys of every run from this shell"
         fix = "unset what is not meant: `moemesh config show` names its origins"
         remarks.append(("warn", text, fix))
-    there = [name for name in _RANK if name in environ]
+    given = [name for name in _RANK if name in environ]
     try:
         slurm = ranks_of_slurm(environ)
     except SlurmError as error:
         remarks.append(("fail", str(error), "srun --distribution=block"))
     else:
-        if "RANK" in there and len(there) < len(_RANK):
+        if "RANK" in given and len(given) < len(_RANK):
             missing = ", ".join(name for name in _RANK if name not in environ)
-            text = f"{', '.join(there)} are set as for a rank, but not {missing}"
+            text = f"{', '.join(given)} are set as for a rank, but not {missing}"
             remarks.append(("fail", text, "unset them, or start ranks with torchrun"))
-        elif len(there) == len(_RANK):
+        elif len(given) == len(_RANK):
             text = f"this is rank {environ['RANK']} of {environ['WORLD_SIZE']} of torchrun"
             fix = "outside of a job unset RANK and WORLD_SIZE: train would wait for others"
             remarks.append(("warn", text, fix))
@@ -291,7 +292,7 @@ def _environment(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
 
 def _torch(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     start = time.monotonic()
-    answers, error = _ask_torch(environ)
+    answers, error = _run_ranks(environ)
     took = f"{time.monotonic() - start:.0f} s"
     if not answers:
         is_there = importlib.util.find_spec("torch") is not None
@@ -302,9 +303,9 @@ def _torch(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     versions = f"{facts['torch']}, CUDA {facts['cuda'] or 'none'}, NCCL {facts['nccl'] or 'none'}"
     yield Diagnosis("torch", "pass", f"{versions}; asked in {took}")
     devices, signs = facts["devices"], signs_of_gpus()
-    names = sorted({one["name"] for one in devices})
+    names = sorted({device["name"] for device in devices})
     text = f"{len(devices)} x {', '.join(names)}"
-    used = [number for number, one in enumerate(devices) if one["free"] < 0.9 * one["total"]]
+    used = [n for n, device in enumerate(devices) if device["free"] < 0.9 * device["total"]]
     if not devices and not signs:
         yield Diagnosis("devices", "pass", f"no GPU: {usable_cores()} core(s)")
     elif not devices:
@@ -335,17 +336,18 @@ def _torch(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     yield Diagnosis("links", "warn" if slow else "pass", text, fix)
 
 
-def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
-    """The lines that the processes printed, and why there are not more."""
+def _run_ranks(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
+    """Run :func:`main` as two ranks. Returns the objects that rank 0 printed, and its last line on
+    stderr, the error if there are less than two."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    kept = {name: text for name, text in environ.items() if not name.startswith("TORCHELASTIC")}
+    base = {name: text for name, text in environ.items() if not name.startswith("TORCHELASTIC")}
     command = python_command("moemesh.bench.examination")
     ranks = [
         subprocess.Popen(
             command,
-            env={**kept, **shared, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank},
+            env={**base, **shared, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -354,8 +356,8 @@ def _ask_torch(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     ]
     error = f"no end in {TORCH_SECONDS:.0f} s"
     try:
-        out, said = ranks[0].communicate(timeout=TORCH_SECONDS)
-        error = (said.strip().splitlines() or [f"exit code {ranks[0].returncode}"])[-1]
+        out, errors = ranks[0].communicate(timeout=TORCH_SECONDS)
+        error = (errors.strip().splitlines() or [f"exit code {ranks[0].returncode}"])[-1]
     except subprocess.TimeoutExpired:
         ranks[0].kill()
         out, _ = ranks[0].communicate()
@@ -379,12 +381,12 @@ CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Diagnosis]]] = {
 
 # The processes that import torch.
 
-#: Bytes of the tensor that both ranks sum, and how often.
+#: Bytes of the tensor that both ranks sum, and number of timed sums.
 LINK_BYTES, ROUNDS = 4 << 20, 3
 
 
 def main() -> None:
-    """Print what was found; the first line comes even where the link does not work."""
+    """Print facts on torch, then the link. The first line is printed even if the link fails."""
     import torch
     import torch.distributed as dist
 

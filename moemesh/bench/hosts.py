@@ -27,11 +27,12 @@ from moemesh.config.errors import UserError
 
 #: The one interface of every host, by this name in its namespace.
 INTERFACE = "moemesh0"
-#: Addresses exist in the namespaces only.
+#: Prefix of the hosts' addresses, which exist in the namespaces only.
 _SUBNET = "10.117.0"
 _PORT = 29411
 _MOST_HOSTS = 16
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmg])bit")
+#: Last lines of a failed rank's stderr in the message.
 _TAIL_LINES = 30
 
 
@@ -153,8 +154,8 @@ def run_ranks(
                 codes = [process.poll() for process in ranks]
             for rank, code in enumerate(codes):
                 if code:
-                    said = (Path(folder) / f"{rank}.err").read_text(errors="replace").splitlines()
-                    tail = "\n".join(said[-_TAIL_LINES:])
+                    stderr = (Path(folder) / f"{rank}.err").read_text(errors="replace")
+                    tail = "\n".join(stderr.splitlines()[-_TAIL_LINES:])
                     raise HostsError(f"rank {rank} failed with exit code {code}:\n{tail}")
             running = [rank for rank, code in enumerate(codes) if code is None]
             if running:

@@ -1,4 +1,4 @@
-"""A Cluster file from what `moemesh bench links` measured; no torch, for it reads only a result.
+"""A Cluster file from the result of `moemesh bench links`, without torch.
 
 Lines through measured collectives: α and β of the closed form, and the same with a term √S.
 
@@ -24,7 +24,7 @@ from moemesh.bench.settings import LinksSettings
 from moemesh.config.cluster import Cluster, LinkCurve
 from moemesh.config.errors import UserError
 
-#: The peak in units of which the planner's loss with few rows is given (`planner/timing/compute`).
+#: Peak operations/s for which the planner states its loss with few rows (`planner/timing/compute`).
 _REFERENCE_PEAK = 312e12
 
 
@@ -74,31 +74,31 @@ def _least_relative(
     terms: NDArray[np.float64], time: NDArray[np.float64]
 ) -> tuple[list[float], float]:
     """Non-negative weights of the columns of `terms` [n, k], and the mean relative error."""
-    # Slow to load, and only this needs it.
+    # Imported late: slow, and only this function needs it.
     from scipy.optimize import nnls
 
     # Columns of one size: else a byte and a microsecond differ by ten powers of ten.
     relative = terms / time[:, None]
     scale = np.abs(relative).max(axis=0)
-    found: Any = nnls(relative / scale, np.ones_like(time))[0]
-    weights = found / scale
+    solution: Any = nnls(relative / scale, np.ones_like(time))[0]
+    weights = solution / scale
     return [float(w) for w in weights], float(np.abs(terms @ weights / time - 1).mean())
 
 
-def origin_of(found: dict[str, Any]) -> str:
+def origin_of(result: dict[str, Any]) -> str:
     """A sentence on the origin of a Cluster made from a result."""
-    settings = found["settings"]
+    settings = result["settings"]
     where = f"{settings['ranks']} ranks on {settings['device']}"
     if settings["hosts"]:
         where += f", {settings['hosts']} emulated hosts at {settings['link']}"
     return f"Measured by `moemesh bench links`: {where}."
 
 
-def cluster_of(found: dict[str, Any], name: str) -> Cluster:
+def cluster_of(result: dict[str, Any], name: str) -> Cluster:
     """The Cluster that a result describes; rates are those reached, so efficiencies are 1."""
-    settings, device = LinksSettings(**found["settings"]), found["device"]
-    inside = [row for row in found["links"] if row["members_per_node"] == row["ranks"]]
-    across = [row for row in found["links"] if row["members_per_node"] < row["ranks"]]
+    settings, device = LinksSettings(**result["settings"]), result["device"]
+    inside = [row for row in result["links"] if row["members_per_node"] == row["ranks"]]
+    across = [row for row in result["links"] if row["members_per_node"] < row["ranks"]]
     near = _typical(inside or across)
     far = _typical(across or inside)
     return Cluster(
@@ -132,7 +132,7 @@ def cluster_of(found: dict[str, Any], name: str) -> Cluster:
                 bytes=tuple(map(float, row["bytes"])),
                 seconds=tuple(row["seconds"]),
             )
-            for row in found["links"]
+            for row in result["links"]
         ),
     )
 
@@ -141,12 +141,12 @@ def _typical(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """(latency of a hop, bytes/s of one rank) as the medians over operations and shapes. A ring of
     m members a node leaves it over m links: each has an m-th of the group's rate."""
     fits = [(LinkFit(**row["fit"]), row) for row in rows]
-    latency = median(one.alpha for one, _ in fits)
+    latency = median(fitted.alpha for fitted, _ in fits)
     rates: list[float] = []
-    for one, row in fits:
-        if one.beta > 0:
+    for fitted, row in fits:
+        if fitted.beta > 0:
             shared = row["members_per_node"] if row["members_per_node"] < row["ranks"] else 1
-            rates.append(1 / one.beta / shared)
+            rates.append(1 / fitted.beta / shared)
     # Latency alone explains the times: the largest message bounds the rate from below.
     slowest = [max(row["bytes"]) / max(row["seconds"]) for row in rows]
     return latency, median(rates or slowest)

@@ -47,10 +47,11 @@ def on_ranks(
 ) -> Any | None:
     """The result of `measure` on rank 0 of `num_ranks` ranks (0: as many as torchrun started).
 
-    The result is made of JSON's types. A process that is a rank measures itself: rank 0 returns
-    the result, or writes it to `found`; all others return None. Any other process starts the ranks
-    with `command` (a module and its first arguments), the settings and a file for `found`. A rank
-    that fails ends this process with its exit code.
+    The result is made of JSON's types. If this process is a rank, it calls `measure`; rank 0
+    returns the result, or writes it to the file `found` and returns None, as all other ranks do.
+    Any other process starts the ranks with `command` (a module and its first arguments), the
+    settings and ``--found`` with a temporary file, and returns what rank 0 has written. A rank that
+    fails ends this process with its exit code.
     """
     if launch.joined():
         ranks = launch.start(device, TIMEOUT_SECONDS)
@@ -82,12 +83,13 @@ def on_ranks(
 
 #: Seconds for which one sample repeats an operation, and the maximum number of repeats.
 _SAMPLE_SECONDS, _MOST_REPEATS = 2e-3, 20
-_SAID = {"phase": "bench", "caller": "bench.links"}
+#: Phase and caller of these operations in the ledger.
+_LABELS = {"phase": "bench", "caller": "bench.links"}
 _NUMBER_BYTES = 4
 #: Side length in units of which products lose efficiency; the least loss (constants are above 0).
 TILE = 64
 _LEAST_LOSS = 1e-3
-#: Numbers of a side of the products and of the copied tensor, on a CPU and on an accelerator.
+#: Side length of the products, and elements of the copied tensor, by type of device.
 _SIDE = {"cpu": 1024, "cuda": 8192}
 _NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 28}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -104,18 +106,17 @@ class GroupShape:
 
 def shapes(num_ranks: int, node_size: int) -> list[GroupShape]:
     """Every shape that groups of equally distant ranks can have, each once, small ones first."""
-    found: dict[tuple[int, int], GroupShape] = {}
+    by_size: dict[tuple[int, int], GroupShape] = {}
     for size in divisors(num_ranks)[1:]:
         for stride in divisors(num_ranks // size):
             members = min(max(node_size // stride, 1), size)
-            found.setdefault(
-                (size, members), GroupShape(ranks=size, members=members, stride=stride)
-            )
-    return [found[key] for key in sorted(found)]
+            shape = GroupShape(ranks=size, members=members, stride=stride)
+            by_size.setdefault((size, members), shape)
+    return [by_size[key] for key in sorted(by_size)]
 
 
 def run(settings: LinksSettings, found: Path | None = None) -> dict[str, Any] | None:
-    """Measure on the ranks of `settings`; None if another rank has the result."""
+    """Measure on the ranks of `settings`; the result, or None where :func:`on_ranks` has none."""
     return on_ranks(
         ("moemesh", "bench", "links"),
         settings,
@@ -188,7 +189,7 @@ def measure_shape(
                 "all_to_all": partial(transfers.all_to_all, whole, axis),
                 "send": partial(pair, whole, axis, 1 - axis.index),
             }
-            run = partial(calls[operation], **_SAID)
+            run = partial(calls[operation], **_LABELS)
             # Medians over rounds of what the slowest rank takes.
             _timed(run, mesh, 1)
             longest = max(collectives.gather_json(_timed(run, mesh, 1), mesh.control))
@@ -240,7 +241,7 @@ def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> di
     full = rates["bfloat16"]
     row_loss = side_loss(full, rate(torch.bfloat16, TILE, side), side)
     width_loss = side_loss(full, rate(torch.bfloat16, side, TILE), side)
-    # What the large product itself still loses.
+    # Peak over the rate of the large product, which has losses, too.
     lost = (1 + row_loss * TILE / side) * (1 + width_loss * TILE / side) ** 2
     source = torch.zeros(_NUMBERS[device.type] // 4, device=device)
     target = torch.empty_like(source)
@@ -251,7 +252,7 @@ def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> di
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
     return {
-        "peak_flops": {name: found * lost for name, found in rates.items()},
+        "peak_flops": {name: reached * lost for name, reached in rates.items()},
         "row_loss": row_loss,
         "width_loss": width_loss,
         "memory_bandwidth": bandwidth,
@@ -269,7 +270,7 @@ def side_loss(full: float, narrow: float, side: int) -> float:
 
 
 def median_seconds(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Median time of one call, once warm."""
+    """Median time of `rounds` calls, after two calls that are not counted."""
     taken: list[float] = []
     for number in range(rounds + 2):
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Settings of what is measured: options of a verb, checked before a rank starts."""
+"""Settings of benchmarks: options of a verb, checked before a rank starts."""
 
-# Light to import: the command reads it to know its options.
+# Light to import: the command line reads its options from it.
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -133,11 +133,11 @@ class LinksSettings(HostSettings):
     @property
     def num_bytes(self) -> tuple[int, ...]:
         """Sizes in bytes, ascending. Raises BenchError for a word that is not a size."""
-        found: set[int] = set()
+        sizes: set[int] = set()
         for word in filter(None, (part.strip().lower() for part in self.sizes.split(","))):
             unit = word[-1] if word[-1] in "kmg" else ""
             number = word.removesuffix(unit)
             if not number.isdecimal() or not 4 <= int(number) * _UNITS[unit] <= 2**32:
                 raise BenchError(f"sizes: {word!r} must be a size from 4 to 4g, such as 64k")
-            found.add(int(number) * _UNITS[unit])
-        return tuple(sorted(found))
+            sizes.add(int(number) * _UNITS[unit])
+        return tuple(sorted(sizes))

@@ -23,7 +23,7 @@ def import_verbs(words: Sequence[str] = ()) -> None:
             importlib.import_module(row.module, __name__)
     order = list(first.values())
     app.registered_commands.sort(
-        key=lambda one: order.index(one.name or getattr(one.callback, "__name__", ""))
+        key=lambda command: order.index(command.name or getattr(command.callback, "__name__", ""))
     )
 
 

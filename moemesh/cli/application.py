@@ -57,16 +57,16 @@ def with_examples(text: str) -> str:
     """The docstring `text` with every example marked to be kept, one line per command; a long
     command is continued after a backslash."""
     paragraphs: list[str] = []
-    for one in inspect.cleandoc(text).split("\n\n"):
-        if all(line.startswith(_INDENT) for line in one.splitlines()):
-            commands = inspect.cleandoc(one).replace("\\\n", "").splitlines()
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        if all(line.startswith(_INDENT) for line in paragraph.splitlines()):
+            commands = inspect.cleandoc(paragraph).replace("\\\n", "").splitlines()
             lines: list[str] = []
-            for command in commands:  # an option and its value stay on one line
+            for command in commands:  # an option and its value stay on paragraph line
                 text = re.sub(r"(--\S+) (?!-)", "\\1\0", " ".join(command.split()))
                 lines += folded(text, _COLUMNS, _INDENT, kept="\0")
             # click keeps the lines of a paragraph that begins with a backspace.
-            one = "\n".join(["\b", *(_INDENT + line for line in lines)])
-        paragraphs.append(one)
+            paragraph = "\n".join(["\b", *(_INDENT + line for line in lines)])
+        paragraphs.append(paragraph)
     return "\n\n".join(paragraphs)
 
 
@@ -177,8 +177,8 @@ def load(
 ) -> "Resolved":
     """The configuration of these sources; notes on them are printed to stderr, once for all ranks.
 
-    A rank of our launcher gets the configuration that this has resolved. Raises ConfigError with
-    every problem; `with_data` includes problems of the data.
+    A rank of our launcher reads the configuration that the launcher has resolved. Raises
+    ConfigError with every problem; `with_data` includes problems of the data.
     """
     from moemesh.comm.slurm import rank_of
     from moemesh.config.errors import refuse_together

@@ -20,8 +20,8 @@ from moemesh.cli.verbs import VERBS
 _Usage: Any = typer.BadParameter.__mro__[1]
 #: Example values for a fix, by option or by metavar, if the examples of a verb have none.
 _VALUES = dict(
-    one.split(" ", 1)
-    for one in (
+    pair.split(" ", 1)
+    for pair in (
         *("--cluster dgx_h100", "--dispatcher all_to_all", "--dtype bfloat16", "--name mine"),
         *("--svg picture.svg", "--plot picture.svg", "--html page.html", "--save schedule.txt"),
         *(
@@ -144,14 +144,17 @@ def _names(command: Any, given: Any) -> Iterator[Any]:
 
 def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
     """Problems of unknown words, and of parameters without a legal value."""
-    options = {name: one for one in command.get_params(ctx) for name in one.opts if name[0] == "-"}
-    words, valid, broken, is_sure = deque(args), list[str](), set[str](), True
+    params = command.get_params(ctx)
+    options = {name: param for param in params for name in param.opts if name[0] == "-"}
+    words, valid = deque(args), list[str]()  # left to read; known options and arguments
+    broken: set[str] = set()  # names of parameters with a problem
+    is_sure = True  # whether a missing argument is a mistake
     shown: dict[str, Any] = {}  # values of parameters in the examples of the verb's help
     for line in reversed(re.sub(r"\\\n +", "", command.help or "").splitlines()):
         if line.strip().startswith(f"{ctx.command_path} "):
             given = shlex.split(line)[len(ctx.command_path.split()) :]
             shown |= command.make_parser(ctx).parse_args(args=given)[0]
-    shown = {name: one[0] if isinstance(one, list) else one for name, one in shown.items() if one}
+    shown = {name: v[0] if isinstance(v, list) else v for name, v in shown.items() if v}
     while words:
         word = words.popleft()
         name, equals, value = word.partition("=")
@@ -191,7 +194,7 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
             what = "a path" if is_path else "the name of a model"
             message = f"{name} is {what}, which `{ctx.command_path}` takes as an option"
             yield _problem("missing", "--model", message, f"--model {name}")
-    needed = [one for one in command.params if one.required and one.opts[0] not in options]
+    needed = [param for param in command.params if param.required and param.opts[0] not in options]
     for param in command.params:
         is_option, value = param.opts[0] in options, opts.get(param.name)
         try:
@@ -202,19 +205,23 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
                 name, example = param.opts[0], shown.get(param.name)
                 if not is_option:
                     name = param.metavar or param.name.upper()
-                    values = ((opts.get(one.name) or shown[one.name]) for one in needed)
+                    values = (
+                        (opts.get(argument.name) or shown[argument.name]) for argument in needed
+                    )
                     example = f"{ctx.command_path} {shlex.join(map(str, values))}"
                 reason = error.message if value else "is missing"
                 yield _wrong(param, name, reason, value, example)
     yield from _names(command, opts)
     if rest and isinstance(command, Verb):
-        arguments = [opts.get(one.name) for one in command.params if one.opts[0] not in options]
-        given = [one for one in (*arguments, *rest) if isinstance(one, str)]
+        arguments = [
+            opts.get(param.name) for param in command.params if param.opts[0] not in options
+        ]
+        given = [word for word in (*arguments, *rest) if isinstance(word, str)]
         message = f"`{ctx.command_path}` takes fewer arguments than {' '.join(given)}"
         count = "one" if len(rest) == 1 else str(len(rest))
         fix = f"leave out {count} of them" if len(given) > len(rest) else f"leave out {given[0]}"
-        if "--set" in options and all(re.match(r"\w+\.\w+=", one) for one in given):
-            fix = " ".join(f"--set {shlex.quote(one)}" for one in given)
+        if "--set" in options and all(re.match(r"\w+\.\w+=", word) for word in given):
+            fix = " ".join(f"--set {shlex.quote(word)}" for word in given)
         yield _problem("unknown-option", " ".join(rest), message, fix)
 
 
@@ -225,10 +232,11 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
 
     # The attributes of a parameter with its type, choices and bounds depend on typer's version.
     kind = getattr(param, "type_descriptor", None) or param.type
-    choices = [str(getattr(one, "value", one)) for one in getattr(kind, "choices", None) or ()]
+    choices = getattr(kind, "choices", None) or ()
+    choices = [str(getattr(choice, "value", choice)) for choice in choices]
     named = getattr(kind, "annotation", kind)
-    one = named if choices else next(iter(get_args(named)), named)
-    type_name = str(getattr(one, "__name__", getattr(one, "name", "")))[:3]
+    element = named if choices else next(iter(get_args(named)), named)
+    type_name = str(getattr(element, "__name__", getattr(element, "name", "")))[:3]
     word = param.metavar or {"int": "N", "flo": "X"}.get(type_name, "VALUE")
     values = (example, param.default, *choices, _VALUES.get(name), _VALUES.get(word), word)
     use = str(next(filter(None, values)))

@@ -85,7 +85,7 @@ class Placed:
         """Object for `--json`, without the loads per GPU, which follow from the rest."""
         names = ("physical_to_logical", "logical_to_physical", "replica_count")
         shown: dict[str, Any] = {
-            **{name: one.tolist() for name, one in zip(names, self.maps, strict=True)},
+            **{name: table.tolist() for name, table in zip(names, self.maps, strict=True)},
             "num_gpus": self.loads_after.shape[1],
             "balance": self.balance[1].tolist(),
             "bound": self.bound.tolist(),
@@ -93,16 +93,16 @@ class Placed:
         }
         if self.moved is not None:
             shown["moved"] = list(self.moved)
-            rounds = [
-                [[one._asdict() for one in step] for step in layer] for layer in self.transfers
+            shown["transfers"] = [
+                [[transfer._asdict() for transfer in step] for step in layer]
+                for layer in self.transfers
             ]
-            shown["transfers"] = rounds
         if self.shares is not None:
             shown["shares"] = self.shares.tolist()
         if self.by_redundant:
             shown["by_redundant"] = [
-                {"redundant": number, "mean": found.mean(), "worst": found.max()}
-                for number, found in self.by_redundant.items()
+                {"redundant": number, "mean": balance.mean(), "worst": balance.max()}
+                for number, balance in self.by_redundant.items()
             ]
         return shown
 
@@ -229,19 +229,20 @@ def _by_redundant(loads: Any, settings: BalanceSettings) -> dict[int, Any]:
     if settings.replicas is not None or settings.redundant is not None:
         return {}
     experts, gpus = loads.shape[1], settings.gpus
-    found: dict[int, Any] = {}
+    balances: dict[int, Any] = {}
     for further in (0, 1, 2, 4, 8):
         redundant = -experts % gpus + further * gpus
-        if redundant > experts and found:
+        if redundant > experts and balances:
             break
         sizes = (experts + redundant, settings.groups, settings.nodes, gpus)
         with plain_loops():  # few milliseconds a layer, where a compiler takes many seconds
             slots = first_packing(loads, check_shape(experts, *sizes, None))
-        found[redundant] = balance_of(gpu_loads(loads, slots, gpus))
-    return found
+        balances[redundant] = balance_of(gpu_loads(loads, slots, gpus))
+    return balances
 
 
 def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Placed:
+    """Few moves from the placement in use, or with `shares` none."""
     import numpy as np
 
     from moemesh import balance
@@ -316,8 +317,8 @@ def _text(placed: Placed, settings: BalanceSettings) -> str:
     if placed.by_redundant:
         head = ("--redundant", "balance, mean", "worst layer")
         cells = [
-            (str(number), f"{found.mean():.3f}", f"{found.max():.3f}")
-            for number, found in placed.by_redundant.items()
+            (str(number), f"{balance.mean():.3f}", f"{balance.max():.3f}")
+            for number, balance in placed.by_redundant.items()
         ]
         lines += ["with redundant experts (a quick packing of each number):"]
         lines += [table(head, cells, left=0)]

@@ -118,8 +118,12 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     selected = find(place)
     rows: list[dict[str, Any]] = []
     for step in selected.steps:
-        one = verified_state(selected.folder, step, read_back=False)
-        row: dict[str, Any] = {"step": step, "verified": one.is_verified, "finite": one.is_finite}
+        state = verified_state(selected.folder, step, read_back=False)
+        row: dict[str, Any] = {
+            "step": step,
+            "verified": state.is_verified,
+            "finite": state.is_finite,
+        }
         with suppress(CheckpointError, OSError):
             manifest = read_manifest(selected.path(step))
             row["bytes"] = sum(file.size for file in manifest.files.values())
@@ -129,7 +133,7 @@ def ls(place: Place, as_json: AsJson = False) -> None:
             row[VALIDATION_LOSS] = manifest.state.get(VALIDATION_LOSS)
             written = written_at(selected.path(step) / MANIFEST)
             row["age_seconds"] = max(time.time() - written, 0.0)
-        rows.append({**row, "problem": one.problem})
+        rows.append({**row, "problem": state.problem})
     left, losses = unfinished(selected.folder), validated(selected.folder)
     cells: list[tuple[str, ...]] = []
     for row in rows:
@@ -201,7 +205,7 @@ def verify(
                 "nonfinite": list(names),
             }
         )
-        faults = [str(one) for one in damages] if all_lines else by_file(damages)
+        faults = [str(damage) for damage in damages] if all_lines else by_file(damages)
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             faults = [f"numbers that are not finite: {', '.join(names[:3])}{more}"]
@@ -210,7 +214,7 @@ def verify(
             typer.echo("\n  ".join([f"{selected.path(step)}: {state}", *faults]))
     if as_json:
         typer.echo(strict_json({"folder": str(selected.folder), "checkpoints": content}, indent=1))
-    raise typer.Exit(int(any(one["damaged"] for one in content)))
+    raise typer.Exit(int(any(row["damaged"] for row in content)))
 
 
 def by_file(damages: "Sequence[Damage]") -> list[str]:
@@ -276,16 +280,16 @@ def prune(
         if not dry_run:
             retention.prune(selected.folder, keep, with_leftovers=is_on_disk, check=check)
     lines: list[str] = []
-    for one in plan.kept:
-        why = f"damaged: {one.problem}" if one.problem else "verified"
-        if one.is_verified and not one.is_finite:
+    for state in plan.kept:
+        why = f"damaged: {state.problem}" if state.problem else "verified"
+        if state.is_verified and not state.is_finite:
             why += "; holds numbers that are not finite, so that it replaces no older one"
-        lines.append(f"step {one.step}: kept, {why}")
+        lines.append(f"step {state.step}: kept, {why}")
     gone = [*(f"step {step}" for step in plan.doomed), *plan.leftovers]
     lines += [f"{name}: {'would be ' * dry_run}deleted" for name in gone]
     lines += [] if gone else ["nothing to delete"]
     content = {
-        "kept": [one._asdict() for one in plan.kept],
+        "kept": [state._asdict() for state in plan.kept],
         "deleted": plan.doomed,
         "leftovers": plan.leftovers,
         "dry_run": dry_run,
@@ -314,12 +318,12 @@ def diff(
     rows: list[dict[str, Any]] = []
     others: list[str] = []
     for name in sorted(ours & theirs):
-        one, other = a.entry(name), b.entry(name)
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            kinds = (f"{entry.dtype} {list(entry.shape)}" for entry in (one, other))
+        left, right = a.entry(name), b.entry(name)
+        if (left.shape, left.dtype) != (right.shape, right.dtype):
+            kinds = (f"{entry.dtype} {list(entry.shape)}" for entry in (left, right))
             others.append(f"{name}: {' and '.join(kinds)}")
         elif (numbers := difference(a, b, name)).num_different:
-            rows.append({"tensor": name, "dtype": one.dtype, **numbers._asdict()})
+            rows.append({"tensor": name, "dtype": left.dtype, **numbers._asdict()})
     rows.sort(key=lambda row: (-row["relative"], row["tensor"]))
     keys = sorted({*a.state, *b.state})
     pairs = {key: [a.state.get(key), b.state.get(key)] for key in keys}

@@ -127,13 +127,13 @@ def config_diff(
             texts.append(resolved_toml(resolved.config))
             origins.append(resolved.origins)
     rows: list[dict[str, object]] = []
-    for one in compare(*texts):
-        from_a, from_b = (origin.get(one.key, "default") for origin in origins)
-        values = {"a": one.old, "b": one.new, "from_a": from_a, "from_b": from_b}
-        rows.append({"key": one.key, **values, "kind": one.kind})
+    for change in compare(*texts):
+        from_a, from_b = (origin.get(change.key, "default") for origin in origins)
+        values = {"a": change.old, "b": change.new, "from_a": from_a, "from_b": from_b}
+        rows.append({"key": change.key, **values, "kind": change.kind})
         if not as_json:
-            typer.echo(f"{one.key}   ({one.kind})")
-            for path, value, source in ((first, one.old, from_a), (second, one.new, from_b)):
+            typer.echo(f"{change.key}   ({change.kind})")
+            for path, value, source in ((first, change.old, from_a), (second, change.new, from_b)):
                 shown = "(not set)" if value is None else format_value(value)
                 typer.echo(f"    {path}: {shown}   # {source}")
     if as_json:

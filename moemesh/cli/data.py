@@ -131,19 +131,19 @@ def data_show(
         "documents": "mask" if opened.masks_documents else "ignore",
         "samples": [
             {
-                "step": one.position // data.global_batch + 1,
-                "position": one.position,
-                "sample": one.sample,
-                "source": one.source,
-                "stream": one.stream,
-                "offset": one.offset,
-                "tokens": one.tokens.tolist(),
-                "targets_with_loss": one.learned.tolist(),
-                "documents": one.documents.tolist(),
-                "positions": one.positions.tolist(),
-                "pieces": [piece._asdict() for piece in one.pieces],
+                "step": preview.position // data.global_batch + 1,
+                "position": preview.position,
+                "sample": preview.sample,
+                "source": preview.source,
+                "stream": preview.stream,
+                "offset": preview.offset,
+                "tokens": preview.tokens.tolist(),
+                "targets_with_loss": preview.learned.tolist(),
+                "documents": preview.documents.tolist(),
+                "positions": preview.positions.tolist(),
+                "pieces": [piece._asdict() for piece in preview.pieces],
             }
-            for one in shown
+            for preview in shown
         ],
     }
     typer.echo(strict_json(answer))
@@ -156,7 +156,7 @@ def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, in
     done = [0, 0, 0]
 
     def add(*more: int) -> str:
-        done[:] = [one + other for one, other in zip(done, more, strict=True)]
+        done[:] = [total + count for total, count in zip(done, more, strict=True)]
         rate = done[0] / max(time.monotonic() - start, 1e-9) / 1e6
         return f"{done[2]:,} of {num_files:,} files  {done[1]:,} tokens  {rate:.1f} MB/s"
 
@@ -189,7 +189,7 @@ def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, in
 def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: int) -> str:
     """Every sample under a header line, with a line before each document."""
     on_terminal = sys.stdout.isatty()
-    marked = not all(one.learned.all() for one in shown)
+    marked = not all(preview.learned.all() for preview in shown)
     borders = (
         "attention stays inside a document, where positions restart"
         if samples.masks_documents
@@ -201,24 +201,24 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
         f"{samples.num_tokens:,} tokens, {samples.num_training:,} training samples of "
         f"{samples.seq_len:,}\n{borders}; {loss}"
     ]
-    for one in shown:
-        step, place = one.position // global_batch + 1, one.position % global_batch + 1
-        with_loss = f"{int(one.learned.sum()):,} of {samples.seq_len:,} targets carry loss"
+    for preview in shown:
+        step, place = preview.position // global_batch + 1, preview.position % global_batch + 1
+        with_loss = f"{int(preview.learned.sum()):,} of {samples.seq_len:,} targets carry loss"
         lines += [
             "",
-            f"=== step {step}, sequence {place} of {global_batch}: sample {one.sample:,} of "
-            f"{visible(one.source)}, from token {one.offset:,} on; {with_loss}",
+            f"=== step {step}, sequence {place} of {global_batch}: sample {preview.sample:,} of "
+            f"{visible(preview.source)}, from token {preview.offset:,} on; {with_loss}",
         ]
         document = None
-        for piece in one.pieces:
+        for piece in preview.pieces:
             if piece.document != document:
                 document = piece.document
-                first = int((one.documents == document).argmax())
+                first = int((preview.documents == document).argmax())
                 place = f"--- document {document:,}, position "
                 is_inside = first < samples.seq_len
-                place += f"{one.positions[first]}" if is_inside else "of the last target"
-                if first == 0 and one.continued:
-                    place += f", from its token {one.continued:,} on"
+                place += f"{preview.positions[first]}" if is_inside else "of the last target"
+                if first == 0 and preview.continued:
+                    place += f", from its token {preview.continued:,} on"
                 lines += [f"{_CYAN}{place}{_PLAIN}" if on_terminal else place, ""]
             # Control characters of a text must not reach the terminal.
             text = "".join(
@@ -230,6 +230,6 @@ def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: i
             elif marked and piece.learned:
                 text = f"{_OPEN}{text}{_CLOSE}"
             lines[-1] += text
-        if padding := int((one.documents[:-1] < 0).sum()):
+        if padding := int((preview.documents[:-1] < 0).sum()):
             lines.append(f"--- {padding:,} tokens of padding")
     return "\n".join(lines)

@@ -212,10 +212,8 @@ def _redraw(watched: "Watched", every: float | None) -> tuple[bool, str]:
     from rich.console import Console
     from rich.live import Live
 
-    seconds, console = (
-        _TERMINAL_SECONDS if every is None else every,
-        Console(highlight=False, file=drawn_on(sys.stdout)),
-    )
+    seconds = _TERMINAL_SECONDS if every is None else every
+    console = Console(highlight=False, file=drawn_on(sys.stdout))
     with Live(console=console, auto_refresh=False) as live:
         while True:
             watched.look()

@@ -107,23 +107,27 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
         shares = [held.share(rank) for rank in shown]
         layout = held.layout
         columns: list[_Column] = [
-            ("rank", True, lambda one: str(one.rank)),
-            ("node", held.num_nodes > 1, lambda one: str(one.node)),
-            ("layers", layout.pp > 1, lambda one: " + ".join(map(spans, one.layers))),
-            ("vocabulary", layout.pp * layout.tp > 1, lambda one: interval(one.vocabulary)),
-            ("heads", layout.tp > 1, lambda one: interval(one.heads)),
-            ("kv heads", layout.tp > 1, lambda one: interval(one.kv_heads)),
-            ("experts", layout.ep > 1, lambda one: interval(one.experts)),
-            ("columns of each", layout.etp > 1, lambda one: interval(one.expert_columns)),
-            ("sequences", layout.dp > 1, lambda one: interval(one.sequences)),
-            ("positions", layout.cp > 1, lambda one: " + ".join(map(interval, one.positions))),
-            ("tokens", True, lambda one: f"{one.tokens:,}"),
-            ("parameters", True, lambda one: f"{one.parameters:,}"),
+            ("rank", True, lambda share: str(share.rank)),
+            ("node", held.num_nodes > 1, lambda share: str(share.node)),
+            ("layers", layout.pp > 1, lambda share: " + ".join(map(spans, share.layers))),
+            ("vocabulary", layout.pp * layout.tp > 1, lambda share: interval(share.vocabulary)),
+            ("heads", layout.tp > 1, lambda share: interval(share.heads)),
+            ("kv heads", layout.tp > 1, lambda share: interval(share.kv_heads)),
+            ("experts", layout.ep > 1, lambda share: interval(share.experts)),
+            ("columns of each", layout.etp > 1, lambda share: interval(share.expert_columns)),
+            ("sequences", layout.dp > 1, lambda share: interval(share.sequences)),
+            ("positions", layout.cp > 1, lambda share: " + ".join(map(interval, share.positions))),
+            ("tokens", True, lambda share: f"{share.tokens:,}"),
+            ("parameters", True, lambda share: f"{share.parameters:,}"),
         ]
         # Ranks without MoE layers have no experts: then the experts are not the same for all ranks.
-        cut = [one for one in columns if one[1] or len({one[2](share) for share in shares}) > 1]
-        names = [name for name, _, _ in cut]
-        lines.append(table(names, [[cell(one) for _, _, cell in cut] for one in shares], left=0))
+        names = [
+            name
+            for name, is_cut, cell in columns
+            if is_cut or len({cell(share) for share in shares}) > 1
+        ]
+        cells = [[cell(share) for name, _, cell in columns if name in names] for share in shares]
+        lines.append(table(names, cells, left=0))
         if whole := [
             f"{name} {cell(shares[0])}"
             for name, _, cell in columns
@@ -248,10 +252,10 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
         from moemesh.report.rank_pictures import draw_pairs
 
         panels = [
-            (name, *_panel(dispatch, one))
+            (name, *_panel(dispatch, exchange))
             for name in example.dispatchers
             for dispatch in [example.exchanges(name)]
-            for one in dispatch.of_rows()
+            for exchange in dispatch.of_rows()
         ]
         write_texts([(svg, draw_pairs(panels) + "\n")])
     print_answer(as_json, lambda: to_json(example), lambda: dispatch_text(example))
@@ -293,18 +297,18 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
     options = {name: value for name in names if (value := getattr(request, name)) is not None}
     load = DispatchLoad(**options, fp8=payload == "fp8")
     times = [
-        one
+        row
         for ranks in request.ep or (8, 16, 32, 64)
-        for one in dispatch_times(machine, load, ranks, wanted)
+        for row in dispatch_times(machine, load, ranks, wanted)
     ]
 
     def text() -> str:
         rows: list[tuple[str, ...]] = []
         for row in times:
             cells = [str(row.ep), row.dispatcher, f"{row.copies:.2f}", f"{row.copies_across:.2f}"]
-            for one in (row.dispatch, row.combine):
-                size = (one.across_bytes + one.inside_bytes) / 1e6
-                cells += [f"{size:,.1f}", f"{one.seconds * 1e6:,.0f}", f"{one.rate / 1e9:.1f}"]
+            for way in (row.dispatch, row.combine):
+                size = (way.across_bytes + way.inside_bytes) / 1e6
+                cells += [f"{size:,.1f}", f"{way.seconds * 1e6:,.0f}", f"{way.rate / 1e9:.1f}"]
             rows.append(tuple(cells))
         header = ("ep", "dispatcher", "copies", "across", "MB", "us", "GB/s", "MB", "us", "GB/s")
         limit = f", from {load.groups_kept} of {load.groups} groups" if load.groups else ""
@@ -332,8 +336,8 @@ def dispatch_text(example: "RoutingExample") -> str:
         dispatch = example.exchanges(name)
         note = ": more rows for a rank than it has slots, so they go by all_to_all"
         lines += ["", name + (note if dispatch.overflows else "")]
-        for one in dispatch.of_rows():
-            title, rows = _panel(dispatch, one)
+        for exchange in dispatch.of_rows():
+            title, rows = _panel(dispatch, exchange)
             lines.append(f"  {title}")
             if len(rows) > MOST_RANKS:
                 continue
@@ -347,11 +351,13 @@ def dispatch_text(example: "RoutingExample") -> str:
             matrix.append(("    received", *map(str, totals), str(sum(totals))))
             lines.append(table(("", *(f"to {rank}" for rank in range(len(rows))), "sent"), matrix))
         ranks = range(len(dispatch.ledgers))
-        forward = [one for one in dispatch.exchanges if one.phase == "forward"]
-        sent = [sum(one.wire_sent(rank) for one in forward) for rank in ranks]
-        received = [sum(one.wire_received(rank) for one in forward) for rank in ranks]
-        headers = [one for one in forward if one.caller in ("moe.counts", "moe.headers")]
-        before = sum(one.wire_sent(rank) for one in headers for rank in ranks)
+        forward = [exchange for exchange in dispatch.exchanges if exchange.phase == "forward"]
+        sent = [sum(exchange.wire_sent(rank) for exchange in forward) for rank in ranks]
+        received = [sum(exchange.wire_received(rank) for exchange in forward) for rank in ranks]
+        headers = [
+            exchange for exchange in forward if exchange.caller in ("moe.counts", "moe.headers")
+        ]
+        before = sum(exchange.wire_sent(rank) for exchange in headers for rank in ranks)
         sums = (sum(sent), max(sent), max(received), before)
         summary.append((name, *(f"{round(n):,}" for n in sums)))
     header = ("forward", "sent, all ranks", "busiest rank", "received, busiest rank", "counts")
@@ -362,10 +368,10 @@ def dispatch_text(example: "RoutingExample") -> str:
     return "\n".join(lines)
 
 
-def _panel(dispatch: "DispatchExchanges", one: "Exchange") -> tuple[str, list[list[int]]]:
+def _panel(dispatch: "DispatchExchanges", exchange: "Exchange") -> tuple[str, list[list[int]]]:
     """Title of an exchange of rows, and its number of rows by (from, to)."""
-    is_dispatch = one.caller == "moe.dispatch"
+    is_dispatch = exchange.caller == "moe.dispatch"
     what = "rows to the experts" if is_dispatch else "results back"
     size = dispatch.row_out if is_dispatch else dispatch.row_back
-    rows = [[round(sent / size) for sent in line] for line in one.sent]
-    return f"{what}: {one.op} over {one.axis}, rows of {size:,.0f} B", rows
+    rows = [[round(sent / size) for sent in line] for line in exchange.sent]
+    return f"{what}: {exchange.op} over {exchange.axis}, rows of {size:,.0f} B", rows

@@ -35,15 +35,15 @@ def doctor(
     from moemesh.bench.examination import Diagnosis, examine
 
     diagnoses: list[Diagnosis] = []
-    for one in examine(out, os.environ):
-        diagnoses.append(one)
+    for diagnosis in examine(out, os.environ):
+        diagnoses.append(diagnosis)
         if not as_json:
-            typer.echo(f"{one.verdict}  {one.name:13}  {one.text}")
-            if one.fix:
-                typer.echo(f"{'':21}fix: {one.fix}")
-    verdicts = [one.verdict for one in diagnoses]
+            typer.echo(f"{diagnosis.verdict}  {diagnosis.name:13}  {diagnosis.text}")
+            if diagnosis.fix:
+                typer.echo(f"{'':21}fix: {diagnosis.fix}")
+    verdicts = [diagnosis.verdict for diagnosis in diagnoses]
     if as_json:
-        typer.echo(strict_json([one._asdict() for one in diagnoses]))
+        typer.echo(strict_json([diagnosis._asdict() for diagnosis in diagnoses]))
     else:
         counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("pass", "warn", "fail"))
         typer.echo(counts)
@@ -160,7 +160,7 @@ def init(request: ClusterFileRequest) -> None:
     from moemesh.report.files import write_texts
 
     out, name = request.out, request.name or request.out.stem
-    if sum(one is not None for one in (request.preset, request.device, request.links)) > 1:
+    if sum(source is not None for source in (request.preset, request.device, request.links)) > 1:
         raise typer.BadParameter("give one of --from, --device and --links")
     if out.exists() and not request.force:
         raise UserError(f"{out} exists; --force replaces it")
@@ -239,18 +239,18 @@ def list_clusters(as_json: AsJson = False) -> None:
 
     described = [load_cluster(name) for name in preset_names("clusters")]
     if as_json:
-        facts = [_facts(one) for one in described]
+        facts = [_facts(cluster) for cluster in described]
         names = {"devices": list(ACCELERATORS), "machines": list(MACHINES)}
         typer.echo(strict_json({"clusters": facts, **names}, indent=2))
         return
     header = ("cluster", "a node", "memory", "bf16 TFLOP/s", "in a node", "between nodes")
     rows = [
         (
-            *(one.name, f"{one.gpus_per_node} {one.accelerator or 'processes'}"),
-            *(format_bytes(one.memory_bytes), f"{peak_flops(one, 'bfloat16') / 1e12:,.4g}"),
-            *(_rate(one.intra_node_bandwidth), _rate(one.inter_node_bandwidth)),
+            *(cluster.name, f"{cluster.gpus_per_node} {cluster.accelerator or 'processes'}"),
+            *(format_bytes(cluster.memory_bytes), f"{peak_flops(cluster, 'bfloat16') / 1e12:,.4g}"),
+            *(_rate(cluster.intra_node_bandwidth), _rate(cluster.inter_node_bandwidth)),
         )
-        for one in described
+        for cluster in described
     ]
     typer.echo(table(header, rows, left=2))
     typer.echo(

@@ -98,15 +98,15 @@ def with_options(
     names: list[str] = []
     if is_dataclass(kind):
         hints = get_type_hints(kind, include_extras=True)
-        names = [one.name for one in fields(kind)]
+        names = [item.name for item in fields(kind)]
         parameters[:1] = [
             parameters[0].replace(
-                name=one.name,
-                default=inspect.Parameter.empty if one.default is MISSING else one.default,
-                annotation=hints[one.name],
+                name=item.name,
+                default=inspect.Parameter.empty if item.default is MISSING else item.default,
+                annotation=hints[item.name],
             )
-            for one in fields(kind)
-            if get_origin(hints[one.name]) is Annotated
+            for item in fields(kind)
+            if get_origin(hints[item.name]) is Annotated
         ]
     for place, parameter in enumerate(parameters):
         hint = parameter.annotation

@@ -56,8 +56,8 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     """
     svg, trace, save = request.svg, request.trace, request.save
     if request.everything == bool(request.name):
-        one = "moemesh schedule 1f1b --ranks 4 --microbatches 8"
-        fix = "leave out --all" if request.everything else one
+        example = "moemesh schedule 1f1b --ranks 4 --microbatches 8"
+        fix = "leave out --all" if request.everything else example
         raise typer.BadParameter(f"give the NAME of a schedule, or --all; fix: {fix}")
     if request.everything:
         if svg is not None or trace is not None or save is not None or request.text:
@@ -67,15 +67,15 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
         with progress("comparing schedules", quiet=as_json):
             compared = compare(request)
         if as_json:
-            typer.echo(strict_json([one.to_json() for one in compared]))
+            typer.echo(strict_json([row.to_json() for row in compared]))
             return
         header = (
             "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
         )  # fmt: skip
         typer.echo(f"{table(header, comparison_rows(compared))}\n\n{_LEGEND}")
-        for one in compared:
-            if one.answer is None:
-                typer.echo("\n".join(wrapped(f"{one.name}: {one.refused}")))
+        for row in compared:
+            if row.answer is None:
+                typer.echo("\n".join(wrapped(f"{row.name}: {row.refused}")))
         return
     from moemesh.report import timeline_text
     from moemesh.report.files import check_target, kind_of, write_texts

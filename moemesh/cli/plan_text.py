@@ -71,47 +71,47 @@ _MEMORY_NOTE = (
 _LARGE = (("T", 10**12), ("B", 10**9), ("M", 10**6))
 
 
-def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
+def estimate_text(priced: Estimate, cache: CacheSize | None = None) -> str:
     """Text of one layout: parameters, operations, memory, traffic and seconds; KV cache for
     `cache`."""
-    memory = found.memory
+    memory = priced.memory
     total_parameters, active = (
         next((f"{n / size:.3f} {unit}" for unit, size in _LARGE if n >= size), str(n))
-        for n in (found.parameters.total, found.parameters.active)
+        for n in (priced.parameters.total, priced.parameters.active)
     )
-    causal, full = found.causal.training / 1e9, found.full.training / 1e9
-    low, high = map(_size, found.memory_interval)
-    blocks = layer_intensities(found.shape, found.layout)
+    causal, full = priced.causal.training / 1e9, priced.full.training / 1e9
+    low, high = map(_size, priced.memory_interval)
+    blocks = layer_intensities(priced.shape, priced.layout)
     intensities = ", ".join(f"{name} {value:,.0f}" for name, value in blocks.items())
-    each = kv_cache_bytes(found.shape, 1, 1)
+    each = kv_cache_bytes(priced.shape, 1, 1)
     lines = [
-        f"model       {total_parameters} parameters, {active} active   ({found.shape.name})",
-        f"plan        {found.layout.world_size} devices   {found.text or found.layout.key}",
+        f"model       {total_parameters} parameters, {active} active   ({priced.shape.name})",
+        f"plan        {priced.layout.world_size} devices   {priced.text or priced.layout.key}",
         f"arithmetic  {causal:.2f} GFLOP a token (causal), {full:.2f} (full attention)",
         f"intensity   {intensities} FLOP/byte in a microbatch; the device is bound",
-        f"            by arithmetic from {found.device_balance:,.0f} FLOP/byte on, else by memory",
+        f"            by arithmetic from {priced.device_balance:,.0f} FLOP/byte on, else by memory",
         f"KV cache    {each:,.0f} B a token of context in 16 bit, over all ranks",
     ]
     if cache is not None:
-        whole, intensity = kv_cache_bytes(found.shape, *cache), decoding_intensity(cache.batch, 2)
+        whole, intensity = kv_cache_bytes(priced.shape, *cache), decoding_intensity(cache.batch, 2)
         lines += [
             f"            {_size(whole)} for {cache.batch:,} sequences of {cache.tokens:,} tokens",
             f"            decoding one token of each: {intensity:,.0f} FLOP/byte of the weights",
         ]
     lines += [
         "",
-        f"memory      {format_bytes(found.peak.needed)} {PREDICTED_PEAK}, of "
-        f"{format_bytes(found.cluster.memory_bytes)}: "
-        + ("fits" if found.fits(found.peak.needed) else "does NOT fit"),
+        f"memory      {format_bytes(priced.peak.needed)} {PREDICTED_PEAK}, of "
+        f"{format_bytes(priced.cluster.memory_bytes)}: "
+        + ("fits" if priced.fits(priced.peak.needed) else "does NOT fit"),
         f"            80 % interval {low} to {high}; "
-        f"{found.pricing.usable_share:.1%} of the device is usable",
+        f"{priced.pricing.usable_share:.1%} of the device is usable",
     ]
-    worst = found.worst_routing
+    worst = priced.worst_routing
     if worst is not None and worst.rows > worst.balanced_rows:
-        bound, fits = worst.rows_at_once, found.fits(found.crowded_bytes)
+        bound, fits = worst.rows_at_once, priced.fits(priced.crowded_bytes)
         split = "" if bound is None else f" in {worst.blocks} blocks of at most {bound:,}"
         lines += [
-            f"            worst routing: {_size(found.crowded_bytes)}, which "
+            f"            worst routing: {_size(priced.crowded_bytes)}, which "
             + ("fits" if fits else "does NOT fit"),
             f"            {worst.rows:,} rows of a layer at one rank, {worst.times_mean:.4g} times "
             f"the mean{split}",
@@ -119,15 +119,18 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         if worst.dropped_choices:
             dropped = f"{worst.dropped_choices:,} choices above the capacity dropped"
             lines.append(f"            {dropped}")
-    if found.fits(found.peak.needed) and found.memory_interval.high > found.cluster.memory_bytes:
+    if (
+        priced.fits(priced.peak.needed)
+        and priced.memory_interval.high > priced.cluster.memory_bytes
+    ):
         lines.append(
             "            it may run out of memory: the interval reaches above the device; "
-            f"it fits with {found.fits_chance:.0%}"
+            f"it fits with {priced.fits_chance:.0%}"
         )
-    if isinstance(near := found.instead, str):
+    if isinstance(near := priced.instead, str):
         lines.append(f"            {near}")
     elif near is not None:
-        slower = near.seconds / found.seconds["total"] - 1
+        slower = near.seconds / priced.seconds["total"] - 1
         lines += [
             f"            nearest that fits: {near.change}: {_size(near.memory.needed)}, "
             f"{near.seconds:.4g} s a step ({slower:+.1%})",
@@ -143,22 +146,22 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
     ]
     sent = [
         (
-            *(one.axis, one.op, one.phase, one.caller, str(one.count)),
-            *(_size(one.wire_bytes / one.count), format_bytes(one.wire_bytes)),
+            *(entry.axis, entry.op, entry.phase, entry.caller, str(entry.count)),
+            *(_size(entry.wire_bytes / entry.count), format_bytes(entry.wire_bytes)),
         )
-        for one in found.traffic.entries()
+        for entry in priced.traffic.entries()
     ]
     axes = ("axis", "operation", "transfers", "one", "all", "share")
     callers = ("axis", "operation", "phase", "caller", "count", "one", "sent")
-    speed, (least, most), total = found.speed, found.seconds_interval, found.seconds["total"]
-    times = found.seconds.items()
+    speed, (least, most), total = priced.speed, priced.seconds_interval, priced.seconds["total"]
+    times = priced.seconds.items()
     parts = [(name, f"{size:.4g} s") for name, size in times if size and name != "total"]
     lines += [
         indent(table(("rank", "first", "last", "worst"), held), "  "),
         "",
-        f"traffic     of pipeline rank {found.traffic_rank} of {found.layout.pp}, one device, in a "
-        "step (--rank shows another)",
-        indent(table(axes, _axis_rows(found.traffic), left=2), "  "),
+        f"traffic     of pipeline rank {priced.traffic_rank} of {priced.layout.pp}, one device, in "
+        "a step (--rank shows another)",
+        indent(table(axes, _axis_rows(priced.traffic), left=2), "  "),
         "",
         "            by phase and caller",
         indent(table(callers, sent, left=4), "  "),
@@ -169,7 +172,7 @@ def estimate_text(found: Estimate, cache: CacheSize | None = None) -> str:
         f"device, MFU {speed.mfu:.1%} of {speed.peak_flops / 1e12:,.4g} TFLOP/s",
         *(f"  {words}" for words in costs_of(speed)),
         "",
-        *found.notes,
+        *priced.notes,
     ]
     return "\n".join(lines)
 
@@ -216,11 +219,11 @@ def plan_text(
     heads = ("#", *(column.head for column in columns))
     top, *rows = table(heads, numbered).split("\n")
     lines = [*wrapped(", ".join(heading(planned))), top]
-    for row, one in zip(rows, planned.candidates, strict=True):
-        keys = keys_text(one.layout, None if one is best else best.layout)
-        roles = f"{', '.join(one.roles)}: " if one.roles else ""
-        alike = f" (+{one.alike} like it)" if one.alike else ""
-        keys_line = f"   {roles}{keys}{'' if one is best else ', else as 1'}{alike}"
+    for row, candidate in zip(rows, planned.candidates, strict=True):
+        keys = keys_text(candidate.layout, None if candidate is best else best.layout)
+        roles = f"{', '.join(candidate.roles)}: " if candidate.roles else ""
+        alike = f" (+{candidate.alike} like it)" if candidate.alike else ""
+        keys_line = f"   {roles}{keys}{'' if candidate is best else ', else as 1'}{alike}"
         lines += [row, *wrapped(keys_line, "   ")]
     lines.append("")
     lines += [line for sentence in judged(planned) for line in wrapped(sentence)]
@@ -310,12 +313,12 @@ class FigureColumn(NamedTuple):
 def layout_figures(planned: PlannedAnswer) -> list[FigureColumn]:
     """Step time and memory with intervals, throughput, MFU, days, GPU-hours and money."""
     (unit, size), tokens, layouts = memory_unit(planned), planned.tokens, planned.candidates
-    seconds = [between(planned.seconds_interval(one), 1) for one in layouts]
-    memory = [between(planned.memory_interval(one), size) for one in layouts]
-    needed = [f"{one.memory.needed / size:.1f}" for one in layouts]
-    speeds = [planned.speed(one) for one in layouts]
+    seconds = [between(planned.seconds_interval(candidate), 1) for candidate in layouts]
+    memory = [between(planned.memory_interval(candidate), size) for candidate in layouts]
+    needed = [f"{candidate.memory.needed / size:.1f}" for candidate in layouts]
+    speeds = [planned.speed(candidate) for candidate in layouts]
     columns = [
-        FigureColumn("seconds", "Seconds a step", [f"{one.seconds:.3f}" for one in layouts]),
+        FigureColumn("seconds", "Seconds a step", [f"{x.seconds:.3f}" for x in layouts]),
         FigureColumn("80 %", "80 % interval, s", seconds),
         FigureColumn(unit, f"Memory, {unit}", needed),
         FigureColumn("80 %", f"80 % interval, {unit}", memory),
@@ -345,7 +348,7 @@ def keys_text(layout: PlannedLayout, usual: PlannedLayout | None = None) -> str:
 
 def memory_unit(planned: PlannedAnswer) -> tuple[str, float]:
     """Name and bytes of the unit for the memory of all layouts."""
-    is_small = max(found.memory.needed for found in planned.candidates) < 2**30
+    is_small = max(candidate.memory.needed for candidate in planned.candidates) < 2**30
     return ("MiB", 2.0**20) if is_small else ("GiB", 2.0**30)
 
 
@@ -399,16 +402,20 @@ def risk_of_memory(planned: PlannedAnswer) -> str:
     crowd = "" if crowded <= usable * device else f"the worst routing needs {_size(crowded)}"
     if planned.is_safe(first):
         risk = f"risk: {crowd or 'none seen'}; the 80 % interval of 1 {end}"
-        faster = [(n, one) for n, one in enumerate(others, 2) if one.seconds < first.seconds]
+        faster = [
+            (n, candidate)
+            for n, candidate in enumerate(others, 2)
+            if candidate.seconds < first.seconds
+        ]
         if not faster:
             return risk
-        number, one = min(faster, key=lambda found: found[1].seconds)
-        reaches = _size(planned.memory_interval(one).high)
+        number, candidate = min(faster, key=lambda pair: pair[1].seconds)
+        reaches = _size(planned.memory_interval(candidate).high)
         return f"{risk}; that of {number}, which is faster, ends at {reaches}"
     risk = f"risk: 1 may run out of memory: its 80 % interval {end}{crowd and f', {crowd}'}"
-    for number, one in enumerate(others, start=2):
-        if planned.is_safe(one):
-            slower = one.seconds / first.seconds - 1
+    for number, candidate in enumerate(others, start=2):
+        if planned.is_safe(candidate):
+            slower = candidate.seconds / first.seconds - 1
             return f"{risk}; {number} is the first whose interval fits, {slower:.1%} slower"
     if planned.has_safe:
         return f"{risk}; a larger --top shows the first whose interval fits"
@@ -451,7 +458,9 @@ def judged(planned: PlannedAnswer) -> list[str]:
     if planned.tokens is not None and cheapest is None:
         sentences.append("cheapest: 1, to one percent: fewer nodes save no GPU-hours")
     elif planned.tokens is not None and cheapest is not None:
-        hours, first = (planned.speed(one).gpu_hours(planned.tokens) for one in (cheapest, best))
+        hours, first = (
+            planned.speed(candidate).gpu_hours(planned.tokens) for candidate in (cheapest, best)
+        )
         nodes = cheapest.layout.world_size // planned.cluster.gpus_per_node
         days = planned.speed(cheapest).days(planned.tokens)
         sentences.append(
@@ -514,10 +523,10 @@ def command_lines(planned: PlannedAnswer, best: Candidate, arguments: str) -> li
     return folded(f"moemesh estimate {arguments} --plan {best.layout.text}")
 
 
-def memory_parts(one: Candidate) -> list[tuple[str, float]]:
+def memory_parts(candidate: Candidate) -> list[tuple[str, float]]:
     """(part, bytes) of the fullest device; the last part is device, collectives and kernels."""
-    parts = [(name, getattr(one.memory, name)) for name in MEMORY_PARTS]
-    return [*parts, ("libraries", one.memory.needed - sum(size for _, size in parts))]
+    parts = [(name, getattr(candidate.memory, name)) for name in MEMORY_PARTS]
+    return [*parts, ("libraries", candidate.memory.needed - sum(size for _, size in parts))]
 
 
 def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
@@ -529,13 +538,13 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
     rows = list(zip(*(column.cells for column in columns), strict=True))
     # Values of every layout by key of [plan]; "-" for keys without an effect.
     choices: list[dict[str, str]] = []
-    for one in planned.candidates:
-        keys = plan_keys(one.layout)
+    for candidate in planned.candidates:
+        keys = plan_keys(candidate.layout)
         choices.append({name: str(keys[name]) for name in COLUMNS})
         for key, name in (("pp", "schedule"), ("tp", "attention_exit"), ("ep", "dispatcher")):
             if keys[key] == 1:
                 choices[-1][name] = "-"
-    same = {key for key in COLUMNS if len({one[key] for one in choices}) == 1}
+    same = {key for key in COLUMNS if len({choice[key] for choice in choices}) == 1}
     effective = {key: value for key, value in choices[0].items() if value != "-"}
     alike = ", ".join(f"{key} {value}" for key, value in effective.items() if key in same)
     differing = [key for key in COLUMNS if key not in same]
@@ -545,11 +554,13 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
         rows=[
             (
                 f"{number}",
-                ", ".join(one.roles),
-                f"{one.alike or ''}",
+                ", ".join(candidate.roles),
+                f"{candidate.alike or ''}",
                 *(values[key] for key in differing),
             )
-            for number, one, values in zip(count(1), planned.candidates, choices, strict=False)
+            for number, candidate, values in zip(
+                count(1), planned.candidates, choices, strict=False
+            )
         ],
         num_names=2,
     )
@@ -568,7 +579,7 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
     sentences = [*judged(planned), f"binding: {planned.advice.binding}"]
     sentences += [f"assumed: {assumption}" for assumption in planned.certificate.assumptions]
     notes = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences]
-    named = [(one.asked, rival_sentences(one, best, capacity)) for one in planned.rivals]
+    named = [(rival.asked, rival_sentences(rival, best, capacity)) for rival in planned.rivals]
     priced = estimate(planned.model, best.layout, planned.cluster, _exact_plan(planned))
     traffic = Table(
         caption=f"One device of pipeline rank {priced.traffic_rank}, in a step",
@@ -577,22 +588,22 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
         num_names=2,
     )
     order, bars = {name: place for place, name in enumerate(PARTS)}, list[StackedBar]()
-    for number, one in enumerate(planned.candidates, start=1):
-        shares = sorted(step_parts(one.breakdown), key=lambda share: order.get(share[0], 99))
+    for number, candidate in enumerate(planned.candidates, start=1):
+        shares = sorted(step_parts(candidate.breakdown), key=lambda share: order.get(share[0], 99))
         pieces = [(name, x, f"{x:.4g} s ({percent:.1f} %)") for name, x, percent in shares if x > 0]
-        bars.append(StackedBar(f"layout {number}", pieces, f"{one.seconds:.4g} s"))
+        bars.append(StackedBar(f"layout {number}", pieces, f"{candidate.seconds:.4g} s"))
     times, drawn = "Seconds of a step, by part", {name for bar in bars for name, *_ in bar.pieces}
     summary = f"{times}, of {len(bars)} layouts."
     time_picture = stacked_bars("layout-times", times, summary, bars, unit="s")
     parts = "; ".join(f"{name}: {text}" for name, text in PARTS.items() if name in drawn)
     bars = [
         StackedBar(
-            f"layout {number}, pipeline rank {one.memory.rank}",
-            [(name, size, _size(size)) for name, size in memory_parts(one) if size > 0],
-            _size(one.memory.needed),
+            f"layout {number}, pipeline rank {candidate.memory.rank}",
+            [(name, size, _size(size)) for name, size in memory_parts(candidate) if size > 0],
+            _size(candidate.memory.needed),
             capacity,
         )
-        for number, one in enumerate(planned.candidates, start=1)
+        for number, candidate in enumerate(planned.candidates, start=1)
     ]
     memory = f"Memory of the fullest device ({PREDICTED_PEAK}), by part"
     usable = f"usable: {_size(capacity)} ({planned.pricing.usable_share:.1%})"

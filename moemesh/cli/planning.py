@@ -41,18 +41,18 @@ def estimate(request: EstimateRequest, as_json: AsJson = False) -> None:
     elif model is None or plan is None:
         fix = "--model tiny --plan dp=2"
         raise typer.BadParameter(f"give --model and --plan, or --config; fix: {fix}")
-    look: Any = {name: getattr(request, name) for name in ("rank", "headroom", "price")}
+    keywords: Any = {name: getattr(request, name) for name in ("rank", "headroom", "price")}
     with progress("estimating", quiet=as_json):
         if request.config is not None:
             from moemesh.data.sources import with_vocabulary
             from moemesh.sharding.load_run import load_run
 
             config = with_vocabulary(load_run([request.config])).config
-            priced = planner.estimate_run(config, request.cluster, **look)
+            priced = planner.estimate_run(config, request.cluster, **keywords)
         else:
             assert model is not None and plan is not None
             batch = request.seq_len, request.global_batch
-            priced = planner.estimate_named(model, request.cluster, plan, *batch, **look)
+            priced = planner.estimate_named(model, request.cluster, plan, *batch, **keywords)
     cache = None if request.cache is None else read_cache_size(request.cache)
     if as_json:
         typer.echo(strict_json(priced.to_json(cache), indent=2))
@@ -120,7 +120,8 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         from moemesh.cli.plan_text import plan_text
 
         is_shown = [
-            one.roles or request.top or explain for one in planned.candidates[: request.top]
+            candidate.roles or request.top or explain
+            for candidate in planned.candidates[: request.top]
         ]
         planned = replace(planned, candidates=tuple(compress(planned.candidates, is_shown)))
         file = str(write) if is_written else ""
@@ -149,7 +150,7 @@ def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
     with progress("cutting the model", quiet=as_json):
         partitions = compare(request)
     if as_json:
-        summaries = [one.summary() for one in partitions]
+        summaries = [cut.summary() for cut in partitions]
         rows = {"methods": summaries} if request.method == "all" else {}
         typer.echo(strict_json({**partitions[0].to_json(), **rows}, indent=2))
     else:
@@ -158,10 +159,10 @@ def partition(request: PartitionRequest, as_json: AsJson = False) -> None:
             heads = ("method", "seconds", "gap", "evaluations", "wall")
             compared = [
                 (
-                    *(one.method, f"{one.seconds:.6g}", f"{one.gap:.2%}"),
-                    *(f"{one.evaluations:,}", f"{one.wall_seconds:.3g} s"),
+                    *(cut.method, f"{cut.seconds:.6g}", f"{cut.gap:.2%}"),
+                    *(f"{cut.evaluations:,}", f"{cut.wall_seconds:.3g} s"),
                 )
-                for one in partitions
+                for cut in partitions
             ]
             typer.echo(f"\n{table(heads, compared)}")
 
@@ -198,16 +199,16 @@ def _text(cut: "Partition") -> str:
         if all(stage.assignment != number for stage in cut.stages):
             continue
         nodes = [
-            (one.group, one.operator, one.strategy, str(one.count), f"{one.seconds:.4g}")
-            for one in assignment.operators
+            (item.group, item.operator, item.strategy, str(item.count), f"{item.seconds:.4g}")
+            for item in assignment.operators
         ]
         edges = [
             (
-                *(one.group, f"{one.source} -> {one.target}", f"{one.before} -> {one.after}"),
-                f"{one.seconds:.4g}",
+                *(edge.group, f"{edge.source} -> {edge.target}", f"{edge.before} -> {edge.after}"),
+                f"{edge.seconds:.4g}",
             )
-            for one in assignment.edges
-            if one.seconds > 0
+            for edge in assignment.edges
+            if edge.seconds > 0
         ]
         heads = ("group", "operator", "strategy", "layers", "node seconds")
         lines += ["", f"assignment {number}", table(heads, nodes, left=3)]

@@ -93,8 +93,8 @@ def train(options: TrainOptions) -> None:
 
         fitted = fit_here(resolved.config, options.ranks, os.environ)
         if fitted.overrides():
-            keys = {one.partition("=")[0] for one in fitted.overrides()}
-            given = [one for one in overrides if one.partition("=")[0] not in keys]
+            keys = {override.partition("=")[0] for override in fitted.overrides()}
+            given = [override for override in overrides if override.partition("=")[0] not in keys]
             overrides = [*given, *fitted.overrides()]
             resolved = load(config, overrides)
             if fitted.is_printed:
@@ -208,10 +208,10 @@ def _data(data: "DataConfig") -> Iterator[str]:
     from moemesh.data.input_files import find
     from moemesh.data.sources import name_of, token_files, validation_source
 
-    every = [("data    ", source) for source in data.all_sources]
+    sources = [("data    ", source) for source in data.all_sources]
     if data.validation is not None:
-        every.append(("validate", validation_source(data)))
-    for title, source in every:
+        sources.append(("validate", validation_source(data)))
+    for title, source in sources:
         prefixes = token_files(source)
         files = [] if prefixes is not None else find(source.path, source.format)
         if prefixes is not None:
@@ -264,8 +264,8 @@ def launch(request: LaunchRequest) -> None:
     launchers = [name for name in get_args(Launcher) if getattr(request, name)]
     if len(launchers) != 1:
         fix = " or ".join(f"--{name}" for name in launchers or ("local", "slurm"))
-        one = "give one of --local, --torchrun, --slurm, --k8s, --sky"
-        raise typer.BadParameter(f"{one}; fix: {fix}")
+        message = "give one of --local, --torchrun, --slurm, --k8s, --sky"
+        raise typer.BadParameter(f"{message}; fix: {fix}")
     (launcher,) = launchers
     resolved = load(config, overrides)
     run = resolved.config

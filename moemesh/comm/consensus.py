@@ -61,19 +61,19 @@ def run_with_consensus(
     thread = threading.Thread(target=run, name="moemesh-consensus", daemon=True)
     thread.start()
     # This rank's outcome: the end of its work, a peer's failure or the timeout, whichever is first.
-    own: RankOutcome | None = None
-    while own is None:
+    outcome: RankOutcome | None = None
+    while outcome is None:
         thread.join(_POLL_SECONDS)
         if done:
-            own = done[0]
+            outcome = done[0]
         elif store.check(["raised"]):
             problem = "stopped because another rank failed"
-            own = RankOutcome(problem=problem, raised=True, followed=True)
+            outcome = RankOutcome(problem=problem, raised=True, followed=True)
         elif time.monotonic() > deadline:
-            own = RankOutcome(problem=f"no end after {timeout_seconds:g} s", raised=True)
-    if own.raised and not own.followed:
+            outcome = RankOutcome(problem=f"no end after {timeout_seconds:g} s", raised=True)
+    if outcome.raised and not outcome.followed:
         store.set("raised", "yes")
-    store.set(str(mesh.rank), json.dumps(asdict(own)))
+    store.set(str(mesh.rank), json.dumps(asdict(outcome)))
     keys = [str(rank) for rank in range(mesh.world_size)]
     while not store.check(keys) and time.monotonic() < deadline + _ANSWER_SECONDS:
         time.sleep(_POLL_SECONDS)

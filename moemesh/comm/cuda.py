@@ -127,26 +127,26 @@ def agree(
     """Raises DeviceError if this rank's device cannot be in a group with those of the others: CPU
     and CUDA, two compute capabilities, or (unless `shares`) one GPU of two ranks. Every rank calls
     it."""
-    own: dict[str, str] = {"type": device.type, "host": gethostname()}
+    facts: dict[str, str] = {"type": device.type, "host": gethostname()}
     if device.type == "cuda":
-        own["capability"] = _dotted(torch.cuda.get_device_capability(device))
-        key = f"device {own['host']} {torch.cuda.get_device_properties(device).uuid}"
+        facts["capability"] = _dotted(torch.cuda.get_device_capability(device))
+        key = f"device {facts['host']} {torch.cuda.get_device_properties(device).uuid}"
         if not shares and store.add(key, 1) > 1:
             raise DeviceError(
-                f"rank {rank} and another rank on {own['host']} have the same GPU: start at most "
+                f"rank {rank} and another rank on {facts['host']} have the same GPU: start at most "
                 "one rank for each, with LOCAL_RANK or CUDA_VISIBLE_DEVICES of its own, or set "
                 f"{SHARED_VARIABLE}=gloo, which is slow and for tests"
             )
     if rank == 0:
-        store.set("device of rank 0", json.dumps(own))
+        store.set("device of rank 0", json.dumps(facts))
         return
     store.wait(["device of rank 0"], timeout)
     first: dict[str, str] = json.loads(store.get("device of rank 0"))
     for key, words in (("type", "computes on"), ("capability", "has compute capability")):
-        if own.get(key) != first.get(key):
+        if facts.get(key) != first.get(key):
             raise DeviceError(
                 f"rank 0 on {first['host']} {words} {first.get(key)}, rank {rank} on "
-                f"{own['host']} {own.get(key)}: use machines of one kind, or {ON_CPU}"
+                f"{facts['host']} {facts.get(key)}: use machines of one kind, or {ON_CPU}"
             )
 
 

@@ -62,7 +62,7 @@ MODULE = ("moemesh",)
 _FIRST_NOTE_SECONDS, _NOTE_SECONDS = 3.0, 30.0
 #: Seconds by which NCCL's timeout exceeds `timeout_seconds`.
 _WATCHDOG_SECONDS = 60.0
-#: Longest wait in seconds for a watcher's verdict; separating a cause from its consequences takes less.
+#: Longest wait in seconds for a watcher's verdict; it needs less to find the cause.
 _VERDICT_SECONDS = 6.0
 #: Longest wait in seconds until a watcher has locked its folder: later, it could not start.
 _START_SECONDS = 5.0

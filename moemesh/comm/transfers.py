@@ -157,8 +157,8 @@ def all_gather_start(
         work = _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
     else:
         repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
-        own = [blocks[axis.index]] * axis.size
-        work = staged.all_to_all_single(_raw(gathered), repeated, blocks, own, axis)
+        inputs = [blocks[axis.index]] * axis.size
+        work = staged.all_to_all_single(_raw(gathered), repeated, blocks, inputs, axis)
     return partial(_after, ticket, work, lambda: gathered)
 
 
@@ -190,13 +190,13 @@ def reduce_scatter_start(
     row_bytes = _row_bytes(x)
     moved = wire.reduce_scatter([rows * row_bytes for rows in blocks], axis.index)
     ticket = record(axis, "reduce_scatter", phase, caller, moved)
-    x, dtype, own = x.contiguous(), x.dtype, blocks[axis.index]
+    x, dtype, num_rows = x.contiguous(), x.dtype, blocks[axis.index]
     work: Work | None
     if _is_nccl(axis) and len(set(blocks)) == 1 and not in_tree:
-        reduced = x.new_empty(own, *x.shape[1:])
+        reduced = x.new_empty(num_rows, *x.shape[1:])
         work = _reduce_scatter_nccl(reduced, x, group=axis.group, async_op=True)
         return partial(_after, ticket, work, lambda: reduced)
-    splits = [own] * axis.size
+    splits = [num_rows] * axis.size
     if _is_nccl(axis) or sum(blocks) * row_bytes <= _FEW_BYTES:
         received = x.new_empty(sum(splits), *x.shape[1:])
         work = staged.all_to_all_single(received, x, splits, blocks, axis)
@@ -278,12 +278,12 @@ def all_reduce_in_tree_(tensor: Tensor, axis: Axis, *, phase: str, caller: str) 
         return
     flat = tensor.view(-1)
     blocks = list(shard_sizes(flat.numel(), axis.size))
-    own = blocks[axis.index]
+    size = blocks[axis.index]
     moved = wire.all_reduce(flat.numel(), flat.element_size(), axis.size, axis.index)
     record(axis, "all_reduce", phase, caller, moved)
     with axis.ledger.paused():
-        parts = all_to_all(flat, axis, blocks, [own] * axis.size, phase=phase, caller=caller)
-        total = tree_sum(parts.split(own)) if own else parts
+        parts = all_to_all(flat, axis, blocks, [size] * axis.size, phase=phase, caller=caller)
+        total = tree_sum(parts.split(size)) if size else parts
         flat.copy_(all_gather(total, axis, blocks, phase=phase, caller=caller))
 
 

@@ -89,7 +89,7 @@ class ExpertConfig(Section):
     #: Tokens of a sequence that an expert takes, over its fair share; 0 takes all (dropless). With
     #: expert_choice, the number that each expert chooses; 0 is then the fair share itself.
     capacity_factor: Annotated[float, Range(0.0, 1e6)] = 0.0
-    #: Who stays when an expert is full: the largest weights, or the earliest tokens.
+    #: Choices that a full expert keeps: the largest weights, or the earliest tokens.
     capacity_policy: CapacityPolicy = "probability"
     #: A token that lost an expert keeps its total weight.
     capacity_renormalize: bool = False

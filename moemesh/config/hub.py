@@ -101,7 +101,7 @@ def local_folder(name: str, kind: Kind, key: str, only: Sequence[str] | None = N
 
 
 def repository_of(folder: str) -> str | None:
-    """The repository, ``models--owner--name``, that a folder is a snapshot of; None of another."""
+    """The repository, ``models--owner--name``, of a folder that is a snapshot; else None."""
     _, *homes = Path(folder).parts[-3:][::-1]
     return homes[1] if len(homes) == 2 and homes[0] == "snapshots" and "--" in homes[1] else None
 

@@ -155,6 +155,7 @@ class Layout(MeshDegrees, Shown):
                     groups += [group[start::size] for start in range(size)]
             return tuple(sorted(groups))
         view, spanned = AXES[axis]
+        # First ranks of groups, members relative to them, distance of neighbours in a dimension.
         first, members, distance = [0], [0], self.world_size
         for name, degree in self.dimensions(view).items():
             distance //= degree

@@ -392,16 +392,13 @@ def type_problems(
 
 
 def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDetails) -> Problem:
-    """One value of a wrong type or outside a list of names."""
+    """The problem of a value of a wrong type, or outside a list of names."""
     key, reason = f"{kind.section}.{field}", detail["type"]
     choices = choices_of(kind.model_fields[field].annotation)
     shown = cut(format_value(leaf.value), 60)
     if reason == "literal_error":
-        message, fix = (
-            f"{field} cannot be {shown}",
-            nearest_choice(str(detail["input"]), choices, key),
-        )
-        return leaf.problem("not-a-choice", key, message, fix)
+        fix = nearest_choice(str(detail["input"]), choices, key)
+        return leaf.problem("not-a-choice", key, f"{field} cannot be {shown}", fix)
     is_text = reason == "tuple_type" and kind.elements.get(field) is str
     expected = "a list of names" if is_text else _EXPECTED.get(reason)
     if key == SOURCES_KEY:
@@ -434,8 +431,8 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
 
 
 def _as_the_model(problem: Problem, base: ConfigSource) -> Problem:
-    """With the preset's or the folder's own size as the fix of one that no model could have: the
-    end of its range, such as one channel, would be legal and of no use."""
+    """`problem` with the value of the preset or folder as its fix, if a size is below 1 or the fix
+    is only the default: the end of the range, such as one channel, would be legal and useless."""
     leaf = base.leaves.get(problem.key)
     given, is_outside = problem.value, problem.code == "out-of-range"
     is_low = is_outside and isinstance(given, (int, float)) and given < 1

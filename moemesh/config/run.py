@@ -23,7 +23,7 @@ from moemesh.config.tuning import Tuning
 
 
 class Projection(NamedTuple):
-    """A projection of one kind of block: its name, the block, and numbers in and out."""
+    """A projection of one kind of block: its name, the block, and its numbers of channels."""
 
     target: str
     block: str
@@ -48,16 +48,16 @@ def projections(model: ModelConfig) -> list[Projection]:
     hidden, heads, rank = model.hidden_size, model.num_heads, model.q_lora_rank
     queries, keys = heads * model.query_head_dim, model.num_kv_heads * model.head_dim
     latent = model.kv_lora_rank
-    own = [("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys)]
+    attention = [("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys)]
     if model.attention == "mla":
-        down = [("q_a_proj", hidden, rank), ("q_b_proj", rank, queries)] if rank else own[:1]
-        own = [
-            *down,
+        low_rank = [("q_a_proj", hidden, rank), ("q_b_proj", rank, queries)]
+        attention = [
+            *(low_rank if rank else attention[:1]),
             ("kv_a_proj_with_mqa", hidden, latent + model.qk_rotary_head_dim),
             ("kv_b_proj", latent, heads * (model.qk_nope_head_dim + model.v_head_dim)),
         ]
-    own.append(("o_proj", heads * model.value_head_dim, hidden))
-    all_projections = [Projection(target, "attention", *sizes) for target, *sizes in own]
+    attention.append(("o_proj", heads * model.value_head_dim, hidden))
+    all_projections = [Projection(target, "attention", *sizes) for target, *sizes in attention]
     for block, width in (
         ("mlp", model.intermediate_size if model.num_dense_layers else 0),
         ("shared experts", model.shared_width if model.num_moe_layers else 0),
@@ -76,8 +76,8 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
     lora = model.lora
     if not lora.rank:
         return []
-    known, problems = projections(model), list[Problem]()
-    names = tuple(dict.fromkeys(module.target for module in known))
+    modules, problems = projections(model), list[Problem]()
+    names = tuple(dict.fromkeys(module.target for module in modules))
     for target in lora.targets:
         if target not in (*names, ALL_LINEAR):
             message = f"targets names {target}, and the model has no such projection"
@@ -87,7 +87,7 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
     is_named = model.architecture is not None
     adapted = [
         module
-        for module in known
+        for module in modules
         if module.target in lora.targets or (not is_named and lora.adapts(module.target))
     ]
     if adapted:

@@ -10,6 +10,7 @@ from moemesh.config.limits import parse_toml
 
 _ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r"}
 
+#: A token of TOML: a text, a comment, a bracket, "=", the end of a line, blanks, other characters.
 _TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?"{3,5}'  # multi-line text
     r"|'''.*?'{3,5}"

@@ -1,7 +1,8 @@
 """Refusals: legal configurations that `moemesh train` cannot run yet, in one table.
 
-`moemesh train` and `config check` refuse by it, the planner names what it finds here beside a plan,
-and ``plan --trainable`` keeps to the rest. Only the machine itself adds to it (is a kernel there?).
+`moemesh train` and `config check` report them as problems, the planner lists them with a plan, and
+``plan --trainable`` leaves such plans out. Other refusals depend on the machine alone, such as that
+of a missing kernel.
 """
 
 from __future__ import annotations

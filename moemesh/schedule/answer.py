@@ -174,13 +174,13 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
     """The schedule of a file, of a search or by name. Options that do not belong to it are added to
     `problems`, other problems raise ValueError."""
     path = Path(request.name)
-    known = request.name in SCHEDULES or request.name == "search"
+    is_known = request.name in SCHEDULES or request.name == "search"
     looks_like_a_file = path.suffix in (".txt", ".csv") or "/" in request.name
-    if not known and (looks_like_a_file or path.is_file()):
+    if not is_known and (looks_like_a_file or path.is_file()):
         return read(path, request), ("read from a file and checked",), None
     given = {"ranks": request.ranks, "microbatches": request.microbatches}
     missing = [f"--{name}" for name, value in given.items() if value is None]
-    if missing and known:
+    if missing and is_known:
         problems.append(f"{request.name} needs {' and '.join(missing)}")
     ranks = 1 if request.ranks is None else request.ranks
     # For a missing number, one that most schedules are defined for: it finds the other problems.
@@ -240,7 +240,7 @@ def read(path: Path, request: ScheduleRequest) -> Schedule:
     from moemesh.schedule.check import check
 
     schedule = load(path)
-    known = {
+    numbers = {
         "ranks": (request.ranks, schedule.num_ranks),
         "microbatches": (request.microbatches, schedule.total_microbatches),
         "stages-per-rank": (request.stages_per_rank, schedule.stages_per_rank),
@@ -248,7 +248,7 @@ def read(path: Path, request: ScheduleRequest) -> Schedule:
     }
     clashes = [
         f"--{name} {given}, but {path} has {number}"
-        for name, (given, number) in known.items()
+        for name, (given, number) in numbers.items()
         if given is not None and given != number
     ]
     rule = {"window": request.window, "in-flight": request.max_in_flight}

@@ -93,9 +93,9 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
 def _differing(old: Any, new: Any) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """(path of keys, old value, new value) of each difference of two nested dictionaries."""
     if isinstance(old, dict) and isinstance(new, dict):
-        one, other = cast("dict[str, Any]", old), cast("dict[str, Any]", new)
-        for key in sorted(one.keys() | other.keys()):
-            for rest, a, b in _differing(one.get(key), other.get(key)):
+        before, after = cast("dict[str, Any]", old), cast("dict[str, Any]", new)
+        for key in sorted(before.keys() | after.keys()):
+            for rest, a, b in _differing(before.get(key), after.get(key)):
                 yield (key, *rest), a, b
     elif old != new:
         yield (), old, new

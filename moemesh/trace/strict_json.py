@@ -22,9 +22,9 @@ def strict_json(value: Any, indent: int | None = None) -> str:
 def finite(value: Any) -> Any:
     """`value`, also nested in mappings and lists, with None for infinities and NaN."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {key: finite(item) for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]  # pyright: ignore[reportUnknownVariableType]
+        return [finite(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -171,7 +171,7 @@ def test_what_torch_says(
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(examination, "_ask_torch", lambda _: (answers, "boom"))
+    monkeypatch.setattr(examination, "_run_ranks", lambda _: (answers, "boom"))
     monkeypatch.setattr(examination, "signs_of_gpus", lambda: signs)
     findings: list[Diagnosis] = list(CHECKS["torch"](Path(), {}))
     by_name = of(findings)

@@ -30,8 +30,7 @@ from moemesh.schedule.search.improve import State, evaluated, improve
 from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
 from moemesh.schedule.simulate import simulate
 
-#: Operations that list scheduling, and evaluations of moves, go through at effort 1 (a second
-#: each).
+#: Operations that list scheduling, and evaluations of moves, go through (about a second).
 GREEDY_OPERATIONS = 120_000
 IMPROVE_OPERATIONS = 2_500_000
 #: Most partial orders of the exact search, and most operations for which it is tried.
@@ -190,7 +189,7 @@ def search(
 
 
 def _search_placement(
-    question: _Question, problem: SearchProblem, known: Sequence[_Fitting], effort: float
+    question: _Question, problem: SearchProblem, candidates: Sequence[_Fitting], effort: float
 ) -> tuple[_Fitting | None, float]:
     """The best schedule of one placement, None when none was found, and a lower bound on it."""
     # Shortest times, with the full backwards and blocks that hand-made schedules may use.
@@ -205,7 +204,7 @@ def _search_placement(
         block = 0 if callable(overlapped) else costs.entry((Op("F", 0, 0), Op("B", 0, 0)))
     bound = lower_bound(problem, shortest_times(problem, full, block))
     states: list[tuple[str, State]] = []
-    for candidate in known:
+    for candidate in candidates:
         letters = problem.letters(candidate.schedule)
         state = evaluated(problem, letters) if letters else None
         if state is not None:
@@ -236,7 +235,7 @@ def _search_placement(
             origin, best = "improved", better
     if applies(problem) and problem.num_operations <= EXACT_OPERATIONS:
         # An exhausted search below the best known cost proves that it is the optimum.
-        reached = min([best.times.cost, *(candidate.cost for candidate in known)])
+        reached = min([best.times.cost, *(candidate.cost for candidate in candidates)])
         if reached > target:
             exact = branch_and_bound(problem, reached, max_nodes=int(EXACT_NODES * effort))
             if exact.letters is not None and (state := evaluated(problem, exact.letters)):

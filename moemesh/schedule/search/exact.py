@@ -57,7 +57,7 @@ def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> 
             if cost < tree.best:
                 tree.best, tree.best_node = cost, node
             continue
-        # The stack pops the last first: the likeliest child goes on top.
+        # The stack pops the last first: the likeliest child is pushed last.
         stack.extend(reversed(tree.children(node)))
     letters, node = None, tree.best_node
     if node is not None:
