@@ -313,6 +313,6 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
     # Experts that span nodes, or a clearly smaller exchange inside a node.
     chosen, groups = shape.experts_per_token, (shape.router_groups, shape.router_groups_kept)
     fewer = visited_nodes(shape.num_experts, chosen, experts[0], *groups) < TWO_HOP_SHARE * chosen
-    deduplicated = (experts[0] * experts[1] > space.node_size) | fewer
+    deduplicated = (experts[0] * experts[1] > space.node_size) | (fewer & (experts[0] > 1))
     columns = (np.ascontiguousarray(column)[:, None] for column in dense)
     return Columns(*columns, *experts, deduplicated=deduplicated)
