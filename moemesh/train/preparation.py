@@ -221,8 +221,8 @@ def _long_warmup(start: Start) -> Iterator[str]:
         yield (
             f"train.warmup_steps = {train.warmup_steps} must be below train.steps = "
             f"{train.steps}: the learning rate ends at "
-            f"{train.lr * train.steps / train.warmup_steps:.1e} and never falls; warm up for "
-            f"{max(train.steps // 10, 1)} steps, for example"
+            f"{train.lr * train.steps / train.warmup_steps:.1e} and never falls; --set "
+            f"train.warmup_steps={train.steps // 10}, for example"
         )
 
 
