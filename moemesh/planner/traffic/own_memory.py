@@ -5,13 +5,13 @@ Model states are exact, activations approximate.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
@@ -21,6 +21,7 @@ from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
 from moemesh.planner.traffic.gradient_buffers import most_gradient_buffers
+from moemesh.planner.traffic.held_memory import HeldMemory, Saved, SavedTensors
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     RankStep,
@@ -33,7 +34,6 @@ from moemesh.schedule.step import PipelineStep, weight_copies
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pair
 from moemesh.trace.memory_profile import (
-    DEFERRED,
     LOGITS,
     ONE_PASS_NUMBERS,
     MemoryProfile,
@@ -121,39 +121,8 @@ def predict_states(
 
 # Activations: tensors kept for the backward.
 #
-# First the kept tensors of each part of a forward, then a rank's operations in their order. A
-# forward keeps tensors, a backward frees them from the last layer to the first. Recomputed tensors
-# are added just before their backward, and an input half keeps the inputs of its weight half.
-
-
-class Saved(NamedTuple):
-    """Bytes that one operation keeps from its forward to its backward.
-
-    In a split backward `held` of them stay until the weight half, and the input half adds
-    `gradient` bytes. `is_recomputed` bytes are allocated by recomputation, just before the
-    backward. `is_shared`: one storage for all layers of a forward. `working` bytes exist only while
-    the operation runs, forward or backward. `pauses`: in an overlapped block the computation pauses
-    before and after the operation, while rows are in flight.
-    """
-
-    kind: str
-    size: float
-    held: float = 0.0
-    gradient: float = 0.0
-    is_recomputed: bool = False
-    is_shared: bool = False
-    working: float = 0.0
-    pauses: bool = False
-
-
-class SavedTensors(NamedTuple):
-    """Tensors that one layer (or end of the model) keeps, in the order of its forward. `input`:
-    bytes of its input, the only kept tensor if the layer is recomputed as a whole (None: it never
-    is); `entry`: the part of them that is also the first operation's kept tensor."""
-
-    saved: list[Saved]
-    input: float | None = None
-    entry: float = 0.0
+# First the kept tensors of each part of a forward, then a rank's operations in their order
+# (:mod:`moemesh.planner.traffic.held_memory`).
 
 
 _INT64, _FLOAT64 = 8, 8
@@ -519,7 +488,7 @@ def predict_activations(
         placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
     )
     plan, schedule, stages = placement.plan, placement.schedule, cache(memory.stage)
-    held = _Held(is_full=plan.recompute == "full")
+    held = HeldMemory(is_full=plan.recompute == "full")
     for entry in schedule.orders[memory.coordinates["pp"]]:
         ops = sorted(entry, key=lambda op: op.kind != "F")
         runs = [
@@ -536,95 +505,6 @@ def predict_activations(
                 deque(islice(runs[1], segments), maxlen=0)
         deque(chain.from_iterable(runs), maxlen=0)
     return {kind: round(size) for kind, size in held.peak.items() if round(size)}
-
-
-class _Held:
-    """Bytes by kind that are allocated now, and at the peak. Operations yield where they pause."""
-
-    def __init__(self, *, is_full: bool) -> None:
-        #: Layers are recomputed as a whole.
-        self.is_full = is_full
-        self.now: defaultdict[str, float] = defaultdict(float)
-        self.peak: dict[str, float] = {}
-        self._total = self._most = 0.0
-
-    def run(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
-        """One operation (F, B, I or W) on the layers of a stage."""
-        if kind == "F":
-            return self._forward(layers)
-        return self._weight_half(layers) if kind == "W" else self._backward(kind, layers)
-
-    def _add(self, kind: str, size: float) -> None:
-        self.now[kind] += size
-        self._total += size
-        if self._total > self._most:
-            self._most, self.peak = self._total, dict(self.now)
-
-    def _work(self, saved: Saved) -> None:
-        self._add(saved.kind, saved.working)
-        self._add(saved.kind, -saved.working)
-
-    def _forward(self, layers: list[SavedTensors]) -> Iterator[None]:
-        shared: set[str] = set()
-        for layer in layers:
-            if self.is_full and layer.input is not None:
-                self._add("stream", layer.input)
-                continue
-            for saved in layer.saved:
-                if saved.pauses:
-                    yield
-                if not saved.is_recomputed and not (saved.is_shared and saved.kind in shared):
-                    self._add(saved.kind, saved.size)
-                self._work(saved)
-                if saved.is_shared:
-                    shared.add(saved.kind)
-                if saved.pauses:
-                    yield
-
-    def _weight_half(self, layers: list[SavedTensors]) -> Iterator[None]:
-        # In the order of the input half: the head comes first.
-        for saved in chain.from_iterable(reversed(layer.saved) for layer in reversed(layers)):
-            self._work(saved)
-            self._add(saved.kind, -saved.held)
-            self._add(DEFERRED, -saved.gradient)
-        yield from ()
-
-    def _backward(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
-        #: Kind of a shared storage -> index of the first layer that keeps it.
-        first: dict[str, int] = {}
-        for index, layer in enumerate(layers):
-            for saved in layer.saved:
-                if saved.is_shared:
-                    first.setdefault(saved.kind, index)
-        for index, layer in reversed(list(enumerate(layers))):
-            whole = layer.input if self.is_full else None
-            if whole is not None:
-                # The whole layer is recomputed from its input, which stays allocated.
-                self._add(layer.saved[0].kind, -layer.entry)
-                for saved in layer.saved:
-                    self._add(saved.kind, saved.size)
-            made = whole is not None
-            for saved in reversed(layer.saved):
-                pauses = saved.pauses and whole is None
-                if pauses:
-                    yield
-                self._work(saved)
-                if saved.is_recomputed and not made:
-                    made = True
-                    for other in layer.saved:
-                        if other.is_recomputed:
-                            self._add(other.kind, other.size)
-                if kind == "I":
-                    self._add(DEFERRED, saved.gradient)
-                is_shared = saved.is_shared and not saved.is_recomputed
-                is_kept_on = is_shared and index > first[saved.kind]
-                if whole is not None or not is_kept_on:
-                    self._add(saved.kind, (saved.held if kind == "I" else 0.0) - saved.size)
-                if pauses:
-                    yield
-            if whole is not None:
-                self._add("stream", -whole)
-                self._add(layer.saved[0].kind, layer.entry)
 
 
 def predict_memory(
