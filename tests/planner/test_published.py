@@ -10,13 +10,8 @@ import pytest
 from moemesh.config.devices import GIB, accelerator_of
 from moemesh.config.errors import UserError
 from moemesh.config.sources import read_preset_table
-from moemesh.planner.accuracy.published import (
-    annotated_row,
-    parse_run,
-    read_runs,
-    step_flops,
-    uniform_row,
-)
+from moemesh.planner.accuracy.cells import annotated_row, uniform_row
+from moemesh.planner.accuracy.published import parse_run, read_runs, step_flops
 from moemesh.planner.accuracy.validate import predict
 from moemesh.planner.memory import estimate_memory
 from moemesh.planner.parameters import count_parameters

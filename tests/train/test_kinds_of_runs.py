@@ -55,8 +55,12 @@ def test_a_pipeline_is_resumed_as_another_one_and_as_none(
     assert_same_losses(runs.metrics(out), one_device)
 
 
-def searched(tmp_path: Path, invoke: Invoke) -> tuple[Path, dict[str, Any]]:
+@pytest.fixture
+def searched(
+    tmp_path: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, dict[str, Any]]:
     """A run of `train` with the file of `schedule search --save`, by a relative path."""
+    monkeypatch.chdir(tmp_path)
     words = ["schedule", "search", "--ranks", "2", "--microbatches", "4", "--stages-per-rank", "2"]
     _, saved, _ = invoke(*words, "--save", "s.txt")
     assert "moemesh train --set plan.pp=2 --set plan.stages_per_rank=2" in saved
@@ -67,14 +71,11 @@ def searched(tmp_path: Path, invoke: Invoke) -> tuple[Path, dict[str, Any]]:
 
 
 def test_a_searched_schedule_trains_from_the_command_line(
-    tmp_path: Path,
     one_device: list[dict[str, Any]],
-    invoke: Invoke,
-    monkeypatch: pytest.MonkeyPatch,
+    searched: tuple[Path, dict[str, Any]],
 ) -> None:
     """With the timeline of the simulation beside the measured one."""
-    monkeypatch.chdir(tmp_path)
-    out, _ = searched(tmp_path, invoke)
+    out, _ = searched
     assert_same_losses(runs.metrics(out), one_device)
     assert (out / "schedule.txt").read_text() == Path("s.txt").read_text()
     measured, simulated = (
@@ -93,13 +94,10 @@ def test_a_searched_schedule_trains_from_the_command_line(
 
 @pytest.mark.slow
 def test_a_run_resumes_when_the_file_of_its_schedule_is_gone(
-    tmp_path: Path,
     one_device: list[dict[str, Any]],
-    invoke: Invoke,
-    monkeypatch: pytest.MonkeyPatch,
+    searched: tuple[Path, dict[str, Any]],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    out, keys = searched(tmp_path, invoke)
+    out, keys = searched
     shutil.rmtree(out / "checkpoints" / "step-4")
     Path("s.txt").unlink()
     output = runs.said(*runs.arguments(out, **keys))
@@ -109,13 +107,11 @@ def test_a_run_resumes_when_the_file_of_its_schedule_is_gone(
 
 @pytest.mark.slow
 def test_a_run_resumes_with_a_schedule_that_has_changed(
-    tmp_path: Path,
     one_device: list[dict[str, Any]],
+    searched: tuple[Path, dict[str, Any]],
     invoke: Invoke,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    out, keys = searched(tmp_path, invoke)
+    out, keys = searched
     shutil.rmtree(out / "checkpoints" / "step-4")
     invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "4", "--save", "s.txt")
     output = runs.said(*runs.arguments(out, **keys))

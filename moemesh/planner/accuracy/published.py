@@ -9,18 +9,27 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from moemesh.config.devices import GIB, Accelerator, accelerator_of
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_json
-from moemesh.config.plan import DEGREES, ScheduleName
+from moemesh.config.plan import ScheduleName
 from moemesh.config.sources import preset_names, read_preset_table
-from moemesh.config.suggest import aliases, nearest_name
+from moemesh.config.suggest import nearest_name
+from moemesh.planner.accuracy.cells import (
+    NEEDED_COLUMNS,
+    annotated_row,
+    decimal_in,
+    measured_in,
+    own_columns,
+    spellings,
+    uniform_row,
+    whole_in,
+)
 from moemesh.planner.parameters import count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.load_shape import (
@@ -35,93 +44,10 @@ from moemesh.planner.stage_cut import cut_by_weight, even_cut
 from moemesh.planner.timing.columns import KERNELS, Software
 from moemesh.schedule.build import require_defined
 
-# Rows of run tables: uniform spellings, columns from notes and sources, and the layout.
-#
-# Tables of other teams write "OOM" or "out of memory", "ZeRO-1" or "1", "4k" or "4096", "n/a" or
-# nothing. An unknown spelling is left unchanged, and is reported in the row's reason. Facts that
-# only a remark or the source of a table contains are added as columns; a table may also have these
-# columns itself. Spellings and rules are those of ``presets/calibration/rows.toml``.
-
-
-#: Software stack of runs whose table names none: the author's own.
-OWN_STACK = "own"
-_COUNTS = ("gpus", "nodes", "node_gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs",
-           "accumulation", "gbs", "seq")  # fmt: skip
-_COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)", re.IGNORECASE)
-
-
-@cache
-def _tables() -> dict[str, Any]:
-    """``columns.names``: (pattern of a name, our column, unit); ``unit``: column -> unit -> factor;
-    ``spelling``: column -> (pattern of a whole cell, uniform spelling), the first match counts;
-    ``precision``: number type -> pattern; ``recompute``: word -> part of a layout's recomputation;
-    ``rule``: in order, "when" (column -> pattern) and "set" (column -> value)."""
-    return read_preset_table("rows", "calibration")
-
-
-def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Our column and the unit of its cells for each column of a table, as far as its name is known
-    and the table has no column of that name. Other characters than letters and digits count as
-    underscores: "Tokens / sec / GPU" is "tokens_sec_gpu"."""
-    names = [re.sub(r"\W+", "_", name.lower().replace("#", "num ")).strip("_") for name in names]
-    dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp"}
-    columns: list[tuple[str, str]] = []
-    for name in names:
-        key = aliases().get(name, "")
-        known = [(dotted.get(key, key.partition(".")[2]), "")] if key else []
-        known += [
-            (column, unit)
-            for pattern, column, unit in _tables()["columns"]["names"]
-            if re.fullmatch(pattern, name)
-        ]
-        taken = {*names, *(column for column, _ in columns)}
-        free = (own for own in known if own[0] not in taken and own[0] in _READ)
-        columns.append(next(free, (name, "")))
-    return columns
-
-
-def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
-    """The row with uniform spellings; other columns are unchanged."""
-    uniform, spellings = dict(row), _tables()["spelling"]
-    for name in uniform.keys() & {*spellings, *_COUNTS}:
-        text = uniform[name].strip()
-        known = (
-            match.expand(word)
-            for pattern, word in spellings.get(name, spellings["count"])
-            if (match := re.fullmatch(pattern, text, re.IGNORECASE))
-        )
-        uniform[name] = next(known, text)
-        if name in _COUNTS and (number := _COUNT.fullmatch(uniform[name])):
-            digits, unit = number[1].replace(",", ""), number[2].lower()
-            # Sequences are counted in 1024 tokens: "4k" is 4096, and only they in 1024 x 1024.
-            tokens = float(digits) * 1024 ** (1 + (unit == "m"))
-            if not unit or (tokens.is_integer() and (unit == "k" or name == "seq")):
-                uniform[name] = str(int(tokens)) if unit else digits
-    return uniform
-
-
-def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
-    """The row with additional columns from the rules; columns that it has are kept.
-
-    `generation` is that of its device, "" if unknown.
-    """
-    columns = dict(row) | {"generation": generation}
-    flags = re.IGNORECASE | re.DOTALL
-    for rule in _tables()["rule"]:
-        when = rule.get("when", {}).items()
-        matches = [re.search(pattern, columns.get(name, ""), flags) for name, pattern in when]
-        if all(matches):
-            for name, word in rule["set"].items():
-                # A word with \\1 is the text that the last pattern captured.
-                value = matches[-1].expand(word) if matches and matches[-1] else word
-                columns[name] = columns.get(name) or value
-    columns["stack"] = columns.get("stack") or row.get("src") or OWN_STACK
-    return columns
-
 
 def recompute_from_words(text: str) -> frozenset[str]:
     """The recomputation in a table's column `recompute`; raises ConfigError for unknown words."""
-    known = _tables()["recompute"]
+    known = spellings()["recompute"]
     inner = re.sub(r"^selective\s*\((.*)\)$", r"\1", text.strip().lower())
     parts = [part.strip() for part in re.split(r"[,+;]", inner or "none")]
     if unknown := [part for part in parts if part not in known]:
@@ -144,20 +70,20 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         raise ValueError(f"zero is `{zero_text}`: a stage of ZeRO from 0 to 3, or FSDP")
     zero = int(grouped.group(1) if grouped else zero_text or 0)
     is_sized = grouped and grouped.group(2).isdecimal()
-    group = int(grouped.group(2)) if grouped and is_sized else _int(row, "shard_group", 0)
+    group = int(grouped.group(2)) if grouped and is_sized else whole_in(row, "shard_group", 0)
     if missing := [name for name in ("gpus", "seq", "gbs") if not row.get(name, "").strip()]:
         raise ConfigError(
             Problem.of("missing", name, None, f"the row prints no `{name}`") for name in missing
         )
     chunks = row.get("vpp", "").strip()
     dualpipe = chunks.lower() == "dualpipe"
-    stages = 1 if dualpipe else _int(row, "vpp", 1)
-    tp, pp, cp = (_int(row, name, 1) for name in ("tp", "pp", "cp"))
+    stages = 1 if dualpipe else whole_in(row, "vpp", 1)
+    tp, pp, cp = (whole_in(row, name, 1) for name in ("tp", "pp", "cp"))
     others = tp * pp * cp
-    dp = _int(row, "dp", 0) or max(_int(row, "gpus", others) // others, 1)
+    dp = whole_in(row, "dp", 0) or max(whole_in(row, "gpus", others) // others, 1)
     several: ScheduleName = "interleaved_1f1b" if stages > 1 else "1f1b"
     # Wordings such as "MXFP8" and "amp_bf16".
-    text, patterns = row.get("precision", "").strip().lower(), _tables()["precision"]
+    text, patterns = row.get("precision", "").strip().lower(), spellings()["precision"]
     precision: Precision | None = next((x for x in patterns if re.search(patterns[x], text)), None)
     if precision is None:
         raise ValueError(f"precision is `{text}`: known are bf16, fp16, fp32, fp8 and fp4")
@@ -168,12 +94,12 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=_int(row, "ep", 1),
-        etp=_int(row, "etp", 1),
+        ep=whole_in(row, "ep", 1),
+        etp=whole_in(row, "etp", 1),
         dp=dp,
-        seq_len=_int(row, "seq", 0),
-        global_batch=_int(row, "gbs", 0),
-        microbatch=_int(row, "mbs", 1),
+        seq_len=whole_in(row, "seq", 0),
+        global_batch=whole_in(row, "gbs", 0),
+        microbatch=whole_in(row, "mbs", 1),
         schedule="dualpipe" if dualpipe else several,
         stages_per_rank=stages,
         sequence_parallel=row.get("sp", "").strip() == "1",
@@ -192,48 +118,6 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         dtype=precision if precision in ("float16", "float32") else "bfloat16",
     )
 
-
-def _decimal(row: Mapping[str, str], name: str) -> float:
-    """The number in a column, 0 for an empty cell. Raises ValueError."""
-    try:
-        return float(row.get(name) or 0)
-    except ValueError:
-        raise ValueError(f"{name} is `{row[name]}`: not a number") from None
-
-
-def _int(row: Mapping[str, str], name: str, default: int) -> int:
-    """The whole number in a column, `default` for an empty cell. Raises ValueError."""
-    text = row.get(name, "").strip()
-    try:
-        number = float(text or default)
-    except ValueError:
-        number = 0.5
-    if number != int(number):
-        raise ValueError(f"{name} is `{text}`: not a whole number")
-    if number < (name in DEGREES and text != ""):
-        raise ValueError(f"{name} is `{text}`: at least 1")
-    return int(number)
-
-
-#: Columns that a table must have.
-NEEDED_COLUMNS = ("arch", "hardware", "seq")
-
-#: Measured columns, with the least and the largest number that a run can show.
-_MEASURED = {
-    "step_time_s": (1e-6, 1e8),
-    "tokens_s_gpu": (1e-6, 1e12),
-    "tokens_s": (1e-6, 1e15),
-    "samples_s": (1e-9, 1e12),
-    "tflops_gpu": (1e-9, 1e9),
-    "mfu_pct": (1e-9, 1e3),
-    "hfu_pct": (1e-9, 1e3),
-    "mem_gib": (1e-6, 1e6),
-    "batch_tokens": (1, 1e12),
-}
-
-#: Columns that may have another name.
-_READ = frozenset({"id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
-                   "recompute", "status", "stack"})  # fmt: skip
 
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
 _MEASURED_MEMORY = ("", "max_memory_allocated", "peak (max over ranks)", "peak", "allocated")
@@ -405,9 +289,9 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         shape = _shape(row.get("arch", ""), archs)
         layout = from_run(row)
         _check(row, shape, layout, device)
-        seconds, memory = _measured_seconds(row, shape, layout, device), _number(row, "mem_gib")
+        seconds, memory = _measured_seconds(row, shape, layout, device), measured_in(row, "mem_gib")
         software = software_of(row, layout)
-        if capacity := _decimal(row, "capacity"):
+        if capacity := decimal_in(row, "capacity"):
             # With real routing the fullest expert rank is full, with padded experts every rank is.
             is_full = software.natural_routing or row.get("padded") == "1"
             layout = layout.changed(imbalance=max(capacity, 1.0) if is_full else 1.0)
@@ -469,7 +353,9 @@ def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
 def _one_a_stage(row: Mapping[str, str]) -> str:
     """Sequences of a microbatch when a replica's batch is cut in as many as there are stages."""
     try:
-        size, rest = divmod(_int(row, "gbs", 0), _int(row, "dp", 1) * _int(row, "pp", 1))
+        size, rest = divmod(
+            whole_in(row, "gbs", 0), whole_in(row, "dp", 1) * whole_in(row, "pp", 1)
+        )
     except (ValueError, ZeroDivisionError):
         return ""
     return str(size) if size and not rest else ""
@@ -486,14 +372,14 @@ def _batch(row: Mapping[str, str]) -> str:
     that its time and rate imply, else one microbatch for each replica without a pipeline, whose
     rate depends on their number."""
     try:
-        world, seq = _int(row, "gpus", 1), _int(row, "seq", 0)
-        others = _int(row, "tp", 1) * _int(row, "cp", 1) * _int(row, "pp", 1)
-        replicas, size = _int(row, "dp", 0) or max(world // others, 1), _int(row, "mbs", 0)
-        if (tokens := _number(row, "batch_tokens")) and seq:
+        world, seq = whole_in(row, "gpus", 1), whole_in(row, "seq", 0)
+        others = whole_in(row, "tp", 1) * whole_in(row, "cp", 1) * whole_in(row, "pp", 1)
+        replicas, size = whole_in(row, "dp", 0) or max(world // others, 1), whole_in(row, "mbs", 0)
+        if (tokens := measured_in(row, "batch_tokens")) and seq:
             return _whole_batch(tokens / seq, replicas * max(size, 1))
-        if size and (accumulation := _int(row, "accumulation", 0)):
+        if size and (accumulation := whole_in(row, "accumulation", 0)):
             return str(size * accumulation * replicas)
-        seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_s_gpu")
+        seconds, rate = measured_in(row, "step_time_s"), measured_in(row, "tokens_s_gpu")
         if seconds and rate and seq:
             implied = seconds * rate * world / seq
             return str(round(implied)) if abs(implied / round(implied) - 1) < _ROUNDED else ""
@@ -523,11 +409,11 @@ _IMPOSSIBLE_SHARE = 20
 def _check(
     row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout, device: Accelerator
 ) -> None:
-    world = _int(row, "gpus", 1)
+    world = whole_in(row, "gpus", 1)
     if world > 1 and not any(row.get(name) for name in ("tp", "pp", "dp", "zero")):
         raise ValueError("tp, pp, dp, zero: the row prints no layout")
     tokens = layout.global_batch * layout.seq_len
-    seconds, rate = _number(row, "step_time_s"), _number(row, "tokens_s_gpu")
+    seconds, rate = measured_in(row, "step_time_s"), measured_in(row, "tokens_s_gpu")
     if seconds and rate and not 0.8 < seconds * rate * world / tokens < 1.25:
         raise ValueError(
             f"step_time_s x tokens_s_gpu x gpus is {seconds * rate * world:,.0f} tokens, but gbs x "
@@ -593,52 +479,26 @@ def software_of(row: Mapping[str, str], layout: PlannedLayout) -> Software:
     )
 
 
-_QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
-#: A comma before other than three digits is that of decimals.
-_DECIMAL_COMMA = re.compile(r"(?<=\d),(?=(\d{1,2}|\d{4,})(?!\d)(?!,))")
-
-
-def _number(row: Mapping[str, str], name: str) -> float | None:
-    """The number of a measured column; None for a cell without one. Raises ValueError for a number
-    that is impossible for a run."""
-    text = row.get(name, "")
-    if text.lower() in ("", "-", "n/a", "na", "none"):
-        return None
-    match = _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", text.lower()))
-    units = {"": 1.0, **_tables()["unit"][name]}
-    unit = re.sub(r"[_/](gpu|device)$", "", match[3]) if match else None
-    if match is None or unit not in units:
-        known = ", ".join(list(units)[1:])
-        raise ValueError(f"{name} is `{text}`: not a number, alone or with a unit ({known})")
-    number = float(match[1].replace(",", "")) * (1000 if match[2] else 1) * units[unit]
-    if name in ("mfu_pct", "hfu_pct") and number <= 1 and not unit:
-        number *= 100  # a share
-    least, most = _MEASURED[name]
-    if not least <= number <= most:
-        raise ValueError(f"{name} is `{text}`: a run shows from {least:g} to {most:g}")
-    return number
-
-
 def _measured_seconds(
     row: Mapping[str, str], shape: ModelShape, layout: PlannedLayout, device: Accelerator
 ) -> float | None:
     """The step time, printed or converted from TFLOP/s or MFU by the row's own convention."""
     if (row.get("status", "") or "ok") != "ok":
         return None
-    if printed := _number(row, "step_time_s"):
+    if printed := measured_in(row, "step_time_s"):
         return printed
     tokens = layout.global_batch * layout.seq_len / layout.world_size
-    if rate := _number(row, "tokens_s"):
+    if rate := measured_in(row, "tokens_s"):
         return layout.global_batch * layout.seq_len / rate
-    if rate := _number(row, "samples_s"):
+    if rate := measured_in(row, "samples_s"):
         return layout.global_batch / rate
-    if rate := _number(row, "tokens_s_gpu"):
+    if rate := measured_in(row, "tokens_s_gpu"):
         return tokens / rate
     peak, convention = device.peak_flops[0] / 1e12, row.get("flop_conv", "")
-    tflops = _number(row, "tflops_gpu")
-    if tflops is None and (mfu := _number(row, "mfu_pct")):
+    tflops = measured_in(row, "tflops_gpu")
+    if tflops is None and (mfu := measured_in(row, "mfu_pct")):
         tflops = peak * mfu / 100
-    if tflops is None and (hfu := _number(row, "hfu_pct")):
+    if tflops is None and (hfu := measured_in(row, "hfu_pct")):
         tflops, convention = peak * hfu / 100, convention or "causal, incl. recompute"
     if tflops is None:
         return None

@@ -1,0 +1,158 @@
+"""Cells of tables of measured runs: names of columns, uniform spellings, numbers with their units.
+
+Tables of other teams write "OOM" or "out of memory", "ZeRO-1" or "1", "4k" or "4096", "n/a" or
+nothing. An unknown spelling is left unchanged, and is reported in the row's reason. Facts that only
+a remark or the source of a table contains are added as columns; a table may also have these columns
+itself. Spellings and rules are those of ``presets/calibration/rows.toml``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from moemesh.config.plan import DEGREES
+from moemesh.config.sources import read_preset_table
+from moemesh.config.suggest import aliases
+
+#: Software stack of runs whose table names none: the author's own.
+OWN_STACK = "own"
+#: Columns of whole numbers; "4k" is one of them.
+_COUNTS = ("gpus", "nodes", "node_gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs",
+           "accumulation", "gbs", "seq")  # fmt: skip
+_COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)", re.IGNORECASE)
+#: Columns that a table must have.
+NEEDED_COLUMNS = ("arch", "hardware", "seq")
+#: Measured columns, with the least and the largest number that a run can show.
+_MEASURED = {
+    "step_time_s": (1e-6, 1e8),
+    "tokens_s_gpu": (1e-6, 1e12),
+    "tokens_s": (1e-6, 1e15),
+    "samples_s": (1e-9, 1e12),
+    "tflops_gpu": (1e-9, 1e9),
+    "mfu_pct": (1e-9, 1e3),
+    "hfu_pct": (1e-9, 1e3),
+    "mem_gib": (1e-6, 1e6),
+    "batch_tokens": (1, 1e12),
+}
+#: Columns that may have another name.
+_READ = frozenset({"id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
+                   "recompute", "status", "stack"})  # fmt: skip
+#: A number, "k", and a unit.
+_QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
+#: A comma before other than three digits is that of decimals.
+_DECIMAL_COMMA = re.compile(r"(?<=\d),(?=(\d{1,2}|\d{4,})(?!\d)(?!,))")
+
+
+@cache
+def spellings() -> dict[str, Any]:
+    """``columns.names``: (pattern of a name, our column, unit); ``unit``: column -> unit -> factor;
+    ``spelling``: column -> (pattern of a whole cell, uniform spelling), the first match counts;
+    ``precision``: number type -> pattern; ``recompute``: word -> part of a layout's recomputation;
+    ``rule``: in order, "when" (column -> pattern) and "set" (column -> value)."""
+    return read_preset_table("rows", "calibration")
+
+
+def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Our column and the unit of its cells for each column of a table, as far as its name is known
+    and the table has no column of that name. Other characters than letters and digits count as
+    underscores: "Tokens / sec / GPU" is "tokens_sec_gpu"."""
+    names = [re.sub(r"\W+", "_", name.lower().replace("#", "num ")).strip("_") for name in names]
+    dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp"}
+    columns: list[tuple[str, str]] = []
+    for name in names:
+        key = aliases().get(name, "")
+        known = [(dotted.get(key, key.partition(".")[2]), "")] if key else []
+        known += [
+            (column, unit)
+            for pattern, column, unit in spellings()["columns"]["names"]
+            if re.fullmatch(pattern, name)
+        ]
+        taken = {*names, *(column for column, _ in columns)}
+        free = (own for own in known if own[0] not in taken and own[0] in _READ)
+        columns.append(next(free, (name, "")))
+    return columns
+
+
+def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
+    """The row with uniform spellings; other columns are unchanged."""
+    uniform, words = dict(row), spellings()["spelling"]
+    for name in uniform.keys() & {*words, *_COUNTS}:
+        text = uniform[name].strip()
+        known = (
+            match.expand(word)
+            for pattern, word in words.get(name, words["count"])
+            if (match := re.fullmatch(pattern, text, re.IGNORECASE))
+        )
+        uniform[name] = next(known, text)
+        if name in _COUNTS and (number := _COUNT.fullmatch(uniform[name])):
+            digits, unit = number[1].replace(",", ""), number[2].lower()
+            # Sequences are counted in 1024 tokens: "4k" is 4096, and only they in 1024 x 1024.
+            tokens = float(digits) * 1024 ** (1 + (unit == "m"))
+            if not unit or (tokens.is_integer() and (unit == "k" or name == "seq")):
+                uniform[name] = str(int(tokens)) if unit else digits
+    return uniform
+
+
+def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
+    """The row with additional columns from the rules; columns that it has are kept.
+
+    `generation` is that of its device, "" if unknown.
+    """
+    columns = dict(row) | {"generation": generation}
+    flags = re.IGNORECASE | re.DOTALL
+    for rule in spellings()["rule"]:
+        when = rule.get("when", {}).items()
+        matches = [re.search(pattern, columns.get(name, ""), flags) for name, pattern in when]
+        if all(matches):
+            for name, word in rule["set"].items():
+                # A word with \\1 is the text that the last pattern captured.
+                value = matches[-1].expand(word) if matches and matches[-1] else word
+                columns[name] = columns.get(name) or value
+    columns["stack"] = columns.get("stack") or row.get("src") or OWN_STACK
+    return columns
+
+
+def decimal_in(row: Mapping[str, str], name: str) -> float:
+    """The number in a column, 0 for an empty cell. Raises ValueError."""
+    try:
+        return float(row.get(name) or 0)
+    except ValueError:
+        raise ValueError(f"{name} is `{row[name]}`: not a number") from None
+
+
+def whole_in(row: Mapping[str, str], name: str, default: int) -> int:
+    """The whole number in a column, `default` for an empty cell. Raises ValueError."""
+    text = row.get(name, "").strip()
+    try:
+        number = float(text or default)
+    except ValueError:
+        number = 0.5
+    if number != int(number):
+        raise ValueError(f"{name} is `{text}`: not a whole number")
+    if number < (name in DEGREES and text != ""):
+        raise ValueError(f"{name} is `{text}`: at least 1")
+    return int(number)
+
+
+def measured_in(row: Mapping[str, str], name: str) -> float | None:
+    """The number of a measured column; None for a cell without one. Raises ValueError for a number
+    that is impossible for a run."""
+    text = row.get(name, "")
+    if text.lower() in ("", "-", "n/a", "na", "none"):
+        return None
+    match = _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", text.lower()))
+    units = {"": 1.0, **spellings()["unit"][name]}
+    unit = re.sub(r"[_/](gpu|device)$", "", match[3]) if match else None
+    if match is None or unit not in units:
+        known = ", ".join(list(units)[1:])
+        raise ValueError(f"{name} is `{text}`: not a number, alone or with a unit ({known})")
+    number = float(match[1].replace(",", "")) * (1000 if match[2] else 1) * units[unit]
+    if name in ("mfu_pct", "hfu_pct") and number <= 1 and not unit:
+        number *= 100  # a share
+    least, most = _MEASURED[name]
+    if not least <= number <= most:
+        raise ValueError(f"{name} is `{text}`: a run shows from {least:g} to {most:g}")
+    return number
