@@ -33,6 +33,8 @@ FILE, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_to
 ADDED, TEMPLATE, TEMPLATES = "added_tokens.json", "chat_template.jinja", "additional_chat_templates"
 #: Chat template of a processor, the fallback of the tokenizer's own.
 PROCESSOR_TEMPLATE = "chat_template.json"
+#: Flags of an added token in the files of transformers.
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 #: Function of chat templates that returns the date.
 CLOCK = "strftime_now"
 #: Classes of transformers that use a tokenizer.json unchanged; the first is the default.
@@ -132,11 +134,19 @@ class Tokenizer:
         return max(self._loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
-    def added(self) -> list[str]:
-        """The tokens that are never split in a text, such as special ones."""
+    def added_flags(self) -> dict[int, dict[str, Any]]:
+        """Content and flags, by id, of the tokens that are never split in a text, such as special
+        ones: the form of ``added_tokens_decoder`` in transformers."""
         if self._loaded is None:
-            return []
-        return [token.content for token in self._loaded.get_added_tokens_decoder().values()]
+            return {}
+        decoder = self._loaded.get_added_tokens_decoder()
+        keys = ("content", *FLAGS)
+        return {id_: {key: getattr(token, key) for key in keys} for id_, token in decoder.items()}
+
+    @property
+    def added(self) -> list[str]:
+        """The tokens that are never split in a text."""
+        return [flags["content"] for flags in self.added_flags.values()]
 
     @property
     def template_facts(self) -> list[object]:
@@ -450,8 +460,7 @@ def _tokens_in(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(value, str):
         yield value, {}
     elif isinstance(value, dict) and isinstance(value.get("content"), str):
-        flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
-        yield value["content"], {key: value[key] for key in flags if key in value}
+        yield value["content"], {key: value[key] for key in FLAGS if key in value}
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _tokens_in(item)

@@ -103,6 +103,23 @@ def test_the_three_files(
     assert theirs[0] == theirs[1] and theirs[0].count(number) == 2
 
 
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens"])
+def test_tokens_without_an_id_in_the_files_keep_theirs(tmp_path: Path, key: str) -> None:
+    """transformers numbers such tokens in their order, and an `eos_token` comes first."""
+    folder = base_model(tmp_path / "base")
+    byte_level_tokenizer(folder, "1 + 2? 3", CHATML, "<|endoftext|>")
+    names = ["<|tool|>", "<|im_start|>", "<|im_end|>"]
+    settings = {"eos_token": "<|endoftext|>", key: names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    convert(tuned(folder, tmp_path), tmp_path / "out")
+    read, base = (
+        transformers.AutoTokenizer.from_pretrained(place) for place in (tmp_path / "out", folder)
+    )
+    assert read.eos_token == "<|im_end|>"
+    assert read.convert_tokens_to_ids(names) == base.convert_tokens_to_ids(names)
+    assert read.eos_token_id in json_of(tmp_path / "out" / "config.json")["eos_token_id"]
+
+
 def test_the_code_of_transformers(tmp_path: Path) -> None:
     """A model that transformers computes is exported by other functions."""
     folder = with_tokenizer(base_model(tmp_path / "base", "mixtral"), CHATML)

@@ -31,6 +31,8 @@ from moemesh.data.tokenizer import (
 from moemesh.train.records.run_folder import was_tuned_on_conversations
 
 GENERATION, EOS = "generation_config.json", "eos_token_id"
+#: Key of the settings of a tokenizer for the token that ends a text.
+_TOKEN = "eos_token"
 #: Keys that ``generate`` takes from config.json in a folder without generation_config.json.
 _IDS = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
@@ -123,17 +125,38 @@ def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> st
         if end.id not in ids:
             ids.append(end.id)
         write_json(out / name, {**values, EOS: ids if len(ids) > 1 else ids[0]})
-    places, tokenizer = [GENERATION, CONFIG], None
-    with suppress(DataError):
-        opened = Tokenizer.open(str(out))
-        tokenizer = opened if opened.id_of(str(end.token)) == end.id else None
-    if tokenizer is not None:
-        special, templates = tokenizer.settings.special, tokenizer.settings.templates.values()
-        is_named = special.get("eos_token") == end.token
-        # Not changed if a template writes ``eos_token``: its texts would change.
-        if is_named or not any("eos_token" in template for template in templates):
-            places.append(SETTINGS)
-            for name in () if is_named else (SETTINGS, SPECIAL):
-                if name == SETTINGS or (out / name).exists():
-                    write_json(out / name, {**settings_of(out / name), "eos_token": end.token})
+    places = [GENERATION, CONFIG]
+    if _name_end_of_text(out, str(end.token), end.id):
+        places.append(SETTINGS)
     return f"a turn ends with {end.token} (id {end.id}): written to {', '.join(places)}"
+
+
+def _name_end_of_text(folder: Path, token: str, number: int) -> bool:
+    """Make `token` the ``eos_token`` of the tokenizer in `folder`. False, with unchanged files, if
+    another text would get other ids, or if a chat template writes ``eos_token``."""
+    files = {
+        name: settings_of(folder / name)
+        for name in (SETTINGS, SPECIAL)
+        if name == SETTINGS or (folder / name).exists()
+    }
+    try:
+        tokenizer = Tokenizer.open(str(folder))
+        if tokenizer.id_of(token) != number:
+            return False
+    except DataError:
+        return False
+    if tokenizer.settings.special.get(_TOKEN) == token:
+        return True
+    if any(_TOKEN in template for template in tokenizer.settings.templates.values()):
+        return False
+    # A token without an id in the files gets one in the order of the files, first `eos_token`.
+    ids = {str(id_): flags for id_, flags in tokenizer.added_flags.items()}
+    for more in ({}, {"added_tokens_decoder": ids}):
+        for name, values in files.items():
+            write_json(folder / name, values | {_TOKEN: token} | (more if name == SETTINGS else {}))
+        with suppress(DataError):
+            if Tokenizer.open(str(folder)).added_flags == tokenizer.added_flags:
+                return True
+    for name, values in files.items():
+        write_json(folder / name, values)
+    return False
