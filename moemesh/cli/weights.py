@@ -13,7 +13,7 @@ from moemesh.cli.options import given
 from moemesh.train.inference.esft_request import EsftRequest
 
 _Source = Annotated[
-    Path, "A run, a folder of transformers, or a name on the hub.", "<RUN_OR_FOLDER>"
+    Path, "A run, a folder of transformers or PEFT, or a name on the hub.", "<RUN_OR_FOLDER>"
 ]
 _Best = Annotated[
     bool, "Read the checkpoint of a run with the lowest validation loss, not the newest."
@@ -24,7 +24,9 @@ _Best = Annotated[
 class ConvertRequest:
     """Weights to convert: source, target and format."""
 
-    source: Annotated[Path, "A run, one of its checkpoints, or a folder of transformers.", "<IN>"]
+    source: Annotated[
+        Path, "A run, one of its checkpoints, or a folder of transformers or PEFT.", "<IN>"
+    ]
     out: Annotated[Path, "A new folder.", "<OUT>"]
     to: Annotated[
         Literal["huggingface", "moemesh"] | None,
@@ -70,6 +72,7 @@ def convert(request: ConvertRequest) -> None:
         moemesh convert runs/first exported
 
     From one folder of transformers to another: --to huggingface with --dtype, or --expert-layout.
+    A folder of PEFT is merged into its base.
     """
 
     def log(done: int, total: int) -> None:
@@ -102,12 +105,10 @@ def convert(request: ConvertRequest) -> None:
         target = weight_sources.target_of(source, to, dtype, request.expert_layout)
         kind = "run" if target == "moemesh" else "folder"
     weight_sources.refuse_occupied(source, out, kind)
-    from moemesh.config.lora import NO_ADAPTERS
     from moemesh.train.weights import conversion
 
-    lora = NO_ADAPTERS
     if request.adapter:
-        lora = conversion.write_adapter(source, out, dtype=dtype, best=best)
+        conversion.write_adapter(source, out, dtype=dtype, best=best)
     elif request.delta:
         conversion.write_trained(source, out, dtype=dtype, best=best)
     elif request.apply is not None:
@@ -125,7 +126,7 @@ def convert(request: ConvertRequest) -> None:
             best=best,
             on_file=log,
         )
-    typer.echo(weight_sources.written_text(source, out, kind, lora), err=True)
+    typer.echo(weight_sources.written_text(source, out, kind), err=True)
     typer.echo(str(out))
 
 
@@ -282,7 +283,7 @@ def scores(request: ScoresRequest) -> None:
             check_target(path, kind)
     overrides = request.overrides or []
     request = request.checked(config_of(request.source, overrides, prints_notes=True))
-    check_weights(request.source)
+    check_weights(request.source, takes_adapters=True)
     check_best(request.source, request.best)
     from moemesh.train.inference.esft import write_scores
 
@@ -294,5 +295,5 @@ def _check(source: Path, given: list[str], best: bool) -> None:
     from moemesh.train.weights.weight_sources import check_best, check_weights, config_of
 
     config_of(source, given, prints_notes=True)
-    check_weights(source)
+    check_weights(source, takes_adapters=True)
     check_best(source, best)

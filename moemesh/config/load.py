@@ -16,6 +16,7 @@ from moemesh.config.data import DataSource
 from moemesh.config.errors import ConfigError, Problem, independent
 from moemesh.config.esft_table import KEPT_TABLE
 from moemesh.config.hub import local_folder, repository_of
+from moemesh.config.huggingface.adapters import with_adapters
 from moemesh.config.huggingface.architecture import read_architecture
 from moemesh.config.huggingface.folder import read_config, read_folder
 from moemesh.config.model import ModelConfig
@@ -112,8 +113,11 @@ def resolve(
     problems += _unknown_keys(given)
     # All leaves; later sources win.
     chosen = {key: leaf for source in given for key, leaf in source.leaves.items()}
+    adapters = with_adapters(chosen)
+    chosen = adapters.leaves
     preset, path, broken, choice_problems = _choose_model(chosen)
-    problems += choice_problems
+    problems += [*choice_problems, *adapters.problems]
+    broken |= {problem.key for problem in adapters.problems}
     if path is None or PRESET_KEY in broken:
         base = read_preset(preset)
     else:
@@ -123,7 +127,11 @@ def resolve(
         base, path = _read_model(path, implementation, has_tokenizer=has_tokenizer)
         if wanted is not None and wanted.value == "auto":
             del chosen[IMPLEMENTATION_KEY]  # the folder's reader has chosen
-    problems += base.problems
+    where = chosen[PATH_KEY].origin if PATH_KEY in chosen else ""
+    problems += (
+        replace(problem, origin=problem.origin or where) if problem.key == PATH_KEY else problem
+        for problem in base.problems
+    )
     leaves = {**base.leaves, **chosen}
     # Of train.steps and train.epochs a stronger source overrules a weaker one, so that --set can
     # end a run whose file has the other key.
@@ -168,7 +176,7 @@ def resolve(
         raise UnresolvedError(
             (_as_the_model(problem, base) for problem in problems), config, broken
         )
-    notes = tuple(note for source in [base, *given] for note in source.notes)
+    notes = tuple(note for source in [adapters, base, *given] for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
 
 

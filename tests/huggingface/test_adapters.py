@@ -20,6 +20,7 @@ from moemesh.checkpoint.huggingface.derived import merged
 from moemesh.checkpoint.huggingface.weight_folder import AdapterFolder
 from moemesh.checkpoint.store import Shard
 from moemesh.comm.mesh import Mesh
+from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.lora import LoraConfig, is_adapter
 from moemesh.config.model import ModelConfig
@@ -28,6 +29,7 @@ from moemesh.model.transformer import Transformer
 from moemesh.sharding.load_run import load_run
 from moemesh.train.inference.evaluation import load as load_on
 from moemesh.train.preparation import check_inputs
+from moemesh.train.weights.conversion import convert
 from moemesh.train.weights.weight_sources import config_of
 from tests.checkpoint.simulate import whole
 from tests.huggingface import ours
@@ -182,7 +184,7 @@ UNEVEN: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "another alpha": ({"alpha_pattern": {"v_proj": 11}}, {}, False),
     "ranks by the root": (
         {"rank_pattern": {"^model.layers.1.self_attn.q_proj": 7}, "use_rslora": True},
-        {"rank": 7, "rslora": True},
+        {"rank": 7, "alpha": 6 * 1.75**0.5, "rslora": True},
         False,
     ),
     "a smaller rank of experts": (
@@ -212,7 +214,15 @@ def test_uneven_adapters_of_peft(tmp_path: Path, name: str, kind: str) -> None:
     theirs.save_pretrained(tmp_path / "peft")
     folder = save(kind, tmp_path / "base")
     usual = {"rank": 4, "alpha": 6.0, "targets": ("q_proj", "v_proj")}
-    config, model = adapted(folder, LoraConfig(**usual | ours_of))
+    lora = LoraConfig(**usual | ours_of)
+    read = load_run([], [f"model.path={folder}", f"lora.path={tmp_path / 'peft'}"]).config.lora
+    assert {*read.targets} == {*lora.targets}
+    assert (read.rank, read.alpha, read.rslora) == (
+        lora.rank,
+        pytest.approx(lora.alpha),
+        lora.rslora,
+    )
+    config, model = adapted(folder, lora)
     AdapterFolder(tmp_path / "peft", config, kind, trains=False).load_into(shards(model))
     assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
     if not trains:
@@ -233,6 +243,59 @@ def test_uneven_adapters_of_peft(tmp_path: Path, name: str, kind: str) -> None:
         if is_adapter(name) and tensor.grad is not None and tensor.grad.any()
     ]
     assert sorted(gradients) == pytest.approx(sorted(norms), rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.representative("qwen2_moe-targets1", "gpt_oss-targets2")
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "down_proj"), ("up_proj",)])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_folder_of_adapters_is_a_model(
+    tmp_path: Path, kind: str, targets: tuple[str, ...]
+) -> None:
+    """Its base and its settings are those in adapter_config.json, as in transformers."""
+    folder, written = save(kind, tmp_path / "base"), tmp_path / "peft"
+    config, model = adapted(folder, LoraConfig(rank=3, alpha=5.0, targets=targets))
+    weights, dtype = ours.weights(model), torch.float32
+    write_adapters(weights, config, kind, written, dtype=dtype, base=str(folder))
+    expected = ours.logits(model, TOKENS)[0]
+    evaluated = load_on(config_of(written, []), Mesh.single("cpu"), written).model
+    assert_near(ours.logits(evaluated, TOKENS)[0], expected)
+    convert(written, tmp_path / "merged", dtype="float32")
+    assert_near(logits(load(tmp_path / "merged"), TOKENS), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("changes", "given", "words"),
+    [
+        ({"base_model_name_or_path": None}, "model.path", "names no base_model_name_or_path"),
+        ({"r": "8"}, "model.path", "rank must be an integer"),
+        ({"target_modules": ["wte"]}, "lora.path", "no such projection"),
+        ([], "lora.path", "is not a JSON object"),
+        (None, "lora.path", "holds no adapter_config.json"),
+    ],
+)
+def test_settings_of_adapters_that_cannot_be_read(
+    tmp_path: Path, changes: Any, given: str, words: str
+) -> None:
+    folder, written = save("llama", tmp_path / "base"), tmp_path / "peft"
+    config, model = adapted(folder, LORA)
+    weights, dtype = ours.weights(model), torch.float32
+    write_adapters(weights, config, "llama", written, dtype=dtype, base=str(folder))
+    values = json.loads((written / CONFIG).read_text())
+    if "no such" in words:  # as after another tool has renamed the modules
+        tensors = load_file(written / WEIGHTS)
+        save_file(
+            {key.replace("q_proj", "wte"): value for key, value in tensors.items()},
+            written / WEIGHTS,
+        )
+    values = values | changes if isinstance(changes, dict) else changes
+    (written / CONFIG).write_text(json.dumps(values))
+    if changes is None:
+        (written / CONFIG).unlink()
+    with pytest.raises(ConfigError, match=words) as refused:
+        load_run([], [f"{given}={written}"])
+    assert len(refused.value.problems) == 1
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -358,7 +421,12 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     refused("does not belong to this model .* adapters of .*o_proj", targets=("q_proj",))
     (tmp_path / "a.txt").write_text("some text\n" * 800)
     keys = [f"model.path={folder}", f"lora.path={tmp_path / 'peft'}", "lora.rank=4"]
-    keys += [f"data.path={tmp_path / 'a.txt'}", "data.tokenizer=bytes", "data.seq_len=32"]
+    keys += [
+        "lora.alpha=16",
+        f"data.path={tmp_path / 'a.txt'}",
+        "data.tokenizer=bytes",
+        "data.seq_len=32",
+    ]
     # What `config check` and `train` look at before torch.
     with pytest.raises(CheckpointError, match=r"another scaling than lora.alpha 16\.0"):
         check_inputs(load_run([], keys, {}))

@@ -26,7 +26,7 @@ from moemesh.checkpoint.huggingface.contents import (
     plain_file,
 )
 from moemesh.checkpoint.huggingface.logical import LogicalTensor, checked_tensors
-from moemesh.checkpoint.huggingface.pieces import TensorPiece, slices
+from moemesh.checkpoint.huggingface.pieces import Read, TensorPiece, slices
 from moemesh.checkpoint.load import Shard
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.model import Quantization, quantization_of
@@ -285,6 +285,20 @@ class AdapterFolder:
         self._file: Any = safe_open(path / ADAPTER_WEIGHTS, framework="pt", device="cpu")
         #: Name of the stored factor that was read last, and its parts.
         self._last: tuple[str, list[Tensor]] = "", []
+
+    def beside(self, base: Read) -> Read:
+        """The weights of `base` and the adapters; whole weights of the folder replace those of
+        `base`. Tensors of the folder are read in fp32."""
+
+        def read(name: str, box: Sequence[range]) -> Tensor:
+            if name not in self._places and name not in self._ends:
+                return base(name, box)
+            shape, offset = tuple(map(len, box)), tuple(part.start for part in box)
+            tensor = torch.empty(shape)
+            self.load_into([Shard(name=name, shape=shape, offset=offset, tensor=tensor)])
+            return tensor
+
+        return read
 
     def load_into(self, shards: Sequence[Shard]) -> None:
         """Fill the shards of adapters and of whole weights, in place; names are those of a

@@ -128,9 +128,8 @@ def _has_own_head(folder: Path) -> bool:
             return False
         places: list[_Place] = []
         for name, file in files.items():
-            with file.open("rb") as stream:
-                length, status = int.from_bytes(stream.read(8), "little"), file.stat()
-                entry = parse_json(stream.read(min(length, _HEADER_LIMIT)))[name]
+            length, header = _header(file)
+            status, entry = file.stat(), header[name]
             begin, end = entry["data_offsets"]
             if not 0 <= begin <= end <= status.st_size:
                 return False
@@ -139,6 +138,22 @@ def _has_own_head(folder: Path) -> bool:
         return not _are_equal(*places)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def read_header(file: Path) -> dict[str, Any] | None:
+    """Name -> entry of each tensor of a file of safetensors; None for another file."""
+    try:
+        header: object = _header(file)[1]
+    except (OSError, ValueError):
+        return None
+    return cast("dict[str, Any]", header) if isinstance(header, dict) else None
+
+
+def _header(file: Path) -> tuple[int, Any]:
+    """Bytes and content of the header of a file of safetensors."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        return length, parse_json(stream.read(min(length, _HEADER_LIMIT)))
 
 
 @lru_cache

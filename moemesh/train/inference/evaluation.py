@@ -18,6 +18,7 @@ from moemesh.comm import launch
 from moemesh.comm.collectives import barrier, gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
+from moemesh.config.huggingface.adapters import is_adapter_folder
 from moemesh.config.huggingface.folder import CONFIG
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
@@ -52,12 +53,12 @@ def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
 
 
 def load(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> RankModel:
-    """The model of a run's newest checkpoint or its `best` one, or of a folder of transformers, on
-    these ranks."""
+    """The model of a run's newest checkpoint or its `best` one, or of a folder of transformers or
+    PEFT, on these ranks."""
     parallel = construct(config, mesh)
     # Weights are loaded into fp32 masters and rounded once; SGD without momentum has no state.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
-    if (source / CONFIG).exists():
+    if (source / CONFIG).exists() or is_adapter_folder(source):
         log = to_stderr if mesh.rank == 0 else lambda note: None
         saving.load_weights(open_weights(config, log), parallel, optimizer)
         if config.lora.is_packed:

@@ -41,10 +41,11 @@ from moemesh.checkpoint.retention import best_step
 from moemesh.checkpoint.store import Checkpoint, open_checkpoint
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface import export
+from moemesh.config.huggingface.adapters import is_adapter_folder
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import family_of, model_values, quantization_of
 from moemesh.config.load import resolved_toml
-from moemesh.config.lora import NO_ADAPTERS, LoraConfig, is_adapter
+from moemesh.config.lora import NO_ADAPTERS, is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
 from moemesh.ops.nf4 import dequantize, quantize
@@ -53,7 +54,12 @@ from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.sharding.parameters import tensors
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights import saving, weight_sources
-from moemesh.train.weights.end_of_turn import end_of_turn, put_end_of_turn, text_ends
+from moemesh.train.weights.end_of_turn import (
+    carry_tokenizer,
+    end_of_turn,
+    put_end_of_turn,
+    text_ends,
+)
 from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
 
 if TYPE_CHECKING:
@@ -166,14 +172,9 @@ def open_adapters(config: RunConfig, *, trains: bool = True) -> AdapterFolder | 
     return folder
 
 
-def write_adapter(
-    source: Path, out: Path, *, dtype: str | None = None, best: bool = False
-) -> LoraConfig:
-    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT; returns the
-    settings of the adapters.
-
-    Raises ConfigError for a run without adapters.
-    """
+def write_adapter(source: Path, out: Path, *, dtype: str | None = None, best: bool = False) -> None:
+    """Write the adapters of a run (or one of its checkpoints) as a folder of PEFT. Raises
+    ConfigError for a run without adapters."""
     run, config, checkpoint = _opened(source, best)
     if not config.lora.rank:
         message = f"{run} has no adapters: its lora.rank is 0"
@@ -203,7 +204,6 @@ def write_adapter(
     if (end := end_of_turn(run, config)) is not None and end.id is not None:
         ids = sorted({end.id, *(text_ends(Path(base)) if base else ())})
         to_stderr(f"a turn ends with {end.token}: in transformers, generate(eos_token_id={ids})")
-    return config.lora
 
 
 def convert(
@@ -234,9 +234,14 @@ def convert(
         keep_source(folder, write_run(folder.read, config, out))
         return to
     run: Path | None = None
-    if (source / CONFIG).exists():  # from folder to folder: another layout or dtype, dequantized
+    adapters: AdapterFolder | None = None
+    # From folder to folder: another layout or dtype, dequantized, or with merged adapters.
+    if (source / CONFIG).exists() or is_adapter_folder(source):
         config = load_run([], [f"model.path={source.resolve()}"], {}).config
-        origin, weights = source, open_weights(config, to_stderr).read
+        weights = open_weights(config, to_stderr).read
+        if (adapters := open_adapters(config, trains=False)) is not None:
+            weights = adapters.beside(weights)
+        origin = like or Path(str(config.model_path))
     else:
         run, config, checkpoint = _opened(source, best)
         origin = like or (Path(config.model_path) if config.model_path else None)
@@ -245,6 +250,8 @@ def convert(
             if like is not None:
                 raise refused("--like", str(like), f"{like} holds no {CONFIG}")
             origin = None
+    if config.lora.rank:
+        weights = merged(weights, config.model)
     if config.model.architecture is not None:
         if expert_layout is not None:
             message = "experts of a model of transformers are laid out as in the folder it is from"
@@ -252,37 +259,46 @@ def convert(
         from moemesh.train.weights import hub_export  # late: transformers takes seconds to import
 
         layout = hub_export.open_source(origin, run)
-        if config.lora.rank:
-            weights = merged(weights, config.model)
-        trains = hub_export.changes(config)
+        is_changed = hub_export.changes(config)
+        ends = () if adapters is None else {weight.ours for weight in adapters.contents.ends}
         hub_export.export(
-            weights, layout, out, trains=trains, dtype=dtype, delta=delta, on_file=on_file
+            weights,
+            layout,
+            out,
+            trains=lambda name: is_changed(name) or name in ends,
+            dtype=dtype,
+            delta=delta,
+            on_file=on_file,
         )
-        _end_turns(run, config, out, like)
+        _put_tokenizer(run, source, config, out, like)
         return to
     model = config.model
     if run is None:
-        dtype = dtype or _dtype_of(source)
+        base = Path(str(config.model_path))
+        dtype = dtype or _dtype_of(base)
         if dtype not in DTYPES:
-            message = f"{source / CONFIG} names the dtype {dtype}"
+            message = f"{base / CONFIG} names the dtype {dtype}"
             raise refused("--dtype", dtype, message, f"one of {', '.join(DTYPES)}")
     else:
         dtype = dtype or config.train.dtype
-        if config.lora.rank:
-            weights = merged(weights, model)
         if origin is None:
             model = export.exported(model.with_lora(NO_ADAPTERS))
             weights = equivalent(weights, config.model, model)
     _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
-    _end_turns(run, config, out, like)
+    _put_tokenizer(run, source, config, out, like)
     return to
 
 
-def _end_turns(run: Path | None, config: RunConfig, out: Path, like: Path | None) -> None:
-    """Make the export `out` of a run on conversations stop at the end of a turn. Its tokenizer is
-    that of `like`, or that of the run."""
+def _put_tokenizer(
+    run: Path | None, source: Path, config: RunConfig, out: Path, like: Path | None
+) -> None:
+    """Write the tokenizer of adapters that have one into the export `out`, and make that of a run
+    on conversations stop at the end of a turn, with the tokenizer of the run. With `like` the
+    tokenizer stays."""
     if run is not None and (end := end_of_turn(run, config)) is not None:
         to_stderr(put_end_of_turn(out, end, carries_tokenizer=like is None))
+    elif run is None and like is None and config.data.tokenizer == str(source.resolve()):
+        carry_tokenizer(source, out)
 
 
 def _write(

@@ -16,6 +16,7 @@ from moemesh.checkpoint.huggingface.convert import carry_along, write_json
 from moemesh.config.errors import UserError
 from moemesh.config.huggingface.folder import CONFIG
 from moemesh.config.limits import parse_json
+from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.run import RunConfig
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import (
@@ -101,14 +102,19 @@ def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
     return None
 
 
+def carry_tokenizer(folder: Path, out: Path) -> None:
+    """Replace the tokenizer in the folder `out` by that of `folder`."""
+    for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
+        (out / name).unlink(missing_ok=True)
+    others = (GENERATION, ADAPTER_CONFIG)
+    carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name not in others)
+
+
 def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> str:
     """Add the end of a turn to the tokens that end generation in the folder `out`; returns a
     sentence for the user. With `carries_tokenizer` the folder gets the tokenizer of the run."""
     if carries_tokenizer and end.tokenizer.folder is not None:
-        for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
-            (out / name).unlink(missing_ok=True)
-        folder = end.tokenizer.folder
-        carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name != GENERATION)
+        carry_tokenizer(end.tokenizer.folder, out)
     if end.id is None:
         text = json.dumps(end.text)
         return (

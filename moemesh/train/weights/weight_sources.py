@@ -22,6 +22,7 @@ from moemesh.checkpoint.retention import best_step
 from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.errors import ConfigError, Problem, found_by
 from moemesh.config.hub import local_folder
+from moemesh.config.huggingface.adapters import is_adapter_folder
 from moemesh.config.huggingface.folder import (
     CONFIG,
     INDEX,
@@ -33,10 +34,9 @@ from moemesh.config.huggingface.folder import (
 )
 from moemesh.config.huggingface.model import family_of, quantization_of
 from moemesh.config.limits import few, parse_json
-from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, NO_ADAPTERS, LoraConfig
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.run import RunConfig
 from moemesh.config.suggest import nearest_choice, nearest_path
-from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.trace.memory_profile import format_bytes
@@ -56,7 +56,7 @@ Written = Literal["run", "folder", "adapter", "delta"]
 def config_of(source: Path, given: Sequence[str], *, prints_notes: bool = False) -> RunConfig:
     """The configuration to use the model of `source`: its tokenizer, one device, and the overrides
     `given` (``plan.tp=2``). Raises ConfigError with all problems."""
-    if (source / CONFIG).exists():
+    if (source / CONFIG).exists() or is_adapter_folder(source):
         resolved = load_run([], [f"model.path={source}", *given])
         config = resolved.config
         if prints_notes and "RANK" not in os.environ:  # the launcher has printed them
@@ -90,13 +90,16 @@ def neither(source: Path) -> ConfigError:
     return ConfigError([Problem(code="no-file", key=str(source), message=message, fix=fix)])
 
 
-def check_weights(source: Path) -> None:
-    """Raises a UserError if `source` (a run, one of its checkpoints, or a folder of transformers)
-    has no weights; the files themselves are checked when they are opened."""
+def check_weights(source: Path, *, takes_adapters: bool = False) -> None:
+    """Raises a UserError if `source` (a run, one of its checkpoints, a folder of transformers, or
+    with `takes_adapters` one of PEFT) has no weights; the files themselves are checked when they
+    are opened."""
     if (source / MANIFEST).exists():
         return
     if (source / CONFIG).exists():
         check_folder(source)
+    elif takes_adapters and is_adapter_folder(source):
+        check_adapters(source)
     elif not (source / "config.toml").exists():
         raise neither(source)
     elif not candidates(checkpoints_of(source)):
@@ -195,9 +198,8 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
         raise refused("OUT", str(out), message, "choose a new folder")
 
 
-def written_text(source: Path, out: Path, kind: Written, lora: LoraConfig = NO_ADAPTERS) -> str:
-    """A summary of a conversion into `out`, and a command that uses the result; `lora`: the
-    settings of written adapters."""
+def written_text(source: Path, out: Path, kind: Written) -> str:
+    """A summary of a conversion into `out`, and a command that uses the result."""
     written: list[tuple[str, int]] = []  # dtype and bytes of each tensor
     if kind == "run":
         for entry in read_manifest(out / CHECKPOINTS / "step-0").tensors.values():
@@ -211,17 +213,12 @@ def written_text(source: Path, out: Path, kind: Written, lora: LoraConfig = NO_A
         for tensor in FolderContents(out).stored.values():
             written.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
     dtypes = Counter(dtype for dtype, _ in written)
-    settings = {"path": str(out), "rank": lora.rank, "alpha": lora.alpha, "targets": lora.targets}
-    settings |= {"rslora": True} if lora.rslora else {}
-    words = (
-        shlex.quote(f"lora.{key}={value if isinstance(value, str) else format_value(value)}")
-        for key, value in settings.items()
-    )
     name, chat = shlex.quote(str(out)), " --chat" * answers_chats(source, str(out))
+    generate = f"moemesh generate {name} --prompt TEXT{chat}"
     command = {
         "run": f"moemesh train {name} --set data.path=PATH",
-        "folder": f"moemesh generate {name} --prompt TEXT{chat}",
-        "adapter": " --set ".join(["moemesh train CONFIG.toml", *words]),
+        "folder": generate,
+        "adapter": generate,
         "delta": f"moemesh convert BASE NEW_FOLDER --apply {name}",
     }[kind]
     size = format_bytes(sum(number for _, number in written))
@@ -235,8 +232,14 @@ def target_of(
     source: Path, to: Target | None, dtype: str | None, expert_layout: ExpertLayout | None
 ) -> Target:
     """The format that `moemesh convert` writes. Raises ConfigError for a `source` that is neither a
-    run, nor one of its checkpoints, nor a folder of transformers, and for an unchanged format."""
-    check_weights(source)
+    run, nor one of its checkpoints, nor a folder of transformers or PEFT, and for an unchanged
+    format."""
+    check_weights(source, takes_adapters=True)
+    if is_adapter_folder(source):
+        if to == "moemesh":
+            fix = f"moemesh train --set lora.path={source}"
+            raise refused("--to", to, f"{source} holds adapters, which a run can start from", fix)
+        return "huggingface"
     is_huggingface = (source / CONFIG).exists()
     changes = dtype is not None or expert_layout is not None
     if to is None:

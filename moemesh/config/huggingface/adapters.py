@@ -1,0 +1,128 @@
+"""A folder of adapters of PEFT as a source of values: its base model and the keys of [lora]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from moemesh.config.huggingface.folder import CONFIG, CONFIG_LIMIT, TOKENIZER, read_header
+from moemesh.config.limits import parse_json
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from moemesh.config.schema import PATH_KEY, PRESET_KEY
+from moemesh.config.sources import ConfigSource, Leaf
+from moemesh.config.suggest import nearest_path
+
+LORA_PATH, TOKENIZER_KEY = "lora.path", "data.tokenizer"
+RANK_KEY, ALPHA_KEY = "lora.rank", "lora.alpha"
+#: Field of PEFT's configurations with the folder or name of the base model.
+BASE = "base_model_name_or_path"
+#: Field of PEFT's LoraConfig -> key of [lora], and PEFT's default for a field that is left out.
+_FIELDS = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("rslora", False)}
+#: Parameters of the stacks of experts -> the projections in them.
+_STACKS = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "input_linear": ("gate_proj", "up_proj"),
+    "output_linear": ("down_proj",),
+}
+
+
+def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
+    """`chosen` with values that follow from the adapters in ``lora.path``, or in ``model.path`` as
+    in ``from_pretrained`` of transformers: their rank, alpha and targets, their base model if none
+    is chosen, and their tokenizer if they have one. Other faults of a folder than those of its
+    adapter_config.json are reported when its adapters are read."""
+    leaves = dict(chosen)
+    path = leaves.get(PATH_KEY, Leaf(value=None, origin="")).value
+    if LORA_PATH not in leaves and isinstance(path, str) and is_adapter_folder(Path(path)):
+        leaves[LORA_PATH] = leaves.pop(PATH_KEY)
+    given = leaves.get(LORA_PATH)
+    if given is None or not isinstance(given.value, str):
+        return ConfigSource(leaves=leaves)
+    folder = Path(given.value)
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file():
+        if RANK_KEY in leaves:  # of a run, whose checkpoints hold its adapters
+            return ConfigSource(leaves=leaves)
+        state = f"holds no {ADAPTER_CONFIG}" if folder.is_dir() else "is not a folder"
+        fix = f"a folder with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}"
+        fix += "" if folder.exists() else f"; {nearest_path(folder)}"
+        problem = given.problem("no-file", LORA_PATH, f"{folder} {state}", fix)
+        return ConfigSource(leaves=leaves, problems=(problem,))
+    try:
+        config = _read(file)
+    except (OSError, ValueError) as error:
+        problem = given.problem("syntax", LORA_PATH, f"{file}: {error}")
+        return ConfigSource(leaves=leaves, problems=(problem,))
+    values: dict[str, object] = {
+        f"lora.{key}": default if config.get(field) is None else config[field]
+        for field, (key, default) in _FIELDS.items()
+    }
+    rank, alpha = values[RANK_KEY], values[ALPHA_KEY]
+    largest = _largest_rank(config, rank)
+    if isinstance(rank, int) and isinstance(alpha, int | float) and largest > rank > 0:
+        # The same scaling, from which the others may differ.
+        more = largest / rank
+        more = math.sqrt(more) if values["lora.rslora"] else more
+        values |= {RANK_KEY: largest, ALPHA_KEY: alpha * more}
+    if targets := _targets(folder, config):
+        values["lora.targets"] = targets
+    if (folder / TOKENIZER).is_file():
+        values[TOKENIZER_KEY] = str(folder)
+    notes: tuple[str, ...] = ()
+    if not leaves.keys() & {PATH_KEY, PRESET_KEY}:
+        base = config.get(BASE)
+        if not isinstance(base, str) or not base:
+            message = f"{file} names no {BASE}: model.path must name the model that it adapts"
+            problem = given.problem("missing", LORA_PATH, message, "--set model.path=FOLDER")
+            return ConfigSource(leaves=leaves, problems=(problem,))
+        values[PATH_KEY] = base
+        notes = (f"model.path: {base}, the base of the adapters in {folder}",)
+    follows = {key: Leaf(value=value, origin=str(file)) for key, value in values.items()}
+    return ConfigSource(leaves=follows | leaves, notes=notes)
+
+
+def is_adapter_folder(folder: Path) -> bool:
+    """Whether `folder` has adapters of PEFT, and no model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        raw = stream.read(CONFIG_LIMIT + 1)
+    if len(raw) > CONFIG_LIMIT:
+        raise ValueError(f"has more than {CONFIG_LIMIT} bytes")
+    parsed: object = parse_json(raw)
+    if not isinstance(parsed, dict):
+        raise ValueError("is not a JSON object")
+    return cast("dict[str, Any]", parsed)
+
+
+def _largest_rank(config: Mapping[str, Any], rank: object) -> int:
+    """The largest rank of a pattern, 0 without one. A pattern of twice the rank for
+    a stack of gate and up is one adapter of the usual rank for each, as `moemesh convert --adapter`
+    writes them."""
+    patterns: object = config.get("rank_pattern")
+    if not isinstance(patterns, dict) or not isinstance(rank, int):
+        return 0
+    ranks: list[int] = []
+    for module, value in cast("dict[str, object]", patterns).items():
+        is_pair = any(stack in module and len(parts) > 1 for stack, parts in _STACKS.items())
+        if isinstance(value, int) and not (is_pair and value == 2 * rank):
+            ranks.append(value)
+    return max(ranks, default=0)
+
+
+def _targets(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """The projections with an adapter in the file of weights; of stacks of experts, which share
+    the names of their tensors, those in `target_parameters`."""
+    entries: object = config.get("target_parameters")
+    parameters = cast("list[object]", entries) if isinstance(entries, list) else []
+    named = {str(entry).removesuffix(".weight").rpartition(".")[2] for entry in parameters}
+    for name in read_header(folder / ADAPTER_WEIGHTS) or {}:
+        module, leaf, _ = name.partition(".lora_A.")
+        if leaf:
+            named.add(module.removesuffix(".base_layer").rpartition(".")[2])
+    named.discard("experts")  # the module of stacks
+    return sorted({part for leaf in named for part in _STACKS.get(leaf, (leaf,))})
