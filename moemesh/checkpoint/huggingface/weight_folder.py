@@ -286,7 +286,7 @@ class AdapterFolder:
         #: Name of the stored factor that was read last, and its parts.
         self._last: tuple[str, list[Tensor]] = "", []
 
-    def beside(self, base: Read) -> Read:
+    def joined(self, base: Read) -> Read:
         """The weights of `base` and the adapters; whole weights of the folder replace those of
         `base`. Tensors of the folder are read in fp32."""
 

@@ -100,9 +100,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _largest_rank(config: Mapping[str, Any], rank: object) -> int:
-    """The largest rank of a pattern, 0 without one. A pattern of twice the rank for
-    a stack of gate and up is one adapter of the usual rank for each, as `moemesh convert --adapter`
-    writes them."""
+    """The largest rank of a pattern, 0 without one. A pattern of twice the rank for a stack of gate
+    and up is one adapter of the usual rank for each, as `moemesh convert --adapter` writes them."""
     patterns: object = config.get("rank_pattern")
     if not isinstance(patterns, dict) or not isinstance(rank, int):
         return 0

@@ -240,7 +240,7 @@ def convert(
         config = load_run([], [f"model.path={source.resolve()}"], {}).config
         weights = open_weights(config, to_stderr).read
         if (adapters := open_adapters(config, trains=False)) is not None:
-            weights = adapters.beside(weights)
+            weights = adapters.joined(weights)
         origin = like or Path(str(config.model_path))
     else:
         run, config, checkpoint = _opened(source, best)
