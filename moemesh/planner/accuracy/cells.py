@@ -15,6 +15,7 @@ from typing import Any
 
 from moemesh.config.plan import DEGREES
 from moemesh.config.sources import read_preset_table
+from moemesh.config.schema import all_keys
 from moemesh.config.suggest import aliases
 
 #: Software stack of runs whose table names none: the author's own.
@@ -59,11 +60,13 @@ def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
     """Our column and the unit of its cells for each column of a table, as far as its name is known
     and the table has no column of that name. Other characters than letters and digits count as
     underscores: "Tokens / sec / GPU" is "tokens_sec_gpu"."""
-    names = [re.sub(r"\W+", "_", name.lower().replace("#", "num ")).strip("_") for name in names]
-    dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp"}
+    given = [name.strip().lower() for name in names]
+    names = [re.sub(r"\W+", "_", name.replace("#", "num ")).strip("_") for name in given]
+    dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp",
+              "model.preset": "arch", "model.path": "arch"}  # fmt: skip
     columns: list[tuple[str, str]] = []
-    for name in names:
-        key = aliases().get(name, "")
+    for spelled, name in zip(given, names, strict=True):
+        key = spelled if spelled in all_keys() else aliases().get(name, "")
         known = [(dotted.get(key, key.partition(".")[2]), "")] if key else []
         known += [
             (column, unit)
