@@ -289,8 +289,8 @@ FOREIGN = {
         "Time/iter (s)": "~8,19",
     },
     "names of our own": CUT | {
-        "model.preset": "llama2-70b", "cluster": "dgx_h100", "gpus": "64", "data.global_batch": "256",
-        "mbs": "2", "data.seq_len": "4k", "plan.dp": "8", "seconds": "8.192",
+        "model.preset": "llama2-70b", "cluster": "dgx_h100", "gpus": "64", "plan.dp": "8",
+        "data.global_batch": "256", "mbs": "2", "data.seq_len": "4k", "seconds": "8.192",
     },
     "a trainer of the hub": CUT | {
         "Run name": "x", "Model name": "meta-llama/Llama-2-70b-hf", "gpu": "H100 SXM",

@@ -14,8 +14,8 @@ from functools import cache
 from typing import Any
 
 from moemesh.config.plan import DEGREES
-from moemesh.config.sources import read_preset_table
 from moemesh.config.schema import all_keys
+from moemesh.config.sources import read_preset_table
 from moemesh.config.suggest import aliases
 
 #: Software stack of runs whose table names none: the author's own.
