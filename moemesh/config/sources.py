@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.errors import LONGEST_VALUE, ConfigError, Problem
+from moemesh.config.hub import DATA_ENDINGS, is_hub_name
 from moemesh.config.limits import parse_json, parse_toml
+from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.shown import cut
 from moemesh.config.suggest import nearest_choice, nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
+#: Endings of files of data.
+_TEXTS = (".txt", *DATA_ENDINGS)
 #: The configuration in the folder of a run.
 RUN_CONFIG = "config.toml"
 
@@ -48,15 +52,19 @@ class ConfigSource:
 def read_file(path: Path) -> ConfigSource:
     """A TOML file, or the configuration of the run in a folder. An unreadable file gives one
     problem. Sections become dotted keys; the origin of a key is the file and its line."""
-    path = path / RUN_CONFIG if path.is_dir() else path
+    given, path = path, path / RUN_CONFIG if path.is_dir() else path
     name = str(path)
     try:
         text = read_text(path)
-    except ConfigError as error:
-        return ConfigSource(problems=error.problems)
-    try:
         document = parse_toml(text)
-    except ValueError as error:
+    except (ConfigError, ValueError) as error:
+        if (setting := _setting_of(given)) is not None:
+            message = f"{given} is {_NOUNS[setting[0]]}; a configuration is a TOML file"
+            fix = f"--set {shlex.quote('='.join(setting))}"
+            problem = Problem.of("wrong-type", str(given), None, message, fix)
+            return ConfigSource(problems=(problem,))
+        if isinstance(error, ConfigError):
+            return ConfigSource(problems=error.problems)
         match = re.search(r"\(at line (\d+)", str(error))
         rows = text.splitlines() or [""]
         number = int(match.group(1)) if match else len(rows)
@@ -95,6 +103,30 @@ def read_file(path: Path) -> ConfigSource:
     return ConfigSource(leaves=leaves, problems=tuple(problems))
 
 
+#: Setting of what was given in place of a configuration -> its noun.
+_NOUNS = {"model.path": "a model", "lora.path": "a folder of adapters", "data.path": "data",
+          "model.preset": "a preset of a model"}  # fmt: skip
+
+
+def _setting_of(path: Path) -> tuple[str, str] | None:
+    """Key and value of the setting for a path that was given in place of a configuration: a model,
+    adapters, data, a preset, a name of the hub. None if unknown."""
+    if path.is_dir():
+        contents = {"config.json": "model.path", ADAPTER_CONFIG: "lora.path"}
+        contents |= {f"*{ending}": "data.path" for ending in _TEXTS}
+        keys = (key for pattern, key in contents.items() if any(path.glob(pattern)))
+        key = next(keys, None)
+        return None if key is None else (key, str(path))
+    if path.name == "config.json":
+        return "model.path", str(path.parent)
+    if path.exists():
+        return None if path.suffix in (".toml", ".yaml", ".yml") else ("data.path", str(path))
+    if str(path) in preset_names():
+        return "model.preset", str(path)
+    is_model = is_hub_name(str(path)) and not path.name.endswith((*_TEXTS, ".toml", ".json"))
+    return ("model.path", str(path)) if is_model else None
+
+
 def _mended(text: str) -> str:
     """The broken TOML value `text`, not empty, in its probable meaning: a list of numbers and
     texts, a number, or a text."""
@@ -131,9 +163,7 @@ def read_text(path: Path) -> str:
         else:
             fix = "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
         if path.name == RUN_CONFIG and path.parent.is_dir():
-            is_model = (path.parent / "config.json").is_file()
             fix = "a TOML file, or the folder of a run"
-            fix = f"--set {shlex.quote(f'model.path={path.parent}')}" if is_model else fix
         problem = Problem.of("no-file", str(path), None, message, fix)
     except UnicodeDecodeError as error:
         problem = Problem.of("syntax", str(path), None, unreadable(error))

@@ -42,6 +42,7 @@ def prepare(folder: Path) -> None:
         "encoder/config.json": json.dumps({"model_type": "t5"}),
         "broken_model/config.json": '{"model_type": ',
         "no_weights/config.json": json.dumps(MODEL),
+        "adapters/adapter_config.json": json.dumps({"peft_type": "LORA", "r": 4}),
         "broken_run/config.toml": "[plan\n",
         "broken_run/plan.json": "{}",
         "other_run/config.toml": resolved_toml(load_run([], ["model.num_layers=3"], {}).config),

@@ -74,8 +74,9 @@ def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
     if not leaves.keys() & {PATH_KEY, PRESET_KEY}:
         base = config.get(BASE)
         if not isinstance(base, str) or not base:
-            message = f"{file} names no {BASE}: model.path must name the model that it adapts"
-            problem = given.problem("missing", LORA_PATH, message, "--set model.path=FOLDER")
+            message = f"{file} names no {BASE}"
+            fix = f"the folder of the base as the model, and lora.path={folder}"
+            problem = given.problem("missing", LORA_PATH, message, fix)
             return ConfigSource(leaves=leaves, problems=(problem,))
         values[PATH_KEY] = base
         notes = (f"model.path: {base}, the base of the adapters in {folder}",)
