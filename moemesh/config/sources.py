@@ -53,7 +53,7 @@ def read_file(path: Path) -> ConfigSource:
     """A TOML file, or the configuration of the run in a folder. An unreadable file gives one
     problem. Sections become dotted keys; the origin of a key is the file and its line."""
     given, path = path, path / RUN_CONFIG if path.is_dir() else path
-    name = str(path)
+    name, text = str(path), ""
     try:
         text = read_text(path)
         document = parse_toml(text)
@@ -65,13 +65,7 @@ def read_file(path: Path) -> ConfigSource:
             return ConfigSource(problems=(problem,))
         if isinstance(error, ConfigError):
             return ConfigSource(problems=error.problems)
-        match = re.search(r"\(at line (\d+)", str(error))
-        rows = text.splitlines() or [""]
-        number = int(match.group(1)) if match else len(rows)
-        line = rows[min(number, len(rows)) - 1].strip()
-        wrong = Leaf(value=line[:80] or None, origin=f"{name}:{number}")
-        fix = _syntax_fix(str(error), line)
-        return ConfigSource(problems=(wrong.problem("syntax", "", unreadable(error), fix),))
+        return ConfigSource(problems=(_syntax_problem(name, text, error),))
     lines = key_lines(text)
 
     def origin(*key: str) -> str:
@@ -135,6 +129,16 @@ def _mended(text: str) -> str:
         return format_value(bare if bare[:1] in ("[", "{") else parse_value(bare, "", ""))
     parts = (part.strip(" \"'[]{}") for part in text.split(","))
     return format_value([parse_value(part, "", "") for part in parts if part])
+
+
+def _syntax_problem(name: str, text: str, error: ValueError) -> Problem:
+    """The problem of the file `name` whose `text` is not TOML."""
+    match = re.search(r"\(at line (\d+)", str(error))
+    rows = text.splitlines() or [""]
+    number = int(match.group(1)) if match else len(rows)
+    line = rows[min(number, len(rows)) - 1].strip()
+    wrong = Leaf(value=line[:80] or None, origin=f"{name}:{number}")
+    return wrong.problem("syntax", "", unreadable(error), _syntax_fix(str(error), line))
 
 
 def _syntax_fix(reason: str, line: str) -> str:

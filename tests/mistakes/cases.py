@@ -86,7 +86,7 @@ FOREIGN: list[Mistake] = [
         "plan --model encoder --cluster laptop_cpu --seq-len 128 --global-batch 32",
         "t5 has an encoder",
     ),
-    foreign("config check damaged.json", "damaged.json", "not valid TOML"),
+    foreign("config check damaged.json", "damaged.json is data"),
     foreign("train --step 5", "--step", "--set train.steps=5"),
     foreign("train --out broken_run", "config.toml", "TOML"),
     foreign("dispatch damaged.json", "damaged.json"),
