@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -44,6 +45,33 @@ def loss_with_peft(folder: Path, adapters: Path, text: Path) -> float:
     with torch.no_grad():
         logits = net(input_ids=inputs, use_cache=False).logits
     return float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("phi3", {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
+        pytest.param(
+            "qwen3_next",
+            {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_folder_of_peft_is_a_model(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    """Modules that hold several projections, and a trained head."""
+    folder, text = tiny_folder(kind, tmp_path / "base"), text_file(tmp_path)
+    net = type(random_model(kind)).from_pretrained(folder)
+    adapted = peft.get_peft_model(
+        net, peft.LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, **settings)
+    )
+    adapters = tmp_path / "adapters"
+    adapted.save_pretrained(adapters)
+    loss = loss_with_peft(folder, adapters, text)
+    assert evaluated(adapters, text) == pytest.approx(loss, abs=1e-5)
+    said("convert", adapters, tmp_path / "merged")
+    assert loss_of(tmp_path / "merged", text) == pytest.approx(loss, abs=1e-5)
 
 
 @pytest.mark.slow

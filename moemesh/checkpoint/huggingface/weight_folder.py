@@ -295,7 +295,7 @@ class AdapterFolder:
                 return base(name, box)
             shape, offset = tuple(map(len, box)), tuple(part.start for part in box)
             tensor = torch.empty(shape)
-            self.load_into([Shard(name=name, shape=shape, offset=offset, tensor=tensor)])
+            self.load_into([Shard(name=f"model.{name}", shape=shape, offset=offset, tensor=tensor)])
             return tensor
 
         return read

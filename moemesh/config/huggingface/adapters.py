@@ -20,12 +20,8 @@ RANK_KEY, ALPHA_KEY = "lora.rank", "lora.alpha"
 BASE = "base_model_name_or_path"
 #: Field of PEFT's LoraConfig -> key of [lora], and PEFT's default for a field that is left out.
 _FIELDS = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("rslora", False)}
-#: Parameters of the stacks of experts -> the projections in them.
-_STACKS = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "input_linear": ("gate_proj", "up_proj"),
-    "output_linear": ("down_proj",),
-}
+#: The parameter of a stack of experts that holds two projections.
+_PAIR, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
 
 
 def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
@@ -108,8 +104,7 @@ def _largest_rank(config: Mapping[str, Any], rank: object) -> int:
         return 0
     ranks: list[int] = []
     for module, value in cast("dict[str, object]", patterns).items():
-        is_pair = any(stack in module and len(parts) > 1 for stack, parts in _STACKS.items())
-        if isinstance(value, int) and not (is_pair and value == 2 * rank):
+        if isinstance(value, int) and not (_PAIR in module and value == 2 * rank):
             ranks.append(value)
     return max(ranks, default=0)
 
@@ -118,11 +113,12 @@ def _targets(folder: Path, config: Mapping[str, Any]) -> list[str]:
     """The projections with an adapter in the file of weights; of stacks of experts, which share
     the names of their tensors, those in `target_parameters`."""
     entries: object = config.get("target_parameters")
-    parameters = cast("list[object]", entries) if isinstance(entries, list) else []
-    named = {str(entry).removesuffix(".weight").rpartition(".")[2] for entry in parameters}
+    targets: set[str] = set()
+    for entry in cast("list[object]", entries) if isinstance(entries, list) else ():
+        leaf = str(entry).removesuffix(".weight").rpartition(".")[2]
+        targets |= {*_PARTS} if leaf == _PAIR else {leaf}
     for name in read_header(folder / ADAPTER_WEIGHTS) or {}:
         module, leaf, _ = name.partition(".lora_A.")
         if leaf:
-            named.add(module.removesuffix(".base_layer").rpartition(".")[2])
-    named.discard("experts")  # the module of stacks
-    return sorted({part for leaf in named for part in _STACKS.get(leaf, (leaf,))})
+            targets.add(module.removesuffix(".base_layer").rpartition(".")[2])
+    return sorted(targets - {"experts"})  # the module of stacks
