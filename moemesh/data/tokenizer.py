@@ -35,6 +35,8 @@ ADDED, TEMPLATE, TEMPLATES = "added_tokens.json", "chat_template.jinja", "additi
 PROCESSOR_TEMPLATE = "chat_template.json"
 #: Flags of an added token in the files of transformers.
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
+#: Files that change the meaning of a tokenizer.json beside them.
+BESIDE = (SETTINGS, SPECIAL, ADDED, TEMPLATE, PROCESSOR_TEMPLATE)
 #: Function of chat templates that returns the date.
 CLOCK = "strftime_now"
 #: Classes of transformers that use a tokenizer.json unchanged; the first is the default.
@@ -76,7 +78,7 @@ class Tokenizer:
         day: str | None = None,
     ) -> None:
         """Use :meth:`open`. `day`: the date that chat templates read (None: today)."""
-        self._loaded, self.folder, self._file = loaded, folder, file
+        self._loaded, self.folder, self.file = loaded, folder, file
         self.settings = settings or TokenizerSettings({}, {})
         self.day = None if day is None else date.fromisoformat(day)
 
@@ -121,7 +123,7 @@ class Tokenizer:
         if self._loaded is None:
             return "bytes"
         rules = _rules(self._loaded)
-        file = self._file
+        file = self.file
         if file is not None and file.is_file() and rules == _rules(_loaded(file)):
             return f"blake2b-128:{_digest(read_whole(file))}"
         return f"blake2b-128:{_digest(rules)}"

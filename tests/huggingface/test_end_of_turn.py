@@ -214,3 +214,27 @@ def test_settings_that_generate_does_not_apply(tmp_path: Path) -> None:
     changed = transformers.GenerationConfig(repetition_penalty=1.05, suppress_tokens=[3])
     changed.save_pretrained(tmp_path)
     assert unapplied_settings(tmp_path) == ["repetition_penalty", "suppress_tokens"]
+
+
+@pytest.mark.parametrize("name", ["words", "words/tokenizer.json", "words.json"])
+def test_the_export_of_a_run_on_texts_has_its_tokenizer(tmp_path: Path, name: str) -> None:
+    words = byte_level_tokenizer(tmp_path / "words", "def f(x): return x + 1", CHATML, *TOKENS)
+    (tmp_path / "words.json").write_bytes((words / "tokenizer.json").read_bytes())
+    (tmp_path / "notes.json").write_text("{}")  # no part of a tokenizer, beside one
+    text = tmp_path / "text.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 60)
+    given = ["model.num_layers=2", "model.hidden_size=32", f"data.path={text}"]
+    given += [f"data.tokenizer={tmp_path / name}", "data.seq_len=16", "data.global_batch=2"]
+    given += ["train.steps=1", "train.validation_batches=1"]
+    said("train", *sets(*given), "--out", tmp_path / "run")
+    said("convert", tmp_path / "run", tmp_path / "out")
+
+    written = Tokenizer.open(str(tmp_path / "out"))
+    assert written.fingerprint == Tokenizer.open(str(tmp_path / name)).fingerprint
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("  return  x").input_ids == written.encode(b"  return  x", "").tolist()
+    assert theirs.decode(theirs("  return  x").input_ids) == "  return  x"
+    assert (theirs.chat_template is not None) == (name != "words.json")
+    assert not (tmp_path / "out/notes.json").exists()
+    # The ids of the family's class are of other tokens here.
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id is None

@@ -48,6 +48,7 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.lora import NO_ADAPTERS, is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
+from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.ops.nf4 import dequantize, quantize
 from moemesh.parallel.parallelize import RankModel
 from moemesh.sharding.load_run import load_recorded, load_run
@@ -55,9 +56,9 @@ from moemesh.sharding.parameters import tensors
 from moemesh.train.records.run_folder import RunFolder, checkpoints_of
 from moemesh.train.weights import saving, weight_sources
 from moemesh.train.weights.end_of_turn import (
-    carry_tokenizer,
     end_of_turn,
     put_end_of_turn,
+    put_tokenizer,
     text_ends,
 )
 from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRecipe, refused
@@ -270,7 +271,7 @@ def convert(
             delta=delta,
             on_file=on_file,
         )
-        _put_tokenizer(run, source, config, out, like)
+        _put_texts(run, source, config, out, like)
         return to
     model = config.model
     if run is None:
@@ -285,20 +286,22 @@ def convert(
             model = export.exported(model.with_lora(NO_ADAPTERS))
             weights = equivalent(weights, config.model, model)
     _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
-    _put_tokenizer(run, source, config, out, like)
+    _put_texts(run, source, config, out, like)
     return to
 
 
-def _put_tokenizer(
+def _put_texts(
     run: Path | None, source: Path, config: RunConfig, out: Path, like: Path | None
 ) -> None:
-    """Write the tokenizer of adapters that have one into the export `out`, and make that of a run
-    on conversations stop at the end of a turn, with the tokenizer of the run. With `like` the
-    tokenizer stays."""
+    """Give the export `out` the tokenizer of the run, or that of adapters which have one, unless
+    `like` has one; make that of a run on conversations stop at the end of a turn."""
+    if like is None and (run is not None or config.data.tokenizer == str(source.resolve())):
+        try:
+            put_tokenizer(out, Tokenizer.open(config.data.tokenizer))
+        except DataError as error:
+            to_stderr(f"note: the tokenizer {config.data.tokenizer} is not in {out}: {error}")
     if run is not None and (end := end_of_turn(run, config)) is not None:
-        to_stderr(put_end_of_turn(out, end, carries_tokenizer=like is None))
-    elif run is None and like is None and config.data.tokenizer == str(source.resolve()):
-        carry_tokenizer(source, out)
+        to_stderr(put_end_of_turn(out, end))
 
 
 def _write(
@@ -317,6 +320,8 @@ def _write(
     if origin is None:
         kind = export.family_or_refusal(model)
         values = export.config_json(model, kind, dtype)
+        # Not the defaults of the family's class, which are ids of another tokenizer.
+        values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     else:
         theirs = read_config(origin)
         kind = family_of(theirs)

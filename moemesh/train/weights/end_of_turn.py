@@ -1,4 +1,4 @@
-"""The end of a turn in an export: the stop of the run, in the files that transformers reads.
+"""Tokenizer and end of a turn in an export: those of the run, in the files of transformers.
 
 ``generate`` of transformers stops at the ``eos_token_id`` of ``generation_config.json``; servers
 and evaluation harnesses also stop at that of ``config.json`` and at the tokenizer's ``eos_token``.
@@ -8,6 +8,7 @@ In the files of a base model these are the end of a text, which a run on convers
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,11 +21,12 @@ from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.run import RunConfig
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import (
-    ADDED,
+    BESIDE,
     ENDINGS,
+    FILE,
+    GENERIC,
     SETTINGS,
     SPECIAL,
-    TEMPLATE,
     DataError,
     Tokenizer,
     settings_of,
@@ -50,13 +52,11 @@ _UNAPPLIED = (
 
 
 class EndOfTurn(NamedTuple):
-    """The text that ends a turn, and its token and id (None if the text has several tokens);
-    `tokenizer`: that of the run."""
+    """The text that ends a turn, and its token and id (None if the text has several tokens)."""
 
     text: str
     token: str | None
     id: int | None
-    tokenizer: Tokenizer
 
 
 def text_ends(folder: Path) -> list[int]:
@@ -98,23 +98,32 @@ def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
             text = token = tokenizer.settings.special.get("eos_token")
         if text:
             number = None if token is None else tokenizer.id_of(token)
-            return EndOfTurn(text, token, number, tokenizer)
+            return EndOfTurn(text, token, number)
     return None
 
 
-def carry_tokenizer(folder: Path, out: Path) -> None:
-    """Replace the tokenizer in the folder `out` by that of `folder`."""
-    for name in (SETTINGS, SPECIAL, ADDED, TEMPLATE):
+def put_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
+    """Give the folder `out` this tokenizer, as a folder that ``AutoTokenizer`` reads alike."""
+    folder, file = tokenizer.folder, tokenizer.file
+    if folder is None or file is None:
+        return
+    for name in BESIDE:
         (out / name).unlink(missing_ok=True)
-    others = (GENERATION, ADAPTER_CONFIG)
-    carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name not in others)
+    if file.name == FILE:
+        others = (GENERATION, ADAPTER_CONFIG)
+        carry_along(folder, out, lambda name: name.endswith(ENDINGS) and name not in others)
+    else:
+        carry_along(folder, out, lambda name: name in BESIDE)
+        shutil.copyfile(file, out / FILE)
+    settings = settings_of(out / SETTINGS)
+    if "tokenizer_class" not in settings and not (folder / CONFIG).is_file():
+        # Without a class, AutoTokenizer takes that of the model's family.
+        write_json(out / SETTINGS, {**settings, "tokenizer_class": GENERIC[0]})
 
 
-def put_end_of_turn(out: Path, end: EndOfTurn, *, carries_tokenizer: bool) -> str:
+def put_end_of_turn(out: Path, end: EndOfTurn) -> str:
     """Add the end of a turn to the tokens that end generation in the folder `out`; returns a
-    sentence for the user. With `carries_tokenizer` the folder gets the tokenizer of the run."""
-    if carries_tokenizer and end.tokenizer.folder is not None:
-        carry_tokenizer(end.tokenizer.folder, out)
+    sentence for the user."""
     if end.id is None:
         text = json.dumps(end.text)
         return (
