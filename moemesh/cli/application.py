@@ -193,9 +193,13 @@ def load(
         resolved = load_run([config] if config else [], overrides or [])
     except UnresolvedError as error:
         if with_data and rank_of(os.environ) == 0:
+            from moemesh.data.sources import with_vocabulary
             from moemesh.train.preparation import data_errors
 
-            refuse_together([error, *data_errors(error.config, config, error.broken)])
+            valid = error.valid
+            if "data.tokenizer" not in error.broken:
+                valid = with_vocabulary(valid)
+            refuse_together([error, *data_errors(valid.config, config, error.broken)])
         raise
     if "TORCHELASTIC_RUN_ID" not in os.environ or rank_of(os.environ) == 0:
         for note in resolved.notes:

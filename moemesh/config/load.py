@@ -88,10 +88,10 @@ class UnresolvedError(ConfigError):
     """The problems, and the valid part: `broken` keys have their defaults."""
 
     def __init__(
-        self, problems: Iterable[Problem], config: RunConfig, broken: Collection[str]
+        self, problems: Iterable[Problem], valid: Resolved, broken: Collection[str]
     ) -> None:
         super().__init__(problems)
-        self.config, self.broken = config, frozenset(broken)
+        self.valid, self.broken = valid, frozenset(broken)
 
 
 def resolve(
@@ -173,9 +173,8 @@ def resolve(
         problems.append(replace(problem, origin=origin))
     if problems:
         broken |= {problem.key for problem in problems}
-        raise UnresolvedError(
-            (_as_the_model(problem, base) for problem in problems), config, broken
-        )
+        valid = Resolved(config=config, origins=origins)
+        raise UnresolvedError((_as_the_model(problem, base) for problem in problems), valid, broken)
     notes = tuple(note for source in [adapters, base, *given] for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
 

@@ -34,6 +34,8 @@ PRESET_KEY = "model.preset"
 PATH_KEY = "model.path"
 #: Largest number of keys of a section that a message lists.
 _MOST_LISTED = 20
+#: Largest number of keys with the words of an unknown one that a message lists.
+_MOST_PARTS = 3
 
 
 def keys_of(section: str) -> tuple[str, ...]:
@@ -63,9 +65,11 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
         return f"no section is named [{leaf}]", f"did you mean [{close[0]}]?"
     elsewhere = [f"{name}.{leaf}" for name in sections_with(leaf)]
     siblings = keys_of(section) if section in SECTIONS else ()
+    words = set(leaf.split("_"))
+    parts = [name for name in siblings if words.issubset(name.split("_"))][:_MOST_PARTS]
     if fix := alias_hint(key):
         pass
-    elif near := close_names(leaf, siblings):
+    elif near := [*close_names(leaf, siblings), *(parts if "_" in leaf and not elsewhere else ())]:
         fix = _did_you_mean(f"{section}.{name}" for name in near)
     elif elsewhere:
         homes = " and ".join(f"[{name}]" for name in sections_with(leaf))
@@ -81,8 +85,7 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
     message = f"[{section}] has no key `{leaf}`" if section else f"`{leaf}` is in no section"
     if not siblings:
         return message, fix or f"sections: {', '.join(SECTIONS)}"
-    parts = [f"{section}.{name}" for name in siblings if leaf in name.split("_")]
-    fix = fix or _did_you_mean(parts[:3])
+    fix = fix or _did_you_mean(f"{section}.{name}" for name in parts)
     every = f"keys of [{section}]: {', '.join(siblings)}"
     if len(siblings) > _MOST_LISTED:
         every = f"none of its keys resembles it; `moemesh config show` lists all of [{section}]"

@@ -135,6 +135,12 @@ class Tokenizer:
             return NUM_BYTES
         return max(self._loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def _shown(self) -> str:
+        """The folder, or a tokenizer.json by another name, in messages."""
+        is_named = self.file is not None and self.file.name != FILE
+        return str((self.file if is_named else self.folder) or "bytes")
+
     @cached_property
     def added_flags(self) -> dict[int, dict[str, Any]]:
         """Content and flags, by id, of the tokens that are never split in a text, such as special
@@ -161,7 +167,7 @@ class Tokenizer:
         """Raises DataError if a file's ids exceed `vocab_size`; bytes are not checked."""
         if self._loaded is not None and self.vocab_size > vocab_size:
             raise DataError(
-                f"data.tokenizer {self.folder} has ids up to {self.vocab_size - 1}, and "
+                f"data.tokenizer {self._shown} has ids up to {self.vocab_size - 1}, and "
                 f"model.vocab_size is {vocab_size}: set model.vocab_size to {self.vocab_size} or "
                 "more, or name the tokenizer of the model"
             )
@@ -208,14 +214,14 @@ class Tokenizer:
         except DataError:
             raise
         except Exception as error:  # of the package, such as for an unknown token
-            raise DataError(f"{self.folder}: the tokenizer fails on a text: {error}") from error
+            raise DataError(f"{self._shown}: the tokenizer fails on a text: {error}") from error
 
     def id_of(self, token: str) -> int:
         """The id of a token by its name. Raises DataError without one."""
         id_ = None if self._loaded is None else self._loaded.token_to_id(token)
         if id_ is None:
             raise DataError(
-                f'data.tokenizer {self.folder or "bytes"} has no token "{token}"'
+                f'data.tokenizer {self._shown} has no token "{token}"'
                 + ("" if self.folder else ": bytes have no special tokens")
             )
         return id_
@@ -315,6 +321,9 @@ def _read_once(
         pieces = next(folder.glob("*.model"), None)
         if pieces is not None and find_spec("sentencepiece") is None:  # it names other packages
             reason = f"{pieces.name} needs two packages: pip install sentencepiece protobuf"
+        elif not any((folder / name).is_file() for name in (FILE, SETTINGS, "config.json")):
+            # What ``save_model`` of the package tokenizers writes.
+            reason = f'it has no {FILE}: the package tokenizers writes one by save("{FILE}")'
         raise DataError(f"{folder} is not a usable tokenizer: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)

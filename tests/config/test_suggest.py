@@ -97,6 +97,12 @@ def test_names_of_other_trainers() -> None:
         ("paln", "did you mean [plan]?"),
         ("plan.num-layers", "model.num_layers"),
         ("train.learning_rte", "train.lr"),
+        ("model.aux_loss", "model.aux_loss_coefficient"),
+        ("model.expert_size", "did you mean model.expert_intermediate_size?"),
+        (
+            "model.router_bias",
+            "model.router_bias_rate or model.router_logit_bias or model.router_s",
+        ),
         ("plan.zzzzzz", "`moemesh config show` lists all of [plan]"),
         ("lora.zzzzzz", "keys of [lora]: rank, alpha"),
         ("zzzzzz.qqqqqq", "sections: model, plan, data, train"),

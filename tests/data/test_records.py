@@ -400,6 +400,8 @@ def test_a_file_or_a_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"ids up to 299, and model\.vocab_size is 299: .* to 300"):
         tokenizer.check(299)
     Tokenizer.open("bytes").check(128)
+    with pytest.raises(DataError, match=rf"data\.tokenizer {renamed} has ids"):
+        Tokenizer.open(str(renamed)).check(299)
 
 
 @pytest.mark.parametrize(
@@ -412,6 +414,16 @@ def test_parts_of_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n
         Tokenizer.open(str(tmp_path))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(DataError, match=r"has no tokenizer\.json: .*pip install transformers"):
+        Tokenizer.open(str(tmp_path))
+
+
+def test_the_two_files_of_save_model(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(["1 + 2"], vocab_size=260)
+    made.save_model(str(tmp_path))
+    with pytest.raises(DataError, match=r'no tokenizer\.json: .* save\("tokenizer\.json"\)'):
         Tokenizer.open(str(tmp_path))
 
 

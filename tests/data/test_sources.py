@@ -340,6 +340,16 @@ def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
     assert re.search(r"model\.vocab_size += 300 +# the ids of data\.tokenizer", shown.stdout)
 
 
+def test_no_vocabulary_beside_another_mistake(tmp_path: Path) -> None:
+    folder = byte_level_tokenizer(tmp_path / "tokenizer", Path(__file__).read_text(), "x", "<eos>")
+    (tmp_path / "text.txt").write_text("1 + 2 = 3\n" * 100)
+    words = ["config", "check", "--set", f"data.tokenizer={folder}", "--set", "train.stps=3"]
+    words += ["--set", f"data.path={tmp_path / 'text.txt'}"]
+    checked = subprocess.run([python(), "-m", "moemesh", *words], capture_output=True, text=True)
+    assert checked.returncode == 2
+    assert "train.stps" in checked.stderr and "vocab_size" not in checked.stderr
+
+
 COMMIT = "0123456789" * 4
 
 
