@@ -25,6 +25,7 @@ from moemesh.config.limits import one_line
 from moemesh.data.records import (
     COMPLETION,
     PROMPT,
+    ROLES,
     TEMPLATE_VALUES,
     TOOLS,
     BadRecordError,
@@ -53,6 +54,13 @@ OLDER_KEYS = {
     "function_call": '"tool_calls": [{"type": "function", "function": {...}}]',
     "train_detail": '"train" for a whole turn',
 }
+#: Names of roles that other formats than messages have.
+FOREIGN_ROLES = {role for role, usual in ROLES.items() if role != usual}
+#: The command that makes texts of contents that are lists of parts.
+JOIN_PARTS = (
+    "jq -c '.messages[].content |= if type == \"array\" then map(.text) | add else . end' joins "
+    "the texts of its parts"
+)
 #: Types and keys of parts of a message that are not text, such as ``image_url``.
 _MEDIA = re.compile("image|video|audio")
 #: A turn that every template accepts as the first.
@@ -110,12 +118,14 @@ class ChatTemplate:
         self._origin, self._added = origin, added
         self._templates: dict[str, Template] = {}
         self._marking: set[str] = set()
+        self._texts: set[object] = set()  # the literals of all templates
         for name, source in ({"default": sources} if isinstance(sources, str) else sources).items():
             try:
                 self._templates[name] = environment.from_string(source)
                 parsed = environment.parse(source)
             except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
                 raise DataError(f"{origin}: the chat template is broken: {error}") from error
+            self._texts.update(node.value for node in parsed.find_all(nodes.Const))
             if any(node.name == BEGIN for node in parsed.find_all(nodes.Name)):
                 self._marking.add(name)
 
@@ -147,6 +157,10 @@ class ChatTemplate:
         given = record.get(TEMPLATE_VALUES) or {}
         if not isinstance(given, dict):
             raise BadRecordError(where, f'"{TEMPLATE_VALUES}" must be an object')
+        for number, message in enumerate(messages, start=1):
+            if (role := message["role"]) in FOREIGN_ROLES and role not in self._texts:
+                reason = f'message {number} is of "{role}", a role that the chat template does not'
+                raise BadRecordError(where, f'{reason} know: "{ROLES[role]}" is its usual name')
         sizes = sizes_of([messages, tools, given])
         rendering = _Rendering(
             partial(self._render, tools=tools, where=where, sizes=sizes, values=given), messages
@@ -158,6 +172,11 @@ class ChatTemplate:
         if spans is None:
             reason = f"the chat template ({self._origin}) writes none of the assistant turns"
             raise BadRecordError(where, reason)
+        for number, message in enumerate(messages, start=1):
+            parts = message.get("content")
+            if isinstance(parts, list) and parts and str(parts) in rendering.text:
+                reason = f"message {number} has a list as its content, which the chat template"
+                raise BadRecordError(where, f"{reason} writes as Python code: {JOIN_PARTS}")
         return Rendered(rendering.text, tuple(spans))
 
     def prompt(self, messages: Messages) -> str:

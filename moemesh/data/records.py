@@ -65,12 +65,19 @@ SHAPES = {
 #: Keys of questions and answers in unsupported records, for the advice on how to convert them.
 QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
 ANSWERS = ("answer", "response", "solution", "output", "chosen")
+#: Keys of the role and of the content of a turn that are read, and those of unsupported records,
+#: for the same advice.
+TURN_KEYS = (("role", "content"), ("from", "value"))
+SPEAKERS = ("role", "from", "speaker", "author", "sender")
+CONTENTS = ("content", "value", "text", "utterance", "message")
 #: Advice for records of token ids.
 TOKEN_IDS = "token ids are read from .bin and .idx files alone: give the text of the records"
 #: Names of ShareGPT's roles.
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model"), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot", "ai"), "assistant"
+    ),
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
@@ -293,6 +300,24 @@ def _are_turns(value: Any) -> bool:
     return is_list and all(isinstance(x, dict) and x.keys() & {"role", "from"} for x in value)
 
 
+def _renamed_turns(key: str, value: Any) -> str | None:
+    """The program of jq that makes messages of the list under `key`, whose turns have other names
+    for role and content; None if it is not such a list."""
+    if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
+        return None
+    turns = cast("list[dict[str, Any]]", value)
+    speaker, content = (
+        next((name for name in names if all(isinstance(x.get(name), str) for x in turns)), None)
+        for names in (SPEAKERS, CONTENTS)
+    )
+    if speaker is None or content is None or (speaker, content) in TURN_KEYS:
+        return None
+    roles = {role: ROLES[role] for role in sorted({x[speaker] for x in turns} & ROLES.keys())}
+    roles = {role: known for role, known in roles.items() if role != known}
+    role = f"({_path(speaker)} | {json.dumps(roles)}[.] // .)" if roles else _path(speaker)
+    return f"{{{MESSAGES}: [{_path(key)}[] | {{role: {role}, content: {_path(content)}}}]}}"
+
+
 def _path(key: str) -> str:
     """The path of jq to a key of an object."""
     return f".{key}" if re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) else f".[{json.dumps(key)}]"
@@ -306,11 +331,14 @@ def _conversion(fields: Mapping[str, Any]) -> str:
     note = "; preferences are not trained, and" if "rejected" in fields else ";"
     lists = [key for key, value in fields.items() if _are_turns(value) and key != "rejected"]
     answers = [key for key in lists if key != PROMPT]
+    renamed = list(filter(None, (_renamed_turns(*item) for item in fields.items())))
     question, answer = (
         next((key for key in keys if isinstance(fields.get(key), str)), None)
         for keys in (QUESTIONS, ANSWERS)
     )
-    if len(answers) == 1:
+    if len(renamed) == 1:
+        program = renamed[0]
+    elif len(answers) == 1:
         turns = f"(.{PROMPT} + {_path(answers[0])})" if PROMPT in lists else _path(answers[0])
         key = "conversations" if "from" in fields[answers[0]][0] else MESSAGES
         program = f"{{{key}: {turns}}}"

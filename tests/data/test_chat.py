@@ -195,6 +195,29 @@ def test_a_template_that_leaves_turns_out() -> None:
         template.render({"messages": [*TALK, {"role": "user", "content": "?"}]}, HERE)
 
 
+def test_a_list_that_the_template_writes_as_code() -> None:
+    """A template for texts writes the list of parts itself; one for parts writes their texts."""
+    parts = [{"type": "text", "text": "1 + 2?"}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "3"}]
+    with pytest.raises(DataError, match=r"message 1 has a list .* as Python code: jq -c"):
+        ChatTemplate(CHATML, {}, "test").render({"messages": talk}, HERE)
+    both = CHATML.replace(
+        "message.content",
+        "message.content if message.content is string else message.content[0].text",
+    )
+    assert both != CHATML
+    assert "user\n1 + 2?" in ChatTemplate(both, {}, "test").render({"messages": talk}, HERE).text
+
+
+@pytest.mark.parametrize(("role", "usual"), [("human", "user"), ("observation", "tool")])
+def test_a_role_of_another_format(role: str, usual: str) -> None:
+    talk = [{"role": role, "content": "1 + 2?"}, {"role": "assistant", "content": "3"}]
+    with pytest.raises(DataError, match=f'message 1 is of "{role}", .*: "{usual}" is its usual'):
+        ChatTemplate(CHATML, {}, "test").render({"messages": talk}, HERE)
+    names_it = "{% if messages[0].role == '" + role + "' %}{% endif %}" + CHATML
+    assert role in ChatTemplate(names_it, {}, "test").render({"messages": talk}, HERE).text
+
+
 def test_generation_blocks_are_their_body() -> None:
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     talk = [{"role": "assistant", "content": "ab"}]

@@ -48,6 +48,15 @@ SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         ({"my turns": TURNS}, '{messages: .["my turns"]}'),
         ({"it's": [{"text": "a"}]}, """.["it's"][]"""),
         ({"text": None, "turns": TURNS}, "{messages: .turns}"),
+        (
+            {"dialog": [{"speaker": "user", "text": "q"}, {"speaker": "bot", "text": "a"}]},
+            '{messages: [.dialog[] | {role: (.speaker | {"bot": "assistant"}[.] // .), '
+            "content: .text}]}",
+        ),
+        (
+            {"id": 3, "log": [{"role": "user", "text": "q"}, {"role": "assistant", "text": "a"}]},
+            "{messages: [.log[] | {role: .role, content: .text}]}",
+        ),
         (TURNS, "{messages: .}"),
         ([TURNS], ".[] | {messages: .}"),
     ],
