@@ -193,7 +193,7 @@ def init(request: ClusterFileRequest) -> None:
             problem = Problem.of("not-a-choice", "device", request.device, message, fix)
             raise ConfigError([problem])
         cluster = cluster_of_device(sheet)
-        heading = f"From the data sheet of {sheet.name}; latencies are assumptions."
+        heading = f"From the data sheet of {sheet.name}; latencies and the network are assumptions."
     else:
         from moemesh.config.cluster import load_cluster
 

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 
 
 class ClusterKey(NamedTuple):
-    """The meaning of one key: in a comment of the file, and in a message about it."""
+    """The meaning of one key: in a comment of the file, and in a message about it; `names`: words
+    for it that a message answers with the key."""
 
     meaning: str
     unit: str
     example: str
+    names: tuple[str, ...] = ()
 
 
 KEYS = {
@@ -329,7 +331,8 @@ def _build(table: dict[str, object], origin: str) -> Cluster:
                 message = f"{message[0].lower()}{message[1:]}: {meaning(name)}"
             if detail["type"] == "extra_forbidden":
                 code, message = "unknown-key", f"a cluster has no key `{name}`"
-                fix = nearest_choice(name, tuple(Cluster.model_fields))
+                key = next((key for key in KEYS if name.lower() in KEYS[key].names), None)
+                fix = f"{key} is {meaning(key)}" if key else nearest_choice(name, tuple(KEYS))
             problem = Problem.of(code, f"cluster.{name}", value, message, fix)
             problems.append(replace(problem, origin=origin))
         raise ConfigError(problems) from None

@@ -115,14 +115,18 @@ def plan_of(layout: PlannedLayout) -> Plan:
 
 def untrained(layout: PlannedLayout, model: Model) -> list[Problem]:
     """Parts of a layout that `moemesh train` refuses or has no key for."""
-    if model.config is None:
-        return [Problem(code="not-available", key="model", message=model.why_not)]
     plan, seq_len, batch = plan_of(layout), layout.seq_len, layout.global_batch
+    data = DataConfig(seq_len=seq_len, global_batch=batch)
+    if model.config is None:
+        problems = [Problem(code="not-available", key="model", message=model.why_not)]
+        if model.sizes is not None:
+            problems += RunConfig(model=model.sizes, plan=plan, data=data).check()
+        return problems
     run = model.run or RunConfig()
     config = RunConfig(
         model=model.config,
         plan=plan,
-        data=DataConfig(seq_len=seq_len, global_batch=batch),
+        data=data,
         train=run.train.model_copy(update={"dtype": "bfloat16"}),
         lora=run.lora,
     )
@@ -337,6 +341,10 @@ def smallest_batch(source: str | Mapping[str, Any]) -> int:
     return prod(value for value in values if isinstance(value, int) and value > 0)
 
 
+#: Blanks, a key and its equals sign.
+_KEY = re.compile(r"\s+\w+\s*=")
+
+
 def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
     """Keys and values of the plan `source`. Raises ConfigError if it cannot be read."""
     if not isinstance(source, str):
@@ -350,11 +358,12 @@ def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
         return dict(cast("dict[str, Any]", table.get("plan", table)))
     pairs: dict[str, Any] = {}
     problems: list[Problem] = []
-    # Split at commas outside of brackets.
+    # Split at commas outside of brackets, and at blanks before a key, as answers print layouts.
     parts, depth = [""], 0
-    for character in source:
+    for place, character in enumerate(source):
         depth += (character in "[{(") - (character in "]})")
-        if character == "," and depth <= 0:
+        is_border = character == "," or (character.isspace() and _KEY.match(source, place))
+        if is_border and depth <= 0:
             parts.append("")
         else:
             parts[-1] += character

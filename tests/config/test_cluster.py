@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moemesh.config.cluster import Cluster, LinkCurve, load_cluster
+from moemesh.config.cluster import KEYS, Cluster, LinkCurve, load_cluster
 from moemesh.config.errors import ConfigError
 
 CURVE: dict[str, Any] = {
@@ -61,3 +61,23 @@ def test_an_unknown_operation_or_key_is_told(tmp_path: Path) -> None:
         file.write_text(text.replace(old, new))
         with pytest.raises(ConfigError, match="links"):
             load_cluster(str(file))
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("gpu", "accelerator"),
+        ("Price_Per_Hour", "gpu_hour_price"),
+        ("nics_per_node", "inter_node_bandwidth"),
+        ("vram_gb", "memory_bytes"),
+        ("nvlink", "intra_node_bandwidth"),
+    ],
+)
+def test_other_words_for_a_key(tmp_path: Path, word: str, key: str) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(f"{word} = 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(str(file))
+    (problem,) = (x for x in caught.value.problems if x.code == "unknown-key")
+    assert problem.fix.startswith(f"{key} is ")
+    assert not any(set(row.names) & KEYS.keys() for row in KEYS.values())

@@ -14,7 +14,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.plan import Plan
 from moemesh.planner.accuracy.published import recompute_from_words
 from moemesh.planner.estimate import estimate_named
-from moemesh.planner.layout_sources import from_plan, plan_of, read_plan
+from moemesh.planner.layout_sources import from_plan, plan_of, plan_table, read_plan
 from moemesh.planner.memory import layer_kept
 from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout
 from moemesh.planner.search.command import plan_keys
@@ -169,3 +169,16 @@ def test_a_plan_from_a_json_file(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_plan(str(path), seq_len=64, global_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("tp=4 pp=6", {"tp": 4, "pp": 6}),
+        ("pp=3 cp=2,  tp = 4\n   data=zero1", {"pp": 3, "cp": 2, "tp": 4, "data": "zero1"}),
+        ("pp=2 layers_per_stage=[3, 4] tp=1", {"pp": 2, "layers_per_stage": [3, 4], "tp": 1}),
+        ("schedule=my file.txt", {"schedule": "my file.txt"}),
+    ],
+)
+def test_pairs_as_answers_print_them(text: str, table: dict[str, Any]) -> None:
+    assert plan_table(text) == table

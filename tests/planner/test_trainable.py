@@ -59,3 +59,15 @@ def test_a_model_of_a_toml_file_is_said_key_by_key(tmp_path: Path) -> None:
     assert "--set model.num_layers=6" in row["command"] and "preset" not in row["command"]
     words = shlex.split(row["command"])[3::2]
     assert load_run([], words, {}).config.model.num_layers == 6
+
+
+def test_positions_of_sizes_without_weights(tmp_path: Path, invoke: Invoke) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    for seq_len, is_too_long in (("128", False), ("256", True)):
+        words = f"plan --model {tmp_path}/config.json --cluster one_h100 --seq-len {seq_len}"
+        _, out, _ = invoke(*words.split(), "--global-batch", "8")
+        text = " ".join(out.split())
+        assert "has no weights beside it" in text
+        assert ("max_position_embeddings (128)" in text) == is_too_long
