@@ -3,6 +3,7 @@
 # No `from __future__ import annotations` in these files: typer reads the annotations.
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import exp
 from pathlib import Path
@@ -166,7 +167,9 @@ class CalibrateRequest:
     runs: Annotated[list[Path], "Tables of measured runs (CSV), or run folders.", "<RUNS>"]
     out: Annotated[Path, "File to write.", "CLUSTER.toml"]
     archs: _Shapes = None
-    cluster: Annotated[str | None, "Cluster of the table; what ran the folders.", "NAME"] = None
+    cluster: Annotated[
+        str | None, "What ran the folders, or the tables; of several in a table, one.", "NAME|FILE"
+    ] = None
     shared: Annotated[bool, "Fit all clusters and what they share."] = False
 
 
@@ -189,6 +192,7 @@ def calibrate(request: CalibrateRequest) -> None:
         calibration_toml,
         fitted_cluster,
         runs_of_cluster,
+        use_cluster,
     )
     from moemesh.planner.accuracy.own import learn, run_of_folder, unused
     from moemesh.planner.accuracy.published import read_runs
@@ -206,6 +210,12 @@ def calibrate(request: CalibrateRequest) -> None:
             raise UserError("run folders do not record their cluster: give --cluster NAME or FILE")
         machine, wanted = load_cluster(wanted), None
         read += [run_of_folder(path, machine) for path in folders]
+    elif wanted is not None and wanted not in {run.cluster for run in read}:
+        with suppress(UserError):  # an unknown name: the message lists those of the table
+            machine = load_cluster(wanted)
+            read, _ = use_cluster(read, shipped_calibration(), machine)
+            name = f"/{machine.name}"
+            wanted = next((run.cluster for run in read if run.cluster.endswith(name)), wanted)
     if request.shared:
         start = replace(prior_calibration(), allocations=shipped_calibration().allocations)
         calibration = fit(read, start)
@@ -216,7 +226,8 @@ def calibrate(request: CalibrateRequest) -> None:
     learned = learn(chosen, shipped_calibration())
     fitted = fitted_cluster(chosen, learned.calibration, learned.runs)
     if machine is not None:  # the rows have the stack of another cluster
-        fitted = fitted.model_copy(update={"name": machine.name})
+        same = ("name", "gpu_hour_price", "usable_share")
+        fitted = fitted.model_copy(update={key: getattr(machine, key) for key in same})
     sources = few((path.name for path in request.runs), 4)
     write_texts([(out, fitted.to_toml(f"Learned from {len(chosen)} runs of {sources}."))])
     doubts = [*unused(read), *learned.doubts]

@@ -197,6 +197,33 @@ def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
     assert plans.details["lower_bound_seconds"] <= plans[0].seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("column", ["GPUs per node", "nodes"])
+def test_nodes_of_the_rows(tmp_path: Path, column: str) -> None:
+    """64 A100 as 16 nodes of four, where the data sheet has nodes of eight."""
+    rows = [llama(n, tp, pp, mbs, 30.0 + n) for n, (tp, pp, mbs) in enumerate(LAYOUTS)]
+    table = write_table(tmp_path, rows)
+    head, *lines = table.read_text().splitlines()
+    each = "16" if column == "nodes" else "4"
+    table.write_text("\n".join([f"{head},{column}", *(f"{line},{each}" for line in lines)]))
+    calibrate(runs=[table], out=tmp_path / "mine.toml")
+    cluster = load_cluster(str(tmp_path / "mine.toml"))
+    assert (cluster.nodes, cluster.gpus_per_node) == (16, 4)
+
+
+def test_a_cluster_file_replaces_the_data_sheet(tmp_path: Path) -> None:
+    rows = [llama(n, tp, pp, mbs, 30.0 + n) for n, (tp, pp, mbs) in enumerate(LAYOUTS)]
+    file = tmp_path / "lab.toml"
+    lab = load_cluster("dgx_a100").model_copy(
+        update={"name": "lab", "gpus_per_node": 4, "gpu_hour_price": 1.5, "usable_share": 0.9}
+    )
+    file.write_text(lab.to_toml("Four GPUs a node."))
+    calibrate(runs=[write_table(tmp_path, rows)], out=tmp_path / "mine.toml", cluster=str(file))
+    cluster = load_cluster(str(tmp_path / "mine.toml"))
+    assert (cluster.name, cluster.gpus_per_node) == ("lab", 4)
+    assert (cluster.gpu_hour_price, cluster.usable_share) == (1.5, 0.9)
+    assert len(cluster.own_runs) == len(LAYOUTS)
+
+
 def test_one_run_alone_is_not_doubted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write_table(tmp_path, [llama(1, 1, 1, 1, 90.0)])
     calibrate(runs=[table], out=tmp_path / "mine.toml")

@@ -259,6 +259,8 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         row["recompute"] = ""
     if not row.get("gpus"):
         row["gpus"] = _world(row, device)
+    if device is not None and (size := _node_size(row)):
+        device = replace(device, node_size=size)
     if row.get("microbatches") == "pp" and not row.get("mbs"):
         row["mbs"] = _one_a_stage(row)
     if row.get("shard_group") == "node" and device:
@@ -365,6 +367,17 @@ def _world(row: Mapping[str, str], device: Accelerator | None) -> str:
     """Devices of a row that prints nodes, with or without the devices of one."""
     nodes, each = row.get("nodes", ""), row.get("node_gpus") or (device.node_size if device else 0)
     return str(int(nodes) * int(each)) if nodes.isdecimal() and str(each).isdecimal() else ""
+
+
+def _node_size(row: Mapping[str, str]) -> int:
+    """Devices of a node that a row prints, or that follow from its devices and several nodes; 0 if
+    it prints none."""
+    gpus, nodes, each = (row.get(name, "") for name in ("gpus", "nodes", "node_gpus"))
+    if each.isdecimal():
+        return int(each)
+    if not (gpus.isdecimal() and nodes.isdecimal()) or int(nodes) < 2 or int(gpus) % int(nodes):
+        return 0
+    return int(gpus) // int(nodes)
 
 
 def _batch(row: Mapping[str, str]) -> str:
