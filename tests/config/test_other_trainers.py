@@ -41,6 +41,8 @@ ANSWERS: dict[str, dict[str, str]] = {
         "sequence_parallel": "plan.tp always",
     },
     "torchtitan": {
+        "memory_estimation.enable": "moemesh estimate",
+        "fault_tolerance.enable": "train.restarts",
         "data_parallel_replicate_degree": "plan.dp is the product plan.shard_group not called",
         "data_parallel_shard_degree": 'plan.data = "zero3"',
         "dp_replicate": 'product of plan.data = "zero3" plan.shard_group not called',
@@ -143,10 +145,6 @@ ANSWERS: dict[str, dict[str, str]] = {
         "ds_config": "plan.data",
         "autotuning": "moemesh plan",
         "reduce_scatter": "plan.data",
-    },
-    "torchtitan": {
-        "memory_estimation.enable": "moemesh estimate",
-        "fault_tolerance.enable": "train.restarts",
     },
     "torchrun": {
         "nproc_per_node": "plan.ranks_per_node",
