@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -495,3 +496,48 @@ def test_errors_name_the_argument_and_not_the_option_of_the_command() -> None:
                 model="tiny", cluster="laptop_cpu", seq_len=64, global_batch=8, settings=settings
             )
         assert "settings" in str(error.value) and "--set" not in str(error.value)
+
+
+def test_whole_numbers_of_numpy_and_torch() -> None:
+    """Arguments, and keys of a plan in a dict; a number with a fraction is none."""
+    task: dict[str, Any] = {"model": "tiny", "cluster": "laptop_cpu", "seq_len": np.int64(64)}
+    task["global_batch"] = torch.tensor(8)
+    answer = mm.estimate(**task, plan={"dp": np.int64(2), "ep": 2})
+    assert answer.plan.dp == 2 and type(answer.plan.dp) is int
+    assert mm.schedules.zb_h1(np.int64(4), torch.tensor(8)) == mm.schedules.zb_h1(4, 8)
+    for wrong in (torch.tensor(4.0), np.float64(4), True):
+        with pytest.raises(TypeError, match="num_ranks must be a whole number"):
+            mm.schedules.zb_h1(wrong, 8)
+
+
+def test_sizes_and_norms_of_numpy() -> None:
+    sizes = {"hidden_size": np.int64(8), "expert_size": torch.tensor(4), "num_experts": np.int32(4)}
+    layer = mm.MoELayer(**sizes, top_k=2, max_tokens=np.int64(16))  # pyright: ignore
+    assert "num_experts=4" in repr(layer)
+    layer(torch.ones(3, 8))[0].sum().backward()
+    norm = mm.clip_grad_norm_(layer, np.float32(1e-3))
+    assert norm > 1e-3
+    assert mm.clip_grad_norm_(layer, 1.0) == pytest.approx(1e-3, rel=1e-3)
+    with pytest.raises(TypeError, match=r"model must be a Module, .*nn\.utils\.clip_grad_norm_"):
+        mm.clip_grad_norm_(layer.parameters(), 1.0)  # pyright: ignore
+    with pytest.raises(ValueError, match="top_k must be an integer of at least 1"):
+        mm.MoELayer(8, 4, 4, np.float64(2))  # pyright: ignore
+
+
+def test_one_text_in_place_of_a_list(tmp_path: Path) -> None:
+    task: dict[str, Any] = {"model": "tiny", "cluster": "laptop_cpu", "seq_len": 64}
+    given = {"settings": "lora.rank=4"}, {"settings": ["lora.rank=4"]}
+    one, listed = (mm.plan(**task, global_batch=8, **settings) for settings in given)
+    assert one.recommended.seconds == listed.recommended.seconds
+    small = ["model.num_layers=1", "data.seq_len=8", "data.global_batch=1", "train.steps=1"]
+    small.append("train.validation_batches=1")
+    mm.train(mm.load(None, small), tmp_path / "run")
+    changed = mm.load(None, [*small, "train.steps=2", "train.lr=0.1"])
+    assert mm.train(changed, tmp_path / "run", allow_change="train.lr").num_steps == 2
+
+
+def test_schedules_in_files_by_text(tmp_path: Path) -> None:
+    schedule, file = mm.schedules.zb_h1(2, 2), tmp_path / "schedule.txt"
+    for path in (file, str(file)):
+        mm.schedules.save(schedule, path)
+        assert mm.schedules.load(path) == schedule

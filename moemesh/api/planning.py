@@ -100,8 +100,8 @@ def plan(
     tokens: str | float | None = None,
     headroom: str | float | None = None,
     price: float | None = None,
-    why: Sequence[str] = (),
-    settings: Sequence[str] = (),
+    why: str | Sequence[str] = (),
+    settings: str | Sequence[str] = (),
 ) -> Answers:
     """Returns the `top` best layouts, fastest first; see ``moemesh plan --help`` for the options.
 
@@ -114,7 +114,8 @@ def plan(
     request = PlanRequest(
         model, cluster, seq_len, global_batch, nodes=nodes, top=top, precision=precision,
         anywhere=anywhere, trainable=trainable, tokens=tokens, headroom=headroom, price=price,
-        why=[why] if isinstance(why, str) else list(why), settings=list(settings),
+        why=[why] if isinstance(why, str) else list(why),
+        settings=[settings] if isinstance(settings, str) else list(settings),
     )  # fmt: skip
     with naming("settings"):
         planned = plan_named(request)

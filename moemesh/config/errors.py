@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, wraps
 from inspect import Parameter, signature
 from numbers import Integral, Real
+from operator import index
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -17,6 +19,7 @@ from typing import (
     ParamSpec,
     TypeVar,
     Union,
+    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -42,16 +45,18 @@ def check_kind(name: str, value: object, kind: type, fix: str = "") -> None:
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
     """A function of the public interface with :func:`known_keywords`, whose arguments that are
-    words or numbers are checked against their annotations (:func:`_check_plain`)."""
+    words or numbers are checked against their annotations (:func:`_checked`)."""
     parameters = signature(function).parameters
 
     @wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in {**dict(zip(parameters, args, strict=False)), **kwargs}.items():
-            _check_plain(name, value, _hints(function).get(name))
-        return function(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> T:
+        hints = _hints(function)
+        given = zip(parameters, args, strict=False)
+        plain = [_checked(name, value, hints.get(name)) for name, value in given]
+        kwargs = {name: _checked(name, value, hints.get(name)) for name, value in kwargs.items()}
+        return function(*plain, *args[len(plain) :], **kwargs)
 
-    return known_keywords(checked)
+    return known_keywords(cast("Callable[P, T]", call))
 
 
 def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
@@ -100,8 +105,9 @@ _PLAIN: dict[Any, tuple[str, type]] = {
 }
 
 
-def _check_plain(name: str, value: object, hint: Any) -> None:
-    """Raises where an argument is none that its annotation allows: ConfigError with legal words,
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """The value of an argument; whole numbers of numpy and torch as int where the annotation has
+    one. Raises for a value that the annotation does not allow: ConfigError with legal words,
     TypeError with the types. A class by itself has a check of its own, with a fix."""
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     words = [
@@ -112,24 +118,36 @@ def _check_plain(name: str, value: object, hint: Any) -> None:
     ]
     is_own = len(kinds) == 1 and kinds[0] not in _PLAIN
     if is_own or not all(isinstance(kind, type) for kind in kinds):
-        return
+        return value
+    if int in kinds:
+        value = whole(value)
     if words and (isinstance(value, str) or not kinds):
         if value not in words and str not in kinds:
             fix = nearest_choice(str(value), words)
             fix += "".join(f", or {_PLAIN[kind][0]}" for kind in kinds if kind is not NoneType)
             problem = Problem.of("not-a-choice", name, value, f"{name} cannot be {value!r}", fix)
             raise ConfigError([problem], "in the arguments")
-        return
+        return value
     plain = [_PLAIN.get(kind, (f"a {kind.__name__}", kind)) for kind in kinds]
     is_bool = isinstance(value, bool) and bool not in kinds
     if is_bool or not any(isinstance(value, kind) for _, kind in plain):
         raise TypeError(f"{name} must be {' or '.join(text for text, _ in plain)}, not {value!r}")
+    return value
+
+
+def whole(value: Any) -> Any:
+    """A whole number of numpy or torch as an int; any other value as it is."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    with suppress(TypeError):  # a tensor of other numbers has the method, too
+        return index(value)
+    return value
 
 
 def check_limit(name: str, value: object) -> None:
     """Raises UserError unless the argument `name`, a largest norm, is a number of at least 0."""
     # Not "below 0", which NaN is not.
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
+    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) >= 0:
         raise UserError(f"{name} must be a number of at least 0, not {value!r}")
 
 

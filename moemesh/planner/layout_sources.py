@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil, prod
+from numbers import Integral
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
@@ -348,7 +349,13 @@ _KEY = re.compile(r"\s+\w+\s*=")
 def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
     """Keys and values of the plan `source`. Raises ConfigError if it cannot be read."""
     if not isinstance(source, str):
-        return dict(source)
+        return {
+            # Whole numbers of numpy, too.
+            key: int(value)
+            if isinstance(value, Integral) and not isinstance(value, bool)
+            else value
+            for key, value in source.items()
+        }
     if "=" not in source:
         message, fix = "neither key=value pairs, a packaged plan nor a readable TOML file", ""
         degrees = re.findall(r"([a-z]+)[ :]?(\d+)", source.lower())  # "TP2 PP4"

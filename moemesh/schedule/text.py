@@ -36,8 +36,9 @@ from moemesh.schedule.action import Entry, Kind, Op, Schedule, UpdateRule
 _LARGEST_FILE = 100_000_000
 
 
-def load(path: Path) -> Schedule:
+def load(path: str | Path) -> Schedule:
     """The schedule of a text or CSV file. Raises UserError for one that cannot be read."""
+    path = Path(path)
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise UserError(f"{path} has {path.stat().st_size} bytes, more than {_LARGEST_FILE}")
@@ -54,9 +55,10 @@ def load(path: Path) -> Schedule:
         raise UserError(f"{path}: {error}") from error
 
 
-def save(schedule: Schedule, path: Path) -> None:
+def save(schedule: Schedule, path: str | Path) -> None:
     """Write `schedule` as a table when `path` ends in .csv, as text otherwise; both can be edited
     and given to the command. Raises UserError when the file cannot be written."""
+    path = Path(path)
     content = to_csv(schedule) if path.suffix == ".csv" else to_text(schedule)
     try:
         path.write_text(content, encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from moemesh.config.errors import public
@@ -24,7 +25,7 @@ class TrainingError(RuntimeError):
 
 @public
 def train(
-    config: RunConfig, out: str | Path | None = None, *, allow_change: tuple[str, ...] = ()
+    config: RunConfig, out: str | Path | None = None, *, allow_change: str | Sequence[str] = ()
 ) -> Run:
     """Train as ``moemesh train`` does, and return the finished run.
 
@@ -51,7 +52,7 @@ def train(
         resolved=load_run([], overrides),
         overrides=overrides,
         out=Path(out) if out is not None else None,
-        allowed_changes=allow_change,
+        allowed_changes=(allow_change,) if isinstance(allow_change, str) else tuple(allow_change),
     )
     folder = request.path
     code = command.train(request, in_this_process=False)

@@ -29,7 +29,7 @@ def test_the_name_of_another_program_has_its_own_here() -> None:
     [
         (mm.plan, {"trainable": 1}, "trainable must be True or False"),
         (mm.plan, {"seq_len": True}, "seq_len must be a whole number, not True"),
-        (mm.plan, {"why": 3}, "why must be a list, not 3"),
+        (mm.plan, {"why": 3}, "why must be a text or a list, not 3"),
         (mm.plan, {"cluster": None}, "cluster must be a text or a path or a Cluster, not None"),
         (mm.estimate, {"plan": "dp=8", "rank": 1.5}, "rank must be a text or a whole number"),
         (mm.partition, {"method": "banana"}, "choices: dp, ilp"),

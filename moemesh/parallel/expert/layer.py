@@ -34,7 +34,7 @@ from moemesh.comm.collectives import all_reduce_, gather_json
 from moemesh.comm.mesh import Axis, Mesh, local_part
 from moemesh.config import experts as keys
 from moemesh.config.dispatcher_table import dispatcher_row
-from moemesh.config.errors import check_kind, known_keywords
+from moemesh.config.errors import check_kind, known_keywords, whole
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Combine, Payload, Plan
@@ -175,14 +175,10 @@ def model_config(
     hidden_size: int, expert_size: int, num_experts: int, top_k: int, options: Mapping[str, Any]
 ) -> ModelConfig:
     """The options as a checked ModelConfig."""
-    numbers = {
-        "hidden_size": hidden_size,
-        "expert_size": expert_size,
-        "num_experts": num_experts,
-        "top_k": top_k,
-    }
-    for name, number in numbers.items():
-        check_count(name, number)
+    hidden_size = counted("hidden_size", hidden_size)
+    expert_size = counted("expert_size", expert_size)
+    num_experts = counted("num_experts", num_experts)
+    top_k = counted("top_k", top_k)
     if top_k > num_experts:
         raise LayerError(
             f"top_k ({top_k}) exceeds num_experts ({num_experts}): top_k = 1 to {num_experts}"
@@ -199,9 +195,12 @@ def model_config(
     return load_run([], overrides, environ={}).config.model
 
 
-def check_count(name: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+def counted(name: str, number: object) -> int:
+    """`number` as an int of at least 1. Raises LayerError for other values."""
+    count = whole(number)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise LayerError(f"{name} must be an integer of at least 1, not {number!r}")
+    return count
 
 
 def check_divides(num_experts: int, size: int) -> None:
@@ -333,9 +332,9 @@ class MoELayer(nn.Module):
             )
         size = self.ranks.size
         check_divides(num_experts, size)
-        check_count("dispatch_chunks", dispatch_chunks)
+        dispatch_chunks = counted("dispatch_chunks", dispatch_chunks)
         if max_tokens is not None:
-            check_count("max_tokens", max_tokens)
+            max_tokens = counted("max_tokens", max_tokens)
         if dtype is not None and dtype not in _DTYPES:
             raise LayerError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, not {dtype!r}")
         self.gradients, self.max_tokens = gradients, max_tokens

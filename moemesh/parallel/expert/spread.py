@@ -199,6 +199,7 @@ class _Mark(NamedTuple):
 @public
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` of all parameters, on all ranks; returns the norm."""
+    check_kind("model", model, nn.Module, "torch.nn.utils.clip_grad_norm_ takes parameters")
     check_limit("max_norm", max_norm)
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
