@@ -97,7 +97,7 @@ def apply_experts(layer: MoE, x_TH: Tensor, routing: Routing) -> Tensor:
     """The layer behind its router, without shared experts."""
     exchange = layer.runner(layer.dispatcher, PLAIN_FLOW)
     rows = exchange.dispatch(x_TH, routing.weights_TK, routing.experts_TK)
-    return exchange.combine(exchange.compute(layer.experts, rows))
+    return exchange.compute(layer.experts, rows)
 
 
 def exchange_step(dispatcher: Dispatcher) -> Step:

@@ -87,40 +87,26 @@ class Dispatcher(Protocol):
         """Free what is held outside of torch; all ranks call it, at the end. Default: nothing."""
 
 
-class LocalPlan(NamedTuple):
-    """The (token, slot) pair of each row, and rows per expert."""
-
-    slots: OwnSlots
-    counts_L: Tensor
-    #: The routing, if every pair has an expert, as the host knows.
-    experts_TK: Tensor | None = None
-
-
 class LocalRows(NamedTuple):
     """The :class:`ExpertRows` of a layer whose experts are all local: :meth:`compute` picks the
     rows' weights and sums the rows of each token, too, so that the layer after its router is one
-    node of autograd."""
+    node of autograd. ``map`` is that of the ``slots``."""
 
     x_TH: Tensor
+    map: RowMap
     weights_TK: Tensor
-    plan: LocalPlan
-
-    @property
-    def map(self) -> RowMap:
-        return self.plan.slots.tokens
+    slots: OwnSlots
 
     def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """The arguments of a kernel: see :meth:`DispatchedRows.as_routing`."""
-        if self.plan.experts_TK is None:
+        if self.slots.experts_TK is None:
             return None
-        return self.x_TH, self.weights_TK, self.plan.experts_TK
+        return self.x_TH, self.weights_TK, self.slots.experts_TK
 
     def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         """Sums [T, H]."""
-        slots, counts_L, _ = self.plan
-        return expert_mlp(
-            self.x_TH, slots.tokens, self.weights_TK, counts_L, experts, slots=slots, **options
-        )
+        x_TH, rows, weights_TK, slots = self
+        return expert_mlp(x_TH, rows, weights_TK, slots.counts_E, experts, slots=slots, **options)
 
 
 class LocalDispatcher(Dispatcher):
@@ -131,29 +117,26 @@ class LocalDispatcher(Dispatcher):
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def plan(self, experts_TK: Tensor) -> LocalPlan:
+    def plan(self, experts_TK: Tensor) -> OwnSlots:
         sorted_ = SortedByExpert(experts_TK, self.num_experts)
+        counts_E = sorted_.counts_E
         if experts_TK.device.type == "cpu":
-            slots = OwnSlots(*sorted_.rows(int(sorted_.counts_E.sum())))
-        else:
-            slots = OwnSlots(*sorted_.rows_and_rest(), experts_TK < 0)
-        return LocalPlan(slots, sorted_.counts_E)
+            return OwnSlots(*sorted_.rows(int(counts_E.sum())), counts_E)
+        return OwnSlots(*sorted_.rows_and_rest(), counts_E, none_TK=experts_TK < 0)
 
-    def plan_complete(self, experts_TK: Tensor) -> LocalPlan:
+    def plan_complete(self, experts_TK: Tensor) -> OwnSlots:
         if experts_TK.device.type == "cpu":
             return self.plan(experts_TK)._replace(experts_TK=experts_TK)
         sorted_ = SortedByExpert(experts_TK, self.num_experts, is_complete=True)
-        slots = OwnSlots(*sorted_.rows(experts_TK.numel()))
-        return LocalPlan(slots, sorted_.counts_E, experts_TK)
+        rows = sorted_.rows(experts_TK.numel())
+        return OwnSlots(*rows, sorted_.counts_E, experts_TK=experts_TK)
 
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
-    ) -> Pending[DispatchedRows]:
-        weights_R = pick_own_weights(weights_TK, plan.slots)
-        return Pending.ready(DispatchedRows(x_TH, plan.slots.tokens, weights_R, plan.counts_L))
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: OwnSlots) -> Pending[DispatchedRows]:
+        weights_R = pick_own_weights(weights_TK, plan)
+        return Pending.ready(DispatchedRows(x_TH, plan.tokens, weights_R, plan.counts_E))
 
-    def combine(self, y_RH: Tensor, plan: LocalPlan) -> Pending[Tensor]:
-        return Pending.ready(unpermute(y_RH, plan.slots.tokens))
+    def combine(self, y_RH: Tensor, plan: OwnSlots) -> Pending[Tensor]:
+        return Pending.ready(unpermute(y_RH, plan.tokens))
 
 
 class _PickWeights(torch.autograd.Function):

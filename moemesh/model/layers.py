@@ -78,7 +78,10 @@ class RMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.epsilon)
+        weight_H = self.weight
+        if x.device.type != "cpu":
+            return torch.rms_norm(x, weight_H.shape, weight_H, self.epsilon)
+        return rms_norm(x, weight_H, self.epsilon)
 
 
 class MLP(AdaptedModule):

@@ -46,8 +46,8 @@ class MoEOutput(NamedTuple):
 
 
 class ExpertExchange(Protocol):
-    """One forward of the experts through a dispatcher. What dispatch and compute return is the
-    exchange's own business: rows and results, or promises of them in several chunks."""
+    """One forward of the experts through a dispatcher. `dispatch` returns rows, or pending ones in
+    several chunks, for :meth:`compute` of the same exchange."""
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
@@ -55,9 +55,9 @@ class ExpertExchange(Protocol):
         """`is_complete`: no -1 in `experts_TK`."""
         ...
 
-    def compute(self, experts: Experts, rows: Any) -> Any: ...
-
-    def combine(self, results: Any) -> Tensor: ...
+    def compute(self, experts: Experts, rows: Any) -> Tensor:
+        """The experts' results, summed for each token [T, H]."""
+        ...
 
 
 class PlainExchange:
@@ -74,10 +74,7 @@ class PlainExchange:
         return self.dispatcher.dispatch(x_TH, weights_TK, self.plan).wait()
 
     def compute(self, experts: Experts, rows: DispatchedRows) -> Tensor:
-        return experts(rows)
-
-    def combine(self, results: Tensor) -> Tensor:
-        return self.dispatcher.combine(results, self.plan).wait()
+        return self.dispatcher.combine(experts(rows), self.plan).wait()
 
 
 class LocalExchange:
@@ -90,13 +87,11 @@ class LocalExchange:
         self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
     ) -> LocalRows:
         plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
-        return LocalRows(x_TH, weights_TK, self.flow.once(plan, experts_TK))
+        slots = self.flow.once(plan, experts_TK)
+        return LocalRows(x_TH, slots.tokens, weights_TK, slots)
 
     def compute(self, experts: Experts, rows: LocalRows) -> Tensor:
         return experts(rows)
-
-    def combine(self, results: Tensor) -> Tensor:
-        return results
 
 
 def plain_exchange(dispatcher: Dispatcher, flow: Flow) -> ExpertExchange:
@@ -191,7 +186,7 @@ class MoE(nn.Module):
         if is_direct:
             y_TH = expert_mlp_of_few(*given, self.experts.weights)
         else:
-            y_TH = exchange.combine(exchange.compute(self.experts, rows))
+            y_TH = exchange.compute(self.experts, rows)
         if config.router_scale_on == "output":
             y_TH = y_TH * config.router_scale
         if shared_TH is None:

@@ -219,6 +219,8 @@ class Router(nn.Module):
     `layer` is the global index of the layer, the same in every layout.
     """
 
+    selection_bias: Tensor | None
+
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.config, self.layer = config, layer
@@ -227,8 +229,10 @@ class Router(nn.Module):
             nn.Parameter(torch.empty(config.num_experts)) if config.router_logit_bias else None
         )
         # fp32 in every run: in bfloat16 an update of 1e-3 would vanish near 1 (spacing 2^-8).
-        bias_E = torch.zeros(config.num_experts) if config.router_selection_bias else None
-        self.register_buffer("selection_bias", bias_E)
+        if config.router_selection_bias:
+            self.register_buffer("selection_bias", torch.zeros(config.num_experts))
+        else:
+            self.selection_bias = None
 
     def forward(
         self, x_TH: Tensor, context: Context | None = None, tokens: Tokens | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moemesh.ops.fusion import fused
 from moemesh.ops.saved import Held
-from moemesh.ops.weight_gradient import deferring, weight_gradient
+from moemesh.ops.weight_gradient import deferral, weight_gradient
 from moemesh.trace.memory_profile import LOGITS, LOSS_ROWS
 
 #: (log-sum-exp, target logit), each [T], over the rows of this rank -> over the whole vocabulary.
@@ -84,18 +84,18 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weight_VH, targets_T, lse_T = ctx.saved_tensors
         grad_x_TH = torch.zeros_like(x_TH)
-        later = ctx.needs_input_grad[1] and deferring()
+        later = ctx.needs_input_grad[1] and deferral.queue is not None
         grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] and not later else None
 
         def grad_logits() -> Iterator[tuple[slice, Tensor]]:
             """Rows of each chunk, and the gradient of its recomputed logits [T, C]."""
             for start, weight_CH in _chunks(weight_VH, ctx.chunk):
-                column_T, here_T = _columns(targets_T - ctx.first_row - start, len(weight_CH))
+                column_T, here_T = _columns(targets_T - ctx.first_row - start, weight_CH.shape[0])
                 logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
                 grad_TC = Held(
                     _chunk_gradient(logits_TC.tensor, lse_T, grad_T, column_T, here_T), LOGITS
                 )
-                yield slice(start, start + len(weight_CH)), grad_TC.tensor
+                yield slice(start, start + weight_CH.shape[0]), grad_TC.tensor
 
         def weight_half() -> Tensor:
             # Recomputes the logits a second time: kept, they would be T x V numbers.
@@ -114,7 +114,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(weight_VH: Tensor, chunk: int) -> list[tuple[int, Tensor]]:
-    return [(start, weight_VH[start : start + chunk]) for start in range(0, len(weight_VH), chunk)]
+    return [
+        (start, weight_VH[start : start + chunk]) for start in range(0, weight_VH.shape[0], chunk)
+    ]
 
 
 def _columns(column_T: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -139,10 +139,18 @@ class WeightGradient:
         self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
     ) -> None:
         """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
-        if self._needed and self._is_deferred:
+        if not self._needed:
+            return
+        if self._is_deferred:
             self._pending.append((block, grad_BO, x_BI, source_B))
-        elif self._needed:
-            self._compute_part(block, grad_BO, x_BI, source_B)
+            return
+        if self._whole is None and self._total is None and len(self._blocks) > 1:
+            self._whole = self._weight.new_empty(self.stack.shape)
+        x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
+        out = None if self._whole is None else self._whole[block.experts]
+        self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
+        if self._total is not None:
+            self._total[block.experts] += self._last
 
     def result(self) -> Tensor | None:
         """The gradient; None if it is not needed, or if the active queue computes it."""
@@ -155,23 +163,13 @@ class WeightGradient:
         """The gradient of all blocks that were added; None when it is not needed."""
         if not self._needed:
             return None
+        self._is_deferred = False
         for part in self._pending:
-            self._compute_part(*part)
+            self.add(*part)
         self._pending.clear()
         if self._total is not None:
             return self._total.to(self._weight.dtype).view_as(self._weight)
         return (self._last if self._whole is None else self._whole).view_as(self._weight)
-
-    def _compute_part(
-        self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None
-    ) -> None:
-        if self._whole is None and self._total is None and len(self._blocks) > 1:
-            self._whole = self._weight.new_empty(self.stack.shape)
-        x_BI = x_BI if source_B is None else x_BI.index_select(0, source_B)
-        out = None if self._whole is None else self._whole[block.experts]
-        self._last = grouped_weight_gradient(grad_BO, x_BI, block.ends_D, out)
-        if self._total is not None:
-            self._total[block.experts] += self._last
 
     @staticmethod
     def compute_sum(calls: list[WeightGradient]) -> Tensor | None:

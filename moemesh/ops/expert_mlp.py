@@ -49,7 +49,7 @@ from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.nf4 import PackedMatrices, matrices
 from moemesh.ops.permute import OwnSlots, RowMap, gather_rows, sum_rows
 from moemesh.ops.swiglu import swiglu, swiglu_backward
-from moemesh.ops.weight_gradient import deferring
+from moemesh.ops.weight_gradient import deferral
 
 
 def expert_mlp_loop(
@@ -138,8 +138,9 @@ class _ExpertMLP(torch.autograd.Function):
         call: _Call,
         *tensors: Tensor,
     ) -> Tensor:
-        experts, rows, slots, num_rows = call.experts, call.rows, call.slots, call.rows.num_rows
+        experts, rows, slots = call.experts, call.rows, call.slots
         weights_R = weights if slots is None else slots.pick(weights)
+        num_rows = weights_R.shape[0]
         blocks = experts.blocks(call.counts_E, num_rows, call.max_rows, source_NH.dtype)
         is_bounded = call.max_rows is not None and num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
@@ -180,7 +181,7 @@ class _ExpertMLP(torch.autograd.Function):
         grad_x_RH = torch.empty_like(grad_RH) if needs_source and len(blocks) > 1 else None
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing is queued: the
         # queue would hold all numbers that were not kept.
-        is_queued = deferring()
+        is_queued = deferral.queue is not None
         calls = None if is_bounded or is_queued else call.calls
         # The gradient of a weight that is not a leaf must flow on to its own inputs.
         is_deferred = calls is not None or (is_queued and ctx.leaves[0].is_leaf)

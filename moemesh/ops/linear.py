@@ -20,7 +20,7 @@ from moemesh.ops.swiglu import (
     unweighted_swiglu,
     unweighted_swiglu_backward,
 )
-from moemesh.ops.weight_gradient import can_defer, weight_gradient
+from moemesh.ops.weight_gradient import deferral, weight_gradient
 
 
 class SwigluOf(NamedTuple):
@@ -233,7 +233,7 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
         return _AdaptedLinear.apply(x, form, kind, weight.weight, *factors)
     if isinstance(x_TI, SwigluOf):
         return _SwigluLinear.apply(x_TI.h_TG, weight, x_TI.form)
-    if weight.dtype == torch.uint8 or (torch.is_grad_enabled() and can_defer()):
+    if weight.dtype == torch.uint8 or (torch.is_grad_enabled() and deferral.is_possible):
         return _Linear.apply(x_TI, weight)
     return F.linear(x_TI, weight.flatten(0, -2))
 

@@ -38,7 +38,7 @@ class RowMap:
     def num_sources(self) -> int:
         return self.starts_N.shape[0] // (1 + self.has_rest)
 
-    @functools.cached_property
+    @property
     def num_rows(self) -> int:
         return self.source_R.shape[0]
 
@@ -189,12 +189,15 @@ def group_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, Tenso
 
 class OwnSlots(NamedTuple):
     """Rows -> (token, slot) pairs, of which each has at most one row: ``slot_R`` is
-    ``token * K + slot``. ``none_TK``: the pairs that have padding rows; None: every row is
-    computed."""
+    ``token * K + slot``. ``counts_E``: rows of each expert. ``none_TK``: the pairs that have
+    padding rows; None: every row is computed. ``experts_TK``: the routing, if every pair has an
+    expert, as the host knows."""
 
     tokens: RowMap
     slot_R: Tensor
+    counts_E: Tensor
     none_TK: Tensor | None = None
+    experts_TK: Tensor | None = None
 
     def pick(self, weights_TK: Tensor) -> Tensor:
         """The weight of each row [R]; no gradient bookkeeping."""
@@ -233,7 +236,7 @@ def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
     to 5 times faster on CPU than ``index_add_``."""
     if rows.is_permutation:
         return rows_RH.index_select(0, rows.copies_R)
-    if rows.num_rows == 0:
+    if not rows_RH.shape[0]:
         return rows_RH.new_zeros(rows.num_sources, rows_RH.shape[1])
     sums_NH = torch.embedding_bag(rows_RH, rows.copies_R, rows.starts_N)[0]
     return sums_NH[: rows.num_sources] if rows.has_rest else sums_NH

@@ -17,7 +17,7 @@ from moemesh.ops.fusion import is_worth_compiling, num_parts, run_in_one_pass
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
     """``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dim of x [..., H]."""
-    if x.device.type == "cpu" and x.dtype == weight_H.dtype and is_worth_compiling(x):
+    if x.dtype == weight_H.dtype and is_worth_compiling(x):
         return _RMSNorm.apply(x.contiguous(), weight_H, epsilon)
     return torch.rms_norm(x, weight_H.shape, weight_H, epsilon)
 

@@ -19,10 +19,18 @@ from torch import Tensor
 from moemesh.ops.saved import Held
 from moemesh.trace.memory_profile import DEFERRED
 
-# One slot for the whole process, not thread-local: on CUDA the autograd engine runs the backward in
-# threads of its own. Only one backward runs at a time.
-_active: WeightGradientQueue | None = None
-_without_queues = False
+
+class Deferral:
+    """The state of the whole process, not of a thread: on CUDA the autograd engine runs the
+    backward in threads of its own. Only one backward runs at a time."""
+
+    #: The active queue.
+    queue: WeightGradientQueue | None = None
+    #: Whether the backward of a product that is computed now may run in a queue.
+    is_possible = True
+
+
+deferral = Deferral()
 
 
 class WeightGradientQueue:
@@ -37,9 +45,8 @@ class WeightGradientQueue:
         return len(self._pending)
 
     def __enter__(self) -> WeightGradientQueue:
-        global _active
-        assert _active is None, "weight gradients are already being deferred"
-        _active = self
+        assert deferral.queue is None, "weight gradients are already being deferred"
+        deferral.queue = self
         return self
 
     def __exit__(
@@ -48,8 +55,7 @@ class WeightGradientQueue:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        global _active
-        _active = None
+        deferral.queue = None
 
     def append(self, weight: Tensor, compute: Callable[[], Tensor], kept: Sequence[Tensor]) -> None:
         """`kept`: the tensors of activation size that `compute` holds."""
@@ -77,25 +83,14 @@ def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
         weight.grad += gradient
 
 
-def deferring() -> bool:
-    """Whether a :class:`WeightGradientQueue` is active."""
-    return _active is not None
-
-
 @contextmanager
 def without_queues() -> Iterator[None]:
     """Forwards inside have their backwards inside, too, and none of these in a queue."""
-    global _without_queues
-    _without_queues = True
+    deferral.is_possible = False
     try:
         yield
     finally:
-        _without_queues = False
-
-
-def can_defer() -> bool:
-    """Whether the backward of a product that is computed now may run in a queue."""
-    return not _without_queues
+        deferral.is_possible = True
 
 
 def weight_gradient(
@@ -103,7 +98,7 @@ def weight_gradient(
 ) -> Tensor | None:
     """The gradient of the leaf `weight`: ``compute()`` now, or None when a queue has taken it.
     `kept`: the tensors of activation size that `compute` holds."""
-    if _active is None:
+    if deferral.queue is None:
         return compute()
-    _active.append(weight, compute, kept)
+    deferral.queue.append(weight, compute, kept)
     return None

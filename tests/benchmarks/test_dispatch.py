@@ -22,7 +22,8 @@ from benchmarks.text import dispatch_text
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
 from moemesh.config.model import ModelConfig
-from moemesh.model.dispatcher import LocalDispatcher, LocalPlan
+from moemesh.model.dispatcher import LocalDispatcher
+from moemesh.ops.permute import OwnSlots
 from moemesh.parallel.expert import build
 from tests import commands
 from tests.ranks import mesh_on_ranks
@@ -165,7 +166,7 @@ def test_other_bytes_than_the_formulas_are_told() -> None:
 class Dropping(LocalDispatcher):
     """Loses the rows of expert 0."""
 
-    def plan(self, experts_TK: Tensor) -> LocalPlan:
+    def plan(self, experts_TK: Tensor) -> OwnSlots:
         return super().plan(experts_TK.masked_fill(experts_TK == 0, -1))
 
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from moemesh.comm.overlap import overlapped_exchange
 from moemesh.config.model import ModelConfig
 from moemesh.model.batch import Batch
-from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher, LocalPlan
+from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
 from moemesh.model.moe import MoE, PlainExchange, plain_exchange
@@ -20,6 +20,7 @@ from moemesh.model.seams import PLAIN_FLOW
 from moemesh.model.transformer import Transformer
 from moemesh.ops import expert_blocks
 from moemesh.ops.pending import Pending
+from moemesh.ops.permute import OwnSlots
 from moemesh.ops.weight_gradient import WeightGradientQueue
 from moemesh.parallel.expert.build import overlapped
 from tests.model.test_router import config_of, context_of
@@ -62,9 +63,7 @@ class _LoggedDispatcher:
         self.plan, self.combine = self.local.plan, self.local.combine
         self.plan_chunks = self.local.plan_chunks
 
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, plan: LocalPlan
-    ) -> Pending[DispatchedRows]:
+    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: OwnSlots) -> Pending[DispatchedRows]:
         self.num_sent += 1
         there, back = (
             partial(_logged_exchange, name=f"{way} {self.num_sent}", log=self.log)
@@ -127,7 +126,7 @@ def test_local_experts_give_the_bits_of_the_single_steps(without: str, through_q
         x, weights_TK = x_TH.clone().requires_grad_(), routing.weights_TK.detach().requires_grad_()
         exchange = runner(moe.dispatcher, PLAIN_FLOW)
         rows = exchange.dispatch(x, weights_TK, experts_TK, is_complete=without == "none")
-        y_TH = exchange.combine(exchange.compute(moe.experts, rows))
+        y_TH = exchange.compute(moe.experts, rows)
         queue = WeightGradientQueue()
         with queue if through_queue else nullcontext():
             y_TH.backward(upstream_TH)

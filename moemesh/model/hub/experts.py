@@ -344,7 +344,7 @@ class HubMoE:
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         exchange = self.runner(self.dispatcher, _WithResults(context.flow))
         rows = exchange.dispatch(x_TH, weights_TK.to(wide), experts_TK)
-        return exchange.combine(exchange.compute(cast("Any", self.experts), rows)).to(x_TH.dtype)
+        return exchange.compute(cast("Any", self.experts), rows).to(x_TH.dtype)
 
     def _count(self, experts_TK: Tensor) -> None:
         counts_E = count_ids(experts_TK.flatten(), self.num_experts)

@@ -199,7 +199,7 @@ class AllGatherDispatcher(Dispatcher):
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             x_AH, weights_AK = pair
             kept = plan.kept
-            slots = OwnSlots(kept.tokens_A, kept.slot_R, kept.none_AK)
+            slots = OwnSlots(kept.tokens_A, kept.slot_R, plan.counts_L, kept.none_AK)
             weights_R = pick_own_weights(weights_AK, slots)
             return DispatchedRows(x_AH, kept.tokens_A, weights_R, plan.counts_L)
 

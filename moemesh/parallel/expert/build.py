@@ -54,7 +54,7 @@ class OverlappedExchange:
         ]
         return [first]
 
-    def compute(self, experts: Experts, rows: list[Pending[ExpertRows]]) -> list[Pending[Tensor]]:
+    def compute(self, experts: Experts, rows: list[Pending[ExpertRows]]) -> Tensor:
         """Compute each chunk after the dispatch of the next one has started."""
         self.flow.pause()
         deferred, leaving = None, list[Pending[Tensor]]()
@@ -71,11 +71,8 @@ class OverlappedExchange:
                 self.flow.unread, self.dispatcher.combine, y_RH, plan, self.sizes[chunk]
             )
             leaving.append(sent)
-        return leaving
-
-    def combine(self, results: list[Pending[Tensor]]) -> Tensor:
         self.flow.pause()
-        return torch.cat([pending.wait() for pending in results])
+        return torch.cat([pending.wait() for pending in leaving])
 
 
 def overlapped(num_chunks: int = 1, *, defers: bool = True) -> Runner:

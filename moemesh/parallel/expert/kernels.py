@@ -99,8 +99,9 @@ def plain_path(
     x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
     """Our own operations as an :data:`~moemesh.ops.expert_kernels.ExpertKernel`."""
-    plan = LocalDispatcher(gate_up.shape[0]).plan_complete(experts_TK)
-    return LocalRows(x_TH, weights_TK, plan).compute(ExpertWeights(gate_up, down))
+    slots = LocalDispatcher(gate_up.shape[0]).plan_complete(experts_TK)
+    rows = LocalRows(x_TH, slots.tokens, weights_TK, slots)
+    return rows.compute(ExpertWeights(gate_up, down))
 
 
 def checked_seconds(kernel: ExpertKernel, inputs: list[Tensor]) -> float:
