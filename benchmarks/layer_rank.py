@@ -254,7 +254,6 @@ def _peak_bytes(layer: MeasuredLayer) -> int | None:
 
 def single_sequence(num_tokens: int, chosen_TK: Tensor | None = None) -> Context:
     """One sequence without padding, and the experts of its tokens if they are given."""
-    nothing = torch.empty(0)
     tokens_T = torch.arange(num_tokens)
     return Context(
         num_sequences=1,
@@ -262,8 +261,6 @@ def single_sequence(num_tokens: int, chosen_TK: Tensor | None = None) -> Context
         num_tokens=num_tokens,
         length=num_tokens,
         visible=Visibility((), ()),
-        cosine=nothing,
-        sine=nothing,
         sequence_T=torch.zeros_like(tokens_T),
         position_T=tokens_T,
         valid_T=None,

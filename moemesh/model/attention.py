@@ -63,13 +63,16 @@ class Attention(AdaptedModule):
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         x_TH = self.boundary.enter(x_TH, context.num_tokens)
-        qkv_TA = plus(linear(x_TH, self.weight("qkv")), self.qkv_bias)
+        qkv_TA = linear(x_TH, self.weight("qkv"))
+        if self.qkv_bias is not None:
+            qkv_TA = qkv_TA + self.qkv_bias
         squares_T2 = None
         if self.over_projection:
             # Outside of the core, which may be computed twice: the sum is an exchange.
             squares_T2 = self.boundary.total(self.squares(qkv_TA))
         y_TA = self.memory.run(self.core, Projected(qkv_TA, squares_T2), context)
-        return plus(self.boundary.leave(y_TA, self.weight("output")), self.output_bias)
+        y_TH = self.boundary.leave(y_TA, self.weight("output"))
+        return y_TH if self.output_bias is None else y_TH + self.output_bias
 
     def squares(self, qkv_TA: Tensor) -> Tensor:
         """Sums of squares over the query heads and the key heads held here, fp32 or fp64 [T, 2]."""
@@ -85,7 +88,7 @@ class Attention(AdaptedModule):
         size = self.num_groups + 2, config.head_dim
         heads = qkv_TA.shape[1] // (size[0] * size[1])
         qkv = qkv_TA.view(context.num_sequences, context.seq_len, heads, *size)
-        query, key, value = qkv.split([self.num_groups, 1, 1], dim=3)
+        query, key, value = qkv.split_with_sizes([self.num_groups, 1, 1], dim=3)
         query_BSND, key_BSMD = query.flatten(2, 3), key.flatten(2, 3)
         value_BSMD = value.flatten(2, 3)
         if projected.squares_T2 is None:
@@ -98,10 +101,7 @@ class Attention(AdaptedModule):
             query_BSND, key_BSMD, value_BSMD = (
                 part.clamp(-limit, limit) for part in (query_BSND, key_BSMD, value_BSMD)
             )
-        tables = context.rotary(qkv.dtype)
-        query_BSND, key_BSMD = rotate(
-            query_BSND, key_BSMD, *tables, interleaved=config.rope_interleave
-        )
+        query_BSND, key_BSMD = rotate(query_BSND, key_BSMD, context.rotary(qkv.dtype))
         return attend(self, query_BSND, key_BSMD, value_BSMD, context)
 
 
@@ -187,10 +187,7 @@ class LatentAttention(AdaptedModule):
         query_BSND, query_BSNR = by_head(expanded.query_TA, heads, [plain, rotary])
         key_BSND, value_BSND = by_head(expanded.key_value_TA, heads, [plain, config.v_head_dim])
         (key_BS1R,) = by_head(expanded.key_TR, 1, [rotary])
-        tables = context.rotary(query_BSNR.dtype)
-        query_BSNR, key_BS1R = rotate(
-            query_BSNR, key_BS1R, *tables, interleaved=config.rope_interleave
-        )
+        query_BSNR, key_BS1R = rotate(query_BSNR, key_BS1R, context.rotary(query_BSNR.dtype))
         query_BSND = torch.cat([query_BSND, query_BSNR], dim=3)
         key_BSND = torch.cat([key_BSND, key_BS1R.expand(-1, -1, heads, -1)], dim=3)
         return attend(self, query_BSND, key_BSND, value_BSND, context)

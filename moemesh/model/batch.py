@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.config.attention_keys import AttentionConfig
-from moemesh.model.rope import rotary_tables
+from moemesh.model.rope import Tables, rotary_tables
 from moemesh.model.seams import NO_SLICES, PLAIN_FLOW, Flow, SliceState
 from moemesh.model.visibility import Runs, Visibility, document_starts
 from moemesh.ops.host_copy import upload
@@ -176,8 +176,8 @@ class Context:
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``position_T``, ``valid_T`` and
     ``token_ids_T`` describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`).
     ``visible``: which keys the queries see; it counts those of slices before among the keys.
-    ``cosine`` and ``sine`` are the tables of rotary positions, [S, 1, R], or [B, S, 1, R]
-    where each sequence has its own.
+    ``tables`` are those of rotary positions, [S, 1, R], or [B, S, 1, R] where each sequence has its
+    own; None where nothing attends.
     ``length`` is that of whole sequences. ``flow``: how the forward is carried out.
     """
 
@@ -186,8 +186,6 @@ class Context:
     num_tokens: int
     length: int
     visible: Visibility
-    cosine: Tensor
-    sine: Tensor
     sequence_T: Tensor
     position_T: Tensor
     valid_T: Tensor | None
@@ -198,14 +196,16 @@ class Context:
     experts: Mapping[int, Tensor] | None = None
     slices: SliceState = NO_SLICES
     flow: Flow = PLAIN_FLOW
-    _rotary: dict[torch.dtype, tuple[Tensor, Tensor]] = field(
+    tables: Tables | None = None
+    _rotary: dict[torch.dtype, Tables] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def rotary(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``cosine`` and ``sine`` in the numbers of the heads: converted once for all layers."""
+    def rotary(self, dtype: torch.dtype) -> Tables:
+        """``tables`` in the numbers of the heads: converted once for all layers."""
         if dtype not in self._rotary:
-            self._rotary[dtype] = self.cosine.to(dtype), self.sine.to(dtype)
+            assert self.tables is not None
+            self._rotary[dtype] = self.tables.to(dtype)
         return self._rotary[dtype]
 
 
@@ -227,7 +227,6 @@ def make_context(
         rotary = positions_S - starts_BL[:, positions_S]
     # Slices before this one have left their keys, from the first position on.
     keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
-    cosine, sine = rotary_tables(config, rotary)
     rows_T = torch.arange(local.start, local.stop, device=device)
     sequence_T = rows_T // max(seq_len, 1)
     valid_T = None
@@ -246,8 +245,6 @@ def make_context(
         num_tokens=num_sequences * seq_len,
         length=length,
         visible=Visibility(runs, keys, starts_BL=starts_BL, length=length).known(starts_on_host),
-        cosine=cosine,
-        sine=sine,
         sequence_T=sequence_T,
         position_T=position_T,
         valid_T=valid_T,
@@ -258,6 +255,7 @@ def make_context(
         experts=experts,
         slices=batch.slices,
         flow=flow,
+        tables=rotary_tables(config, rotary),
     )
 
 
@@ -272,15 +270,13 @@ def token_context(
 ) -> Context:
     """Context of `num_sequences` * `length` tokens on the device of `x`, for MoE layers alone: it
     has no rotary tables and nothing is visible. `options`: other fields of :class:`Context`."""
-    rows_T, nothing = torch.arange(num_sequences * length, device=x.device), x.new_zeros(0)
+    rows_T = torch.arange(num_sequences * length, device=x.device)
     return Context(
         num_sequences=num_sequences,
         seq_len=length,
         num_tokens=len(rows_T),
         length=length,
         visible=Visibility((), ()),
-        cosine=nothing,
-        sine=nothing,
         sequence_T=rows_T // max(length, 1),
         position_T=rows_T % max(length, 1),
         valid_T=valid_T,

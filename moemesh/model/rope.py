@@ -13,7 +13,7 @@ Legend: S positions, R rotated channels of a head, F = R/2 frequencies, D head s
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,40 +55,51 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
     return plain_F * kept_F + plain_F / config.rope_factor * (1.0 - kept_F)
 
 
-def rotary_tables(config: AttentionConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines of integer positions [..., S], and what the other of a pair is multiplied by: -sine
-    for the first, sine for the second. float64 [..., S, 1, R]: for all heads. In float64 whatever
-    the run's dtype: positions are exact far beyond 2^24."""
+class Tables(NamedTuple):
+    """Cosines of positions, and the factors of the other channel of a pair: -sine for the first,
+    sine for the second; [..., S, 1, R], for all heads. Pairs are channels (i, i + F), or
+    (2i, 2i + 1) if `interleaved`."""
+
+    cosine: Tensor
+    sine: Tensor
+    interleaved: bool = False
+
+    def to(self, dtype: torch.dtype) -> Tables:
+        return Tables(self.cosine.to(dtype), self.sine.to(dtype), self.interleaved)
+
+
+def rotary_tables(config: AttentionConfig, positions: Tensor) -> Tables:
+    """Tables of integer positions [..., S]: float64 whatever the run's dtype, because positions are
+    exact far beyond 2^24."""
     angles = positions.double()[..., None, None] * frequencies(config, positions.device)
-    cosine, sine = angles.cos() * config.rope_scale, angles.sin() * config.rope_scale
+    scale = config.rope_scale
+    cosine, sine = angles.cos() * scale, angles.sin() * scale
     if config.rope_interleave:
-        return cosine.repeat_interleave(2, dim=-1), torch.stack([-sine, sine], -1).flatten(-2)
-    return torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1)
+        paired = torch.stack([-sine, sine], -1).flatten(-2)
+        return Tables(cosine.repeat_interleave(2, dim=-1), paired, interleaved=True)
+    return Tables(torch.cat([cosine, cosine], dim=-1), torch.cat([-sine, sine], dim=-1))
 
 
-def rotate(
-    query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *, interleaved: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rotate the first R channels of queries and keys [B, S, heads, D] by tables of [..., S, 1, R]
-    in their dtype. Rotated pairs are channels (i, i + F), or (2i, 2i + 1) where `interleaved`."""
+def rotate(query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    """Rotate the first R channels of queries and keys [B, S, heads, D] by tables in their dtype."""
     if not torch.is_grad_enabled():
-        return _both_turned(query, key, cosine, sine, interleaved, False)
-    return _Rotation.apply(query, key, cosine, sine, interleaved)
+        return _both_turned(query, key, *tables, False)
+    return _Rotation.apply(query, key, tables)
 
 
 class _Rotation(torch.autograd.Function):
     """A rotation, whose backward is the one by the opposite angles; no queries or keys are kept."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        cosine, sine, ctx.interleaved = rest
-        ctx.save_for_backward(cosine, sine)
-        return _both_turned(query, key, *rest, False)
+    def forward(ctx: Any, query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tables.cosine, tables.sine)
+        ctx.interleaved = tables.interleaved
+        return _both_turned(query, key, *tables, False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         turned = _both_turned(*gradients, *ctx.saved_tensors, ctx.interleaved, True)
-        return *turned, None, None, None
+        return *turned, None
 
 
 def _both_turned(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.rope import frequencies, rotary_tables, rotate
+from moemesh.model.rope import Tables, frequencies, rotary_tables, rotate
 from moemesh.ops import fusion
 
 
@@ -34,13 +34,11 @@ def test_rotation_and_its_backward(interleaved: bool, partial: float) -> None:
     x = torch.randn(2, 5, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tables = rotary_tables(config, torch.arange(5))
     leaves = x.clone().requires_grad_(), x[:, :, :1].clone().requires_grad_()
-    for y, leaf in zip(rotate(*leaves, *tables, interleaved=interleaved), leaves, strict=True):
+    for y, leaf in zip(rotate(*leaves, tables), leaves, strict=True):
         wanted = obvious(leaf.detach(), config, interleaved)
         torch.testing.assert_close(y, wanted, rtol=0, atol=1e-12)
         torch.testing.assert_close(leaf, x[:, :, : leaf.shape[2]], rtol=0, atol=0)
-    assert torch.autograd.gradcheck(
-        lambda *both: rotate(*both, *tables, interleaved=interleaved), leaves
-    )
+    assert torch.autograd.gradcheck(lambda *both: rotate(*both, tables), leaves)
 
 
 @pytest.mark.parametrize("threads", [1, 3, fusion.MOST_THREADS + 1])
@@ -65,14 +63,14 @@ def test_one_pass_equals_float64(
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(4, 9, 100, 40, generator=generator).to(dtype) for _ in range(2))
     positions = torch.randint(1000, (4, 100) if documents else (100,), generator=generator)
-    tables = [table.to(dtype) for table in rotary_tables(config, positions)]
-    exact = [table.double() for table in tables]
+    tables = rotary_tables(config, positions).to(dtype)
+    exact = tables.to(torch.float64)
 
-    def rotated(x: Tensor, grad: Tensor, tables: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def rotated(x: Tensor, grad: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """Outputs and gradients, with heads after positions in memory: not contiguous."""
         leaf = x.requires_grad_()
         key = leaf.detach().transpose(1, 2)[:, :, :1]  # few numbers: left to torch
-        y, _ = rotate(leaf.transpose(1, 2), key, *tables, interleaved=interleaved)
+        y, _ = rotate(leaf.transpose(1, 2), key, tables)
         return y.transpose(1, 2).detach(), torch.autograd.grad(y.transpose(1, 2), leaf, grad)[0]
 
     tensors = rotated(x, grad, tables)

@@ -315,7 +315,6 @@ class HubModel(Transformer):
     def _make_context(self, batch: Batch, rows: Rows, flow: Flow) -> Context:
         num_rows, length = rows.ids_BS.shape
         device = rows.ids_BS.device
-        nothing = torch.empty(0, device=device)
         place_T = torch.arange(num_rows * length, device=device)
         for moe in self._moes.values():
             moe.counts_E = None
@@ -325,8 +324,6 @@ class HubModel(Transformer):
             num_tokens=num_rows * length,
             length=length,
             visible=Visibility((), ()),
-            cosine=nothing,
-            sine=nothing,
             sequence_T=rows.sequence_T,
             position_T=place_T % length,
             valid_T=None if rows.valid_BS is None else rows.valid_BS.flatten(),
