@@ -20,7 +20,7 @@ from moemesh.comm.mesh import Axis
 from moemesh.config.model import ModelConfig
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
-from moemesh.model.moe import MoE, Runner, plain_exchange
+from moemesh.model.moe import ExpertExchange, MoE, plain_exchange
 from moemesh.model.router import Routing
 from moemesh.model.seams import PLAIN_FLOW
 from moemesh.ops.permute import gather_rows, identity, permute
@@ -80,10 +80,10 @@ def layer_step(
     `max_rows` bounds the rows that the experts compute on at once, as in training.
     """
     is_plain = isinstance(dispatcher, LocalDispatcher) and num_chunks == 1
-    runner: Runner = plain_exchange if is_plain else overlapped(num_chunks)
+    exchange: ExpertExchange = plain_exchange if is_plain else overlapped(num_chunks)
 
     def step(work: Work) -> None:
-        layer.dispatcher, layer.runner = dispatcher, runner
+        layer.dispatcher, layer.exchange = dispatcher, exchange
         layer.experts.max_rows = max_rows
         layer.experts.zero_grad()
         x_TH = work.x_TH.detach().requires_grad_()
@@ -95,9 +95,8 @@ def layer_step(
 
 def apply_experts(layer: MoE, x_TH: Tensor, routing: Routing) -> Tensor:
     """The layer behind its router, without shared experts."""
-    exchange = layer.runner(layer.dispatcher, PLAIN_FLOW)
-    rows = exchange.dispatch(x_TH, routing.weights_TK, routing.experts_TK)
-    return exchange.compute(layer.experts, rows)
+    tokens = x_TH, routing.weights_TK, routing.experts_TK
+    return layer.exchange(layer.dispatcher, PLAIN_FLOW, layer.experts, tokens)[0]
 
 
 def exchange_step(dispatcher: Dispatcher) -> Step:

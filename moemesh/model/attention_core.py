@@ -52,7 +52,8 @@ def attention(
     if scale is None:
         scale = query_BNSD.shape[-1] ** -0.5
     value_size = value_BMCD.shape[-1]
-    value_BMCD = _padded(value_BMCD, query_BNSD)
+    if value_size < query_BNSD.shape[-1]:
+        value_BMCD = _padded(value_BMCD, query_BNSD)
     # The fused kernels of CUDA refuse a batch of 0, which a rank without sequences has.
     has_kernel = sinks_N is None and query_BNSD.numel() > 0
     seen = None if torch.is_grad_enabled() else visible.by_the_last

@@ -63,14 +63,13 @@ class Experts(AdaptedModule):
     def forward(self, rows: ExpertRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls with one `deferred` share a weight gradient."""
         # Rows with padding are few: their sender has bounded them.
-        rows_map = rows.map
-        max_rows = None if rows_map.has_rest else self.max_rows
-        weights = self.weights
-        if max_rows is not None and rows_map.num_rows > max_rows:
+        max_rows = None if rows.map.has_rest else self.max_rows
+        weights, num_rows = self.weights, rows.map.source_R.shape[0]
+        if max_rows is not None and num_rows > max_rows:
             self.num_bounded += 1
         elif self.kernel is not None and not self.recomputes and computes(weights):
             routing = rows.as_routing() if isinstance(rows, LocalRows | DispatchedRows) else None
-            if routing is not None and rows_map.num_rows:
+            if routing is not None and num_rows:
                 return self.kernel(*routing, weights.gate_up, weights.down)
         return rows.compute(
             weights, deferred=deferred, max_rows=max_rows, recomputes=self.recomputes

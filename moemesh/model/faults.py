@@ -30,9 +30,10 @@ def first_fault(logits_TE: Tensor, valid_T: Tensor | None) -> Tensor:
 def of_tokens(fault_L: Tensor, token_ids_T: Tensor, num_experts: int) -> Tensor:
     """Codes of several layers, from :func:`first_fault`, with the id of the token in place of its
     row: ``id * E + expert``."""
-    if not len(token_ids_T):
+    num_tokens = token_ids_T.shape[0]
+    if not num_tokens:
         return fault_L
-    row_L = (fault_L // num_experts).clamp(max=len(token_ids_T) - 1)
+    row_L = (fault_L // num_experts).clamp(max=num_tokens - 1)
     code_L = token_ids_T[row_L] * num_experts + fault_L % num_experts
     return torch.where(fault_L == NO_FAULT, fault_L, code_L)
 

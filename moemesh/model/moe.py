@@ -6,6 +6,7 @@ Legend: T tokens, E experts, L experts held here, H hidden, F expert width, B se
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums
 from moemesh.model.batch import Context
-from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher, LocalRows
+from moemesh.model.dispatcher import Dispatcher, LocalDispatcher, LocalRows
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
 from moemesh.model.router import Router, Routing
@@ -45,64 +46,64 @@ class MoEOutput(NamedTuple):
     fault: Tensor
 
 
+#: x [T, H], and the weights and experts of each token [T, K].
+RoutedTokens: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
 class ExpertExchange(Protocol):
-    """One forward of the experts through a dispatcher. `dispatch` returns rows, or pending ones in
-    several chunks, for :meth:`compute` of the same exchange."""
+    """One forward of the experts through a dispatcher."""
 
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
-    ) -> Any:
-        """`is_complete`: no -1 in `experts_TK`."""
+    def __call__(
+        self,
+        dispatcher: Dispatcher,
+        flow: Flow,
+        experts: Experts,
+        tokens: RoutedTokens,
+        *,
+        meanwhile: Callable[[], Tensor] | None = None,
+        is_complete: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The experts' outputs, summed for each token [T, H], and the result of `meanwhile`, if
+        given, which is called while rows are in flight; `is_complete`: no expert is -1."""
         ...
 
-    def compute(self, experts: Experts, rows: Any) -> Tensor:
-        """The experts' results, summed for each token [T, H]."""
-        ...
+
+def exchange_in_steps(
+    dispatcher: Dispatcher,
+    flow: Flow,
+    experts: Experts,
+    tokens: RoutedTokens,
+    *,
+    meanwhile: Callable[[], Tensor] | None = None,
+    is_complete: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """An :class:`ExpertExchange` that dispatches, computes and combines, one after the other."""
+    x_TH, weights_TK, experts_TK = tokens
+    plan = flow.once(dispatcher.plan_complete if is_complete else dispatcher.plan, experts_TK)
+    rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
+    result = None if meanwhile is None else meanwhile()
+    return dispatcher.combine(experts(rows), plan).wait(), result
 
 
-class PlainExchange:
-    """One step after the other."""
-
-    def __init__(self, dispatcher: Dispatcher, flow: Flow) -> None:
-        self.dispatcher, self.flow = dispatcher, flow
-
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
-    ) -> DispatchedRows:
-        plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
-        self.plan = self.flow.once(plan, experts_TK)
-        return self.dispatcher.dispatch(x_TH, weights_TK, self.plan).wait()
-
-    def compute(self, experts: Experts, rows: DispatchedRows) -> Tensor:
-        return self.dispatcher.combine(experts(rows), self.plan).wait()
-
-
-class LocalExchange:
-    """Dispatch, compute and combine in one operation: no row leaves the device."""
-
-    def __init__(self, dispatcher: LocalDispatcher, flow: Flow) -> None:
-        self.dispatcher, self.flow = dispatcher, flow
-
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
-    ) -> LocalRows:
-        plan = self.dispatcher.plan_complete if is_complete else self.dispatcher.plan
-        slots = self.flow.once(plan, experts_TK)
-        return LocalRows(x_TH, slots.tokens, weights_TK, slots)
-
-    def compute(self, experts: Experts, rows: LocalRows) -> Tensor:
-        return experts(rows)
+def plain_exchange(
+    dispatcher: Dispatcher,
+    flow: Flow,
+    experts: Experts,
+    tokens: RoutedTokens,
+    *,
+    meanwhile: Callable[[], Tensor] | None = None,
+    is_complete: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The default :class:`ExpertExchange`: in steps, or one operation if all experts are local."""
+    if not isinstance(dispatcher, LocalDispatcher):
+        where = dispatcher, flow, experts
+        return exchange_in_steps(*where, tokens, meanwhile=meanwhile, is_complete=is_complete)
+    x_TH, weights_TK, experts_TK = tokens
+    slots = flow.once(dispatcher.plan_complete if is_complete else dispatcher.plan, experts_TK)
+    result = None if meanwhile is None else meanwhile()
+    return experts(LocalRows(x_TH, slots.tokens, weights_TK, slots)), result
 
 
-def plain_exchange(dispatcher: Dispatcher, flow: Flow) -> ExpertExchange:
-    """The exchange of a whole microbatch in one piece: the default."""
-    if isinstance(dispatcher, LocalDispatcher):
-        return LocalExchange(dispatcher, flow)
-    return PlainExchange(dispatcher, flow)
-
-
-#: Factory of exchanges, called once a forward.
-Runner: TypeAlias = Callable[[Dispatcher, Flow], ExpertExchange]
 #: (gates [T, K], experts [T, K]) of a forward.
 Observer: TypeAlias = Callable[[Tensor, Tensor], None]
 
@@ -130,7 +131,7 @@ class MoE(nn.Module):
             nn.Parameter(torch.empty(1, config.hidden_size)) if config.shared_gate else None
         )
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
-        self.runner: Runner = plain_exchange
+        self.exchange: ExpertExchange = plain_exchange
         #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
         self.place_E: Tensor | None = None
         self.tokens = Tokens()
@@ -163,32 +164,36 @@ class MoE(nn.Module):
             # From logical ids, which the router and its losses know, to the dispatcher's.
             places_TK = self.place_E[experts_TK.clamp(min=0)]
             experts_TK = torch.where(experts_TK < 0, experts_TK, places_TK)
-        given, rows = (x_TH, routing.weights_TK, experts_TK), None
-        exchange = self.runner(self.dispatcher, context.flow)
+        tokens = x_TH, routing.weights_TK, experts_TK
+        shared = None
+        if self.shared is not None:
+            shared = partial(self._shared_experts, self.shared, x_TH, context)
         # Experts of a few tokens of generated text are computed in place, without sorting or
         # sending: all are local, on a CPU, and few rows share an expert.
-        is_direct = (
+        if (
             not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
             and isinstance(self.dispatcher, LocalDispatcher)
             and routing.is_complete
             and experts_TK.device.type == "cpu"
             and experts_TK.numel() <= config.num_experts
             and self.experts.rest is None
-        )
-        if not is_direct:
-            rows = exchange.dispatch(*given, is_complete=routing.is_complete)
-        shared_TH = None
-        if self.shared is not None:  # while rows are in flight
-            shared_TH = self.shared(x_TH, context.num_tokens)
-            if self.shared_gate is not None:
-                shared_TH = linear(x_TH, self.shared_gate).sigmoid() * shared_TH
-            shared_TH = context.flow.cut(shared_TH)
-        if is_direct:
-            y_TH = expert_mlp_of_few(*given, self.experts.weights)
+        ):
+            shared_TH = None if shared is None else shared()
+            y_TH = expert_mlp_of_few(*tokens, self.experts.weights)
         else:
-            y_TH = exchange.compute(self.experts, rows)
+            where = self.dispatcher, context.flow, self.experts
+            y_TH, shared_TH = self.exchange(
+                *where, tokens, meanwhile=shared, is_complete=routing.is_complete
+            )
         if config.router_scale_on == "output":
             y_TH = y_TH * config.router_scale
         if shared_TH is None:
             return y_TH
         return y_TH + shared_TH if config.shared_combine == "sum" else (y_TH + shared_TH) / 2
+
+    def _shared_experts(self, shared: MLP, x_TH: Tensor, context: Context) -> Tensor:
+        """The output of the shared experts, for use after the next pause."""
+        shared_TH = shared(x_TH, context.num_tokens)
+        if self.shared_gate is not None:
+            shared_TH = linear(x_TH, self.shared_gate).sigmoid() * shared_TH
+        return context.flow.cut(shared_TH)

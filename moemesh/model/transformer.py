@@ -206,7 +206,7 @@ class Transformer(nn.Module):
                 losses_T = flow.cut(losses_T)
                 ahead = self._predict_ahead(batch, x_TH, context, loads)
         aux, sums_QX = loads.aux, None
-        if config.has_joint_aux_loss:
+        if loads.is_joint:
             aux, sums_QX = x_TH.new_zeros(()), aux
             if part.last:
                 aux, sums_QX = joint_loss(sums_QX, config, context, self.tokens), None
@@ -295,6 +295,8 @@ class Transformer(nn.Module):
     def selection_biases(self) -> dict[int, tuple[str, Tensor]]:
         """Global layer index -> name and values of the bias that steers its router's choice alone,
         of the layers held here that have one."""
+        if not self.config.router_selection_bias:
+            return {}
         return {
             layer: (f"layers.{layer}.feed_forward.router.selection_bias", bias_E)
             for layer, moe in self.moe_layers().items()
@@ -342,7 +344,8 @@ class Loads:
         #: The auxiliary losses; or, where all layers have one, the sums for it, after `sums_QX`.
         # Losses are summed in the router's dtype (fp32 or fp64), never below.
         self.aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
-        if config.has_joint_aux_loss:
+        self.is_joint = config.has_joint_aux_loss
+        if self.is_joint:
             self.aux = no_sums(config, context) if sums_QX is None else sums_QX
         self._context, self._num_experts = context, config.num_experts
         self._routed: list[tuple[Tensor, Tensor | None, Tensor]] = []
@@ -377,7 +380,7 @@ class Loads:
             return ids_T.new_zeros(0, self._num_experts), ids_T.new_zeros(0), ids_T.new_zeros(0)
         counts, dropped, faults = zip(*self._routed, strict=True)
         dropped_L = ids_T.new_zeros(len(counts))
-        if any(number is not None for number in dropped):
+        if set(dropped) != {None}:
             none = ids_T.new_zeros(())
             dropped_L = torch.stack([none if number is None else number for number in dropped])
         fault_L = of_tokens(torch.stack(faults), ids_T, self._num_experts)

@@ -54,8 +54,9 @@ class Visibility:
     @cached_property
     def is_triangle(self) -> bool:
         """Whether only the order of positions bounds the visible keys."""
-        longest = max((run.stop for run in self.queries), default=0)
-        return self.starts_BL is None and (self.window is None or self.window >= longest)
+        if self.starts_BL is not None or self.window is None:
+            return self.starts_BL is None
+        return self.window >= max((run.stop for run in self.queries), default=0)
 
     @cached_property
     def starts_on_host(self) -> Tensor | None:

@@ -71,7 +71,8 @@ class _CrossEntropy(torch.autograd.Function):
         num_tokens = x_TH.shape[0]
         lse_T = x_TH.new_full((num_tokens,), -torch.inf, dtype=accumulate)
         target_T = x_TH.new_zeros((num_tokens,), dtype=accumulate)
-        for start, weight_CH in _chunks(weight_VH, chunk):
+        for start in range(0, weight_VH.shape[0], chunk):
+            weight_CH = weight_VH[start : start + chunk]
             column_T, here_T = _columns(targets_T - first_row - start, weight_CH.shape[0])
             logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
             lse_T, target_T = _with_chunk(logits_TC.tensor, lse_T, target_T, column_T, here_T)
@@ -89,7 +90,8 @@ class _CrossEntropy(torch.autograd.Function):
 
         def grad_logits() -> Iterator[tuple[slice, Tensor]]:
             """Rows of each chunk, and the gradient of its recomputed logits [T, C]."""
-            for start, weight_CH in _chunks(weight_VH, ctx.chunk):
+            for start in range(0, weight_VH.shape[0], ctx.chunk):
+                weight_CH = weight_VH[start : start + ctx.chunk]
                 column_T, here_T = _columns(targets_T - ctx.first_row - start, weight_CH.shape[0])
                 logits_TC = Held(x_TH @ weight_CH.t(), LOGITS)
                 grad_TC = Held(
@@ -111,12 +113,6 @@ class _CrossEntropy(torch.autograd.Function):
         if later:
             weight_gradient(ctx.leaf, weight_half, (x_TH, targets_T, lse_T, grad_T))
         return grad_x_TH, grad_VH, None, None, None, None
-
-
-def _chunks(weight_VH: Tensor, chunk: int) -> list[tuple[int, Tensor]]:
-    return [
-        (start, weight_VH[start : start + chunk]) for start in range(0, weight_VH.shape[0], chunk)
-    ]
 
 
 def _columns(column_T: Tensor, width: int) -> tuple[Tensor, Tensor]:

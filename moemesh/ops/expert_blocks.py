@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moemesh.ops.grouped_gemm import grouped_weight_gradient, row_ends
+from moemesh.ops.grouped_gemm import grouped_weight_gradient
 from moemesh.ops.weight_gradient import weight_gradient
 from moemesh.trace.memory_profile import ONE_PASS_NUMBERS
 
@@ -77,12 +77,14 @@ def _blocks_of_whole_experts(
     is_device = counts_E.device.type != "cpu"
     if is_device and most_experts is None:
         if not border:
-            ends_E, trains = row_ends(counts_E), border is None
+            ends_E, trains = counts_E.cumsum(0, dtype=torch.int32), border is None
             return [Block(slice(0, counts_E.shape[0]), slice(start, stop), ends_E, trains)]
         middle, end = start + int(counts_E[:border].sum()), len(counts_E)
+        halves = counts_E[:border], counts_E[border:]
+        first_D, second_D = (half_D.cumsum(0, dtype=torch.int32) for half_D in halves)
         return [
-            Block(slice(0, border), slice(start, middle), row_ends(counts_E[:border])),
-            Block(slice(border, end), slice(middle, stop), row_ends(counts_E[border:]), False),
+            Block(slice(0, border), slice(start, middle), first_D),
+            Block(slice(border, end), slice(middle, stop), second_D, False),
         ]
     blocks: list[Block] = []
     expert, row, end = 0, start, start
@@ -91,7 +93,8 @@ def _blocks_of_whole_experts(
         end = stop if is_device and index == len(counts_E) else end + count
         is_full = (end - row >= fewest_rows and not is_device) or index - expert == most_experts
         if is_full or index in (border, len(counts_E)):
-            ends_D, trains = row_ends(counts_E[expert:index]), border is None or index <= border
+            ends_D = counts_E[expert:index].cumsum(0, dtype=torch.int32)
+            trains = border is None or index <= border
             blocks.append(Block(slice(expert, index), slice(row, end), ends_D, trains))
             expert, row = index, end
     return blocks

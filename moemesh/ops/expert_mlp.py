@@ -47,7 +47,7 @@ from moemesh.ops.expert_weights import (
 )
 from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.nf4 import PackedMatrices, matrices
-from moemesh.ops.permute import OwnSlots, RowMap, gather_rows, sum_rows
+from moemesh.ops.permute import OwnSlots, RowMap, sum_rows
 from moemesh.ops.swiglu import swiglu, swiglu_backward
 from moemesh.ops.weight_gradient import deferral
 
@@ -134,10 +134,10 @@ class _ExpertMLP(torch.autograd.Function):
         ctx: Any,
         source_NH: Tensor,
         weights: Tensor,
-        anchor: Tensor | None,
         call: _Call,
-        *tensors: Tensor,
+        *leaves: Tensor,
     ) -> Tensor:
+        """`leaves`: the weights of the experts, then the anchor of deferred products, if any."""
         experts, rows, slots = call.experts, call.rows, call.slots
         weights_R = weights if slots is None else slots.pick(weights)
         num_rows = weights_R.shape[0]
@@ -162,9 +162,9 @@ class _ExpertMLP(torch.autograd.Function):
                 bias = of_rows(own.down_bias, block) * weights_B[:, None].to(y_BH.dtype)
                 y_BH[:, own.part] += bias
         kept = [h_BG if h_RG is None else h_RG] if is_kept else []
-        ctx.save_for_backward(source_NH, weights_R, *tensors, *kept)
+        ctx.save_for_backward(source_NH, weights_R, *leaves, *kept)
         # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
-        ctx.call, ctx.blocks, ctx.leaves, ctx.is_bounded = call, blocks, tensors, is_bounded
+        ctx.call, ctx.blocks, ctx.leaves, ctx.is_bounded = call, blocks, leaves, is_bounded
         ctx.shape = weights.shape
         y_RH = y_BH if y_RH is None else y_RH
         return y_RH if slots is None else sum_rows(y_RH, rows)
@@ -172,12 +172,14 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
+        # The weights are saved for autograd's check that nothing has changed them.
         source_NH, weights_R, *saved = ctx.saved_tensors
-        tensors, kept = saved[: len(ctx.leaves)], saved[len(ctx.leaves) :]
-        experts, rows, slots = call.experts.of(tensors), call.rows, call.slots
+        kept = saved[len(ctx.leaves) :]
+        experts, rows, slots = call.experts, call.rows, call.slots
         num_weights = 2 if experts.gate_up_bias is None else 4
-        needs_source, needs_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        grad_RH = grad.contiguous() if slots is None else gather_rows(grad, rows)
+        needs_source, needs_leaves = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
+        num_trained = len(experts.tensors) - len(experts.rest)
+        grad_RH = grad.contiguous() if slots is None else grad.index_select(0, rows.source_R)
         grad_x_RH = torch.empty_like(grad_RH) if needs_source and len(blocks) > 1 else None
         # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing is queued: the
         # queue would hold all numbers that were not kept.
@@ -196,8 +198,8 @@ class _ExpertMLP(torch.autograd.Function):
                 are_shared=is_bounded,
                 is_bias=2 <= place < num_weights,
             )
-            for place, (leaf, needed) in enumerate(zip(ctx.leaves, needs_weights, strict=True))
-            if place < len(ctx.leaves) - len(experts.rest)
+            for place, (leaf, needed) in enumerate(zip(ctx.leaves, needs_leaves, strict=True))
+            if place < num_trained
         ]
         grad_weights: list[Tensor] = []
         h_RG = kept[0] if kept else None
@@ -252,12 +254,13 @@ class _ExpertMLP(torch.autograd.Function):
             found[: len(gradients)] = map(result, gradients)
         else:
             calls.append(gradients)
+        if call.calls is not None:
+            found[-1] = grad_RH.new_zeros(())
         grad_weights_R = grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights)
         grad_x_RH = grad_x_BH if grad_x_RH is None else grad_x_RH
         return (
             sum_rows(grad_x_RH, rows) if needs_source else None,
             grad_weights_R if slots is None else slots.unpick(grad_weights_R, ctx.shape),
-            None if call.calls is None else grad_RH.new_zeros(()),
             None,
             *found,
         )
@@ -341,6 +344,7 @@ def expert_mlp(
     are computed in blocks of at most `max_rows`, whose h is recomputed in the backward instead of
     kept; so is any h with `recomputes`.
     """
-    anchor, calls = deferred or (None, None)
+    calls = None if deferred is None else deferred.calls
     call = _Call(experts, rows, counts_E, calls, max_rows, recomputes, slots)
-    return _ExpertMLP.apply(source_NH, weights, anchor, call, *experts.tensors)
+    leaves = experts.tensors if deferred is None else (*experts.tensors, deferred.anchor)
+    return _ExpertMLP.apply(source_NH, weights, call, *leaves)

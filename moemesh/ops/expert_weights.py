@@ -15,7 +15,6 @@ from torch import Tensor
 
 from moemesh.config.lora import NF4_NUMBERS_AT_ONCE
 from moemesh.ops.expert_blocks import Block, block_rows, expert_blocks
-from moemesh.ops.grouped_gemm import row_ends
 from moemesh.ops.linear import Adapter
 from moemesh.ops.nf4 import dense
 from moemesh.ops.swiglu import PLAIN, SwigluForm
@@ -120,7 +119,8 @@ class ExpertWeights(NamedTuple):
         is_packed = self.gate_up.dtype == torch.uint8
         is_bounded = max_rows is not None and num_rows > max_rows
         if counts_E.device.type != "cpu" and not (is_packed or is_bounded or self.rest):
-            return [Block(slice(0, num_experts), slice(0, num_rows), row_ends(counts_E))]
+            ends_E = counts_E.cumsum(0, dtype=torch.int32)
+            return [Block(slice(0, num_experts), slice(0, num_rows), ends_E)]
         numbers = 3 * width * self.down.shape[1]
         return expert_blocks(
             counts_E,

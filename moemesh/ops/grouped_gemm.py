@@ -1,7 +1,7 @@
 """One matrix product per expert over rows grouped by expert: the slow truth and the fast path.
 
-Legend: R rows (grouped by expert, ascending), E local experts, I in, O out. ``ends_E`` holds the
-running total of rows: expert e owns rows ``ends[e-1] : ends[e]``; empty experts are legal.
+Legend: R rows (grouped by expert, ascending), E local experts, I in, O out. ``ends_E`` (int32) is
+the running total of rows: expert e owns rows ``ends[e-1] : ends[e]``; empty experts are legal.
 """
 
 from __future__ import annotations
@@ -145,8 +145,3 @@ def grouped_weight_gradient(
 def leaves_empty_experts(device: torch.device) -> bool:
     """Whether gradients of empty experts may be wrong (pytorch issue 172439)."""
     return torch.cuda.get_device_capability(device) >= (10, 0)
-
-
-def row_ends(counts_E: Tensor) -> Tensor:
-    """Rows per expert (int64) -> running totals as the kernels want them (int32)."""
-    return counts_E.cumsum(0).to(torch.int32)

@@ -45,7 +45,7 @@ class RowMap:
 
 def permutation(order_R: Tensor) -> RowMap:
     """The map of ``rows[r] = source[order[r]]`` where every source row is copied exactly once."""
-    places_R = torch.arange(len(order_R), device=order_R.device)
+    places_R = _multiples(1, order_R.shape[0], order_R.device)
     inverse_R = torch.empty_like(order_R).scatter_(0, order_R, places_R)
     return RowMap(source_R=order_R, copies_R=inverse_R, starts_N=places_R, is_permutation=True)
 
@@ -125,8 +125,9 @@ class SortedByExpert:
         source_R = flat_R.div(num_slots, rounding_mode="floor")
         if num_rows == experts_TK.numel():
             starts_T = _multiples(max(num_slots, 1), num_tokens, flat_R.device)
-            rows = RowMap(source_R=source_R, copies_R=_inverse(flat_R), starts_N=starts_T)
-            return rows, flat_R
+            places_R = _multiples(1, num_rows, flat_R.device)
+            copies_R = torch.empty_like(flat_R).scatter_(0, flat_R, places_R)
+            return RowMap(source_R=source_R, copies_R=copies_R, starts_N=starts_T), flat_R
         has_row_TK = experts_TK >= 0
         row_of_flat = torch.empty_like(experts_TK.reshape(-1))
         row_of_flat.scatter_(0, flat_R, torch.arange(num_rows, device=flat_R.device))
@@ -145,17 +146,12 @@ class SortedByExpert:
         num_slots = experts_TK.shape[1]
         rows = RowMap(
             source_R=flat_R // num_slots,
-            copies_R=_inverse(flat_R).index_select(0, order),
+            copies_R=permutation(flat_R).copies_R.index_select(0, order),
             # The rest in bags as small as the others: a device sums a bag row after row.
             starts_N=_starts(torch.cat([bags_T, num_slots - bags_T])),
             has_rest=True,
         )
         return rows, flat_R
-
-
-def _inverse(order_R: Tensor) -> Tensor:
-    places_R = _multiples(1, order_R.shape[0], order_R.device)
-    return torch.empty_like(order_R).scatter_(0, order_R, places_R)
 
 
 def _multiples(step: int, count: int, device: torch.device) -> Tensor:

@@ -4,13 +4,13 @@ Zero-bubble pipelines (Qi et al., 2024) run the input-gradient half `I` of a mic
 its weight-gradient half `W` when the pipeline would otherwise idle. Every matrix product of this
 library calls :func:`weight_gradient` for its weight's gradient: usually it is computed at once;
 inside a :class:`WeightGradientQueue` it is stored as a closure that holds only what `W` needs.
-Inside of :func:`without_queues` autograd computes it, without any Python.
+Where no backward will run in a queue (:attr:`Deferral.is_possible`) autograd computes it, without
+any Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
@@ -26,7 +26,8 @@ class Deferral:
 
     #: The active queue.
     queue: WeightGradientQueue | None = None
-    #: Whether the backward of a product that is computed now may run in a queue.
+    #: Whether the backward of a product that is computed now may run in a queue. If not, it runs
+    #: before this changes.
     is_possible = True
 
 
@@ -81,16 +82,6 @@ def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
         weight.grad = gradient
     else:
         weight.grad += gradient
-
-
-@contextmanager
-def without_queues() -> Iterator[None]:
-    """Forwards inside have their backwards inside, too, and none of these in a queue."""
-    deferral.is_possible = False
-    try:
-        yield
-    finally:
-        deferral.is_possible = True
 
 
 def weight_gradient(

@@ -77,6 +77,10 @@ class Optimizer:
             if has_master(parameter.dtype):
                 master = nn.Parameter(parameter.detach().float())
             self.masters[name] = master if host is None else nn.Parameter(master.detach().cpu())
+        #: Parameters that are not their own master, and their masters.
+        copies = [name for name in parameters if self.masters[name] is not parameters[name]]
+        self._rounded: list[Tensor] = [parameters[name] for name in copies]
+        self._copied_masters: list[Tensor] = [self.masters[name] for name in copies]
         # No decay for norms and biases: they are scales and offsets, not directions.
         if scales is None:
             scales = {name for name, master in self.masters.items() if master.ndim == 1}
@@ -121,16 +125,10 @@ class Optimizer:
     @torch.no_grad()
     def round_masters(self) -> None:
         """Copy the masters into the parameters that are not their own master, and publish."""
-        rounded = [
-            name for name, weight in self._parameters.items() if self.masters[name] is not weight
-        ]
         if self._host is not None:
             self._host.send(self.masters, self._parameters)
-        elif rounded:
-            torch._foreach_copy_(
-                [self._parameters[name] for name in rounded],
-                [self.masters[name] for name in rounded],
-            )
+        elif self._rounded:
+            torch._foreach_copy_(self._rounded, self._copied_masters)
         if self._publish is not None:
             self._publish()
 
@@ -194,9 +192,6 @@ class Optimizer:
         `on_host`: in host memory beside a device, with the gradients there."""
         if on_host != (self._host is not None):
             return 0
-        masters = [
-            master for name, master in self.masters.items() if master is not self._parameters[name]
-        ]
         moments = [tensor for kind in self.state().values() for tensor in kind.values()]
         gradients = 0 if self._host is None else self._host.num_bytes
-        return gradients + sum(tensor.nbytes for tensor in [*masters, *moments])
+        return gradients + sum(tensor.nbytes for tensor in [*self._copied_masters, *moments])

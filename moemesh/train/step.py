@@ -182,7 +182,7 @@ def step_result(
     """The result from sums over all ranks: `losses` as in :class:`StepSums`, and `packed` from
     :func:`pack_loads`, of loads with the shapes of `like`."""
     loss, aux, *ahead = losses.tolist()
-    parts = packed.round().long().cpu().split([part.numel() for part in like])
+    parts = packed.round().long().cpu().split_with_sizes([part.numel() for part in like])
     loads = [part.view(shape.shape) for part, shape in zip(parts, like, strict=True)]
     counts_LE, dropped_L, *rank_LP = loads
     at_depths = [sum_ / max(count, 1) for sum_, count in zip(ahead, counts.ahead, strict=True)]
@@ -349,12 +349,15 @@ def gradients_of_step(
         )
         # All numbers that the host needs of the step, in one copy, so that it waits once.
         total = squares.sum(0, keepdim=True)
-        copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(sums.loads)])).tensor()
-    square, losses, packed = copied.split([1, len(sums.losses), len(copied) - 1 - len(sums.losses)])
+        loads = sums.loads
+        copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(loads)])).tensor()
+    depths = sums.losses.shape[0]
+    sizes = [1, depths, copied.shape[0] - 1 - depths]
+    square, losses, packed = copied.split_with_sizes(sizes)
     norm = norm_of(square)
     if refuses and not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
-    return step_result(counts=counts, losses=losses, packed=packed, like=sums.loads, norm=norm)
+    return step_result(counts=counts, losses=losses, packed=packed, like=loads, norm=norm)
 
 
 def update(

@@ -15,7 +15,7 @@ from moemesh.model.batch import Batch
 from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
-from moemesh.model.moe import MoE, PlainExchange, plain_exchange
+from moemesh.model.moe import MoE, exchange_in_steps, plain_exchange
 from moemesh.model.seams import PLAIN_FLOW
 from moemesh.model.transformer import Transformer
 from moemesh.ops import expert_blocks
@@ -95,7 +95,7 @@ def test_weight_gradients_are_computed_while_those_of_tokens_travel(
             torch.nn.init.normal_(parameter)
         if not is_local:
             moe.dispatcher = _LoggedDispatcher(config.num_experts, log)
-            moe.runner = overlapped(num_chunks)
+            moe.exchange = overlapped(num_chunks)
         x_TH = torch.randn(6, config.hidden_size, dtype=torch.float64, requires_grad=True)
         moe(x_TH, context_of(6)).y_TH.square().sum().backward()
         gradients.append([x_TH.grad, *(p.grad for p in moe.experts.parameters())])
@@ -122,11 +122,10 @@ def test_local_experts_give_the_bits_of_the_single_steps(without: str, through_q
     experts_TK = routing.experts_TK
     if without != "none":
         experts_TK = torch.full_like(experts_TK, -1) if without == "all" else experts_TK - 1
-    for runner in (plain_exchange, PlainExchange):
+    for exchange in (plain_exchange, exchange_in_steps):
         x, weights_TK = x_TH.clone().requires_grad_(), routing.weights_TK.detach().requires_grad_()
-        exchange = runner(moe.dispatcher, PLAIN_FLOW)
-        rows = exchange.dispatch(x, weights_TK, experts_TK, is_complete=without == "none")
-        y_TH = exchange.compute(moe.experts, rows)
+        where, tokens = (moe.dispatcher, PLAIN_FLOW, moe.experts), (x, weights_TK, experts_TK)
+        y_TH, _ = exchange(*where, tokens, is_complete=without == "none")
         queue = WeightGradientQueue()
         with queue if through_queue else nullcontext():
             y_TH.backward(upstream_TH)

@@ -71,9 +71,11 @@ def test_a_kernel_computes_local_and_dispatched_rows() -> None:
         moe.experts.kernel = kernel
         x = x_TH.clone().requires_grad_()
         weights_TK = routing.weights_TK.detach().requires_grad_()
-        exchange = plain_exchange(moe.dispatcher, PLAIN_FLOW)
-        rows = exchange.dispatch(x, weights_TK, routing.experts_TK, is_complete=True)
-        y_TH = exchange.compute(moe.experts, rows)
+        where, tokens = (
+            (moe.dispatcher, PLAIN_FLOW, moe.experts),
+            (x, weights_TK, routing.experts_TK),
+        )
+        y_TH, _ = plain_exchange(*where, tokens, is_complete=True)
         rows, flat_R, counts_L = group_by_expert(routing.experts_TK, moe.config.num_experts)
         weights_R = weights_TK.reshape(-1)[flat_R]
         y_RH = moe.experts(DispatchedRows(x, rows, weights_R, counts_L))

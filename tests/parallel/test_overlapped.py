@@ -148,7 +148,7 @@ def logged() -> Iterator[Log]:
     start, experts, accumulate = (
         transfers.all_to_all_start,
         Experts.forward,
-        GradientReducer.accumulate,
+        GradientReducer.take,
     )
 
     def start_logged(*args: Any, phase: str, caller: str, **keys: Any) -> Any:
@@ -207,7 +207,7 @@ def logged() -> Iterator[Log]:
     patch.setattr(SteppedModelProgram, "backward_steps", backward_logged)
     patch.setattr(overlap.transfers, "all_to_all_start", start_logged)
     patch.setattr(Experts, "forward", experts_logged)
-    patch.setattr(GradientReducer, "accumulate", accumulate_logged)
+    patch.setattr(GradientReducer, "take", staticmethod(accumulate_logged))
     try:
         yield log
     finally:

@@ -26,7 +26,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
-from moemesh.model.moe import Observer, PlainExchange, Runner
+from moemesh.model.moe import ExpertExchange, Observer, exchange_in_steps
 from moemesh.model.seams import Flow, Tokens
 from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights, rows_of
@@ -313,7 +313,7 @@ class HubMoE:
         self.module, self.num_experts = module, num_experts
         self.experts = HeldExperts(module)
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts)
-        self.runner: Runner = PlainExchange
+        self.exchange: ExpertExchange = exchange_in_steps
         self.place_E: Tensor | None = None
         self.tokens = Tokens()
         #: The forward that runs now, and the tokens of each expert in it.
@@ -342,9 +342,9 @@ class HubMoE:
         if self.place_E is not None:
             experts_TK = torch.where(has_row_TK, self.place_E[experts_TK.clamp(min=0)], -1)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
-        exchange = self.runner(self.dispatcher, _WithResults(context.flow))
-        rows = exchange.dispatch(x_TH, weights_TK.to(wide), experts_TK)
-        return exchange.compute(cast("Any", self.experts), rows).to(x_TH.dtype)
+        where = self.dispatcher, _WithResults(context.flow), cast("Any", self.experts)
+        y_TH, _ = self.exchange(*where, (x_TH, weights_TK.to(wide), experts_TK))
+        return y_TH.to(x_TH.dtype)
 
     def _count(self, experts_TK: Tensor) -> None:
         counts_E = count_ids(experts_TK.flatten(), self.num_experts)

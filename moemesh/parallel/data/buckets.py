@@ -59,6 +59,8 @@ class ReplicatedBucket:
         self.axis, self.copies = (mesh[name] for name in mesh.layout.sharding_axes(rule.axis))
         self.owners = owners
         self.in_tree = exact and rule.axis == "edp"
+        #: Whether the sums of :meth:`launch` are the last ones of a step.
+        self.sums_once = self.copies.size == 1 and not rule.mirrored
         #: Number of members whose last gradient before the next sum over ranks is pending.
         self.waiting = 0
         self.names = [member.name for member in rule.members]
@@ -76,10 +78,11 @@ class ReplicatedBucket:
 
     def allocate_gradients(self) -> None:
         self.total = self.zeros(self.rule.numbers)
-        self._views = self.views_of(self.total)
+        #: Memory for gradients by the `id` of the parameter; empty while there is none.
+        self.views = self.views_of(self.total)
         #: Ids of the members whose view has a gradient of this step: the first is copied, not added
         #: to zeros.
-        self._filled: set[int] = set()
+        self.filled: set[int] = set()
 
     def zeros(self, numbers: int) -> Tensor:
         """Memory for `numbers` gradients: none if nothing trains."""
@@ -87,12 +90,12 @@ class ReplicatedBucket:
         return torch.zeros(numbers, dtype=self.dtype, device=self.device)
 
     def views_of(self, flat: Tensor) -> dict[int, Tensor]:
-        """:meth:`views` by the `id` of the parameter; empty if nothing trains."""
+        """:meth:`split` by the `id` of the parameter; empty if nothing trains."""
         if not self.rule.trains:
             return {}
-        return dict(zip(map(id, self.parameters), self.views(flat), strict=True))
+        return dict(zip(map(id, self.parameters), self.split(flat), strict=True))
 
-    def views(self, flat: Tensor) -> list[Tensor]:
+    def split(self, flat: Tensor) -> list[Tensor]:
         """A flat vector of the bucket as tensors with the members' local shapes."""
         parts = flat.split([member.numbers for member in self.rule.members])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
@@ -114,7 +117,7 @@ class ReplicatedBucket:
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Views of the gradients that this rank owns: complete after :meth:`wait`."""
-        return dict(zip(self.names, self._views.values(), strict=True))
+        return dict(zip(self.names, self.views.values(), strict=True))
 
     def own_weights(self) -> dict[str, nn.Parameter]:
         """The weights that this rank owns, in the form that an optimizer steps."""
@@ -147,25 +150,20 @@ class ReplicatedBucket:
 
     def begin(self) -> None:
         """Discard the gradients of the last step."""
-        self._filled.clear()
+        self.filled.clear()
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add one microbatch's gradient of a member, of any dtype."""
-        key = id(parameter)
-        if key in self._filled:
-            self._views[key] += gradient
-        else:
-            self._views[key].copy_(gradient)
-            self._filled.add(key)
+        """Add a gradient of a member, of any dtype, while :attr:`views` is empty."""
+        raise AssertionError(f"no memory for the gradients of {self.names}")
 
     def zero_missing(self) -> None:
         """Set gradients that did not come to zero."""
-        if len(self._filled) == len(self._views):
+        if len(self.filled) == len(self.views):
             return
-        for key, view in self._views.items():
-            if key not in self._filled:
+        for key, view in self.views.items():
+            if key not in self.filled:
                 view.zero_()
-        self._filled.update(self._views)
+        self.filled.update(self.views)
 
     def prepare(self) -> None:
         """Allocate memory for the sums over ranks, besides pending gradients."""
@@ -182,8 +180,7 @@ class ReplicatedBucket:
 
     def is_complete(self) -> bool:
         """Whether the launched sums are the last ones of this step, and have ended."""
-        is_last = self.copies.size == 1 and not self.rule.mirrored
-        return is_last and (
+        return self.sums_once and (
             self._work is None or (self._sum is not None and self._sum.is_completed())
         )
 
@@ -196,6 +193,8 @@ class ReplicatedBucket:
     def finish(self) -> None:
         """Add the sums of other groups that share the states, and of the other holder of mirrored
         parameters: two operands, so that both get the same bits. Called after :meth:`wait`."""
+        if self.sums_once:
+            return
         reduce = all_reduce_in_tree_ if self.in_tree else all_reduce_
         reduce(self.own_sums(), self.copies, **_SUMS)
         if self.rule.mirrored:
@@ -225,7 +224,7 @@ class ShardedBucket(ReplicatedBucket):
         self.weights = torch.empty(
             self.rule.numbers, dtype=self.parameters[0].dtype, device=self.device
         )
-        for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
+        for parameter, view in zip(self.parameters, self.split(self.weights), strict=True):
             parameter.data = view.copy_(parameter.data)
 
     def _range(self, index: int) -> range:
@@ -299,7 +298,7 @@ class ShardedBucket(ReplicatedBucket):
 
     def renew(self) -> None:
         self.weights = self.weights.clone()
-        for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
+        for parameter, view in zip(self.parameters, self.split(self.weights), strict=True):
             parameter.data = view
         flat = self.own_flat_weights()
         for name, _, place in self.ranges(self.own):
@@ -327,8 +326,8 @@ class ScatteredBucket(ShardedBucket):
     def _clear(self) -> None:
         #: The gradients since the last sum over ranks; a single rank adds to the part it owns.
         self._flat = self.total if self.axis.size == 1 else None
-        self._filled = set()
-        self._views = {} if self._flat is None else self.views_of(self._flat)
+        self.filled = set()
+        self.views = {} if self._flat is None else self.views_of(self._flat)
 
     def own_sums(self) -> Tensor:
         return self.total
@@ -347,12 +346,13 @@ class ScatteredBucket(ShardedBucket):
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         self._fill()
-        super().add(parameter, gradient)
+        self.views[id(parameter)].copy_(gradient)
+        self.filled.add(id(parameter))
 
     def _fill(self) -> Tensor:
         if self._flat is None:
             self._flat = self.total.new_empty(self.rule.numbers)
-            self._views = self.views_of(self._flat)
+            self.views = self.views_of(self._flat)
         return self._flat
 
     def prepare(self) -> None:

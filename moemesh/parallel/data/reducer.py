@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MethodType
-from weakref import ref
+from functools import partial
+from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -43,19 +44,16 @@ BUCKETS: dict[str, type[ReplicatedBucket]] = {
 FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 
-def call_after_gradients(leaf: Tensor, take: MethodType) -> None:
-    """Call the method `take` with the leaf and each of its gradients, while its object lives.
+T = TypeVar("T")
+
+
+def call_after_gradients(
+    leaf: Tensor, owner: T, take: Callable[[ReferenceType[T], Tensor], None]
+) -> None:
+    """Call ``take(ref(owner), leaf)`` after each gradient of the leaf. The reference is weak:
     torch (2.13) never frees a leaf and its hooks where they refer to each other: a hook that held
     the object, which knows the leaf, would keep a model for as long as the process."""
-    owner, function = ref(take.__self__), take.__func__
-
-    def call(leaf: Tensor) -> None:
-        if (living := owner()) is not None:
-            gradient, leaf.grad = leaf.grad, None
-            if gradient is not None:  # else it is deferred, and comes by another way
-                function(living, leaf, gradient)
-
-    leaf.register_post_accumulate_grad_hook(call)
+    leaf.register_post_accumulate_grad_hook(partial(take, ref(owner)))
 
 
 class GradientReducer:
@@ -138,7 +136,7 @@ class GradientReducer:
             for parameter in bucket.parameters:
                 self._home[id(parameter)] = bucket
                 parameter.grad_dtype = None  # any: the bucket converts while it adds
-                call_after_gradients(parameter, self.accumulate)
+                call_after_gradients(parameter, self, self.take)
         # Everything that has an order has that of the model.
         order = [name for name, _, _ in parameters]
         self.gradients = {name: self.gradients[name] for name in order if name in self.gradients}
@@ -177,12 +175,28 @@ class GradientReducer:
         return id(parameter) in self._home
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add one microbatch's gradient; deferred weight gradients come here directly."""
+        """Add one microbatch's gradient that did not come through autograd."""
+        parameter.grad = gradient
+        self.take(ref(self), parameter)
+
+    @staticmethod
+    def take(owner: ReferenceType[GradientReducer], parameter: Any) -> None:
+        """Add ``parameter.grad`` to its bucket; None is deferred, and comes another way."""
+        self, gradient = owner(), parameter.grad
+        if self is None or gradient is None:
+            return
+        parameter.grad = None
         if self.watch is not None:
             self.watch(parameter, gradient)
         key = id(parameter)
         bucket = self._home[key]
-        bucket.add(parameter, gradient)
+        if key in bucket.filled:
+            bucket.views[key] += gradient
+        elif bucket.views:
+            bucket.views[key].copy_(gradient)
+            bucket.filled.add(key)
+        else:
+            bucket.add(parameter, gradient)
         if self.is_per_backward:  # other buckets hold the gradients themselves
             self._count_buffers(bucket)
         if key in self._armed:
@@ -237,7 +251,8 @@ class GradientReducer:
             self._wait(bucket)
         for bucket in self.buckets:
             bucket.finish()
-            self._complete(bucket)
+            if self.on_complete is not None:
+                self._complete(bucket)
         if self.units is not None:
             self.units.free_all()
 
@@ -248,6 +263,8 @@ class GradientReducer:
 
     def publish(self) -> None:
         """Send the updated weights to all ranks that need them; all ranks call."""
+        if self.data == "replicate":  # each rank has updated them itself
+            return
         works = [bucket.publish() for bucket in self.buckets]
         for wait in works:
             if wait is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
 
@@ -13,9 +14,9 @@ from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.layout import shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.model.dispatcher import Dispatcher, ExpertRows, LocalDispatcher
+from moemesh.model.dispatcher import Dispatcher, LocalDispatcher
 from moemesh.model.experts import Experts
-from moemesh.model.moe import Runner
+from moemesh.model.moe import ExpertExchange, RoutedTokens
 from moemesh.model.seams import Flow
 from moemesh.model.transformer import Transformer
 from moemesh.ops.expert_mlp import defer
@@ -29,55 +30,47 @@ from moemesh.parallel.expert.site import DispatcherSite, codec_of
 from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, slots_per_pair
 
 
-class OverlappedExchange:
-    """A :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks, that pauses twice.
+def exchange_in_chunks(
+    dispatcher: Dispatcher,
+    flow: Flow,
+    experts: Experts,
+    tokens: RoutedTokens,
+    *,
+    meanwhile: Callable[[], Tensor] | None = None,
+    is_complete: bool = False,
+    num_chunks: int,
+    defers: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """An :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks, that pauses twice.
     `defers`: weight gradients are computed after the gradients of tokens have been sent."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, flow: Flow, *, num_chunks: int, defers: bool
-    ) -> None:
-        self.dispatcher, self.flow = dispatcher, flow
-        self.num_chunks, self.defers = num_chunks, defers
-
-    def dispatch(
-        self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, *, is_complete: bool = False
-    ) -> list[Pending[ExpertRows]]:
-        """Start the first chunk; all plans come first, so that their exchanges do not queue."""
-        self.sizes = shard_sizes(len(x_TH), self.num_chunks)
-        xs, weights = x_TH.split(self.sizes), weights_TK.split(self.sizes)
-        chunks = experts_TK.split(self.sizes)
-        self.plans = self.flow.once(self.dispatcher.plan_chunks, chunks, is_complete=is_complete)
-        first = self.flow.start(self.dispatcher.dispatch, xs[0], weights[0], self.plans[0])
-        self._waiting = [
-            (self.flow.cut(x), self.flow.cut(weight))
-            for x, weight in zip(xs[1:], weights[1:], strict=True)
-        ]
-        return [first]
-
-    def compute(self, experts: Experts, rows: list[Pending[ExpertRows]]) -> Tensor:
-        """Compute each chunk after the dispatch of the next one has started."""
-        self.flow.pause()
-        deferred, leaving = None, list[Pending[Tensor]]()
-        for chunk, plan in enumerate(self.plans):
-            if chunk < len(self._waiting):
-                waiting = *self._waiting[chunk], self.plans[chunk + 1]
-                rows.append(self.dispatcher.dispatch(*waiting))
-            if deferred is None and self.defers:
-                # Created between the start and the end of dispatches, so that these gradients are
-                # computed while those of tokens travel back.
-                deferred = defer(experts.weights)
-            y_RH = experts(rows[chunk].wait(), deferred)
-            sent = self.flow.start(
-                self.flow.unread, self.dispatcher.combine, y_RH, plan, self.sizes[chunk]
-            )
-            leaving.append(sent)
-        self.flow.pause()
-        return torch.cat([pending.wait() for pending in leaving])
+    sizes = shard_sizes(len(tokens[0]), num_chunks)
+    xs, weights, choices = (part.split(sizes) for part in tokens)
+    # All plans come first, so that their exchanges do not queue.
+    plans = flow.once(dispatcher.plan_chunks, choices, is_complete=is_complete)
+    rows = [flow.start(dispatcher.dispatch, xs[0], weights[0], plans[0])]
+    waiting = [
+        (flow.cut(x), flow.cut(weight), plan)
+        for x, weight, plan in zip(xs[1:], weights[1:], plans[1:], strict=True)
+    ]
+    result = None if meanwhile is None else meanwhile()
+    flow.pause()
+    deferred, leaving = None, list[Pending[Tensor]]()
+    for chunk, plan in enumerate(plans):
+        # Each chunk is computed after the dispatch of the next one has started.
+        rows += [dispatcher.dispatch(*following) for following in waiting[chunk : chunk + 1]]
+        if deferred is None and defers:
+            # Created between the start and the end of dispatches, so that these gradients are
+            # computed while those of tokens travel back.
+            deferred = defer(experts.weights)
+        y_RH = experts(rows[chunk].wait(), deferred)
+        leaving.append(flow.start(flow.unread, dispatcher.combine, y_RH, plan, sizes[chunk]))
+    flow.pause()
+    return torch.cat([pending.wait() for pending in leaving]), result
 
 
-def overlapped(num_chunks: int = 1, *, defers: bool = True) -> Runner:
-    """A value for :attr:`MoE.runner`."""
-    return partial(OverlappedExchange, num_chunks=num_chunks, defers=defers)
+def overlapped(num_chunks: int = 1, *, defers: bool = True) -> ExpertExchange:
+    """A value for :attr:`MoE.exchange`."""
+    return partial(exchange_in_chunks, num_chunks=num_chunks, defers=defers)
 
 
 #: Row width of the self-test at start, unless the dispatcher is `tested_as_trained`.
@@ -107,7 +100,7 @@ def set_experts(
     for moe in model.moe_layers().values():
         moe.dispatcher = dispatcher
         if mesh.world_size > 1 or num_chunks > 1:
-            moe.runner = overlapped(num_chunks, defers=defers and moe.experts.can_defer)
+            moe.exchange = overlapped(num_chunks, defers=defers and moe.experts.can_defer)
         moe.experts.max_rows = rows_at_once(tokens_per_rank, config.experts_per_token, plan.etp)
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start

@@ -352,7 +352,7 @@ class MoELayer(nn.Module):
                 block.experts = SpreadExperts(self.config, self.ranks)
                 watch_optimizers()
         if size > 1 or dispatch_chunks > 1:
-            block.runner = overlapped(1 if combine == "exact" else dispatch_chunks)
+            block.exchange = overlapped(1 if combine == "exact" else dispatch_chunks)
         # The children are the layer's own, so that names of parameters have no prefix; the block
         # that computes with them is not.
         self.router, self.experts, self.shared = block.router, block.experts, block.shared

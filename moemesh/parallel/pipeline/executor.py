@@ -112,7 +112,7 @@ class EntryRunner:
         begun = recorder.clock()
         received = [self._named(op, self._messenger.take, program, op) for op in entry]
         start = recorder.clock()
-        if is_overlapped(entry) and isinstance(program, SteppedModelProgram):
+        if isinstance(program, SteppedModelProgram) and is_overlapped(entry):
             self._take_turns(program, dict(zip(entry, received, strict=True)))
         else:
             for op, inputs in zip(entry, received, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -22,7 +21,7 @@ from moemesh.config.plan import Plan
 from moemesh.model.batch import Batch
 from moemesh.model.seams import ScopeSums, SliceState
 from moemesh.model.transformer import ModelPart, Transformer
-from moemesh.ops.weight_gradient import without_queues
+from moemesh.ops.weight_gradient import deferral
 from moemesh.parallel.data.reducer import GradientReducer
 from moemesh.parallel.expert.replicas import replicated
 from moemesh.parallel.pipeline.executor import Executor
@@ -252,8 +251,11 @@ class Pipeline:
     ) -> None:
         """Forward and backward of `batches` (by sample); sums of gradients are in flight."""
         self.reducer.begin()
-        with nullcontext() if self._splits_backward else without_queues():
+        deferral.is_possible = self._splits_backward
+        try:
             self._executor.run(self.program(batches, objective), recorder)
+        finally:
+            deferral.is_possible = True
 
     def program(self, batches: Sequence[Batch], objective: Objective) -> Program:
         """The program of one step."""

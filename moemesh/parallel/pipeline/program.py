@@ -73,7 +73,8 @@ class GradientHooks:
         if self.watch is not None:
             self.watch(op)
         if op.kind == "B" and op in self._last:
-            self._expect(op)
+            if self._reducer.is_per_backward:
+                self._reducer.expect(self._last[op])
             self._reducer.arm(self._whole[op])
 
     def finished(self, op: Op) -> None:
@@ -82,16 +83,13 @@ class GradientHooks:
         if op not in self._last:
             return
         if op.kind == "W":
-            self._expect(op)
+            if self._reducer.is_per_backward:
+                self._reducer.expect(self._last[op])
             self._reducer.complete(self._last[op])
         elif self._in_parts[op]:
             self._reducer.complete(self._in_parts[op])
         if self._reducer.is_per_backward:
             self._reducer.close()
-
-    def _expect(self, op: Op) -> None:
-        if self._reducer.is_per_backward:
-            self._reducer.expect(self._last[op])
 
 
 # The work of operations.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import ReferenceType
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -155,9 +156,12 @@ class WeightVersions:
             if isinstance(own, nn.Parameter):
                 leaf.requires_grad_()
                 leaf.grad_dtype = own.grad_dtype
-                call_after_gradients(leaf, self._take)
+                call_after_gradients(leaf, self, self._take)
                 self._originals[leaf] = own
         return _Copy(found)
 
-    def _take(self, leaf: Tensor, gradient: Tensor) -> None:
-        self._collect(self._originals[leaf], gradient)
+    @staticmethod
+    def _take(owner: ReferenceType[WeightVersions], leaf: Tensor) -> None:
+        if (self := owner()) is not None and leaf.grad is not None:
+            gradient, leaf.grad = leaf.grad, None
+            self._collect(self._originals[leaf], gradient)
