@@ -42,17 +42,8 @@ class Hop:
     input_splits: list[int]
     output_splits: list[int]
 
-    def carry(self, x_SX: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
-        """Rows sent [S, ...] -> received rows [N, ...], by source."""
-        splits = self.input_splits, self.output_splits
-        return overlapped_all_to_all(x_SX, self.axis, *splits, caller=caller, codec=codec)
-
-    def send(self, x_TH: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
-        """Own rows [T, H] -> received rows [N, H], by source. Backward: the sums return."""
-        return self.carry(permute(x_TH, self.rows), caller, codec)
-
     def send_back(self, y_NH: Tensor, caller: str) -> Pending[Tensor]:
-        """Results [N, H] -> their sum per own row [T, H]. Backward: as :meth:`send`."""
+        """Results [N, H] -> their sum per own row [T, H]."""
         sent = overlapped_all_to_all(
             y_NH, self.axis, self.output_splits, self.input_splits, caller=caller
         )
@@ -144,8 +135,11 @@ class AllToAllDispatcher(Dispatcher):
     ) -> Pending[DispatchedRows]:
         # Weights start first and are waited for with the rows: queued after rows on a slow link
         # they would delay all other work of this rank.
-        weights = plan.hop.carry(pick_weights(weights_TK, plan.slot_S), "moe.dispatch.weights")
-        sent = plan.hop.send(x_TH, "moe.dispatch", self.codec)
+        hop, weights_S = plan.hop, pick_weights(weights_TK, plan.slot_S)
+        where = self.ep, hop.input_splits, hop.output_splits
+        weights = overlapped_all_to_all(weights_S, *where, caller="moe.dispatch.weights")
+        rows_SH = permute(x_TH, hop.rows)
+        sent = overlapped_all_to_all(rows_SH, *where, caller="moe.dispatch", codec=self.codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             gather = partial(collectives.all_gather, axis=self.etp, sizes=plan.lane_rows)
