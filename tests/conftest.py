@@ -9,12 +9,15 @@ from typing import Any
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from moemesh.cli import terminal
 from tests import sandbox
 
 sandbox.use_plain_loops()
 sandbox.compile_pages_once()
+# Hypothesis would parse all modules of the checkout, for constants to try.
+providers.is_local_module_file = lambda path: False
 # Whether a verb works for a second depends on the machine: no verb prints its progress by chance.
 terminal.FIRST = 1e6
 #: Signals that a run handles.
@@ -43,6 +46,19 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
         gc.set_threshold(20_000, 25, 25)
         gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    """Fork the server of ranks before the first test, with the streams of tests."""
+    ranks = sys.modules.get("tests.ranks")
+    if ranks is not None and not session.config.option.collectonly:
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        assert capture is not None
+        capture.resume_global_capture()
+        ranks.fork_the_server()
+        capture.suspend_global_capture()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

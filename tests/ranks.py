@@ -1,9 +1,10 @@
 """Run a function on n gloo ranks: results and tracebacks come back.
 
-The processes are forked from a fork server that has torch and moemesh loaded, and serve as ranks in
-one call after another, each time with a new process group, in the directory and with the
-environment of the caller. A process is reused only if its call succeeded and left it as it was
-(`_Watch`): changes of a test to a rank do not outlive the test.
+The processes are forked from a fork server, itself a fork of the process of the tests, which has
+torch and moemesh loaded (:func:`fork_the_server`). They serve as ranks in one call after another,
+each time with a new process group, in the directory and with the environment of the caller. A
+process is reused only if its call succeeded and left it as it was (`_Watch`): changes of a test to
+a rank do not outlive the test.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import atexit
 import contextvars
 import faulthandler
 import gc
+import itertools
+import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import random
@@ -25,11 +29,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -119,6 +125,46 @@ def end_meshes() -> None:
 
 def _with_mesh(rank: int, layout: Layout, function: Callable[..., Any], *args: Any) -> Any:
     return function(Mesh.create(layout, "cpu"), *args)
+
+
+# The fork server.
+
+
+def fork_the_server() -> None:
+    """Start the fork server as a fork of this process instead of a new interpreter, which would
+    import torch, transformers and moemesh once more: four processor seconds in every worker.
+
+    Only native libraries may have started threads: after collection, before the first test.
+    """
+    resource_tracker.ensure_running()  # else started below, by the same function
+    with patch.object(multiprocessing.util, "spawnv_passfds", _fork):
+        forkserver.ensure_running()
+
+
+def _fork(path: str, arguments: list[bytes | str], descriptors: list[int]) -> int:
+    """Fork in place of starting Python (`path`) with ``-c`` and a program; the child's number."""
+    if process := os.fork():
+        return process
+    try:
+        _serve_forks(os.fsdecode(arguments[-1]), descriptors)
+    except BaseException as error:
+        os._exit(0 if isinstance(error, SystemExit) else 1)
+
+
+def _serve_forks(program: str, descriptors: list[int]) -> NoReturn:
+    """Drop what belongs to pytest, and run the program of the fork server at the first request."""
+    faulthandler.disable()
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    logging.getLogger().handlers.clear()
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    limits = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
+    for low, high in itertools.pairwise(limits):
+        os.closerange(low + 1, high)
+    forkserver._forkserver.__init__()  # pyright: ignore: a lock of the parent is held
+    wait(descriptors)
+    exec(program, {})
+    raise SystemExit
 
 
 # The processes, as their owner sees them.

@@ -118,6 +118,7 @@ _TEMPLATE = (
 )
 
 
+@cache
 def family_names() -> list[str]:
     """Model types of all text models with experts that the installed transformers has."""
     names = _with_experts(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -145,6 +146,7 @@ def multimodal() -> Iterator[str]:
     yield from _with_experts(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
+@cache
 def text_of_images() -> list[str]:
     """Those of :func:`multimodal` whose text part has no class of its own."""
     known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
