@@ -135,20 +135,3 @@ def test_scores_of_experts_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     shares = tables[0]["scores"]
     assert isinstance(shares, dict) and len(shares) == 2
     assert all(sum(row["token"]) == pytest.approx(1.0) for row in shares.values())
-
-
-@pytest.mark.slow
-def test_a_run_stops_early_and_its_best_checkpoint_is_exported(tmp_path: Path) -> None:
-    folder, out = tiny_folder("qwen3_next", tmp_path / "in"), tmp_path / "run"
-    keys = [f"model.path={folder}", f"data.path={text_file(tmp_path)}", f"data.seq_len={LENGTH}"]
-    # A rate with which the second validation is worse than the first.
-    keys += ["data.global_batch=4", "train.steps=9", "train.lr=0.5", "train.warmup_steps=1"]
-    keys += ["train.validate_every=1", "train.patience=2", "train.spike_sigma=0"]
-    assert "early stop" in said("train", "--out", out, *sets(*keys))
-    losses = [row["validation_loss"] for row in metrics(out)]
-    best = losses.index(min(losses)) + 1
-    assert len(losses) == best + 2
-    said("convert", out, tmp_path / "best", "--best")
-    said("convert", out / "checkpoints" / f"step-{best}", tmp_path / "named")
-    files = [tmp_path / name / "model.safetensors" for name in ("best", "named")]
-    assert files[0].read_bytes() == files[1].read_bytes()

@@ -189,29 +189,6 @@ def test_experts_of_a_task(tmp_path: Path) -> None:
     assert user.run(["moemesh", "generate", str(run), "--prompt", "12", "--max-tokens", "4"])
 
 
-@pytest.mark.slow
-def test_adapters(tmp_path: Path) -> None:
-    """LoRA: training, the adapters in PEFT, and the merged model in transformers."""
-    peft = pytest.importorskip("peft")
-    user = User(tmp_path)
-    train = command("moemesh train recipes/lora")
-    user.run(train)
-    run = tmp_path / "runs" / Path(train[2]).stem
-    losses = user.losses(run)
-    assert losses[-1] < losses[0]
-    merged, convert = tmp_path / "merged", command("moemesh convert runs/lora")
-    user.run(["moemesh", "convert", str(run), str(merged)])
-    user.run(convert)
-    agree_with_transformers(run, merged)
-    base = tiny.load(tmp_path / MODEL)
-    before = tiny.logits(base, IDS)
-    logits = tiny.logits(peft.PeftModel.from_pretrained(base, tmp_path / convert[3]), IDS)
-    whole = tiny.logits(tiny.load(merged), IDS)
-    torch.testing.assert_close(logits, whole, rtol=0, atol=2e-6)
-    assert (logits - before).abs().max() > 1e-3
-    assert user.run(["moemesh", "generate", str(run), "--prompt", "12", "--max-tokens", "4"])
-
-
 # Text from weights of transformers: greedy, drawn, on several ranks.
 
 PROMPT = list(b"def generate(")

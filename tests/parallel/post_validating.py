@@ -41,8 +41,7 @@ class Fault(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Training of a rank. `flushes`: steps after which weights are to be read; `broken`: (step,
-    layer) in which a router's weight becomes infinite."""
+    """Training of a rank. `broken`: (step, layer) in which a router's weight becomes infinite."""
 
     model: dict[str, Any]
     plan: dict[str, Any]
@@ -50,7 +49,6 @@ class Case(NamedTuple):
     shape: Shape
     faults: tuple[Fault, ...] = ()
     arm_after: int = 0
-    flushes: tuple[int, ...] = ()
     broken: tuple[int, int] | None = None
 
 
@@ -182,7 +180,7 @@ def on_rank(mesh: Mesh, case: Case, folder: Path | None = None) -> dict[str, Any
             results.append(result)
             continue
         early.run(step, batches, recorder)
-        if step in case.flushes or step == train.steps:
+        if step == train.steps:
             early.flush()
         results += [taken.result for taken in early.take() if taken.result is not None]
     for recorder in recorders:

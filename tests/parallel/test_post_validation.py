@@ -120,15 +120,6 @@ def test_faults_on_any_rank_end_as_in_one_process(
 
 
 @pytest.mark.slow
-def test_every_rank_has_its_clip_and_its_infinity() -> None:
-    """With the case of four ranks above: each fault on each of them."""
-    plan = {"pp": 4, "schedule": "zb_h2", "microbatches": 4, "layers_per_stage": [1, 1, 1, 1]}
-    got = train(Case(DEEP["moe"], after(plan), TRAIN, SHAPE, SWAPPED))
-    assert_same(got, expected("moe", 4, "adamw", SWAPPED))
-    assert got.redone() == [2, 3, 5]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("faults", [(), SWAPPED], ids=["no fault", "faults"])
 def test_clean_runs_step_early_and_redo_nothing(faults: tuple[Fault, ...]) -> None:
     """By default a rank steps early after three steps without a clip or a skip."""
@@ -146,22 +137,6 @@ def test_clean_runs_step_early_and_redo_nothing(faults: tuple[Fault, ...]) -> No
         early = [(step, name) for step in (5, 6) for name in ("validate", "optimizer")]
         assert settled == [*waits, (4, "optimizer"), *early, (6, "validate")]
     assert got.redone() == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "plan"),
-    [
-        ("moe", {"pp": 2, "tp": 2, "ep": 2, "schedule": "zb_h2", "microbatches": 3}),
-        ("sigmoid", {"pp": 2, "dp": 2, "ep": 2, "schedule": "zb_h1", "microbatches": 2}),
-    ],
-    ids=str,
-)
-def test_shards_and_replicas_of_a_stage_decide_together(model: str, plan: dict[str, Any]) -> None:
-    before = train(Case(DEEP[model], plan, TRAIN, SHAPE, FAULTS))
-    got = train(Case(DEEP[model], after(plan), TRAIN, SHAPE, FAULTS, flushes=(3, 5)))
-    assert_same(got, before)
-    assert all(got.redone(rank) == [3, 5] for rank in range(4))
 
 
 def test_ranks_step_before_the_whole_gradient_is_known(tmp_path: Path) -> None:

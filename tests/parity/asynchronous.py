@@ -52,12 +52,9 @@ def stream_on_rank(
     train_keys: dict[str, Any],
     shape: Shape,
     recorded: str | None = None,
-    mutate: Callable[[], None] | None = None,
     stop_after: int | None = None,
 ) -> dict[str, Any]:
     """All steps in one segment; `recorded`: the text of a schedule to carry out."""
-    if mutate is not None:
-        mutate()
     config, plan, train = ModelConfig(**model_keys), Plan(**plan_keys), TrainConfig(**train_keys)
     parallel = build(mesh, config, plan, shape, train.dtype, seed=train.seed)
     reported: list[tuple[int, StepResult]] = []
@@ -143,12 +140,11 @@ def stream(
     shape: Shape,
     *,
     recorded: Schedule | None = None,
-    mutate: Callable[[], None] | None = None,
     stop_after: int | None = None,
 ) -> Streamed:
     """Train asynchronously on the gloo ranks of `plan`."""
     text = None if recorded is None else to_text(recorded)
-    arguments = (model, plan, train, shape, text, mutate, stop_after)
+    arguments = (model, plan, train, shape, text, stop_after)
     ranks = on_ranks_of(ModelConfig(**model), Plan(**plan), stream_on_rank, *arguments)
     assert all(rank["schedule"] == ranks[0]["schedule"] for rank in ranks)
     losses, aux = zip(*ranks[0]["steps"], strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import signal
 from collections.abc import Iterator
@@ -15,12 +14,10 @@ import torch
 
 from moemesh.comm.mesh import Mesh
 from moemesh.model.batch import Batch
-from moemesh.parallel.norm import GradientNorm
 from moemesh.schedule.action import Schedule
 from moemesh.schedule.check import check
 from moemesh.schedule.versions import versions
 from moemesh.sharding.load_run import load_run
-from moemesh.train import asynchronous as stream_module
 from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches
 from moemesh.train.records.kept_schedules import recorded_segment
@@ -122,26 +119,6 @@ def test_recorded_orders_replay(case: Any) -> None:
     assert replay(reference, streamed.schedule).losses != expected.losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule", [STREAM, AMPNET | {"update_window": 2}], ids=["stash", "ampnet"]
-)
-def test_shards_of_a_stage_act_together(schedule: dict[str, Any]) -> None:
-    plan, keys = schedule | {"pp": 2, "tp": 2, "ep": 2}, SGD | {"steps": 3}
-    streamed = stream(BIASED, plan, keys, SHAPE)
-    assert streamed.schedule is not None
-    reference = Reference(BIASED, plan, keys, SHAPE)
-    if schedule["schedule"] == "pipedream":
-        expected = delayed_gradients(reference)
-    else:
-        expected = replay(reference, streamed.schedule)
-    assert streamed.losses == pytest.approx(expected.losses, rel=1e-12)
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(streamed.weights[name], weight, rtol=1e-9, atol=1e-12)
-    for name, bias in expected.biases.items():
-        assert torch.equal(streamed.biases[name], bias), name
-
-
 @pytest.mark.representative("pipedream")
 @pytest.mark.parametrize(
     ("model", "plan", "keys", "shape"),
@@ -178,32 +155,6 @@ def test_a_stop_request_ends_the_stream_everywhere(schedule: dict[str, Any]) -> 
     else:
         assert streamed.schedule.total_microbatches == 4 * steps
         assert_equal(streamed, replay(reference, streamed.schedule))
-
-
-def bad_gradient() -> None:
-    """The second stage finds its sixth gradient not finite."""
-    calls = itertools.count(1)
-    norm = stream_module.gradient_norm
-
-    def gradient_norm(*args: Any, **keys: Any) -> GradientNorm:
-        result = norm(*args, **keys)
-        bad = next(calls) == 6 and args[3]["pp"].index == 1
-        return GradientNorm(value=float("inf"), is_finite=False) if bad else result
-
-    stream_module.gradient_norm = gradient_norm  # type: ignore[assignment]
-
-
-@pytest.mark.slow
-def test_a_bad_gradient_updates_nothing_and_ends_the_stream() -> None:
-    """The other stage continues; the run drains, so that all ranks can search for the cause."""
-    plan, long = STREAM | {"pp": 2}, SGD | {"steps": 14}
-    streamed = stream(DEEP, plan, long, SHAPE, mutate=bad_gradient)
-    assert 2 < len(streamed.losses) < 12
-    assert all(weight.isfinite().all() for weight in streamed.weights.values())
-    whole = stream(DEEP, plan, long, SHAPE).losses
-    assert (
-        streamed.losses[:1] == whole[:1] and streamed.losses[-1] != whole[len(streamed.losses) - 1]
-    )
 
 
 def oracle_of(run: Path, schedule: Schedule | None = None) -> Streamed:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moemesh.checkpoint.retention import best_step, plan_pruning, validated
+from moemesh.checkpoint.retention import plan_pruning, validated
 from moemesh.checkpoint.store import open_checkpoint
 from moemesh.checkpoint.stored import candidates
 from moemesh.trace.run import Run, state_of
@@ -78,19 +78,6 @@ def test_the_run_ends_and_its_best_checkpoint_stays(
     assert len(metrics(out)) == last
     longer = train(out, **keys, train__patience=3)
     assert len(longer) == expected_stop(whole[1], 3)[0]
-
-
-@pytest.mark.slow
-def test_a_stop_and_another_layout_change_nothing(
-    whole: tuple[Path, list[dict[str, Any]]], tmp_path: Path
-) -> None:
-    last, best = expected_stop(whole[1], 2)
-    out = tmp_path / "run"
-    given = UNSTEADY | {"train__patience": 2}
-    said(*arguments(out, **given), "--stop-after", str(last - 1))
-    rows = train(out, **given, plan__dp=2)
-    assert [row["step"] for row in rows] == list(range(1, last + 1))
-    assert best_step(out / "checkpoints") == best
 
 
 def test_without_a_patience_the_best_checkpoint_stays(

@@ -16,7 +16,7 @@ from moemesh.trace.timeline import Timeline
 from moemesh.train.preparation import untrainable
 from tests.test_cli import Invoke
 from tests.train import runs
-from tests.train.runs import losses, metrics, rows_of, train
+from tests.train.runs import losses, train
 
 DEEP: dict[str, Any] = {"model__num_layers": 4, "plan__microbatches": 4, "data__global_batch": 4}
 
@@ -147,55 +147,6 @@ KEYS: dict[str, Any] = {
     "train__dtype": "float64",
 }
 MOVING = KEYS | {"train__rebalance_every": 2}
-
-
-def imbalance(rows: list[dict[str, Any]]) -> float:
-    return sum(row["rank_max_over_mean"] for row in rows) / len(rows)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run without any balancing."""
-    out = tmp_path_factory.mktemp("balancing") / "plain"
-    train(out, **KEYS)
-    return out
-
-
-@pytest.mark.slow
-def test_replicas_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
-    got = losses(train(tmp_path / "replicas", **KEYS, plan__spare_slots=1))
-    assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
-    before, after = (rows_of(out / "loads.jsonl") for out in (plain, tmp_path / "replicas"))
-    # What ranks really computed: nearly the same on all; experts keep their logical loads.
-    for row, expected in zip(after, before, strict=True):
-        assert row["tokens_per_expert"] == expected["tokens_per_expert"]
-    assert imbalance(after) < 1.02 < imbalance(before)
-    ledger = json.loads((tmp_path / "replicas" / "ledger.json").read_text())
-    callers = {entry["caller"] for rank in ledger["ranks"] for entry in rank["entries"]}
-    assert "moe.replicas" in callers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["pipedream", "ampnet"])
-def test_a_run_that_never_drains_counts_what_replicas_computed(
-    tmp_path: Path, schedule: str
-) -> None:
-    keys = KEYS | {"plan__pp": 2, "plan__schedule": schedule, "plan__microbatches": 4}
-    train(tmp_path, **keys | {"train__steps": 4}, plan__spare_slots=1, train__validate_every=2)
-    rows = rows_of(tmp_path / "loads.jsonl")
-    for row in rows:
-        assert sum(row["tokens_per_rank"]) == sum(row["tokens_per_expert"])
-    assert imbalance(rows) < 1.02
-
-
-@pytest.mark.slow
-def test_moved_experts_train_to_the_losses_of_the_plain_run(plain: Path, tmp_path: Path) -> None:
-    got = losses(train(tmp_path / "moving", **MOVING))
-    assert got == pytest.approx(losses(metrics(plain)), rel=1e-12)
-    last = rows_of(tmp_path / "moving/loads.jsonl")[-1]
-    experts, half = last["tokens_per_expert"], len(last["tokens_per_expert"]) // 2
-    assert sum(last["tokens_per_rank"]) == sum(experts)
-    assert last["tokens_per_rank"] != [sum(experts[:half]), sum(experts[half:])]
 
 
 @pytest.mark.slow

@@ -138,33 +138,6 @@ def test_from_the_folder_to_the_export(tmp_path: Path, given: list[str]) -> None
     assert evaluated(tmp_path / "base", *keys) != pytest.approx(loss, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_a_model_of_transformers_from_the_folder_to_the_export(
-    tmp_path: Path, given: list[str]
-) -> None:
-    run, other, base = (tmp_path / name for name in ("run", "other", "base"))
-    given = [*given, "train.steps=2", "model.implementation=transformers"]
-    given += ['lora.targets=["q_proj", "down_proj"]']  # the others are in 4 bits, too
-    said("train", *sets(*given, "lora.base=nf4", "train.steps=1"), "--out", run)
-    said(
-        "train", run / "config.toml", *sets("train.steps=2", "plan.dp=2", "plan.ep=2"), "--out", run
-    )
-    copy = rounded(base, tmp_path / "copy")
-    said("train", *sets(*given, f"model.path={copy}"), "--out", other)
-    assert losses(run) == pytest.approx(losses(other), rel=1e-6)
-    assert predicted_memory(run)
-    names = json.loads((run / "checkpoints/step-2/manifest.json").read_text())["tensors"]
-    assert all("_lora_" in name for name in names if name.startswith("model."))
-    for source in (run, other):
-        said("convert", source, source.with_suffix(".merged"))
-    merged = load_file(tmp_path / "run.merged/model.safetensors")
-    for name, weight in load_file(tmp_path / "other.merged/model.safetensors").items():
-        torch.testing.assert_close(merged[name], weight, rtol=1e-5, atol=1e-5)
-    keys = ["data.tokenizer=bytes", "model.implementation=transformers"]
-    loss = evaluated(run)
-    assert evaluated(tmp_path / "run.merged", *keys) == pytest.approx(loss, rel=1e-5)
-
-
 def refusal(*words: object) -> str:
     return said(*words, code=2)
 

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 
 from moemesh.checkpoint.stored import read_manifest
-from moemesh.planner.traffic.own_memory import predict_memory
-from moemesh.sharding.load_run import load_run
-from moemesh.trace.memory_profile import MemoryProfiles
 from moemesh.trace.run import Run
 from tests import commands
 from tests.drill.rank import Spec
@@ -212,24 +209,6 @@ def test_a_run_without_a_finite_gradient_ends(tmp_path: Path) -> None:
     assert "This run failed" in page and "ower train.lr (1e+30)" in page
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"train__dtype": "bfloat16"},
-        {"train__dtype": "float64", "train__optimizer": "sgd", "train__momentum": 0.9},
-    ],
-    ids=["bfloat16", "float64 with sgd"],
-)
-def test_precisions_train_alike_on_one_rank_and_two(
-    tmp_path: Path, keys: dict[str, object]
-) -> None:
-    whole = losses(train(tmp_path / "whole", **keys))
-    assert whole[-1] < whole[0]
-    rows = train(tmp_path / "spread", **keys, **TWO_RANKS)
-    assert_close(losses(rows), whole, 3e-3 if keys["train__dtype"] == "bfloat16" else 1e-10)
-
-
 # Mistakes: one clear message, exit code 2 (1 at run time), nothing lost.
 
 
@@ -330,64 +309,6 @@ def test_another_optimizer_starts_its_moments_afresh(one_rank_copy: Path, one_ra
     again = arguments(out, train__optimizer="muon", train__steps=5, data__path=corpus)
     output = said(*again, "--allow-change", "train.optimizer")
     assert "resumed from step 4" in output and len(metrics(out)) == 5
-
-
-STATES = (
-    "dense_weights",
-    "expert_weights",
-    "gathered_weights",
-    "weight_versions",
-    "gradients",
-    "optimizer",
-    "snapshots",
-)
-
-#: Keys of runs. A run without clipping steps early after three steps.
-EARLY: dict[str, Any] = {
-    "plan.pp": 2,
-    "plan.microbatches": 4,
-    "plan.optimizer_validation": "after",
-    "train.clip": 0,
-    "train.steps": 6,
-}
-STREAM: dict[str, Any] = {"plan.pp": 2, "plan.schedule": "pipedream", "plan.microbatches": 4}
-BIASED: dict[str, Any] = {"model.router_score": "sigmoid", "model.router_selection_bias": True}
-RUNS: dict[str, dict[str, Any]] = {
-    "early": EARLY | BIASED | {"train.dtype": "bfloat16"},
-    "stream": STREAM | BIASED,
-    "sgd": {"plan.dp": 2, "plan.ep": 2, "train.optimizer": "sgd"},
-    "early in fp32": EARLY | {"plan.schedule": "zb_h1"},
-    "early with momentum": EARLY | {"train.optimizer": "sgd", "train.momentum": 0.9},
-    "stream in bf16": STREAM | {"plan.dp": 2, "plan.ep": 2, "train.dtype": "bfloat16"},
-    "2bw": STREAM | BIASED | {"plan.schedule": "pipedream_2bw", "plan.update_window": 2},
-    "ampnet": STREAM | {"plan.schedule": "ampnet"},
-    "momentum": {"plan.tp": 2, "train.optimizer": "sgd", "train.momentum": 0.5},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
-def test_states_are_the_predicted_ones(tmp_path: Path, name: str) -> None:
-    out = tmp_path / "run"
-    train(out, **RUNS[name])
-    config = load_run([out / "config.toml"], [], {}).config
-    profiles = MemoryProfiles.from_json(json.loads((out / "memory.json").read_text()))
-    assert len(profiles.ranks) == config.plan.world_size
-    assert (profiles.ranks[0].snapshots > 0) == (config.plan.optimizer_validation == "after")
-    keeps_versions = config.plan.schedule in ("pipedream", "pipedream_2bw")
-    assert (profiles.ranks[0].weight_versions > 0) == keeps_versions
-    for measured in profiles.ranks:
-        predicted = predict_memory(
-            config.model,
-            config.plan,
-            seq_len=config.data.seq_len,
-            global_batch=config.data.global_batch,
-            dtype=config.train.dtype,
-            num_states=config.train.num_states,
-            rank=measured.rank,
-        )
-        for part in STATES:
-            assert getattr(predicted, part) == getattr(measured, part), f"{measured.rank}: {part}"
 
 
 TWO = {"plan__dp": 2, "train__restarts": 0}
