@@ -388,7 +388,8 @@ def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None)
         cache_beside(path),
         also=(
             lambda: None if untrainable(resolved, path) else check_room(resolved.config),
-            partial(check_sources, config),
+            # Checkpoints hold all weights but a packed base.
+            lambda: None if steps and not config.lora.is_packed else check_sources(config),
             partial(check_base, config, [folder.checkpoints / f"step-{n}" for n in steps[:1]]),
             # The newest checkpoint may be damaged: then the run resumes from an older one.
             partial(refuse_unrecorded, config, None if steps else 0),

@@ -115,6 +115,10 @@ def test_a_run_trains_them_and_exports_them_to_peft(tmp_path: Path) -> None:
     assert written["modules_to_save"] == ["lm_head", "model.embed_tokens"]
     theirs = peft.PeftModel.from_pretrained(copy.deepcopy(build("qwen3_moe")), tmp_path / "out")
     assert_near(our_losses(folder, [], run), their_losses(theirs))
+    for gone in (tmp_path / "peft", folder / "model.safetensors"):
+        gone.rename(tmp_path / f"old-{gone.name}")  # the checkpoints have all weights
+    resumed = moemesh("train", str(run), "--set", "train.steps=3", "--set", "plan.dp=1")
+    assert resumed.returncode == 0, resumed.stderr
 
 
 @pytest.mark.parametrize(
