@@ -64,8 +64,17 @@ def _make_what_commands_share() -> None:
     machine_rates._STEPS, machine_rates._REPEATS, machine_rates._STREAMED = 1, 1, 1 << 16
 
 
+def _fill_what_fills_later() -> None:
+    """Values of modules that a first use sets: a rank with them would count as changed."""
+    for name in moemesh.__all__:
+        getattr(moemesh, name)
+    deferral = importlib.import_module("moemesh.ops.weight_gradient").deferral
+    deferral.is_possible = True  # so far the default of its class
+
+
 for _name in [*_OTHERS, *_OURS]:
     importlib.import_module(_name)
+_fill_what_fills_later()
 sandbox.use_plain_loops()
 _write_without_waiting()
 _make_what_commands_share()

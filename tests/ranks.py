@@ -366,8 +366,15 @@ class _Watch:
     _CLASSES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
     #: Caches, which may fill.
     _CACHES = ("moemesh.balance.compiled",)
-    #: Python fills in the first three by itself; torch keeps the name of the last backend.
-    _EXEMPT = ("__annotations__", "__slotnames__", "__warningregistry__", "_backend")
+    #: Python fills in the first three by itself; torch keeps the name of the last backend;
+    #: transformers adds a method to modules with its first model.
+    _EXEMPT = (
+        "__annotations__",
+        "__slotnames__",
+        "__warningregistry__",
+        "_backend",
+        "smart_apply",
+    )
 
     def __init__(self) -> None:
         self._modules: dict[str, ModuleType] = {}

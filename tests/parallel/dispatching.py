@@ -73,8 +73,9 @@ def make(name: str, mesh: Mesh) -> Dispatcher:
                 **options,
             )
         case "deepep":
-            fake_deep_ep.Buffer.any_dtype = True
-            return DeepEPDispatcher(ep, NUM_EXPERTS, fake_deep_ep.Buffer(ep.group))
+            buffer = fake_deep_ep.Buffer(ep.group)
+            buffer.any_dtype = True
+            return DeepEPDispatcher(ep, NUM_EXPERTS, buffer)
         case "all_gather_dense" | "all_gather_uneven" | "all_gather_fewest_bytes":
             form: Any = name.removeprefix("all_gather_")
             group, host = mesh["ep_etp"], mesh.host("ep_etp")

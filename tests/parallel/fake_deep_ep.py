@@ -39,7 +39,7 @@ class Handle:
 
 class Buffer:
     #: The kernels know bfloat16 rows and fp32 weights only; a test of sums in float64 lifts this.
-    any_dtype: ClassVar[bool] = False
+    any_dtype = False
 
     def __init__(
         self,
