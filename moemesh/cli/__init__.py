@@ -27,8 +27,20 @@ def import_verbs(words: Sequence[str] = ()) -> None:
     )
 
 
+def open_closed_streams() -> None:
+    """Open the null device in place of standard streams that the caller has closed (``>&-``), so
+    that no file of a run gets their descriptors, here and in ranks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 def main() -> None:
     """Run the command of ``sys.argv``, or complete a line for a shell."""
+    open_closed_streams()
     words = sys.argv[1:]
     if "_MOEMESH_COMPLETE" in os.environ:
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")

@@ -128,6 +128,7 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
     limit_spinning(os.environ)
     try:
         code = commands(words, prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -155,6 +156,10 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
             and "RANK" not in os.environ
         ):
             message = f"{error.filename}: {error.strerror}"
+        elif isinstance(error, OSError) and error.filename == getattr(sys.stdout, "name", ""):
+            # What is left in its buffer goes to the null device.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            message, code = f"standard output cannot be written: {error.strerror}", 1
         elif not is_user_error(error):
             raise  # a bug
         # Every rank has the same configuration: rank 0 prints.

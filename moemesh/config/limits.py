@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
@@ -80,7 +81,21 @@ class VisibleText(TextIOWrapper):
         self.stream = stream
 
     def write(self, text: str) -> int:
-        return super().write(visible(text))
+        with self._naming():
+            return super().write(visible(text))
+
+    def flush(self) -> None:
+        with self._naming():
+            super().flush()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Context in which a failed write names the stream, as that of a file names its path."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.name
+            raise
 
 
 def drawn_on(stream: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -142,3 +143,26 @@ def test_a_path_that_the_system_refuses_is_no_traceback(
     if isinstance(error, OSError):
         with pytest.raises(type(error)):
             application.run(cast("Any", fail), "moemesh")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a full device")
+@pytest.mark.parametrize(
+    "words", [("config", "show"), ("layout", "--model", "tiny", "--plan", "dp=2")]
+)
+def test_a_full_device_under_the_output_is_one_line(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True)
+    line = "moemesh: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path: Path, closed: str) -> None:
+    """As under some init systems; the next files that open would have their descriptors."""
+    words = arguments(tmp_path / "run", plan__dp=2, train__steps=1)
+    command = f"{shlex.join([*COMMAND, *words])} {closed}"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert len(metrics(tmp_path / "run")) == 1
+    layout = shlex.join([*COMMAND, "layout", "--model", "tiny", "--plan", "dp=2"])
+    assert subprocess.run(["sh", "-c", f"{layout} {closed}"], timeout=PATIENCE).returncode == 0
