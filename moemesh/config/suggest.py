@@ -160,6 +160,8 @@ def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True
         places = Path(f"/{unquote(url[2])}"), Path(unquote(url[2]))
         place = next((place for place in places if place.exists()), places[0])
         return f"did you mean {place}?" if place.exists() else nearest_path(place, accepts)
+    if path.is_symlink() and not path.exists():
+        return f"it is a symbolic link to {path.readlink()}, which does not exist"
     missing, home = path, path.absolute().parent
     while not home.exists() and home != home.parent:
         missing, home = missing.parent, home.parent

@@ -129,6 +129,15 @@ def test_choices(value: str, choices: tuple[str, ...], expected: str) -> None:
     assert nearest_choice(value, choices).startswith(expected)
 
 
+def test_a_dangling_link_is_not_suggested_in_its_own_place(tmp_path: Path) -> None:
+    link = tmp_path / "chats.jsonl"
+    link.symlink_to("moved/chats.jsonl")
+    assert nearest_path(link) == "it is a symbolic link to moved/chats.jsonl, which does not exist"
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved/chats.jsonl").touch()
+    assert nearest_path(tmp_path / "chat.jsonl") == f"did you mean {link}?"
+
+
 def test_the_path_of_a_url_of_this_machine_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "my data").mkdir()
     (tmp_path / "my data" / "chats.jsonl").write_text("")
