@@ -147,7 +147,7 @@ def whole(value: Any) -> Any:
 def check_limit(name: str, value: object) -> None:
     """Raises UserError unless the argument `name`, a largest norm, is a number of at least 0."""
     # Not "below 0", which NaN is not.
-    if not isinstance(value, Real) or isinstance(value, bool) or not float(value) >= 0:
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= 0:
         raise UserError(f"{name} must be a number of at least 0, not {value!r}")
 
 

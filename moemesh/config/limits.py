@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
@@ -89,7 +89,7 @@ class VisibleText(TextIOWrapper):
             super().flush()
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _naming(self) -> Generator[None]:
         """Context in which a failed write names the stream, as that of a file names its path."""
         try:
             yield

@@ -9,12 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from math import ceil, prod
-from numbers import Integral
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 from moemesh.config.data import DataConfig
 from moemesh.config.dispatcher_table import PREDICTED
-from moemesh.config.errors import ConfigError, Problem, UserError, unknown_keys
+from moemesh.config.errors import ConfigError, Problem, UserError, unknown_keys, whole
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
@@ -349,13 +348,7 @@ _KEY = re.compile(r"\s+\w+\s*=")
 def plan_table(source: str | Mapping[str, Any]) -> dict[str, Any]:
     """Keys and values of the plan `source`. Raises ConfigError if it cannot be read."""
     if not isinstance(source, str):
-        return {
-            # Whole numbers of numpy, too.
-            key: int(value)
-            if isinstance(value, Integral) and not isinstance(value, bool)
-            else value
-            for key, value in source.items()
-        }
+        return {key: whole(value) for key, value in source.items()}
     if "=" not in source:
         message, fix = "neither key=value pairs, a packaged plan nor a readable TOML file", ""
         degrees = re.findall(r"([a-z]+)[ :]?(\d+)", source.lower())  # "TP2 PP4"

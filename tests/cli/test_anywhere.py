@@ -158,7 +158,7 @@ def test_a_full_device_under_the_output_is_one_line(words: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path: Path, closed: str) -> None:
-    """As under some init systems; the next files that open would have their descriptors."""
+    """Runs whose caller has closed the standard streams, as some init systems do."""
     words = arguments(tmp_path / "run", plan__dp=2, train__steps=1)
     command = f"{shlex.join([*COMMAND, *words])} {closed}"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=PATIENCE)
