@@ -47,8 +47,3 @@ def minimum(left: Number, right: Number) -> Number:
 def floor(value: Number) -> Number:
     """The largest whole number that is not above `value`."""
     return _plain(np.floor(value))
-
-
-def log2(value: Number) -> Number:
-    """The binary logarithm."""
-    return _plain(np.log2(value))

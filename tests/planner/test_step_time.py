@@ -30,6 +30,7 @@ from moemesh.planner.timing.columns import (
     stacked,
 )
 from moemesh.planner.timing.compute import (
+    LayerTime,
     PricedStep,
     attended,
     core_seconds,
@@ -42,6 +43,7 @@ from moemesh.planner.timing.step_time import (
     compute_floor,
     data_seconds,
     overlapped,
+    sharded_unit,
     step_time,
 )
 from moemesh.planner.traffic.ledger import predict_ledger
@@ -106,6 +108,19 @@ def test_shards_inside_a_node_leave_only_gradients_to_the_network():
     assert price(dp=128, global_batch=128, **frozen).data > 4 * node.data
     whole = {**frozen, "zero_group": 0}
     assert price(dp=8, global_batch=8, **whole) == price(dp=8, global_batch=8, **frozen)
+
+
+def test_listed_gathers_are_not_hidden_and_grow_with_the_ranks():
+    """Five matrices of a gated layer, 20 us for each rank's shard of each."""
+    layer, ranks, weights = LayerTime(1.0, 2.0, 0.5), 64, 317e6
+    work = priced(DENSE, dp=ranks, zero=3)
+    listed = replace(work, layout=replace(work.layout, fsdp=1, listed_gathers=1))
+    shards = (ranks - 1) / ranks * weights / listed.links.bandwidth(ranks, 1)
+    each = 5 * ranks * 20e-6
+    unit = sharded_unit(listed, layer, weights, 0.0)
+    assert unit.forward == pytest.approx(1.0 + 2 * shards + each)
+    both = (2 + Constants().reduce_bytes) * shards + 2 * each
+    assert unit.backward == pytest.approx(2.0 + both)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4, 1.0])

@@ -211,7 +211,7 @@ _SCALE = 0.02
 _MOST_STEP = 0.7
 _MOST_ITERATIONS = 80
 #: A gain below this share of the loss ends the search.
-_LEAST_GAIN = 1e-4
+_LEAST_GAIN = 1e-6
 #: Largest number of fits with microbatches chosen by the fit before.
 _ROUNDS = 2
 

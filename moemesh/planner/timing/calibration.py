@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from statistics import fmean
 from typing import Annotated, Any, cast, get_type_hints
 
 import numpy as np
@@ -38,9 +39,9 @@ class Constants:
     gemm_width_loss: Annotated[Number, 0.5] = 0.55
     #: Attention core: share of the 16-bit peak; the first FlashAttention relative to the second; a
     #: kernel of the device generation before; head size and sequence at which half is lost;
-    #: backward over forward.
+    #: backward over forward. The second is known from curves of both (arXiv:2307.08691).
     attention_efficiency: Annotated[Number, 0.15] = 0.72
-    attention_first_flash: Annotated[Number, 0.2] = 0.6
+    attention_first_flash: Annotated[Number, 0.07] = 0.55
     attention_foreign: Annotated[Number, 0.15] = 0.5
     attention_head_loss: Annotated[Number, 0.5] = 15.0
     attention_short_loss: Annotated[Number, 0.3] = 650.0
@@ -146,8 +147,9 @@ SPREADS: FloatArray = np.array([
 ])  # fmt: skip
 
 
-#: Weight of a zero deviation in the mean over an unknown cluster's relatives, in clusters.
-_PULL = 1.0
+#: Weight of a zero deviation in the mean over an unknown cluster's relatives, in stacks: stacks on
+#: one generation of devices differ more than generations do.
+_PULL = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,24 +187,28 @@ class Calibration:
 
     def deviations(self, cluster: str) -> dict[str, float]:
         """Factors on the shared constants: the cluster's own, else its software stack's, else the
-        mean of clusters with devices of its generation (an H800 computes like an H100)."""
+        mean of stacks on devices of its generation (an H800 computes like an H100). A stack counts
+        once, on however many devices it ran."""
         if cluster in self.clusters:
             return dict(self.clusters[cluster])
         stack, _, device = cluster.rpartition("/")
         if stack in self.stacks:
             return dict(self.stacks[stack])
         generation = _generation(device)
-        relatives = [
-            key
-            for key in self.clusters
-            if (other := key.rpartition("/")[2]) == device or _generation(other) == generation
-        ]
-        factors: dict[str, float] = {}
-        for name in OWN:
-            logs = [math.log(self.clusters[key].get(name, 1.0)) for key in relatives]
-            if logs:
-                factors[name] = math.exp(sum(logs) / (len(logs) + _PULL))
-        return factors
+        relatives: dict[str, list[Mapping[str, float]]] = {}
+        for key, factors in self.clusters.items():
+            if _generation(key.rpartition("/")[2]) == generation:
+                relatives.setdefault(stack_of(key), []).append(factors)
+        if not relatives:
+            return {}
+        means = {
+            name: [
+                fmean(math.log(factors.get(name, 1.0)) for factors in clusters)
+                for clusters in relatives.values()
+            ]
+            for name in OWN
+        }
+        return {name: math.exp(sum(logs) / (len(logs) + _PULL)) for name, logs in means.items()}
 
     def allocation(self, cluster: str) -> Allocation:
         """Memory allocation of the software of a cluster."""

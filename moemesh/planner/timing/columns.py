@@ -61,6 +61,9 @@ class Software:
     window: int = 0
     #: Weights are gathered and reduced unit by unit (FSDP), even if only gradients are sharded.
     fsdp: bool = False
+    #: Each matrix is gathered by itself into a list of shards, which are copied one by one, and
+    #: without overlap (ZeRO-3 of 2021).
+    listed_gathers: bool = False
     #: Every pipelined step starts up slowly (`startup_microbatches`).
     slow_startup: bool = False
     #: Share of the layers that is recomputed, in addition to the layout's recomputation.

@@ -108,6 +108,11 @@ class LinkTable:
         return times
 
 
+#: Seconds of one hop of a ring inside a node and between nodes: NCCL's own model of its latencies
+#: (src/graph/tuning.cc, protocol "simple").
+_NEAR_HOP, _FAR_HOP = 3.4e-6, 14e-6
+
+
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """Rates of one device in bytes per second, latency of a hop in seconds, and measurements."""
@@ -147,6 +152,12 @@ class Links:
         nodes: Number = maximum(ranks / members, 1)
         shared = members * self.network(nodes)
         return where(ranks * stride <= self.node_size, self.intra, minimum(self.intra, shared))
+
+    def ring_latency(self, ranks: Number, stride: Number) -> Number:
+        """Seconds of the hops of a ring through a group: one for each rank, in a node or between
+        nodes. NCCL gathers and scatters over rings only."""
+        nodes = ranks / members_per_node(ranks, stride, self.node_size)
+        return (ranks - nodes) * _NEAR_HOP + where(nodes > 1, nodes * _FAR_HOP, 0)
 
     def measured(
         self, operation: LinkOperation, ranks: Number, stride: Number, num_bytes: Number

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.planner.arithmetic import Number, log2, maximum, minimum, where
+from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.stage_cut import Stages
 from moemesh.planner.timing.columns import (
     RankColumns,
@@ -71,6 +71,12 @@ _GRADIENT_BYTES = 4
 _WEIGHT_BYTES = 2
 #: Slowdown of a transfer by computation, as a share of the slowdown of computation by a transfer.
 _TRANSFER_SHARE = 0.25
+#: Latencies of one gather or reduction of an FSDP unit besides its hops: copies into and out of its
+#: buffer, and waits of streams for each other.
+_UNIT_LATENCIES = 6
+#: Seconds for each rank's shard of a matrix that is gathered into a list of tensors: a hop of the
+#: ring and a copy of its own. The sum for 2,240 ranks is the known loss of ZeRO-3 in 2021.
+_LISTED_SHARD = 20e-6
 
 
 def overlapped(compute: Number, transfer: Number, slowdown: Number) -> Number:
@@ -124,7 +130,8 @@ def sharded_unit(work: PricedStep, layer: LayerTime, dense: Number, expert: Numb
 
     ZeRO-2 as FSDP keeps the weights that the first microbatch gathered. Shards inside a group
     (HSDP) are gathered inside it, and the gradients of a shard are summed over the groups. Frozen
-    weights have no gradients.
+    weights have no gradients. Gathers into lists of shards (:class:`Software`) move one matrix at
+    a time and do not overlap.
     """
     layout, constants, links = work.layout, work.constants, work.links
     (n_dense, n_expert), groups = replicas(work), _shard_groups(work)
@@ -133,7 +140,10 @@ def sharded_unit(work: PricedStep, layer: LayerTime, dense: Number, expert: Numb
     for size, ranks, group in zip((dense, expert), (n_dense, n_expert), groups, strict=True):
         others = maximum(ranks / group, 1)
         across = across + 2 * (others - 1) / others * size / group / links.network(others)
-    hops = 4 * links.latency * log2(maximum(n_dense, 2))
+    listed = layout.listed_gathers == 1
+    hops = _UNIT_LATENCIES * links.latency + links.ring_latency(groups[0], layout.tp)
+    matrices = 2 + work.model.mlp_matrices
+    hops = where(listed, matrices * n_dense * _LISTED_SHARD, hops)
     gather = where(n_dense > 1, moved * _WEIGHT_BYTES + hops, 0)
     summed = (n_dense > 1) & (layout.adapters == 0)
     reduce = where(summed, (moved + across) * constants.reduce_bytes + hops, 0)
@@ -143,6 +153,8 @@ def sharded_unit(work: PricedStep, layer: LayerTime, dense: Number, expert: Numb
     kappa = constants.overlap_slowdown
     forward = overlapped(layer.forward, in_forward, kappa)
     backward = overlapped(layer.backward, in_backward, kappa)
+    forward = where(listed, layer.forward + in_forward, forward)
+    backward = where(listed, layer.backward + in_backward, backward)
     units = layout.fsdp == 1
     return LayerTime(
         where(units, forward, layer.forward),
