@@ -138,6 +138,16 @@ def test_the_roles_are_those_of_a_plain_loop_over_all_layouts(
     )
 
 
+def test_ties_with_more_mechanisms_than_the_pick_are_not_priced() -> None:
+    machine, texts = cluster(2), list[str]()
+    shape = load_model("deepseek-v2-lite").shape
+    layouts = SearchSpace(shape, machine, space(machine, batch=256), texts.append)
+    rows = choose(layouts, 2, machine.memory_bytes)
+    limit = 1.02 * min(row.seconds for row in rows.values())
+    ties = (layouts.bounds <= limit) & (layouts.needed <= layouts.capacity)
+    assert sum("priced" in text for text in texts) < np.count_nonzero(ties)
+
+
 def words(layouts: SearchSpace, index: int) -> int:
     """Mechanisms, counted by hand."""
     one = layouts.layout(index)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import Any
 
 import numpy as np
@@ -280,12 +280,9 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
         leader, pool = safe[0], fits & (search.needed <= safe_bytes)
     limit = min(search.seconds(leader) * (1 + TIE), seconds * (1 + SAFER))
 
-    def merit(index: int) -> tuple[int, float, float]:
-        risk = max(float(search.needed[index]) - safe_bytes, 0.0)
-        return int(search.mechanisms[index]), risk, search.seconds(index)
-
-    may_tie = np.flatnonzero(pool & (search.bounds <= limit)).tolist()
-    best = min((index for index in may_tie if search.seconds(index) <= limit), key=merit)
+    may_tie = np.flatnonzero(pool & (search.bounds <= limit))
+    risks = np.maximum(search.needed[may_tie] - safe_bytes, 0.0)
+    best = _least_within(search, may_tie, (search.mechanisms[may_tie], risks), limit)
     roles = {best: ["recommended"]}
     roles.setdefault(fastest, []).append("fastest")
     if safe:
@@ -294,10 +291,7 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
     # The fastest of the layouts with the fewest mechanisms that are nearly as fast as any.
     nearly = seconds * (1 + NEAR)
     may = np.flatnonzero(fits & (search.bounds <= nearly))
-    levels = search.mechanisms[may]
-    same = (_ascending(may[levels == level], search.bounds) for level in np.unique(levels))
-    firsts = (search.fastest(order, 1)[0] for order in same)
-    simplest = next(index for index in firsts if search.seconds(index) <= nearly)
+    simplest = _least_within(search, may, (search.mechanisms[may],), nearly)
     is_simple = search.mechanisms[best] == search.mechanisms[simplest]
     roles.setdefault(best if is_simple else simplest, []).append("simplest")
     copies = dict.fromkeys(list(roles)[:top], 0)
@@ -333,6 +327,18 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
         )
         for index in (best, *others)
     }
+
+
+def _least_within(
+    search: SearchSpace, layouts: IntArray, merits: Sequence[NDArray[Any]], limit: float
+) -> int:
+    """The layout with the least of `merits` among those of at most `limit` seconds, of equal ones
+    the fastest. Layouts of larger merits are not priced."""
+    order = np.lexsort(merits[::-1]).tolist()
+    groups = groupby(order, lambda place: tuple(merit[place] for merit in merits))
+    same = (_ascending(layouts[list(places)], search.bounds) for _, places in groups)
+    firsts = (search.fastest(group, 1)[0] for group in same)
+    return next(index for index in firsts if search.seconds(index) <= limit)
 
 
 def _likeness(layout: PlannedLayout) -> tuple[tuple[object, ...], tuple[object, ...]]:
