@@ -284,7 +284,8 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
     risks = np.maximum(search.needed[may_tie] - safe_bytes, 0.0)
     best = _least_within(search, may_tie, (search.mechanisms[may_tie], risks), limit)
     roles = {best: ["recommended"]}
-    roles.setdefault(fastest, []).append("fastest")
+    is_fastest = search.seconds(best) == seconds
+    roles.setdefault(best if is_fastest else fastest, []).append("fastest")
     if safe:
         is_safe = search.needed[best] <= safe_bytes
         roles.setdefault(best if is_safe else safe[0], []).append("safest")
@@ -320,7 +321,8 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
         if len(copies) == top or len(pool) < count:
             break
         count *= 2
-    others = sorted((index for index in copies if index != best), key=search.seconds)
+    others = [index for index in copies if index != best]
+    others.sort(key=lambda index: (search.seconds(index), search.needed[index], index))
     return {
         index: replace(
             search.candidate(index), roles=tuple(roles.get(index, ())), alike=copies[index]

@@ -61,6 +61,8 @@ class Software:
     window: int = 0
     #: Weights are gathered and reduced unit by unit (FSDP), even if only gradients are sharded.
     fsdp: bool = False
+    #: Gradients are reduced after every microbatch, not once in a step (ZeRO-2 without a buffer).
+    sums_each: bool = False
     #: Each matrix is gathered by itself into a list of shards, which are copied one by one, and
     #: without overlap (ZeRO-3 of 2021).
     listed_gathers: bool = False

@@ -175,7 +175,8 @@ def software_of(layout: PlannedLayout) -> Software:
     has_blocks = layout.pp > 1 and SCHEDULES[layout.schedule].has_blocks
     dispatcher = dispatcher_row(layout.dispatcher)
     return Software(
-        fsdp=layout.zero >= 2,
+        fsdp=layout.zero == 3,
+        sums_each=layout.zero == 2,
         deduplicated=dispatcher.is_node_aware,
         gathered=dispatcher.is_gathered,
         slots=CAPACITY_FACTOR if dispatcher.has_slots else 0.0,

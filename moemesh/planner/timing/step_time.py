@@ -213,7 +213,8 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
     excess = reduced - backward
     share = minimum(constants.gradient_exposed, 1)
     exposed = (excess + (excess * excess + 4 * share * reduced * backward) ** 0.5) / 2
-    exposed = exposed + gathered * constants.weight_exposed
+    sums = where(layout.sums_each == 1, layout.microbatches, 1)
+    exposed = sums * exposed + gathered * constants.weight_exposed
     served = 0.0
     for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):
         servers = minimum(layout.servers, workers)
