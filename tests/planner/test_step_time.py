@@ -125,23 +125,13 @@ def test_listed_gathers_are_not_hidden_and_grow_with_the_ranks():
 
 def test_zero2_reduces_for_every_microbatch_and_costs_zero1_with_one():
     """Its transfers are those of the ledger: the same with one microbatch."""
+    software, free = Software(sums_each=True), replace(Constants(), gradient_exposed=1e-9)
+    assert software_of(PlannedLayout(seq_len=2048, global_batch=8, dp=8, zero=2)) == software
+    gathered = price(dp=8, zero=1, constants=free).data
     for sums in (1, 4):
-        layouts = [
-            PlannedLayout(seq_len=2048, global_batch=8 * sums, dp=8, zero=zero) for zero in (1, 2)
-        ]
-        once, each = (
-            price(DENSE, software_of(layout), dp=8, zero=layout.zero, global_batch=8 * sums)
-            for layout in layouts
-        )
-        gathered = price(
-            DENSE,
-            dp=8,
-            zero=1,
-            global_batch=8,
-            constants=replace(Constants(), gradient_exposed=1e-9),
-        ).data
-        assert each.data - gathered == pytest.approx(sums * (once.data - gathered))
-        assert sums > 1 or each == once
+        once = price(dp=8, zero=1, global_batch=8 * sums).data - gathered
+        each = price(DENSE, software, dp=8, zero=2, global_batch=8 * sums).data - gathered
+        assert each == pytest.approx(sums * once)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4, 1.0])
