@@ -41,7 +41,7 @@ def test_contention_is_a_power_of_the_nodes():
 
 
 def test_a_ring_has_a_hop_for_each_rank():
-    """28 hops of 32 ranks on 4 nodes are inside a node (3.4 us), 4 between nodes (14 us)."""
+    """A ring of 32 ranks on 4 nodes has 28 hops inside a node, 4 between nodes."""
     links = Links(node_size=8, intra=250e9, inter=5e9)
     assert links.ring_latency(8, 1) == pytest.approx(7 * 3.4e-6)
     assert links.ring_latency(32, 1) == pytest.approx(28 * 3.4e-6 + 4 * 14e-6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -146,6 +147,22 @@ def test_ties_with_more_mechanisms_than_the_pick_are_not_priced() -> None:
     limit = 1.02 * min(row.seconds for row in rows.values())
     ties = (layouts.bounds <= limit) & (layouts.needed <= layouts.capacity)
     assert sum("priced" in text for text in texts) < np.count_nonzero(ties)
+
+
+def test_a_pick_as_fast_as_any_is_the_fastest() -> None:
+    """The pick has the fewest mechanisms of layouts of equal time, another one the least memory."""
+    machine = cluster(1)
+    narrow = space(machine, batch=16, schedules=("1f1b",), largest_microbatch=2)
+    layouts = SearchSpace(load_model("llama3-8b").shape, machine, narrow)
+    with (
+        mock.patch.object(layouts, "bounds", np.ones(layouts.examined)),
+        mock.patch.object(layouts, "seconds", lambda index: 1.0),
+    ):
+        rows = choose(layouts, 3, machine.memory_bytes)
+        smallest = layouts.fitting(layouts.capacity, 1)[0]
+    first, *others = rows
+    assert first != smallest and "fastest" in rows[first].roles
+    assert not any("fastest" in rows[index].roles for index in others)
 
 
 def words(layouts: SearchSpace, index: int) -> int:
