@@ -1,4 +1,4 @@
-"""Context parallelism: the positions of a sequence are spread, attention reaches all keys.
+"""Context parallelism: the positions of a sequence are spread, attention reads all keys.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
@@ -42,7 +42,7 @@ from moemesh.sharding.context import context_runs, context_sizes, head_share
 
 
 def _order(length: int, ranks: int, device: torch.device) -> Tensor:
-    """The positions in the order of the ranks."""
+    """Positions [L] in the order of the ranks that hold them."""
     runs = [run for index in range(ranks) for run in context_runs(length, ranks, index)]
     return position_ids(tuple(runs), device)
 
@@ -109,7 +109,7 @@ class _GatheredAttention(torch.autograd.Function):
         whole, visible = Partial(*saved), ctx.visible
         pair = _gather(key_BMCD, value_BMCD, visible.length, ctx.axis, "backward")
         gradients = gradients_of(gradient_BNSD, whole, query_BNSD, *pair, visible, scale=ctx.scale)
-        # Gradients of all keys and values -> their sums over the ranks, of the own ones.
+        # Gradients of all keys and values -> sums over the ranks, for this rank's positions.
         all_BMCD = torch.cat([gradients.key_BMCD, gradients.value_BMCD], dim=3).to(key_BMCD.dtype)
         rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), ctx.axis.size)
         num_sequences, _, num_own, width = key_BMCD.shape
@@ -231,17 +231,16 @@ class HeadShards(KeyValues):
         )
         rows = [num_rows(x, heads[index], size) for size in sizes for x, heads in parts]
         blocks = received.split(rows)
-        found: list[Tensor] = []
-        for place, (x, heads) in enumerate(parts):
-            # Of every rank [heads, B, its positions, D]; positions first, to put them in order.
-            shape = (len(heads[index]), len(x), -1, x.shape[3])
+        gathered: list[Tensor] = []
+        for i, (x, heads) in enumerate(parts):
+            # A block of a rank is [heads, B, its positions, D]; positions go first, to order them.
             shards = [
-                block.view(shape[0], shape[1], size, shape[3]).permute(2, 1, 0, 3)
-                for block, size in zip(blocks[place :: len(parts)], sizes, strict=True)
+                block.view(len(heads[index]), len(x), size, x.shape[3]).permute(2, 1, 0, 3)
+                for block, size in zip(blocks[i :: len(parts)], sizes, strict=True)
             ]
             ordered = in_position_order(torch.cat(shards), self.axis.size)
-            found.append(ordered.permute(1, 2, 0, 3))
-        return found
+            gathered.append(ordered.permute(1, 2, 0, 3))
+        return gathered
 
 
 # Ring attention: keys and values travel once round the ranks while these compute.
@@ -257,7 +256,8 @@ _KEYS_TAG, _GRADIENTS_TAG = 1, 2
 
 
 class _Ring:
-    """The messages of one attention: positions of each rank, and sizes of the blocks."""
+    """Sends blocks of keys and values, or their gradients, to the next rank of `axis`; a block is
+    one flat tensor."""
 
     def __init__(
         self, axis: Axis, visible: Visibility, key_BMCD: Tensor, value_BMCD: Tensor
@@ -348,11 +348,11 @@ class _RingAttention(torch.autograd.Function):
             if step == 0:
                 own = gradient
             else:
-                # The gradients that earlier ranks have collected for this block have arrived.
+                # Wait for the sum of earlier ranks' gradients of this block, then add ours.
                 for work in pending:
                     work.wait()
                 collected = gradient if step == 1 else gradient.add_(collected)
-                sent = collected
+                sent = collected  # keeps its memory until the next wait
                 collected, pending = ring.send_on(
                     sent, step, phase="backward", caller="context.gradients", tag=_GRADIENTS_TAG
                 )

@@ -15,7 +15,7 @@ from moemesh.ops.host_copy import constant
 from moemesh.parallel.placement import OwnRange, Placement, part_of
 from moemesh.sharding.boxes import rows
 
-#: Numbers of a gradient whose squares are added up in its own dtype.
+#: Length of spans of a gradient whose squares are summed in its own dtype.
 _SPAN = 1 << 14
 
 
@@ -30,17 +30,19 @@ class GradientNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Addends:
-    """Rows of the norm's vector, and the pieces of gradients whose squares this rank adds to them.
+    """Pieces of gradients whose sums of squares this rank adds to the vector of the norm, and their
+    elements of it.
 
-    Every logical tensor (each expert of a stack by itself) has a row; each rank adds the squares of
-    what it owns and counts. Nothing here depends on the gradients' values, so one record serves all
-    steps in which placements are the same.
+    The vector has an element for every logical tensor, and one for each expert of a stack. A rank
+    adds the squares of the numbers that it owns and counts. The record does not depend on the
+    gradients' values: it serves all steps with the same placements.
     """
 
+    #: Length of the vector.
     num_rows: int
-    #: Row of each row of each piece.
+    #: Element of the vector for each row of each piece.
     rows: tuple[int, ...]
-    #: Name, rows of the piece, and its numbers of the local tensor (None: all that the rank owns).
+    #: Name, number of rows, and range of the flattened local tensor (None: the owned range).
     pieces: tuple[tuple[str, int, range | None], ...]
     owned: Mapping[str, OwnRange]
 
@@ -48,8 +50,8 @@ class Addends:
     def of(
         cls, placements: Mapping[str, Placement], owned: Mapping[str, OwnRange], mesh: Mesh
     ) -> Addends:
-        """Those of the parameters in `placements`, of which this rank owns the ranges `owned`."""
-        places: list[int] = []
+        """Addends of the parameters in `placements`, of which this rank owns the ranges `owned`."""
+        elements: list[int] = []
         pieces: list[tuple[str, int, range | None]] = []
         start = 0
         for name, where in placements.items():
@@ -58,17 +60,17 @@ class Addends:
                 local = math.prod(map(len, where.slices(mesh)))
                 own_rows = where.rows(mesh) if where.is_expert else [0]
                 if len(own.numbers) == local and local:
-                    places += [start + row for row in own_rows]
+                    elements += [start + row for row in own_rows]
                     pieces.append((name, len(own_rows), None))
                 else:
                     for row, numbers in rows(len(own_rows), local // len(own_rows), own.numbers):
-                        places.append(start + own_rows[row])
+                        elements.append(start + own_rows[row])
                         pieces.append((name, 1, numbers))
             start += where.shape[0] if where.is_expert else 1
-        return cls(num_rows=start, rows=tuple(places), pieces=tuple(pieces), owned=owned)
+        return cls(num_rows=start, rows=tuple(elements), pieces=tuple(pieces), owned=owned)
 
     def of_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """The pieces [rows, numbers]."""
+        """The pieces of `gradients`, views [rows, numbers]."""
         return [
             gradients[name].view(num_rows, -1)
             if numbers is None
@@ -124,7 +126,7 @@ def gradient_squares(
 def sums_of_squares(pieces: list[Tensor]) -> Tensor:
     """The sum of squares of each row of each piece [rows, numbers], float64 [all rows]."""
     if pieces[0].device.type != "cpu":
-        # Single rows in one kernel, where these would be three for each.
+        # Pieces of one row in one kernel for all, instead of three for each.
         single = [piece for piece in pieces if piece.shape[0] == 1]
         norms = iter(torch._foreach_norm(single, 2.0, dtype=torch.float64) if single else ())
         norms_of_pieces = [
@@ -134,10 +136,10 @@ def sums_of_squares(pieces: list[Tensor]) -> Tensor:
             for piece in pieces
         ]
         return torch.cat(norms_of_pieces).square()
-    # A copy of a piece in float64 would cost more than the rest of its update. The norms of spans
-    # are short sums of the piece's own dtype; what is added over spans is added in float64.
+    # A float64 copy of a piece would take longer than the rest of its update. Spans are summed in
+    # the piece's own dtype, which is exact enough for short sums, and added up in float64.
     norms_of_spans: list[Tensor] = []
-    places: list[int] = []
+    span_rows: list[int] = []
     num_rows = 0
     for piece in pieces:
         whole = piece.shape[1] // _SPAN * _SPAN
@@ -145,11 +147,11 @@ def sums_of_squares(pieces: list[Tensor]) -> Tensor:
         for part in spans:
             if part.numel():
                 norms_of_spans.append(torch.linalg.vector_norm(part, dim=2).flatten())
-                owners = range(num_rows, num_rows + len(piece))
-                places += [row for row in owners for _ in range(part.shape[1])]
+                piece_rows = range(num_rows, num_rows + len(piece))
+                span_rows += [row for row in piece_rows for _ in range(part.shape[1])]
         num_rows += len(piece)
     sums = torch.zeros(num_rows, dtype=torch.float64)
-    sums.index_add_(0, torch.tensor(places), torch.cat(norms_of_spans).double().square())
+    sums.index_add_(0, torch.tensor(span_rows), torch.cat(norms_of_spans).double().square())
     if not torch.isfinite(sums).all():  # squares of finite float32 may not be finite in float32
         sums = torch.cat([piece.double().square().sum(1) for piece in pieces])
     return sums

@@ -1,4 +1,4 @@
-"""The hub: the only file that sees model, plan and mesh together. It works in a fixed order.
+"""Build the model of one rank from model, plan and mesh: the only file with all three, in order:
 
 1. the schedule, and the parts of the model that this rank's stages run (pipeline parallelism)
 2. token shards, keys of other positions, block boundaries (sequence, context and tensor
@@ -70,12 +70,13 @@ def split_experts(
     tuning: Tuning,
     mesh: Mesh,
 ) -> None:
-    """Split the stacks of every layer of which some experts train: the local parameters, and the
-    placements of all ranks. All weights have their values."""
+    """Split the stacks of every layer in which only some experts train: the local parameters, whose
+    weights must be initialized, and the `placements` of all ranks (in place)."""
     whole, chosen_of = list(placements.values()), chosen_experts(model.config, tuning)
     placements.clear()
     for module, stacks in groupby(whole, key=lambda where: where.name.rpartition(".")[0]):
-        behind: dict[str, Placement] = {}
+        # In the order of the module: its own parameters first, then those of `rest`.
+        rest: dict[str, Placement] = {}
         for where in stacks:
             leaf, chosen = where.name.rpartition(".")[2], chosen_of.get(where.name)
             if chosen is None:
@@ -83,36 +84,38 @@ def split_experts(
                 continue
             shares = places(chosen, where.shape[0], plan.ep)
             for index, (name, into) in enumerate(
-                ((where.name, placements), (f"{module}.rest.{leaf}", behind))
+                ((where.name, placements), (f"{module}.rest.{leaf}", rest))
             ):
-                lists = [share[index] for share in shares]
+                ids = [share[index] for share in shares]  # by rank of ep
                 into[name] = replace(
                     where,
                     name=name,
-                    shape=(sum(map(len, lists)), *where.shape[1:]),
-                    places=tuple(expert for experts in lists for expert in experts),
-                    per_rank=tuple(map(len, lists)),
+                    shape=(sum(map(len, ids)), *where.shape[1:]),
+                    places=tuple(expert for experts in ids for expert in experts),
+                    per_rank=tuple(map(len, ids)),
                     trains=where.trains and not index,
                 )
-        placements |= behind
+        placements |= rest
     for layer, moe in model.moe_layers().items():
         chosen = tuning.chosen(model.config.expert_stacks(layer), model.config.num_experts)
         if chosen is None:
             continue
         shares = places(chosen, model.config.num_experts, plan.ep)
-        order = [expert for mine, others in shares for expert in (*mine, *others)]
+        order = [expert for trained, rest in shares for expert in (*trained, *rest)]
         moe.place_E = torch.argsort(torch.tensor(order, device=mesh.device))
-        mine, others = shares[mesh["ep"].index]
-        first = min((*mine, *others))
-        moe.experts.split([expert - first for expert in mine], [e - first for e in others])
+        trained, rest = shares[mesh["ep"].index]
+        first = min((*trained, *rest))
+        moe.experts.split([e - first for e in trained], [e - first for e in rest])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """The model of one rank: its stages with their seams set, the placements of the parameters of
-    all ranks, the reducer of its gradients, the executor of its schedule, `notes` on decisions for
-    the log, whether experts have replicas on any rank, the `homes` of migrated experts, and the
-    trained parameters (`tuning`)."""
+    """The model of one rank, built for its plan.
+
+    `model` has the stages of this rank, `placements` the parameters of all ranks. `pipeline` runs
+    its schedule. `notes`: lines on decisions, for the log. `has_replicas`: whether experts of any
+    rank have replicas. `homes`: ranks of migrated experts. `tuning`: the trained parameters.
+    """
 
     model: Transformer
     mesh: Mesh
@@ -133,7 +136,7 @@ class RankModel:
         return {name: one for name, one in self.placements.items() if one.trains}
 
     def norm_addends(self) -> Addends:
-        """Squares that this rank adds to the gradient norm; computed when experts have moved."""
+        """Squares that this rank adds to the gradient norm; recomputed after experts have moved."""
         homes = tuple(self.homes.items())
         if homes not in self._addends:
             self._addends.clear()
@@ -164,7 +167,7 @@ def parallelize(
     routing: the bound on expert memory, low-latency buffers, the choice of a dispatcher. `schedule`
     None: that of the plan. `tuning`: the parameters that train; others have no gradient and no
     state, and the backward ends where no earlier parameter trains. Raises ValueError, with the
-    numbers, if the model cannot be made.
+    numbers, if plan and model do not fit.
     """
     schedule = schedule or build_step(plan, config)
     if plan.data == "zero3" and schedule.split_backwards:
@@ -287,8 +290,8 @@ def fill(
 
 
 def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:
-    """Shard the residual stream over cp and tp, enter and leave every block whose weights are
-    sharded over tp, reach the keys of positions that other ranks of cp hold, shard the vocabulary.
+    """Replace the seams of the model for cp and tp: the tokens of the residual stream, boundaries
+    of blocks whose weights are sharded over tp, keys of positions of other ranks, the vocabulary.
     """
     tp, cp = mesh["tp"], mesh["cp"]
     if mesh["stage"].size > 1:

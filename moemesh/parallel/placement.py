@@ -15,7 +15,7 @@ From that one rule everything follows (no averaging, no factor):
 | factors of adapters | as their weight | where it is, in the dims they have | see `config.lora` |
 
 Pipeline ranks hold different parameters. If two of them hold the same one (mirrored pipes, an
-embedding tied to the head), its gradient is then summed over the axis `mirror`, too.
+embedding tied to the head), its gradient is summed over the axis `mirror` as well.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from moemesh.sharding.parameters import held_slices, tensors
 
 # Ownership: the elements of a parameter that a rank updates, counts in the norm, and saves.
 #
-# Under ``plan.data = replicate`` that is its whole local tensor. With sharded states it is a range
-# of the flattened local tensor, with any begin and end: as a part of a logical tensor it is a few
-# boxes.
+# Under ``plan.data = replicate`` these are the whole local tensor. With sharded states they are a
+# range of the flattened local tensor, which need not start or end at a row: in the logical tensor
+# it covers a few boxes.
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnRange:
-    """The `numbers` of a flattened local tensor (row-major) whose states this rank keeps;
-    `is_first`: it is the one rank that counts and saves them."""
+    """The range `numbers` of a flattened local tensor (row-major) whose states this rank keeps.
+    `is_first`: of the ranks that keep it, this one counts it in the norm and saves it."""
 
     numbers: range
     is_first: bool
 
 
 def part_of(tensor: Tensor, own: OwnRange, numbers: range) -> Tensor:
-    """The range `numbers` of the local tensor, from the part that this rank owns, flat."""
+    """The range `numbers` of the flattened local tensor, from `tensor`, the part `own` of it."""
     start = numbers.start - own.numbers.start
     return tensor.view(-1)[start : start + len(numbers)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A parameter's logical shape, the axes that shard its dims, the axis over which gradients sum,
-    the pipeline ranks that hold it (ascending), and whether it trains. ``places``: logical ids of
-    the experts in the places of a stack; None: in order. ``per_rank``: number of experts of each
-    rank of ep, for a stack of some experts of a layer. ``unit``: the part of the forward that reads
-    it, if its name does not contain it. ``blocks``: the number of equal blocks of the dim that etp
-    shards, of each of which a rank holds its part. ``is_packed``: the local tensor is in NF4."""
+    """A parameter's logical shape, the dim that each axis shards, the axis over which its gradient
+    is summed, the pipeline ranks that hold it (ascending), and whether it trains. ``places``:
+    logical ids of a stack's experts; None: in order. ``per_rank``: experts on each rank of ep, for
+    a stack of some experts of a layer. ``unit``: the unit of the forward that reads it, if its name
+    does not contain it. ``blocks``: equal blocks of the dim that etp shards; a rank holds its part
+    of each. ``is_packed``: the local tensor is in NF4."""
 
     name: str
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Placement:
         return [(range(at + held.start, at + held.stop), *whole[1:]) for at in starts]
 
     def offset(self, mesh: Mesh) -> tuple[int, ...]:
-        """The place where the part of this rank begins."""
+        """First index of this rank's part in each dim."""
         return tuple(part.start for part in self.slices(mesh))
 
     def experts(self, mesh: Mesh) -> Sequence[int]:
@@ -118,20 +118,21 @@ class Placement:
 
     @property
     def stack(self) -> str:
-        """The name of the whole stack of which it holds some experts; else its own."""
+        """The name of the whole stack, if this is the part of it that does not train."""
         return self.name.replace(".experts.rest.", ".experts.")
 
     def rows(self, mesh: Mesh) -> Sequence[int]:
-        """Place of each expert held here in the stack, by logical ids, which no layout changes."""
-        own = self.experts(mesh)
+        """Row of each expert of this rank in the stack sorted by logical id, which does not depend
+        on the layout."""
+        experts = self.experts(mesh)
         if self.per_rank is None or self.places is None:
-            return own
+            return experts
         order = {expert: row for row, expert in enumerate(sorted(self.places))}
-        return [order[expert] for expert in own]
+        return [order[expert] for expert in experts]
 
     @property
     def is_vector(self) -> bool:
-        """Whether it is a norm, a bias or the like; of a stack of experts, one of each."""
+        """Whether it is a norm, a bias or the like, or a stack of one for each expert."""
         return len(self.shape) == 1 or self.name.endswith("bias")
 
     @property

@@ -1,10 +1,10 @@
 """A forward that pauses while an exchange is in flight, and a backward that pauses there, too.
 
-A MoE layer pauses twice, whatever its tokens: while its dispatch and while its combine are in
-flight. Between pauses is a segment. A :class:`SegmentTape` cuts the autograd graph there: every
-tensor that a later segment reads continues as a leaf. The backward then runs the segments in
-reverse order, each from the gradients of its leaves, and pauses in between, while a transposed
-exchange that it has started is in flight.
+A MoE layer pauses twice, even without tokens: while its dispatch and while its combine are in
+flight. The code between two pauses is a segment. A :class:`SegmentTape` cuts the autograd graph at
+pauses: a tensor that later segments read is replaced by a leaf. The backward runs the segments in
+reverse order, each from the gradients of the leaves that it made, and pauses between them, while
+the transposed exchange is in flight.
 
 | segment of a layer | reads | its backward ends by starting |
 |---|---|---|
@@ -31,7 +31,7 @@ from moemesh.ops.pending import Pending
 
 T = TypeVar("T")
 P = ParamSpec("P")
-#: A backward that yields where it pauses, and returns a value at its end.
+#: A backward that yields at each pause, and returns a value at its end.
 Steps: TypeAlias = Generator[None, None, T]
 
 
@@ -64,7 +64,7 @@ class _Crossing:
     is_in_flight: bool
 
     def gradient(self) -> Tensor | None:
-        """The sum of the gradients of later segments."""
+        """The sum of the gradients of later segments; expanded zeros for a tensor in flight."""
         if self.is_in_flight:
             return self.leaf.new_zeros(()).expand(self.leaf.shape)
         gradient, self.leaf.grad = self.leaf.grad, None
@@ -72,12 +72,13 @@ class _Crossing:
 
 
 class SegmentTape(PausingFlow):
-    """Cuts one forward into segments, and runs their backwards. A weight that is used in several
-    segments gets a gradient from each: others must not count on one from the whole backward
-    (``in_parts`` of :mod:`moemesh.parallel.pipeline.program`)."""
+    """Cuts one forward into segments, and runs their backwards. A weight that several segments use
+    gets a gradient from each, not one from the whole backward: see ``in_parts`` of
+    :mod:`moemesh.parallel.pipeline.program`."""
 
     def __init__(self, on_pause: Callable[[], None]) -> None:
         super().__init__(on_pause)
+        #: Crossings out of each segment that has ended, and out of the current one.
         self._closed: list[list[_Crossing]] = []
         self._open: list[_Crossing] = []
 
@@ -85,7 +86,7 @@ class SegmentTape(PausingFlow):
         pending = send(*args, **kwargs)
         exchanges = [exchange for exchange in pending.exchanges if not exchange.is_waited]
         if not exchanges:
-            # Nothing is in flight: the value, a tensor or a named tuple, belongs to this segment.
+            # Nothing is in flight: this segment computed the value, a tensor or a named tuple.
             value: Any = pending.wait()
             if isinstance(value, Tensor):
                 return Pending.ready(cast(T, self.cut(value)))
@@ -115,19 +116,20 @@ class SegmentTape(PausingFlow):
     def backward(
         self, roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]
     ) -> Steps[None]:
-        """The backward of all segments; `roots` belong to the last one. Once."""
+        """Run the backward of all segments, once; `roots` are outputs of the last one."""
         crossings, self._open = self._open, []
         if crossings and roots:
-            # Tensors cut after the last pause belong to the last segment, too: its roots are these
-            # cuts, with the gradients that the given roots have there.
-            pairs = torch.autograd.grad(
+            # Tensors cut after the last pause are in the last segment, too. They become roots, with
+            # the gradients of the given roots at the cuts.
+            cut_gradients = torch.autograd.grad(
                 roots,
                 [crossing.leaf for crossing in crossings],
                 gradients,
                 retain_graph=True,
                 allow_unused=True,
             )
-            reached = [(c.edge, g) for c, g in zip(crossings, pairs, strict=True) if g is not None]
+            pairs = zip(crossings, cut_gradients, strict=True)
+            reached = [(cut.edge, gradient) for cut, gradient in pairs if gradient is not None]
             roots = [*roots, *(edge for edge, _ in reached)]
             gradients = [*gradients, *(gradient for _, gradient in reached)]
         run_backward(roots, gradients)
@@ -140,6 +142,6 @@ class SegmentTape(PausingFlow):
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor | None]) -> None:
-    """``torch.autograd.backward``, also of nothing."""
+    """``torch.autograd.backward``; nothing without roots."""
     if roots:
         torch.autograd.backward(roots, gradients)

@@ -19,8 +19,8 @@ from moemesh.sharding.context import context_runs, context_sizes
 # Between the token-sharded residual stream and head- or width-sharded blocks: three exits.
 #
 # Legend: N = tp, T all tokens of the microbatch, A attention (or MLP) width, H hidden,
-# V vocabulary. Every rank
-# holds about T/N rows of the stream; rows need not divide evenly, a rank may hold none.
+# V vocabulary. A rank holds about T/N rows of the stream: rows need not divide evenly, and it may
+# hold none.
 #
 # | step | in | out | forward comm | backward comm |
 # |---|---|---|---|---|
@@ -30,9 +30,9 @@ from moemesh.sharding.context import context_runs, context_sizes
 # | exit all_reduce | T x A/N | T/N x H | all_reduce of partial sums, slice | all_gather |
 # | exit all_to_all | T x A/N | T/N x H | all_to_all heads -> tokens | all_to_all |
 #
-# X: 2, the squares of queries and of keys where a norm is over all heads. What enters is H wide, or
-# as wide as the latents of MLA. The first two exits shard the output weight by columns of its input
-# (row parallelism); the third keeps it whole on every rank, and its gradient becomes partial over
+# X: 2, sums of squares of queries and of keys, for a norm over all heads. Rows that enter have the
+# width H, or that of the latents of MLA. The first two exits shard the output weight over its
+# input (row parallelism); the third keeps it whole on every rank, and its gradient is partial over
 # tp. Per rank and direction they send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
 
 
@@ -59,8 +59,7 @@ class ReduceScatterBoundary(Boundary):
 
 
 class AllReduceBoundary(ReduceScatterBoundary):
-    """Sum everywhere, then keep the own rows: twice the bytes of a reduce-scatter. For comparison,
-    and for consumers that want all tokens."""
+    """All-reduce, then keep own rows: twice the bytes of a reduce-scatter. For comparison."""
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         caller = f"{self.caller}.leave"
@@ -70,14 +69,14 @@ class AllReduceBoundary(ReduceScatterBoundary):
 
 
 class AllToAllBoundary(ReduceScatterBoundary):
-    """Swap heads for tokens, then project the own rows with the whole weight. Moves N times fewer
-    bytes than a reduce-scatter (for A = H), pays with the weight's memory and with the sum of its
-    gradient over tp once per step. Nothing is summed in low precision."""
+    """Exchange heads for tokens, then project own rows with the whole weight. Sends N times fewer
+    bytes than a reduce-scatter (for A = H), but needs memory for the whole weight, and a sum of its
+    gradient over tp once a step. No activations are summed in low precision."""
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         sizes = shard_sizes(len(y_TA), self.axis.size)
         own = sizes[self.axis.index]
-        # Arrives as one block of own rows per source rank; source rank = place in the width.
+        # One block of own rows from each rank, in the order of the ranks' heads.
         blocks = collectives.all_to_all(
             y_TA, self.axis, sizes, [own] * self.axis.size, caller=f"{self.caller}.leave"
         )
@@ -161,7 +160,7 @@ class ShardedVocabulary(Vocabulary):
         local_T = tokens_T - self.rows.start
         elsewhere_T = (local_T < 0) | (local_T >= len(self.rows))
         if not self.rows:
-            # A row of zeros to look up, in the graph: the backward needs every rank.
+            # A row of zeros to look up, so that this rank takes part in the backward.
             weight_VH = F.pad(weight_VH, (0, 0, 0, 1))
         partial_TH = F.embedding(local_T.clamp(0, len(weight_VH) - 1), weight_VH)
         partial_TH = partial_TH.masked_fill(elsewhere_T[:, None], 0.0)
@@ -170,7 +169,7 @@ class ShardedVocabulary(Vocabulary):
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
         def combine(lse_T: Tensor, target_T: Tensor) -> tuple[Tensor, Tensor]:
-            """log-sum-exp of the shards' log-sum-exps; only one shard holds the target's logit."""
+            """Log-sum-exp [T] over all shards, and logits of targets, each from its one shard."""
             highest_T = lse_T.clone()
             all_reduce_(highest_T, self.axis, op="max", caller="head.loss", phase="forward")
             sums_2T = torch.stack([torch.exp(lse_T - highest_T), target_T])

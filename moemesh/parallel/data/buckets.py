@@ -18,7 +18,7 @@ tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ _SUMS: dict[str, Any] = {"phase": "backward", "caller": "gradients"}
 
 
 class ReplicatedBucket:
-    """Every rank keeps all of it, and all-reduces the gradients once a step."""
+    """Every rank keeps all gradients and weights, and all-reduces the gradients once a step."""
 
     def __init__(
         self,
@@ -53,9 +53,10 @@ class ReplicatedBucket:
         owners: int,
         exact: bool,
     ) -> None:
-        """`owners`: number of ranks of the axis that own sharded states, the first ones."""
+        """`owners`: the first `owners` ranks of the axis own the sharded states."""
         self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
-        #: Ranks that share the states of this bucket; ranks with the same share of them.
+        #: Axis of the ranks that divide the states of this bucket, and axis of those that hold the
+        #: same part of them.
         self.axis, self.copies = (mesh[name] for name in mesh.layout.sharding_axes(rule.axis))
         self.owners = owners
         self.in_tree = exact and rule.axis == "edp"
@@ -64,24 +65,26 @@ class ReplicatedBucket:
         #: Number of members whose last gradient before the next sum over ranks is pending.
         self.waiting = 0
         self.names = [member.name for member in rule.members]
-        sizes = [member.numbers for member in rule.members]
-        self.offsets = [sum(sizes[:place]) for place in range(len(sizes))]
+        #: Start of each member in a flat vector of the bucket.
+        self.offsets = [0, *accumulate(member.numbers for member in rule.members)][:-1]
         self.device = parameters[0].device
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate gradients and weights."""
+        #: Wait for the pending sum over ranks, and torch's handle of an all-reduce.
         self._work: Wait | None = None
         self._sum: Any = None
         self.allocate_gradients()
 
     def allocate_gradients(self) -> None:
+        """Allocate the flat gradients that this rank keeps, and views of them."""
         self.total = self.zeros(self.rule.numbers)
-        #: Memory for gradients by the `id` of the parameter; empty while there is none.
+        #: Memory for gradients by the `id` of the parameter; empty if :meth:`add` has to allocate.
         self.views = self.views_of(self.total)
-        #: Ids of the members whose view has a gradient of this step: the first is copied, not added
-        #: to zeros.
+        #: Ids of parameters whose view holds a gradient of this step. The first gradient is copied
+        #: into the view, later ones are added.
         self.filled: set[int] = set()
 
     def zeros(self, numbers: int) -> Tensor:
@@ -100,10 +103,10 @@ class ReplicatedBucket:
         parts = flat.split([member.numbers for member in self.rule.members])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
-    # What this rank owns: by name, without empty parts.
+    # Parts of members that this rank owns: by name, without empty parts.
 
     def owned(self) -> dict[str, OwnRange]:
-        """The range of every member that this rank owns, without empty ones."""
+        """Ranges of the members' flattened tensors that this rank owns."""
         first = self.axis.index == 0 and self.copies.index == 0
         return {
             member.name: OwnRange(numbers=range(member.numbers), is_first=first)
@@ -111,9 +114,9 @@ class ReplicatedBucket:
         }
 
     def own_places(self) -> dict[str, slice]:
-        """The place of every member's own gradients in :meth:`own_sums`."""
-        ends = zip(self.names, self.offsets, self.rule.members, strict=True)
-        return {name: slice(start, start + member.numbers) for name, start, member in ends}
+        """Slice of :meth:`own_sums` with the owned gradients of every member."""
+        pairs = zip(self.rule.members, self.offsets, strict=True)
+        return {member.name: slice(start, start + member.numbers) for member, start in pairs}
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Views of the gradients that this rank owns: complete after :meth:`wait`."""
@@ -124,11 +127,12 @@ class ReplicatedBucket:
         return dict(zip(self.names, self.parameters, strict=True))
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """The full local tensor of a member's state, from the owned parts; collective."""
+        """The full local tensor of a member's state, from the parts of all ranks of the axis, which
+        all call."""
         return part
 
     def whole_weights(self, name: str) -> Tensor:
-        """The full local tensor of a member, gathered by all ranks of the axis if it is sharded."""
+        """The full local tensor of a member; all ranks of the axis call if weights are sharded."""
         return self.parameters[self.names.index(name)].detach()
 
     @property
@@ -138,12 +142,12 @@ class ReplicatedBucket:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes that sums over ranks use now, besides :attr:`gradient_bytes`."""
+        """Bytes of temporary vectors of gradients now, besides :attr:`gradient_bytes`."""
         return 0
 
     @property
     def kept_weights(self) -> range:
-        """The numbers whose weights this rank keeps between steps."""
+        """Range of the flat weights that this rank keeps between steps."""
         return range(self.rule.numbers)
 
     # A step.
@@ -157,7 +161,7 @@ class ReplicatedBucket:
         raise AssertionError(f"no memory for the gradients of {self.names}")
 
     def zero_missing(self) -> None:
-        """Set gradients that did not come to zero."""
+        """Zero the gradients of members without one in this step."""
         if len(self.filled) == len(self.views):
             return
         for key, view in self.views.items():
@@ -179,20 +183,21 @@ class ReplicatedBucket:
         self._sum, self._work = work, None if work is None else work.wait
 
     def is_complete(self) -> bool:
-        """Whether the launched sums are the last ones of this step, and have ended."""
+        """Whether the launched sums have ended, and :meth:`finish` will add no others."""
         return self.sums_once and (
             self._work is None or (self._sum is not None and self._sum.is_completed())
         )
 
     def wait(self) -> None:
-        """Waits for the pending reduction."""
+        """Wait for the pending sum."""
         if self._work is not None:
             self._work()
             self._work = None
 
     def finish(self) -> None:
-        """Add the sums of other groups that share the states, and of the other holder of mirrored
-        parameters: two operands, so that both get the same bits. Called after :meth:`wait`."""
+        """Add the sums of ranks with the same part of the states, then those of the other holder of
+        mirrored parameters (two operands: both holders get the same bits). Called after
+        :meth:`wait`."""
         if self.sums_once:
             return
         reduce = all_reduce_in_tree_ if self.in_tree else all_reduce_
@@ -205,7 +210,7 @@ class ReplicatedBucket:
         return self.total
 
     def publish(self) -> Wait | None:
-        """Start to send updated weights to the ranks that need them."""
+        """Start to send updated weights to the ranks that need them; None: nothing is sent."""
         return None
 
     def renew(self) -> None:
@@ -218,9 +223,11 @@ class ShardedBucket(ReplicatedBucket):
     """Optimizer states are sharded: a rank updates its range and sends it to the others."""
 
     def allocate(self) -> None:
+        #: Numbers of the flat vector that each rank of the axis owns, and the range of this rank.
         self.sizes = owned_sizes(self.rule.numbers, self.axis.size, self.owners)
         self.own = self._range(self.axis.index)
         super().allocate()
+        #: Flat weights, of which the parameters are views.
         self.weights = torch.empty(
             self.rule.numbers, dtype=self.parameters[0].dtype, device=self.device
         )
@@ -233,7 +240,8 @@ class ShardedBucket(ReplicatedBucket):
         return range(start, start + self.sizes[index])
 
     def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
-        """(name, numbers of its flattened tensor, place in `own`) of overlapping members."""
+        """(name, range of its flattened tensor, slice of `own`) of each member that overlaps the
+        range `own` of the flat vector."""
         for member, offset in zip(self.rule.members, self.offsets, strict=True):
             start, stop = max(own.start, offset), min(own.stop, offset + member.numbers)
             if start < stop:
@@ -270,7 +278,8 @@ class ShardedBucket(ReplicatedBucket):
 
     @property
     def buffer_bytes(self) -> int:
-        """The others' parts of the range that this rank owns, while a sum is pending."""
+        """Bytes of the gradients of this rank's range received from other ranks, while a sum is
+        pending."""
         received = len(self.own) * (self.axis.size - 1)
         return received * self.dtype.itemsize if self._work is not None else 0
 
@@ -308,23 +317,27 @@ class ShardedBucket(ReplicatedBucket):
         return self.gather_weights("optimizer")
 
     def gather_weights(self, phase: str) -> Callable[[], Tensor]:
-        """Start to bring the weights that each rank owns to all of them."""
-        own, into = self.own_flat_weights(), self.weights
+        """Start to all-gather the weights from the ranks that own them."""
         return all_gather_start(
-            own, self.axis, self.sizes, into=into, phase=phase, caller="weights"
+            self.own_flat_weights(),
+            self.axis,
+            self.sizes,
+            into=self.weights,
+            phase=phase,
+            caller="weights",
         )
 
 
 class ScatteredBucket(ShardedBucket):
-    """Gradients are sharded, too: those of one backward fill a vector that lives until its
-    reduce-scatter; the part that a rank owns is added up over microbatches."""
+    """Gradients are sharded, too. One backward fills a temporary flat vector, which is
+    reduce-scattered; :attr:`total` adds up this rank's range over microbatches."""
 
     def allocate_gradients(self) -> None:
         self.total = self.zeros(len(self.own))
         self._clear()
 
     def _clear(self) -> None:
-        #: The gradients since the last sum over ranks; a single rank adds to the part it owns.
+        #: Flat gradients since the last sum over ranks; on a single rank, :attr:`total` itself.
         self._flat = self.total if self.axis.size == 1 else None
         self.filled = set()
         self.views = {} if self._flat is None else self.views_of(self._flat)
@@ -334,7 +347,7 @@ class ScatteredBucket(ShardedBucket):
 
     @property
     def buffer_bytes(self) -> int:
-        """Also the vector that a backward fills, and the one that is being sent."""
+        """Also bytes of the vector that a backward fills, and of the one being sent."""
         vectors = (self._flat is not None) + (self._work is not None)
         whole = vectors * self.rule.numbers * self.dtype.itemsize if self.axis.size > 1 else 0
         return super().buffer_bytes + whole
@@ -350,6 +363,7 @@ class ScatteredBucket(ShardedBucket):
         self.filled.add(id(parameter))
 
     def _fill(self) -> Tensor:
+        """The vector that a backward fills, allocated at its first gradient."""
         if self._flat is None:
             self._flat = self.total.new_empty(self.rule.numbers)
             self.views = self.views_of(self._flat)
@@ -377,17 +391,17 @@ class GatheredBucket(ScatteredBucket):
         super().allocate()
         self._own_weights = self.weights[self.own.start : self.own.stop]
         self._bytes = self.weights.untyped_storage().nbytes()
-        #: Number of current uses; the pending gather.
+        #: Number of current uses; wait for the gather in flight; whether weights are present.
         self.users, self._arriving = 0, None
-        self.is_here = self.axis.size == 1
-        if not self.is_here:
+        self.is_present = self.axis.size == 1
+        if not self.is_present:
             self._own_weights = self._own_weights.clone()
             self._release()
 
     def _clear(self) -> None:
         super()._clear()
-        #: Unflattened gradients; flattened at launch, after the previous unit's reduce-scatter: two
-        #: such vectors at once would be more memory than a rank's share.
+        #: Gradients of this backward, copied into a flat vector at launch: the previous unit's
+        #: vector has been freed then. Two of them would be larger than a rank's share.
         self._waiting_gradients: dict[nn.Parameter, Tensor] = {}
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -426,19 +440,19 @@ class GatheredBucket(ScatteredBucket):
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the gathered weights, besides the rank's share."""
+        """Bytes of the gathered weights, besides the part that this rank always keeps."""
         return self.weights.untyped_storage().nbytes() if self.axis.size > 1 else 0
 
     def start_gather(self, phase: str) -> None:
         """Start to gather the weights, unless they are present or in flight."""
-        if self.is_here or self._arriving is not None:
+        if self.is_present or self._arriving is not None:
             return
         self.weights.untyped_storage().resize_(self._bytes)
         self._arriving = self.gather_weights(phase)
 
     def gather(self, phase: str, *, is_use: bool = True) -> None:
-        """Begin one more use of the weights: they are present when this returns. Not `is_use`: they
-        are present until a use ends, or the step."""
+        """Gather the weights and count a use, for which they stay until :meth:`free`. Without
+        `is_use` they stay until the next use or the step ends."""
         self.start_gather(phase)
         self.users += is_use
         self._arrive()
@@ -446,7 +460,7 @@ class GatheredBucket(ScatteredBucket):
     def _arrive(self) -> None:
         if self._arriving is not None:
             self._arriving()
-            self._arriving, self.is_here = None, True
+            self._arriving, self.is_present = None, True
 
     def free(self, *, keep: bool = False) -> None:
         """End a use; `keep`: the weights stay for later uses."""
@@ -458,12 +472,12 @@ class GatheredBucket(ScatteredBucket):
         """Free the memory if the weights are unused; a single rank keeps them."""
         if self.users == 0:
             self._arrive()
-            if self.is_here and self.axis.size > 1:
+            if self.is_present and self.axis.size > 1:
                 self._release()
 
     def _release(self) -> None:
         self.weights.untyped_storage().resize_(0)
-        self.is_here = False
+        self.is_present = False
 
 
 class GatheredWeights(WeightGate):
@@ -505,12 +519,13 @@ class GatheredWeights(WeightGate):
         self._buckets = by_unit
         parts = list(parts)
         if tied and any(part.last for part in parts):
-            # Without a norm of its own the head reads nothing else.
+            # Without a norm of its own, a tied head has no other bucket.
             by_unit["head"] = by_unit.get("head", []) + by_unit["embedding"]
         orders = [
             unit_orders(part.layers, first=part.first, last=part.last, ahead=ahead)
             for part in parts
         ]
+        #: Unit to gather ahead, by (phase, unit in use).
         self._next = next_units(chain.from_iterable(orders), without_backward)
 
     def fetch(self, unit: str) -> None:
@@ -526,7 +541,7 @@ class GatheredWeights(WeightGate):
         self._free(unit, keep=self._keeps and torch.is_grad_enabled())
         if not read_in_backward or not torch.is_grad_enabled():
             return x
-        # No place in the graph ends the backward of an embedding: it is freed with its next use.
+        # No node of the graph follows the backward of an embedding: its next use frees it.
         is_use = unit != "embedding"
         return in_backward(x, lambda: self._gather(unit, "backward", is_use=is_use))
 
@@ -539,7 +554,7 @@ class GatheredWeights(WeightGate):
     def _gather(self, unit: str, phase: str, *, is_use: bool = True) -> None:
         for bucket in self._buckets.get(unit, ()):
             bucket.gather(phase, is_use=is_use)
-        # Weights in flight are read soon; kept ones are present after the first time.
+        # Start the next unit; no exchange if `reshard = step` has kept its weights.
         for bucket in self._buckets.get(self._next.get((phase, unit), ""), ()):
             bucket.start_gather(phase)
         held = sum(bucket.gathered_bytes for bucket in self._all)
@@ -551,7 +566,7 @@ class GatheredWeights(WeightGate):
 
 
 def in_backward(x: Tensor, function: Callable[[], None]) -> Tensor:
-    """`x`; calls `function` when the backward comes by."""
+    """`x`, as a node of autograd whose backward calls `function`."""
 
     def back(gradient: Tensor) -> Tensor:
         function()

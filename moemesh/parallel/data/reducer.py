@@ -1,11 +1,11 @@
 """The reducer: gradients are summed over their axis, in buckets, while the backward still runs.
 
 One reducer serves the three parameter classes of `placement.py`, each with its own axis (dp_cp,
-stage, edp). torch's DistributedDataParallel and FSDP2 know one process group per module, divide by
-its size and see neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md has
-the reasons). When the last gradient has filled a bucket, its sum over ranks starts, always in the
-order of the list, which is the same on every rank. What two pipeline ranks hold both (axis
-``mirror``) is summed over the pair at the end.
+stage, edp). torch's DistributedDataParallel and FSDP2 have one process group per module, divide by
+its size and support neither deferred weight gradients nor fp32 sums of bf16 gradients (docs/log.md
+has the reasons). When the last gradient has filled a bucket, its sum over ranks starts, always in
+the order of the list, which is the same on every rank. Gradients of parameters that two pipeline
+ranks hold (axis ``mirror``) are summed over the pair at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BUCKETS: dict[str, type[ReplicatedBucket]] = {
     # The same, but all ranges belong to a few ranks: gradients are pushed there, weights come back.
     "parameter_server": ShardedBucket,
 }
-#: The same of parameters that do not train.
+#: The same for parameters that do not train; others of them are in a ReplicatedBucket.
 FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 
@@ -50,9 +50,9 @@ T = TypeVar("T")
 def call_after_gradients(
     leaf: Tensor, owner: T, take: Callable[[ReferenceType[T], Tensor], None]
 ) -> None:
-    """Call ``take(ref(owner), leaf)`` after each gradient of the leaf. The reference is weak:
-    torch (2.13) never frees a leaf and its hooks where they refer to each other: a hook that held
-    the object, which knows the leaf, would keep a model for as long as the process."""
+    """Call ``take(ref(owner), leaf)`` after each gradient of the leaf. The reference is weak: torch
+    (2.13) never frees a leaf and its hooks that refer to each other, and the owner refers to the
+    leaf. Models would live as long as the process."""
     leaf.register_post_accumulate_grad_hook(partial(take, ref(owner)))
 
 
@@ -65,12 +65,12 @@ class GradientReducer:
 
     (under zero2 and zero3: for each microbatch expect(...), arm(...), loss.backward(), close())
 
-    reducer.gradients[name]     # of what this rank owns, views of the buckets
+    reducer.gradients[name]     # complete gradients of owned ranges, views of the buckets
     ...                         # an optimizer changes `reducer.weights`
     reducer.publish()           # all ranks have the updated weights
 
-    `owned`: the range of each parameter that this rank owns: all of all of them
-    (``data = replicate``; then gradients have the shape of the local parameter), or flat ranges.
+    `owned`: the range of each flattened parameter that this rank owns. Under ``data = replicate``
+    it owns all, and gradients have the shape of the local parameter.
     """
 
     def __init__(
@@ -83,8 +83,9 @@ class GradientReducer:
         exact: bool = False,
         stages: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """`stages`: those of this rank that use each parameter (None: there is one stage). Where
-        ``requires_grad`` is off, a parameter has no gradient: it is held, no more."""
+        """`owners` (axis, its ranks) -> number of ranks that own sharded states. `stages`: stages
+        of this rank that use each parameter, by name (None: there is one stage). Parameters without
+        ``requires_grad`` have no gradient: their buckets hold weights only."""
         self.mesh, self.data = mesh, data
         members = [
             Member(
@@ -137,15 +138,15 @@ class GradientReducer:
                 self._home[id(parameter)] = bucket
                 parameter.grad_dtype = None  # any: the bucket converts while it adds
                 call_after_gradients(parameter, self, self.take)
-        # Everything that has an order has that of the model.
+        # In the order of the model, not of the buckets.
         order = [name for name, _, _ in parameters]
         self.gradients = {name: self.gradients[name] for name in order if name in self.gradients}
         self.weights = {name: self.weights[name] for name in order if name in self.weights}
-        #: Whether ranks sum what every backward has given, not what a step has.
+        #: Whether gradients are summed over ranks after every backward, not once a step.
         self.is_per_backward = data in ("zero2", "zero3")
         #: Ids of the parameters whose next gradient is their last before the next sum over ranks.
         self._armed: set[int] = set()
-        #: Buckets whose sums have not started, in order; those that have, and hold memory for it.
+        #: Buckets whose sums have not started, in order; buckets whose started sums hold memory.
         self._queue: deque[ReplicatedBucket] = deque()
         self._in_flight: deque[ReplicatedBucket] = deque()
         #: Bytes that buckets hold for sums over ranks, and the most that they held at once.
@@ -155,6 +156,7 @@ class GradientReducer:
         self.watch: Callable[[nn.Parameter, Tensor], None] | None = None
         #: Optional hook, called once a step with each bucket when its sums are complete.
         self.on_complete: Callable[[ReplicatedBucket], None] | None = None
+        #: Buckets whose sums have started; those with which `on_complete` has been called.
         self._launched: deque[ReplicatedBucket] = deque()
         self._completed: set[ReplicatedBucket] = set()
         #: Weights that are gathered for a step (zero3).
@@ -197,7 +199,7 @@ class GradientReducer:
             bucket.filled.add(key)
         else:
             bucket.add(parameter, gradient)
-        if self.is_per_backward:  # other buckets hold the gradients themselves
+        if self.is_per_backward:  # other buckets add into memory that they always keep
             self._count_buffers(bucket)
         if key in self._armed:
             self._armed.remove(key)
@@ -219,8 +221,9 @@ class GradientReducer:
                 bucket.waiting = len(bucket.parameters)
 
     def expect(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The next sums over ranks are those of the buckets of these, when all of these have had
-        their last gradient before: called before every backward under zero2 and zero3."""
+        """Queue the buckets of `parameters`, the ones with a gradient in the next backward. The sum
+        of a bucket starts when each of these has had its last gradient. Called before every
+        backward under zero2 and zero3."""
         assert not self._queue
         counts = Counter(map(self._home.__getitem__, map(id, parameters)))
         for bucket in self.buckets:
@@ -229,22 +232,22 @@ class GradientReducer:
                 self._queue.append(bucket)
 
     def arm(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The next gradient of each of these is its last: buckets may start."""
+        """The next gradient of each of `parameters` is its last before the sum of its bucket."""
         self._armed.update(map(id, parameters))
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These have had their last gradient."""
+        """All of `parameters` have had their last gradient: start full buckets."""
         for parameter in parameters:
             self._home[id(parameter)].waiting -= 1
         self._launch(only_full=True)
 
     def close(self) -> None:
-        """Start the expected sums that have not started: a missing gradient counts as zero."""
+        """Start the sums that have not started; a missing gradient counts as zero."""
         self._launch(only_full=False)
         self._armed.clear()
 
     def finish(self) -> None:
-        """Start what has not started, wait for all."""
+        """Start the sums that have not started, and wait for all."""
         self.close()
         self._in_flight.clear()
         for bucket in self.buckets:
@@ -271,8 +274,8 @@ class GradientReducer:
                 wait()
 
     def whole(self, name: str, part: Tensor | None) -> Tensor:
-        """Put together a state of the parameter `name` from the parts that all ranks own (None: no
-        part here), of the local shape. All ranks that share the states call."""
+        """A state of the parameter `name` in its local shape, from the parts that ranks own (None:
+        this rank owns none). All ranks that share the states call."""
         bucket = self._by_name[name]
         if part is None:
             part = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
@@ -300,15 +303,15 @@ class GradientReducer:
 
     @property
     def gathered_bytes(self) -> int:
-        """The most bytes of gathered weights that were here at once, own shares included."""
+        """Peak bytes of gathered weights on this rank, own shares included."""
         return 0 if self.units is None else self.units.most_bytes
 
     def _launch(self, *, only_full: bool) -> None:
-        # Never out of order: every rank issues the same sequence.
+        """Start sums in the order of the queue, which is the same on every rank: all of them, or up
+        to the first bucket that is not full."""
         while self._queue and not (only_full and self._queue[0].waiting > 0):
             bucket = self._queue.popleft()
-            # Of weights that are sharded, the sums of one unit at a time: memory of two would be
-            # more than the rest of a step needs.
+            # Sums of one unit at a time (zero3): vectors of two units would be the peak of a step.
             while self._in_flight and self._in_flight[0].rule.unit != bucket.rule.unit:
                 self._wait(self._in_flight.popleft())
             if self.data == "replicate":

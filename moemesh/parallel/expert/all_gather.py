@@ -1,4 +1,4 @@
-"""All-gather expert parallelism: every rank sees the group's tokens and keeps those of its experts.
+"""All-gather expert parallelism: every rank gets the group's tokens, and computes its experts.
 
 Legend: G = ep * etp ranks that together hold all experts, T own tokens, A tokens of the group, K
 slots, C group tokens that visit a local expert, L local experts, H hidden.
@@ -12,11 +12,11 @@ slots, C group tokens that visit a local expert, L local experts, H hidden.
 
 The bytes of the gather do not depend on the routing: (G-1) rows per token; no rank waits for the
 counts of a hot expert. The uneven form of the reduce-scatter leaves out the rows that no local
-expert touched: each owner derives the rows to receive from the routing.
+expert computed: each owner derives the rows to receive from the routing.
 
-The number of rows depends on the routing, so a host would have to wait for its accelerator to know
-it. Up to `spare_rows` rows it does not: all A * K pairs get rows, those of other ranks' experts as
-padding at the end, not computed, and the way back is dense.
+The number of rows of local experts depends on the routing: the host waits for its accelerator to
+read it. If all A * K pairs are at most `spare_rows`, it does not: all of them get rows, those of
+other ranks' experts as padding at the end, which is not computed, and the combine is dense.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ Form = Literal["dense", "uneven", "fewest_bytes"]
 class GatheredRows:
     """The rows that this rank computes, and how results return.
 
-    `tokens_A` maps rows to group tokens; `results` maps rows to the rows of the combine: the same
-    for the dense form, compressed to visited tokens for the uneven form. Then these are rows of the
-    hop `back`, which are sent back.
-    `none_AK`: the pairs without a local expert, if they have padding rows.
+    `tokens_A` maps rows to group tokens. `results` maps them to the rows of the combine: group
+    tokens in the dense form; in the uneven form the C visited tokens, which the hop `back` sends.
+    `none_AK`: whether a pair has no local expert, if such pairs have padding rows.
     """
 
     tokens_A: RowMap
@@ -69,9 +68,9 @@ class GatheredRows:
 
 
 class AllGatherPlan:
-    """Tokens of each rank, rows of each local expert, and the rows themselves. The gather does not
-    need :attr:`kept`, whose sizes depend on the routing: the host waits for them at the first use,
-    after the gather has started and later work is queued."""
+    """Tokens of each rank (`sizes`), rows of each local expert, and :attr:`kept`, the rows. Their
+    number depends on the routing, and the gather does not need it: the host waits for it at the
+    first use of :attr:`kept`, after the gather has started and later work is queued."""
 
     def __init__(
         self, sizes: list[int], counts_L: Tensor, decide: Callable[[], GatheredRows]
@@ -103,7 +102,8 @@ class AllGatherDispatcher(Dispatcher):
     ) -> None:
         """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), to exchange the numbers of tokens
         on the CPU without a wait for a device; None: they are exchanged on the device.
-        `spare_rows`: most rows that an accelerator prepares to spare its host a wait."""
+        `spare_rows`: most rows, padding included, that an accelerator prepares without a wait of
+        its host."""
         self.group, self.form, self.spare_rows = ep_etp, form, spare_rows
         self.host = host or ep_etp
         self.codec = codec
@@ -152,7 +152,7 @@ class AllGatherDispatcher(Dispatcher):
             visits_GG = [flat[start : start + count] for start in range(0, len(flat), count)]
             tokens_A, slot_R = sorted_.rows(num_rows)
             back, results = None, tokens_A
-            # From what every rank of the group knows, so all decide alike.
+            # These numbers are equal on all ranks of the group, which choose the same form.
             sends_less = sum(flat) < visits_AG.numel()
             if self.form == "uneven" or (self.form == "fewest_bytes" and sends_less):
                 index = self.group.index

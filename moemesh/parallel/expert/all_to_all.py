@@ -52,14 +52,15 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllPlan:
-    """The exchange, rows -> (token, slot), and the order at the experts."""
+    """The exchange `hop`; `slot_S` the flat (token, slot) index of each row sent; rows of each lane
+    after the gather over etp; the order `by_expert` of the N rows received."""
 
     hop: Hop
     slot_S: Tensor
     lane_rows: list[int]
     by_expert: RowMap
     counts_LO: Tensor
-    #: ``counts_L``, where the host knows it.
+    #: ``counts_L`` on the host; empty if it was not copied.
     rows_L: list[int] = field(default_factory=list)
 
     @property
@@ -100,22 +101,22 @@ class AllToAllDispatcher(Dispatcher):
         # What each lane receives from each source: [etp, ep, chunks, L].
         lanes = collectives.all_gather(received[None], self.etp, caller="moe.counts")
         counts = (sent.sum(2), received.sum(2), lanes.sum((1, 3)), lanes.sum((0, 1)).t())
-        # The only numbers that the host has to know. It waits for them alone, not for the rest.
+        # The only numbers that the host needs: it waits for this copy, not for work queued later.
         copied = HostCopy(torch.cat(counts).t())
-        # Rows of each lane, source and expert go to the experts by expert, and inside of one they
-        # ascend by owner (= ep * ETP + etp), hence by token id: sorting keys [etp, ep, L].
+        # Received rows are sorted by expert, then by owner (= ep * ETP + etp), hence by token id:
+        # a key for each lane, source and expert [etp, ep, L].
         owned = self.etp.size, self.ep.size, self.num_local
         places = (torch.arange(size, device=lanes.device) for size in owned)
         lane, source, expert = torch.meshgrid(*places, indexing="ij")
         key = ((expert * self.ep.size + source) * self.etp.size + lane).flatten()
         sizes = [self.ep.size, self.ep.size, self.etp.size, self.num_local]
         plans: list[AllToAllPlan] = []
-        for one, chunk, numbers in zip(
+        for chunk, counts_EPL, numbers in zip(
             sorted_chunks, lanes.unbind(2), copied.tensor(), strict=True
         ):
             to_ranks, from_ranks, lane_rows, rows_L = (p.tolist() for p in numbers.split(sizes))
-            tokens, slot_S = one.rows(sum(to_ranks))
-            key_N = torch.repeat_interleave(key, chunk.flatten(), output_size=sum(lane_rows))
+            tokens, slot_S = chunk.rows(sum(to_ranks))
+            key_N = torch.repeat_interleave(key, counts_EPL.flatten(), output_size=sum(lane_rows))
             plans.append(
                 AllToAllPlan(
                     hop=Hop(
@@ -124,7 +125,7 @@ class AllToAllDispatcher(Dispatcher):
                     slot_S=slot_S,
                     lane_rows=lane_rows,
                     by_expert=permutation(torch.argsort(key_N, stable=True)),
-                    counts_LO=chunk.permute(2, 1, 0).reshape(self.num_local, -1),
+                    counts_LO=counts_EPL.permute(2, 1, 0).reshape(self.num_local, -1),
                     rows_L=rows_L,
                 )
             )

@@ -41,11 +41,12 @@ def exchange_in_chunks(
     num_chunks: int,
     defers: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """An :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks, that pauses twice.
-    `defers`: weight gradients are computed after the gradients of tokens have been sent."""
+    """An :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks of tokens, with a pause
+    after dispatches have started and after combines have. `defers`: weight gradients are computed
+    after the gradients of tokens have been sent."""
     sizes = shard_sizes(len(tokens[0]), num_chunks)
     xs, weights, choices = (part.split(sizes) for part in tokens)
-    # All plans come first, so that their exchanges do not queue.
+    # All plans are made before rows are sent: their exchanges would queue after the rows.
     plans = flow.once(dispatcher.plan_chunks, choices, is_complete=is_complete)
     rows = [flow.start(dispatcher.dispatch, xs[0], weights[0], plans[0])]
     waiting = [
@@ -82,7 +83,7 @@ SLOT_BYTES = 1 << 28
 def set_experts(
     model: Transformer, plan: Plan, mesh: Mesh, *, dtype: torch.dtype, tokens_per_rank: int
 ) -> list[str]:
-    """Give every MoE layer its dispatcher, chunks and memory bound; returns what `auto` decided."""
+    """Set dispatcher, chunks and memory bound of every MoE layer; returns lines on decisions."""
     config, notes = model.config, []
     if not config.num_moe_layers:
         return notes
@@ -120,8 +121,8 @@ def set_experts(
 def tested_dispatcher(
     config: ModelConfig, plan: Plan, mesh: Mesh, *, dtype: torch.dtype, tokens_per_rank: int
 ) -> tuple[Dispatcher, list[str]]:
-    """The dispatcher of `plan`, self-tested, and a line with the decision of `auto`; every rank of
-    the mesh calls this at the same point."""
+    """The dispatcher of `plan`, self-tested, and under `auto` a line with the decision; every rank
+    of the mesh calls this at the same point."""
     name, notes = plan.dispatcher, list[str]()
     if name == "auto":
         name, note = choose_dispatcher(config, plan, mesh, dtype, tokens_per_rank)
@@ -151,11 +152,12 @@ def make_dispatcher(
     ep, etp, row = mesh["ep"], mesh["etp"], DISPATCHERS[name]
     exact = plan.combine == "exact"
     if mesh["ep_etp"].size == 1:
-        alone = AllToAllDispatcher(ep, etp, config.num_experts)
-        return Exact(alone, ep, etp) if exact else LocalDispatcher(config.num_experts)
-    made = resolve_name(row.make)(DispatcherSite(config, plan, mesh, tokens_per_rank))
+        if not exact:
+            return LocalDispatcher(config.num_experts)
+        return Exact(AllToAllDispatcher(ep, etp, config.num_experts), ep, etp)
+    dispatcher = resolve_name(row.make)(DispatcherSite(config, plan, mesh, tokens_per_rank))
     assert row.sums_exactly or not exact, f"{name} sums results per rank before they return"
-    return Exact(made, ep, etp) if exact else made
+    return Exact(dispatcher, ep, etp) if exact else dispatcher
 
 
 def choose_dispatcher(

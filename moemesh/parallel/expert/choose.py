@@ -2,9 +2,9 @@
 
 Rows that a rank sends in one direction under uniform routing, and rows that it copies, are those of
 :mod:`moemesh.sharding.dispatchers`. MoE layers are timed as dispatch and combine, forward and
-backward: four directions. The copy from received rows into the experts is the same for all and left
-out. Costs of a link and of a copied byte are measured on the real groups, once, at start, by all
-ranks at a time, since ranks of one machine share its memory and cores.
+backward: four directions. The copy from received rows into the experts is equal for all dispatchers
+and left out. Costs of a link and of a copied byte are measured on the real groups, once, at start,
+by all ranks at a time, since ranks of one machine share its memory and cores.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moemesh.sharding.dispatchers import TWO_HOP_SHARE, RowsMoved, rows_moved
 PROBE_BYTES = 1 << 19
 COPY_BYTES = 1 << 22
 PROBE_ROUNDS = 7
-#: Exchanges in a row: ranks that share cores start late, the first of them more than the rest.
+#: Exchanges of one timed round: the first one waits for ranks that start late.
 PROBE_REPEATS = 4
 
 
@@ -44,8 +44,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
-    """Everything about an MoE layer that a prediction needs; `row_bytes` of one dispatched row,
-    `result_bytes` of one combined row, `capacity` the fixed slots per pair of ranks (0: excludes
+    """Sizes of a MoE layer for a prediction. `tokens` of a rank; `row_bytes` of one dispatched row,
+    `result_bytes` of one combined row; `capacity`: fixed slots per pair of ranks (0: excludes
     dispatchers with slots)."""
 
     tokens: int
@@ -76,26 +76,26 @@ def predict_seconds(
     """Seconds of one layer's exchanges (dispatch and combine, forward and backward), by name."""
     ranks, per_node = site.ranks, site.ranks_per_node
     nodes = ranks // per_node
-    #: Shares of a rank's rows that go to others in its node, and to other nodes, by axis.
+    # Shares of a rank's rows that go to others in its node, and to other nodes, by axis.
     both = (per_node - 1) / ranks, (ranks - per_node) / ranks
     shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((per_node - 1) / per_node, 0.0)}
     seconds: dict[str, float] = {}
     for name, moved in site.rows.items():
-        # Back and forth twice; coded rows only to the experts in the forward.
+        # Two directions in forward and backward; only the forward's dispatch is coded.
         per_row = site.row_bytes + 3 * site.result_bytes
         exchanges = 4 + moved.small_exchanges
         seconds[name] = 0.0
-        for link, place, is_used in ((inside, 0, per_node > 1), (across, 1, nodes > 1)):
-            rows = sum(rows * shares.get(axis, both)[place] for axis, rows in moved.by_axis.items())
+        for link, part, is_used in ((inside, 0, per_node > 1), (across, 1, nodes > 1)):
+            rows = sum(rows * shares.get(axis, both)[part] for axis, rows in moved.by_axis.items())
             seconds[name] += link.seconds(rows * per_row, exchanges if is_used else 0)
-        # The backward copies the same number: sums become copies, and copies sums.
+        # The backward copies as many rows: copies become sums, and sums copies.
         seconds[name] += 2 * moved.copied * site.result_bytes * seconds_per_copied_byte
     return seconds
 
 
 def measure_copying(row_bytes: int, mesh: Mesh) -> float:
-    """Seconds a byte of reordering rows, and of summing two rows at a time: the mean of both. Every
-    rank of the mesh calls: all copy at once, as they do in a layer."""
+    """Seconds a byte, the mean of reordering rows and of summing pairs of rows. Every rank of the
+    mesh calls: all copy at once, as they do in a layer."""
     width, device = max(row_bytes // 4, 1), mesh.device
     num_rows = 2 * max(COPY_BYTES // row_bytes // 2, 1)
     rows = torch.ones(num_rows, width, device=device)
@@ -111,7 +111,7 @@ def measure_copying(row_bytes: int, mesh: Mesh) -> float:
 
 def measure_link(axis: Axis, mesh: Mesh) -> Link:
     """Latency and bandwidth of an all-to-all over `axis`; every rank of the mesh calls. All groups
-    of the axis exchange at a time, as they do in a layer: they may share a link."""
+    of the axis exchange at the same time, as they do in a layer: they may share a link."""
     if axis.size == 1:
         return Link()
 
@@ -133,7 +133,7 @@ def measure_link(axis: Axis, mesh: Mesh) -> Link:
 
 
 def _median(run: Callable[[], None], mesh: Mesh) -> float:
-    """Seconds of `run`, which all ranks of the mesh begin together."""
+    """Median seconds of `run`, which all ranks of the mesh begin together."""
     times = []
     for _ in range(PROBE_ROUNDS):
         barrier(mesh["world"])
@@ -144,7 +144,7 @@ def _median(run: Callable[[], None], mesh: Mesh) -> float:
 
 
 def choose(site: CallSite, mesh: Mesh) -> tuple[str, dict[str, float]]:
-    """The dispatcher predicted to be fastest, and all predictions; rank 0's word on every rank."""
+    """The dispatcher predicted to be fastest, and all predictions, on every rank those of rank 0."""
     inside, across = (measure_link(mesh[name], mesh) for name in ("ep_node", "ep_rail"))
     copying = measure_copying(site.result_bytes, mesh)
     predictions = predict_seconds(site, inside, across, copying)
@@ -153,7 +153,7 @@ def choose(site: CallSite, mesh: Mesh) -> tuple[str, dict[str, float]]:
 
 
 def fastest(predictions: dict[str, float]) -> str:
-    """The fastest dispatcher; one of two hops must win clearly."""
+    """The fastest dispatcher; one of two hops must win by the factor TWO_HOP_SHARE."""
 
     def weighted(name: str) -> float:
         share = TWO_HOP_SHARE if DISPATCHERS[name].is_node_aware else 1.0

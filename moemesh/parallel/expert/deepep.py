@@ -13,7 +13,7 @@ V1 exchanges counts inside the dispatch and nowhere else, so a plan is made comp
 dispatch; both backwards reuse its handle, and a repeated dispatch repeats the exchange. Rows
 come once per rank and not by expert, so they are grouped here, and summed per rank before they
 return. Their order (source rank, then token) is observed, not documented by the kernels: the
-start-up self-test holds them to it. Calls finish before they return; nothing overlaps.
+start-up self-test checks it. Calls finish before they return; nothing overlaps.
 
 **This module has been run against a stand-in for `deep_ep` only**, which follows the contract that
 DeepEP documents (https://github.com/deepseek-ai/DeepEP, `Buffer` of version 1.2), and never on the
@@ -74,8 +74,8 @@ def connect(ep: Axis, hidden: int) -> Any:
 
 
 class _Traffic(NamedTuple):
-    """Rows that this rank sends, and how many of them to itself, for the ledger. As if each row
-    went straight to its rank: rows that V1 forwards inside a node are not visible."""
+    """Entries of the ledger: rows that this rank sends, `num_own` of them to itself. Each row
+    counts as sent straight to its rank: V1 does not report rows that it forwards inside a node."""
 
     axis: Axis
     num_sent: int
@@ -92,7 +92,8 @@ class _Traffic(NamedTuple):
 
 @dataclass(kw_only=True)
 class DeepEPPlan:
-    """Choices and their layout on this rank; `handle` and what follows come with a dispatch."""
+    """Choices and their layout on this rank; `handle`, `experts_NK` and `by_expert` are set by a
+    dispatch."""
 
     num_tokens: int
     experts_TK: Tensor
@@ -155,12 +156,12 @@ class DeepEPDispatcher(Dispatcher):
         return Pending.ready(y_TH[: plan.num_tokens])
 
     def close(self) -> None:
-        """Free the buffer on all ranks: a destructor may wait for peers that are gone."""
+        """Free the buffer on all ranks. A destructor could wait for peers that have exited."""
         self.buffer.destroy()
 
     def release(self, plan: DeepEPPlan) -> None:
-        """Drop the handle and its GPU memory: after a combine without a backward. A backward still
-        to come keeps its own reference."""
+        """Drop the handle and its GPU memory after a combine without a backward. A pending backward
+        has its own reference."""
         plan.handle = plan.experts_NK = plan.by_expert = None
 
 

@@ -18,8 +18,8 @@ _HIDDEN_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The installation: `interface` is V1's if both exist; `missing` lists the requirements that
-    are not met; `versions` are for a report."""
+    """The installation of DeepEP: its `interface` (v1 if both exist), the requirements that are
+    `missing`, and `versions` of packages for a report."""
 
     interface: Literal["v1", "v2"] | None
     missing: tuple[str, ...]
@@ -37,9 +37,9 @@ class Probe:
 
 
 def available() -> Probe:
-    """Look for the package, its interface and the GPU that it requires. Never raises. Imports
-    `deep_ep` only where it is installed. The requirement of V1 between nodes (NVSHMEM with IBGDA)
-    cannot be checked without using it; its version is reported where a package has one."""
+    """Probe the package, its interface and the GPU that it requires. Never raises. Imports
+    `deep_ep` only if it is installed. V1's requirement between nodes, NVSHMEM with IBGDA, cannot be
+    checked without using it: only the version of its package is reported."""
     if importlib.util.find_spec("deep_ep") is None:
         return Probe(interface=None, missing=(f"the package deep_ep ({HOME}); not found",))
     versions = [f"deep_ep {installed_version('deep_ep') or 'of unknown version'}"]
@@ -86,9 +86,7 @@ def obstacles(config: RunConfig) -> list[str]:
             hidden % _HIDDEN_MULTIPLE == 0
         ),
     }
-    broken = [
-        f'plan.dispatcher = "deepep" needs {rule}' for rule, kept in rules.items() if not kept
-    ]
+    broken = [f'plan.dispatcher = "deepep" needs {rule}' for rule, ok in rules.items() if not ok]
     if plan.recompute == "full":
         broken.append("deepep does not dispatch twice in one order, as recompute = full would need")
     return broken if (probe := available()).usable else [str(probe), *broken]

@@ -1,9 +1,9 @@
 """Deterministic combine: outputs return unreduced and are summed in expert order.
 
-Pre-reduced sums depend on which experts share a rank, hence on ep and on the dispatcher. Here all K
-weighted rows of a token return and are added by their owner, in fp32 at least, in ascending expert
-id, and cast once; the backward of dispatch takes the same path. The bits are the same, whatever
-rank computed or forwarded a row.
+Sums on the experts' rank depend on which experts share it, hence on ep and on the dispatcher. With
+this combine all K weighted rows of a token return to its owner, which adds them in ascending expert
+id, in fp32 at least, and casts once; the backward of dispatch does the same. The bits do not depend
+on the ranks that computed or forwarded a row.
 
 Legend: R rows at the experts, ordered by (expert, owner, token); L local experts; O owners, the
 ranks of the ep*etp group; S own (token, slot) rows ordered by expert; T own tokens; H hidden.
@@ -61,15 +61,17 @@ class ExactRows(NamedTuple):
     counts_LO: Tensor
 
     def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
-        """The sums run over all rows of an expert: nothing is deferred or cut into blocks."""
+        """The experts' output. Sums run over all rows of an expert: `options` that defer gradients
+        or cut rows into blocks are ignored."""
         recomputes = options.get("recomputes", False)
         return exact_experts(self.source_NH, self.weights_R, self.counts_LO, experts, recomputes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactPlan:
-    """The wrapped dispatcher's plan, rows per expert and owner, and the way back of all rows: from
-    this rank's experts to their owners, and to this rank's tokens."""
+    """The wrapped dispatcher's plan (`inner`), and the combine: `by_owner` orders rows by lane and
+    owner, `lane_rows` and the splits are sizes of its exchanges, `tokens` maps the S rows that
+    return to this rank's tokens."""
 
     inner: Any
     counts_LO: Tensor
@@ -83,7 +85,7 @@ class ExactPlan:
 
     def combine(self, y_RH: Tensor, caller: str) -> Tensor:
         """Rows in expert order [R, H] -> their sums over own tokens [T, H]."""
-        # by_owner's inverse: the row at each place of the (lane, owner, expert, token) order.
+        # unpermute: rows into the order (lane, owner, expert, token).
         rows = unpermute(y_RH, self.by_owner)
         rows = collectives.reduce_scatter(rows, self.etp, self.lane_rows, caller=caller)
         own_SH = collectives.all_to_all(
@@ -102,8 +104,8 @@ class Exact(Dispatcher):
     def plan(self, experts_TK: Tensor) -> ExactPlan:
         inner = self.inner.plan(experts_TK)
         counts_LO = self.inner.rows_per_owner(inner)
-        # The way back, from what both sides know: own choices, and rows per local expert and
-        # owner = (ep index) * ETP + (etp index).
+        # Both sides derive sizes without an exchange: from own choices, and from rows per local
+        # expert and owner = (ep index) * ETP + (etp index).
         ep, etp, (num_local, num_owners) = self.ep, self.etp, counts_LO.shape
         owner = torch.arange(num_owners, device=counts_LO.device).expand(num_local, -1)
         expert = torch.arange(num_local, device=counts_LO.device)[:, None]
@@ -126,13 +128,13 @@ class Exact(Dispatcher):
             lane_rows=[sum(rows_O[lane :: etp.size]) for lane in range(etp.size)],
             input_splits=rows_O[etp.index :: etp.size],
             output_splits=sent,
-            # Bags in ascending row order are bags in ascending expert id.
+            # Rows are by expert: the rows of a token are added in ascending expert id.
             tokens=map_from_sources(own.source_R, len(experts_TK)),
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: ExactPlan) -> Pending[ExactRows]:
-        # Rows travel without gradient: copies made on the way would sum theirs in another order.
-        # A weight has one row, so its gradient is exact on any way.
+        # Rows are sent without gradient: the backward of the exchange would sum the gradients of
+        # copies in another order. A weight has one row: there is nothing to sum.
         rows = self.inner.dispatch(x_TH.detach(), weights_TK, plan.inner).wait()
         travelled_RH = gather_rows(rows.source_NH, rows.map)
 

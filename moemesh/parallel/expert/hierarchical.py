@@ -122,7 +122,7 @@ class WorkerThread:
                 future.set_exception(error)
             with self._lock:
                 self._num_long -= is_long
-            del task, future  # nor the rows that they hold, while nothing is to do
+            del task, future  # frees the rows that they hold, before the thread waits
 
 
 class Splits(NamedTuple):
@@ -145,8 +145,12 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Relay:
-    """`sent` maps the S rows to tokens, `forwarded` the rows sent on to the G that crossed; `own`
-    and `onward` are the two parts of the hop over `node`. Of own tokens `num_staying` visit it."""
+    """Both hops of one exchange.
+
+    `sent` maps the S rows of this rank to its tokens. `across` splits those that cross over `rail`
+    and `own` those that stay in the node. `forwarded` maps the rows sent on inside the node to the
+    G that crossed, and `onward` splits them. `num_staying`: own tokens that visit this node.
+    """
 
     rail: Axis
     node: Axis
@@ -194,7 +198,8 @@ class Relay:
             def cross() -> Work | None:
                 return exchange_start(away, came_GH, self.rail, *self.across, tag=tag)
 
-            # Not beside others: chunks would share the link, and the first come as late as all.
+            # Chunks that cross at the same time share the link, and the first arrives as late as
+            # the last: while another one crosses, this one waits for its turn in the worker.
             crossing = cross() if self.worker.is_idle else None
 
             def carry_on() -> Work | None:
@@ -224,8 +229,8 @@ class Relay:
         by_expert: RowMap | None = None,
         num_near: int = 0,
     ) -> Callable[[], Tensor]:
-        """Start N, or with `by_expert` R, summed -> T; what it returns waits for the sums. The
-        transpose of :meth:`send`. `num_near`: how many of the R rows are of tokens of this node."""
+        """Start N (with `by_expert` R) -> T, summed; returns the wait. Transpose of :meth:`send`.
+        The first `num_near` of the R rows are of tokens of this node."""
         y = y.contiguous()
         row_bytes = y.shape[1] * y.element_size()
         tickets = self.record(row_bytes, phase, caller, is_combine=True)
@@ -234,7 +239,7 @@ class Relay:
         tag = self.worker.tag()
 
         def summed(received: range, copies: Callable[[RowMap], range]) -> Tensor:
-            """The rows `received`, and `copies`, the places of their rows by expert."""
+            """The rows `received` [rows, H]: given, or summed from their `copies` by expert."""
             if by_expert is None:
                 return y[received.start : received.stop]
             return sum_rows_between(y, by_expert, received, copies(by_expert))
@@ -281,9 +286,10 @@ def _wait_for_both(
 
 
 class RelayCounts(NamedTuple):
-    """All sizes of one exchange that the host has to know: rows over the rail and inside the node
-    (as in :class:`Relay`), pairs of a row and a local expert among the rows of this node's tokens,
-    and of each lane (rank of the etp axis) the rows and all such pairs."""
+    """Sizes of one exchange that the host has to know. `across`, `own`, `onward`: rows over the
+    rail and inside the node, as in :class:`Relay`. `near_pairs`: pairs of a row and a local expert,
+    for tokens of this node. `lane_rows`, `lane_pairs`: rows and all pairs of each lane (rank of the
+    etp axis)."""
 
     across: Splits
     own: Splits
@@ -367,17 +373,16 @@ class HierarchicalDispatcher(Dispatcher):
         tensors: list[Tensor] = []
         num_ranks = rail.size * node.size
         for experts_TK in chunks:
-            # Of the tokens of a chunk those that go to each node, then tokens and pairs of each
-            # rank.
+            # Columns: tokens that go to each node, then tokens and pairs of each rank in it.
             visits_TRN = _visits(experts_TK, num_local, num_ranks).view(-1, rail.size, node.size)
             sent_R1 = visits_TRN.any(2).sum(0)[:, None]
             pairs_E = count_ids(experts_TK.reshape(-1), num_local * num_ranks)
             pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
             tensors.append(torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1))
-        told_RC = torch.stack(tensors, dim=1)
-        sent_RC = told_RC[:, :, 0]
-        told_RC = collectives.exchange_counts(told_RC, rail, caller="moe.counts")
-        received_RC, (visits_RCN, pairs_RCN) = told_RC[:, :, 0], _unpacked(told_RC[:, :, 1:])
+        counts_RC = torch.stack(tensors, dim=1)
+        sent_RC = counts_RC[:, :, 0]
+        counts_RC = collectives.exchange_counts(counts_RC, rail, caller="moe.counts")
+        received_RC, (visits_RCN, pairs_RCN) = counts_RC[:, :, 0], _unpacked(counts_RC[:, :, 1:])
         own_NC, near_NC = visits_RCN[rail.index].t(), pairs_RCN[rail.index].t()
         onward_NC, far_NC = visits_RCN.sum(0).t() - own_NC, pairs_RCN.sum(0).t() - near_NC
         packed = torch.stack([_packed(own_NC, onward_NC), _packed(near_NC, far_NC)], dim=2)
@@ -387,12 +392,12 @@ class HierarchicalDispatcher(Dispatcher):
         lanes = collectives.all_gather(lane[None], self.etp, caller="moe.counts")
         hops = (sent_RC, received_RC, own_NC, own_in, onward_NC, onward_in)
         parts = (*hops, near.sum(0, keepdim=True), *lanes.unbind(1))
-        found: list[RelayCounts] = []
-        for row in HostCopy(torch.cat(parts).t()).tensor():
+        counts: list[RelayCounts] = []
+        for row in HostCopy(torch.cat(parts).t()).tensor():  # one row a chunk
             numbers: list[list[int]] = [part.tolist() for part in row.split([*map(len, parts)])]
-            across, own, onward = (Splits(*numbers[place : place + 2]) for place in (0, 2, 4))
-            found.append(RelayCounts(across, own, onward, numbers[6][0], *numbers[7:]))
-        return found
+            across, own, onward = (Splits(*numbers[first : first + 2]) for first in (0, 2, 4))
+            counts.append(RelayCounts(across, own, onward, numbers[6][0], *numbers[7:]))
+        return counts
 
     def _plan_relay(self, experts_TK: Tensor, counts: RelayCounts) -> tuple[Relay, Tensor]:
         """The relay that brings each token to the ranks of its experts, and the ids of its rows.
@@ -409,7 +414,7 @@ class HierarchicalDispatcher(Dispatcher):
         tokens = _rows_by_part(visits_TR, sum(across.sent))[1]  # by node, then by token
         ids_M = collectives.all_to_all(ids[tokens], rail, *across, caller="moe.counts")
         ids_M = _local(ids_M, rail.index, num_local * node.size)
-        # Tokens of this rank are a block among them.
+        # This rank's own tokens are one block of the M rows.
         first, num_staying = sum(across.received[: rail.index]), across.received[rail.index]
         is_own_M = torch.zeros(len(ids_M), dtype=torch.bool, device=ids_M.device)
         is_own_M[first : first + num_staying] = True
@@ -425,6 +430,7 @@ class HierarchicalDispatcher(Dispatcher):
         sizes = [size for pair in zip(own.received, onward.received, strict=True) for size in pair]
         blocks = received.split(sizes)
         ids_N = torch.cat([*blocks[::2], *blocks[1::2]])
+        # Own tokens that visit this node do not cross the rail.
         stay = sum(across.sent[: rail.index])
         staying = tokens[stay : stay + num_staying]
         tokens = torch.cat([tokens[:stay], tokens[stay + num_staying :]])
@@ -493,7 +499,8 @@ def _visits(experts: Tensor, experts_per_part: int, num_parts: int) -> Tensor:
 
 
 def _local(ids: Tensor, index: int, experts_per_part: int) -> Tensor:
-    """Experts counted from the first of part `index`, -1 where they are in another."""
+    """`ids` (experts, then the owner, [rows, K + 1]) with experts counted from the first of part
+    `index`, -1 for those of other parts."""
     local = ids[:, :-1] - index * experts_per_part
     local = local.masked_fill((local < 0) | (local >= experts_per_part), -1)
     return torch.cat([local, ids[:, -1:]], dim=1)

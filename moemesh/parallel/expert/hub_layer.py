@@ -59,13 +59,13 @@ def use_experts(
     *,
     gradients: Literal["mean", "sum"] = "mean",
 ) -> None:
-    """Let moemesh compute the experts of `model`, a model of transformers 5, in its place: each
-    rank of `group` keeps its share of every stack of experts.
+    """Change the experts of `model`, a model of transformers 5, in place: moemesh computes them,
+    and each rank of `group` keeps its share of every stack.
 
     `group`, `dispatcher` and `gradients` are those of :class:`MoELayer`; gradients are reduced over
     replicas (a DeviceMesh of two dimensions) in the backward. All ranks call, with equal models,
-    before the model is wrapped. Without a model the name ``experts_implementation="moemesh"`` of
-    ``from_pretrained`` is registered, and no more.
+    before the model is wrapped. Without a model the call only registers the name
+    ``experts_implementation="moemesh"`` for ``from_pretrained``.
 
     Raises LayerError for a model without experts of transformers' interface, in a wrapper, with
     experts that are spread or sharded already, or with a number of experts that the ranks of the
@@ -81,7 +81,7 @@ def use_experts(
     check_choice("dispatcher", dispatcher, choices_of(DispatcherName))
     check_choice("gradients", gradients, ("mean", "sum"))
     ranks, replicas = axes_of(group)
-    modules = {name: one for name, one in model.named_modules() if seam.is_experts(one)}
+    modules = {name: module for name, module in model.named_modules() if seam.is_experts(module)}
     if not modules:
         raise LayerError(
             f"{type(model).__name__} has no experts that pass through the interface of "
@@ -104,6 +104,7 @@ def use_experts(
 
 
 def _check(name: str, module: Any, size: int) -> None:
+    """Raise LayerError unless the experts `module` can be spread over `size` ranks."""
     check_divides(module.num_experts, size)
     if isinstance(module, Spread) or "exchange" in module.__dict__:
         raise LayerError(f"{name}: moemesh computes these experts already")
@@ -135,7 +136,7 @@ class _SpreadModule(Spread):
 
 @torch.no_grad()
 def _spread(module: nn.Module, ranks: Axis) -> None:
-    """Keep the experts of this rank, in a class that knows of the others."""
+    """Keep the experts of this rank, and add :class:`_SpreadModule` to the class of `module`."""
     kind = type(module)
     module.__class__ = type(f"Spread{kind.__name__}", (_SpreadModule, kind), {})
     assert isinstance(module, Spread)
@@ -158,7 +159,7 @@ def _spread(module: nn.Module, ranks: Axis) -> None:
 
 
 def _refuse_other_code(module: Any, _: object) -> None:
-    """A hook before forwards: other code would index the experts of all ranks."""
+    """A hook before forwards: other implementations would index the experts of all ranks."""
     if (name := module.config._experts_implementation) != "moemesh":
         raise LayerError(
             f"experts that are spread over ranks cannot be computed by {name}: "
@@ -167,7 +168,7 @@ def _refuse_other_code(module: Any, _: object) -> None:
 
 
 def _refuse_one_rank(*_: object) -> None:
-    """A hook of state dicts: those of `save_pretrained` are of one rank."""
+    """A hook of state dicts: `save_pretrained` would save the experts of one rank."""
     if caller("save_pretrained", "transformers.modeling_utils"):
         raise LayerError(
             "save_pretrained is called by one rank, which has the experts of one rank: on all "
@@ -176,8 +177,8 @@ def _refuse_one_rank(*_: object) -> None:
 
 
 class _Reduction(NamedTuple):
-    """A hook of a parameter's gradient, which is the sum over the ranks of the group: adds those of
-    the replicas, and divides."""
+    """A hook of a parameter's gradient, which is summed over the ranks of the group: divides it,
+    and sums it over the replicas."""
 
     replicas: Axis
     divisor: int
@@ -228,11 +229,11 @@ class _Exchange:
                 self._connect(module, x_TH, experts_TK)
             self._mark(module)
             if torch.is_grad_enabled() and not x_TH.requires_grad:
-                # A backward runs on all ranks or on none, whatever the inputs of this one.
-                is_trained = any(one.requires_grad for one in module.parameters())
+                # All ranks must take part in the exchanges of the backward, as in `MoELayer`.
+                is_trained = any(parameter.requires_grad for parameter in module.parameters())
                 x_TH = x_TH.detach().requires_grad_(is_trained)
         self.moe.counts_E = None
-        # Whole tokens in one sequence: experts read no more of it.
+        # Experts read no sequences: all tokens are one.
         self.moe.context = token_context(x_TH, 1, len(x_TH))
         return self.moe(x_TH, experts_TK, weights_TK)
 
@@ -241,17 +242,18 @@ class _Exchange:
         refuse_misuse(module, self.ranks.size, self.reduction.replicas.size)
         connection = Connection.over(self.ranks, x_TH.device)
         (_, hidden), slots = x_TH.shape, experts_TK.shape[1]
-        mine = {"call": f"{self.plan} {hidden} {slots} {x_TH.dtype}", "tokens": len(x_TH)}
-        everyone = gather_json(mine, connection.mesh.control)
-        for rank, other in enumerate(everyone):
-            if other["call"] != everyone[0]["call"]:
+        state = {"call": f"{self.plan} {hidden} {slots} {x_TH.dtype}", "tokens": len(x_TH)}
+        states = gather_json(state, connection.mesh.control)
+        for rank, rank_state in enumerate(states):
+            if rank_state["call"] != states[0]["call"]:
                 raise LayerError(f"ranks 0 and {rank} of the group have different models or dtypes")
-        tokens = max(1, *(one["tokens"] for one in everyone))
+        tokens = max(1, *(rank_state["tokens"] for rank_state in states))
         config = model_config(hidden, 1, module.num_experts, slots, {})
         self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
         self._connection = connection
 
     def _mark(self, module: Spread) -> None:
+        """Add the hooks of gradients to parameters that have none."""
         module.mark_gradients()
         for parameter in module.parameters():
             hooks = (parameter._backward_hooks or {}).values()

@@ -1,4 +1,4 @@
-"""The kernel of a run's experts: tried and measured on the device when the run starts.
+"""The kernel of a run's experts: checked and timed on the device when the run starts.
 
 Legend: T tokens, K slots per token, E local experts, F expert width, H hidden.
 """
@@ -22,24 +22,25 @@ from moemesh.ops.expert_weights import ExpertWeights
 
 #: Name of our own operations in ``train.experts``.
 PLAIN_PATH = "grouped_mm"
-#: Largest difference of a kernel from them, relative to the largest number: roundings of bfloat16.
+#: Largest difference of a kernel from these, relative to the largest number: bfloat16 rounding.
 TOLERANCE = 0.03
-#: Calls before the first that counts (kernels compile and tune themselves), and calls that count.
+#: Untimed calls (kernels compile and tune themselves in these), and timed calls.
 WARM_UP, ROUNDS = 2, 5
 
 
 def set_kernel(
     model: Transformer, wanted: str, mesh: Mesh, *, tokens_per_rank: int, defers: bool
 ) -> list[str]:
-    """Give all experts the kernel `wanted` (``train.experts``), on every rank or on none; returns a
-    line on the choice. All ranks call. `defers`: the schedule defers weight gradients."""
+    """Set the kernel `wanted` (``train.experts``) of all experts, on every rank or on none; returns
+    a line on the choice. All ranks call. `defers`: the schedule defers weight gradients."""
     is_measured = mesh.device.type == "cuda" and bool(model.config.routed_layers)
     if wanted == PLAIN_PATH or (wanted == "auto" and not is_measured):
         return []
     layers = [moe.experts for moe in model.moe_layers().values()]
     num_slots = model.config.experts_per_token
     if not all(isinstance(moe.dispatcher, LocalDispatcher) for moe in model.moe_layers().values()):
-        tokens_per_rank, num_slots = tokens_per_rank * num_slots, 1  # rows are tokens then
+        # After an exchange a row has one expert.
+        tokens_per_rank, num_slots = tokens_per_rank * num_slots, 1
     seconds, reasons, kernels = dict[str, float](), dict[str, str](), dict[str, ExpertKernel]()
     for name in KERNELS if wanted == "auto" else [wanted]:
         package = KERNELS[name]
@@ -57,7 +58,7 @@ def set_kernel(
                 kernels[name] = kernel = package.load()
                 seconds[name] = checked_seconds(kernel, inputs)
             except Exception as error:
-                # Whatever a package of another version raises: the plain path computes the same.
+                # Other versions of a package raise anything: the plain path computes the same.
                 line = next(iter(str(error).splitlines()), "")
                 reasons[name] = f"{package.package} {package.version}: {line or repr(error)}"
     # A kernel is as fast as on its slowest rank.
@@ -91,8 +92,9 @@ def inputs_of(experts: Experts, num_tokens: int, num_slots: int) -> list[Tensor]
         torch.randn(weight.shape, device=device, dtype=dtype).mul_(weight.shape[-1] ** -0.5)
         for weight in (experts.gate_up, experts.down)
     ]
-    leaves = [one.requires_grad_() for one in (x_TH, weights_TK, *weights)]
-    return [*leaves[:2], places_TK % num_experts, *leaves[2:]]
+    for leaf in (x_TH, weights_TK, *weights):
+        leaf.requires_grad_()
+    return [x_TH, weights_TK, places_TK % num_experts, *weights]
 
 
 def plain_path(
@@ -134,5 +136,5 @@ def measured_seconds(kernel: ExpertKernel, inputs: list[Tensor]) -> float:
 def forward_and_backward(kernel: ExpertKernel, inputs: list[Tensor]) -> list[Tensor]:
     """The output, and the gradients of tokens, router's weights, gate and up, and down."""
     y_TH = kernel(*inputs)
-    leaves = [one for one in inputs if one.requires_grad]
+    leaves = [x for x in inputs if x.requires_grad]
     return [y_TH.detach(), *torch.autograd.grad(y_TH, leaves, torch.ones_like(y_TH))]

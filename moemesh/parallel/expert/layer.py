@@ -103,7 +103,7 @@ class Connection:
 
     @classmethod
     def over(cls, ranks: Axis, device: torch.device) -> Connection:
-        """That of another layer of the group, or a new one."""
+        """The connection of all layers on these ranks, built at the first call."""
         if ranks.group is None:
             return cls(Mesh.single(device))
         # The connection keeps the group alive, so no other object has its id.
@@ -221,13 +221,14 @@ def check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
 #: Token ids of different ranks lie this far apart; they key the random numbers of jitter.
 _IDS_PER_RANK = 1 << 40
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-#: (dtype of the experts, dtype of x) that go together without autocast.
+#: (dtype of the experts, shorter dtype of x) accepted without autocast: experts are cast to it.
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
 def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: object) -> None:
-    """A hook of the state dict: in `save_pretrained` the names and tensors are those of the block,
-    which transformers reads. Only the caller shows what the state of a whole model is for."""
+    """A hook of the state dict: for `save_pretrained`, names and tensors become those of the block,
+    which transformers reads. A state dict has no argument for its purpose, so the calling function
+    decides."""
     if layer.origin and caller("save_pretrained", "transformers.modeling_utils"):
         if layer.ranks.size > 1:
             raise LayerError(
@@ -238,10 +239,10 @@ def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: objec
 
 
 def _load_block(layer: MoELayer, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """A hook before a state dict is loaded: it may be that of the block."""
+    """A hook before loading: entries with names and tensors of the block become the layer's."""
     if layer.origin and {prefix + name for name in layer.origin.sources} <= state.keys():
         block = {name: state.pop(prefix + name) for name in layer.origin.sources}
-        state.update({prefix + name: one for name, one in layer.origin.read(block).items()})
+        state.update({prefix + name: tensor for name, tensor in layer.origin.read(block).items()})
 
 
 def refuse_misuse(experts: nn.Module, size: int, replicas: int) -> None:
@@ -292,8 +293,7 @@ class MoELayer(nn.Module):
     the group). With "mean" the mean over the ranks of `loss` is the loss of the scopes; with "sum"
     their sum is, and "sequence" gives the sum over sequences.
 
-    Raises LayerError (a ValueError) for sizes, groups and inputs that cannot be, ConfigError for
-    options.
+    Raises LayerError (a ValueError) for wrong sizes, groups and inputs, ConfigError for options.
     """
 
     @known_keywords
@@ -361,9 +361,9 @@ class MoELayer(nn.Module):
         self.origin: TransformersBlock | None = None
         self._block = (block,)
         self._connection: Connection | None = None
-        #: Tokens of a rank that dispatcher and memory were planned for, at the first forward.
+        #: Tokens of a rank for which dispatcher and memory were planned at the first forward.
         self._num_tokens = 0
-        #: DDP reads this where the layer is the whole model.
+        #: Names that DDP leaves alone: it reads them from the module that it wraps.
         self._ddp_params_and_buffers_to_ignore = list(expert_parameters(self))
         if dtype is not None:
             self.to(dtype)
@@ -385,22 +385,21 @@ class MoELayer(nn.Module):
         **options: Any,
     ) -> MoELayer:
         """A layer in the place of a MoE block of transformers 5 (``Qwen3MoeSparseMoeBlock``, ...),
-        with copies of its tensors: of their dtypes, on their devices, trained where they are.
+        with copies of its tensors: same dtypes, devices and ``requires_grad``.
 
         It returns what the block does: y [B, S, H] for x [B, S, H], in gpt-oss a pair with y in
         front. With ``output_router_logits`` the model adds its balancing loss as before. ``counts``
         are those of the last forward. `options` are those of the class that do not change what the
         block computes (``gradients``, ``payload``, ...), and ``router_bias_rate``.
-        Every rank brings the whole block, and keeps experts of its own.
+        Every rank passes the whole block, and keeps its share of the experts.
 
-        Raises LayerError for other modules and options, ConfigError for families that are not
-        known.
+        Raises LayerError for other modules and options, ConfigError for unknown families.
         """
         origin = TransformersBlock(block)
-        config, known = origin.config, RoutingOptions.__annotations__.keys()
-        if wrong := sorted(options.keys() & {*known, "device", "dtype"} - {"router_bias_rate"}):
-            raise LayerError(f"{wrong[0]} follows from the block: leave it out")
-        routing = {name: getattr(config, name) for name in known}
+        config, keys = origin.config, RoutingOptions.__annotations__.keys()
+        if fixed := sorted(options.keys() & {*keys, "device", "dtype"} - {"router_bias_rate"}):
+            raise LayerError(f"{fixed[0]} follows from the block: leave it out")
+        routing = {name: getattr(config, name) for name in keys}
         routing |= {"aux_loss_coefficient": 0.0, **options}
         layer = cls(
             config.hidden_size,
@@ -413,7 +412,7 @@ class MoELayer(nn.Module):
             **{name: value for name, value in routing.items() if value is not None},
         )
         tensors = origin.read(block.state_dict(keep_vars=True))
-        copies = {name: one.detach().contiguous().clone() for name, one in tensors.items()}
+        copies = {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}
         layer.load_state_dict(copies, assign=True)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_(tensors[name].requires_grad)
@@ -422,11 +421,12 @@ class MoELayer(nn.Module):
         layer.register_forward_hook(origin.finish)
         layer.register_state_dict_post_hook(_save_as_block)
         layer.register_load_state_dict_pre_hook(_load_block)
+        # _apply: the copied selection bias becomes float32.
         return layer.train(block.training)._apply(lambda tensor: tensor)
 
     def to_transformers(self) -> dict[str, Tensor]:
-        """The state dict of the block that the layer was made of; all ranks of the group call, as
-        for :meth:`state_dict`. Raises LayerError for a layer that was made of none."""
+        """The state dict of a transformers block with the weights of this layer; all ranks of the
+        group call. Raises LayerError unless :meth:`from_transformers` made the layer."""
         if self.origin is None:
             raise LayerError("the layer was not made by MoELayer.from_transformers")
         return self.origin.stored(full_state_dict(self))
@@ -475,7 +475,8 @@ class MoELayer(nn.Module):
         if self._connection is None:
             self._connect(x, dtype)
         if torch.is_grad_enabled() and not x.requires_grad:
-            # A backward runs on all ranks or on none, whatever the inputs of this one.
+            # All ranks must take part in the exchanges of the backward. Whether it runs depends on
+            # the weights, which train on all ranks or on none, not on the input of this one.
             x = x.detach().requires_grad_(any(p.requires_grad for p in self.parameters()))
         num_tokens = max(self._num_tokens, math.prod(x.shape[:-1]))
         self._block[0].experts.max_rows = rows_at_once(
@@ -487,20 +488,19 @@ class MoELayer(nn.Module):
             x_TH = x.reshape(-1, x.shape[-1]).to(dtype)
             tensors: dict[str, Tensor] = dict(self.named_buffers())
             for name, parameter in self.named_parameters():
-                wanted, prepared = dtype, parameter
+                compute_dtype, weight = dtype, parameter
                 if name.startswith("experts.") and self.gradients == "mean" and self.ranks.size > 1:
-                    prepared = linear_map(
+                    weight = linear_map(
                         parameter, lambda x: x.view_as(x), lambda grad: grad * (1 / self.ranks.size)
                     )
                 if name.startswith("router."):
-                    wanted = torch.promote_types(parameter.dtype, torch.float32)
-                tensors[name] = prepared.to(wanted)
+                    compute_dtype = torch.promote_types(parameter.dtype, torch.float32)
+                tensors[name] = weight.to(compute_dtype)
             has_jitter = self.config.router_jitter > 0 and self.training
-            # The last dim but one are positions, those before it sequences.
             context = token_context(
                 x,
-                math.prod(x.shape[:-2]),
-                x.shape[-2] if x.ndim > 1 else 1,
+                math.prod(x.shape[:-2]),  # sequences
+                x.shape[-2] if x.ndim > 1 else 1,  # positions
                 first_id=self.ranks.index * _IDS_PER_RANK,
                 valid_T=None if valid is None else valid.reshape(-1),
                 # One number of torch's generator, which a checkpointed forward repeats.
@@ -512,21 +512,21 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def update_selection_bias(self, counts: Tensor) -> None:
-        """Balance without a loss, once per optimizer step: `counts` [E], integers or finite
-        floats, are those of this rank's forwards of the step; they are summed over group and
-        replicas, which all call."""
+        """Balance without a loss: update the router's selection bias, once per optimizer step.
+        `counts` [E], integers or finite floats: tokens of each expert in this rank's forwards of
+        the step. They are summed over group and replicas; all of these ranks call."""
         bias_E = self.router.selection_bias
         if bias_E is None:
             raise LayerError("update_selection_bias needs router_selection_bias=True")
-        wanted = f"update_selection_bias needs a tensor of the tokens of {len(bias_E)} experts"
+        needs = f"update_selection_bias needs a tensor of the tokens of {len(bias_E)} experts"
         if not isinstance(counts, Tensor):
-            raise LayerError(f"{wanted}, not the type {type(counts).__name__}")
+            raise LayerError(f"{needs}, not the type {type(counts).__name__}")
         is_number = counts.dtype != torch.bool and not counts.is_complex()
         if not is_number or counts.shape != bias_E.shape:
-            raise LayerError(f"{wanted}, not {counts.dtype} of the shape {list(counts.shape)}")
+            raise LayerError(f"{needs}, not {counts.dtype} of the shape {list(counts.shape)}")
         counts = counts.to(bias_E.device, torch.float64, copy=True)
         if not bool((counts.isfinite() & (counts >= 0)).all()):
-            raise LayerError(f"{wanted}, all finite and not negative: {counts.tolist()}")
+            raise LayerError(f"{needs}, all finite and not negative: {counts.tolist()}")
         for axis in (self.ranks, self.replicas):
             all_reduce_(counts, axis, caller="moe.bias", phase="backward")
         self.router.update_selection_bias(counts)
@@ -539,9 +539,10 @@ class MoELayer(nn.Module):
             self.experts.sync_gradients(self.replicas, self.gradients == "mean")
 
     def _checked_dtype(self, x: Tensor, valid: Tensor | None) -> torch.dtype:
-        hidden, own = self.config.hidden_size, self.experts.gate_up
+        """Dtype of the computation; raises LayerError for inputs that the layer cannot take."""
+        hidden, weight = self.config.hidden_size, self.experts.gate_up
         check_kind("x", x, Tensor)
-        if sharded := [name for name, one in self.named_parameters() if isinstance(one, DTensor)]:
+        if sharded := [name for name, p in self.named_parameters() if isinstance(p, DTensor)]:
             raise LayerError(
                 f"{sharded[0]} is sharded in the forward of the layer: call fully_shard on the "
                 "layer or on a module around it, not on a part of it"
@@ -556,16 +557,17 @@ class MoELayer(nn.Module):
             raise LayerError(
                 f"valid must be bool {list(x.shape[:-1])}, not {valid.dtype} {list(valid.shape)}"
             )
-        if own.device != x.device:
+        if weight.device != x.device:
             raise LayerError(
-                f"x is on {x.device}, the experts are on {own.device}: layer.to({str(x.device)!r})"
+                f"x is on {x.device}, the experts are on {weight.device}: "
+                f"layer.to({str(x.device)!r})"
             )
         if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
             return torch.get_autocast_dtype(x.device.type)
-        if x.dtype == own.dtype or (own.dtype, x.dtype) in _SHORTER:
+        if x.dtype == weight.dtype or (weight.dtype, x.dtype) in _SHORTER:
             return x.dtype
         raise LayerError(
-            f"x is {x.dtype}, the experts are {own.dtype}: x.to({own.dtype}), or "
+            f"x is {x.dtype}, the experts are {weight.dtype}: x.to({weight.dtype}), or "
             f"layer.to({x.dtype if x.is_floating_point() else torch.float32})"
         )
 
@@ -574,14 +576,14 @@ class MoELayer(nn.Module):
         refuse_misuse(self, self.ranks.size, self.replicas.size)
         connection = Connection.over(self.ranks, x.device)
         mesh, block = connection.mesh, self._block[0]
-        # A copy: FSDP2 resizes the memory of the weight, and numpy forbids that for good.
+        # A copy: FSDP2 resizes the memory of the weight, which numpy would forbid from now on.
         weight = self.router.weight.detach().cpu().clone().reshape(-1).view(torch.uint8)
-        mine = {
+        state = {
             "options": f"{self.config} {self.plan} {self.gradients} {dtype} {self.max_tokens}",
             "router": hashlib.blake2b(weight.numpy().tobytes()).hexdigest(),
             "tokens": x.numel() // x.shape[-1],
         }
-        everyone = gather_json(mine, mesh.control)
+        states = gather_json(state, mesh.control)
         for key, words in (
             ("options", "were built or called with different options or dtypes"),
             (
@@ -590,10 +592,12 @@ class MoELayer(nn.Module):
                 "all ranks, load a state dict, or wrap the model in DDP, which broadcasts",
             ),
         ):
-            other = [rank for rank, one in enumerate(everyone) if one[key] != everyone[0][key]]
-            if other:
-                raise LayerError(f"ranks 0 and {other[0]} of the group {words}")
-        tokens = self.max_tokens or max(1, *(one["tokens"] for one in everyone))
+            differing = [
+                rank for rank, rank_state in enumerate(states) if rank_state[key] != states[0][key]
+            ]
+            if differing:
+                raise LayerError(f"ranks 0 and {differing[0]} of the group {words}")
+        tokens = self.max_tokens or max(1, *(rank_state["tokens"] for rank_state in states))
         block.dispatcher = connection.dispatcher(self.config, self.plan, dtype, tokens)
         block.tokens = ShardedTokens(mesh, "world")
         self._num_tokens = tokens

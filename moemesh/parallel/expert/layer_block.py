@@ -1,4 +1,4 @@
-"""The computation of a `MoELayer` on prepared parameters: its output, losses and counts.
+"""The computation of a `MoELayer` on cast parameters: its output, losses and counts.
 
 Legend: T tokens of this rank, H hidden, E experts of all ranks, K choices of a token.
 """
@@ -24,26 +24,26 @@ from moemesh.model.moe import MoE
 from moemesh.ops.permute import count_ids
 from moemesh.parallel.expert.spread import LayerError
 
-# The MoE block of transformers 5 that a `MoELayer` replaces, under the names of folders.
+# The MoE block of transformers 5 that a `MoELayer` replaces; tensors have the names of a folder.
 
 
 class TransformersBlock:
-    """The `config` of the model that a block comes from, and the places of our tensors in it.
-    Raises LayerError for other modules, and for tensors that contradict the configuration, and
-    ConfigError for an unknown family."""
+    """The MoE block that a layer replaces: the `config` of its model, and `tensors`, the pieces of
+    the block's tensors that each of ours is made of. Raises LayerError for other modules and for
+    tensors that contradict the configuration, ConfigError for an unknown family."""
 
     def __init__(self, block: nn.Module) -> None:
         check_kind("block", block, nn.Module)
         name = type(block).__name__
-        given = getattr(getattr(block, "experts", None), "config", None)
-        if given is None:
+        hf_config = getattr(getattr(block, "experts", None), "config", None)
+        if hf_config is None:
             raise LayerError(
                 f"{name} is not a MoE block of transformers 5: no experts with a config"
             )
         if getattr(block, "jitter_noise", 0):
             raise LayerError(f"{name}: a layer has no noise of inputs: set jitter_noise to 0 first")
-        # Positions are not part of a block, whatever their form.
-        values = {key: one for key, one in given.to_dict().items() if not key.startswith("rope_")}
+        # A block has no rotary positions: their keys, which may have a form that we lack, go.
+        values = {k: v for k, v in hf_config.to_dict().items() if not k.startswith("rope_")}
         kind = family_of(values)
         self.config = ModelConfig.model_validate(model_values(values))
         layer = next(filter(self.config.is_moe_layer, range(self.config.num_layers)))
@@ -57,7 +57,7 @@ class TransformersBlock:
             for name, tensor in logical_tensors(self.config, kind, fused=True).items()
             if name.startswith(ours)
         }
-        expected = {p.source: p.stored for one in self.tensors.values() for p in one.pieces}
+        expected = {p.source: p.stored for tensor in self.tensors.values() for p in tensor.pieces}
         shapes_of_block = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
         if wrong := sorted({key for key, _ in expected.items() ^ shapes_of_block.items()}):
             shapes = [
@@ -72,14 +72,15 @@ class TransformersBlock:
         return [piece.source for tensor in self.tensors.values() for piece in tensor.pieces]
 
     def read(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our tensors from the state dict of the block, in its graph."""
+        """Our tensors from the state dict of the block; gradients flow to its tensors."""
 
         def part(name: str, box: Any) -> Tensor:
             return state[name][slices(box)]
 
         with torch.enable_grad():
             return {
-                n: one.read(list(map(range, one.shape)), part) for n, one in self.tensors.items()
+                name: tensor.read(list(map(range, tensor.shape)), part)
+                for name, tensor in self.tensors.items()
             }
 
     def stored(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -91,15 +92,16 @@ class TransformersBlock:
         }
 
     def store_into(self, state: dict[str, Tensor], prefix: str) -> None:
-        """Put the tensors of the block in the place of ours, whose names begin with `prefix`."""
-        own = {name[len(prefix) :]: state.pop(name) for name in [*state] if name.startswith(prefix)}
-        state.update({prefix + name: one for name, one in self.stored(own).items()})
+        """Replace our tensors in `state`, whose names begin with `prefix`, by the block's."""
+        ours = {name: state.pop(name) for name in [*state] if name.startswith(prefix)}
+        stored = self.stored({name.removeprefix(prefix): x for name, x in ours.items()})
+        state.update({prefix + name: x for name, x in stored.items()})
 
     def recorder(self) -> nn.Module:
-        """A module that gets the logits [T, E] of each forward. It is of the family's class of
-        routers, by which transformers finds the outputs for ``output_router_logits``. Its hooks are
-        those of the block's router: transformers adds them at the first forward only.
-        """
+        """A module to be called with the logits [T, E] of each forward. It has the class of the
+        family's router, by which transformers finds the modules to record for
+        ``output_router_logits``, and the hooks of the block's router: transformers adds its own at
+        the first forward only."""
         kind = type(self.router)
         recorder = kind.__new__(kind)
         nn.Module.__init__(recorder)
@@ -140,7 +142,7 @@ class Auxiliary(NamedTuple):
 
 
 class LayerBlock(MoE):
-    """The computation, on parameters that are prepared for it."""
+    """The forward of a :class:`MoELayer`, on parameters in the dtype of the computation."""
 
     def __init__(self, config: ModelConfig, gradients: str, num_ranks: int) -> None:
         super().__init__(config)
@@ -153,7 +155,7 @@ class LayerBlock(MoE):
         routing = self.router(x_TH, context, self.tokens)
         if self.recorder is not None:
             self.recorder(routing.logits_TE)
-        # From this rank's part of the losses, a sum over its scopes, to its loss.
+        # Factor from this rank's part of the losses, a sum over its scopes, to its loss.
         scale: float | Tensor = 1.0
         if self.gradients == "sum" or self.config.aux_loss_scope == "microbatch":
             pass

@@ -1,4 +1,4 @@
-"""Optimizers of spread experts: states of all ranks in the checkpoints of torch, kernels."""
+"""Optimizers of spread experts: hooks for their states in torch's checkpoints, and their checks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
         for kernel in ("fused", "foreach"):
             parameters = group["params"] if group.get(kernel) else ()
-            has_experts = any(isinstance(one.grad, SpreadGradient) for one in parameters)
-            if has_experts and any(isinstance(one, DTensor) for one in parameters):
+            has_experts = any(isinstance(p.grad, SpreadGradient) for p in parameters)
+            if has_experts and any(isinstance(p, DTensor) for p in parameters):
                 raise LayerError(
                     f"{kernel}=True takes no DTensors of FSDP2 beside experts that are spread over "
                     "ranks: a parameter group of their own for "
@@ -44,8 +44,8 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _share(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """For `torch.distributed.checkpoint`, which writes a plain tensor of one rank: each rank's
-    states of experts as its part of those of all ranks."""
+    """Make each rank's states of experts local parts of DTensors for `torch.distributed.checkpoint`,
+    which writes plain tensors from one rank only."""
 
     def shared(experts: Spread, value: Tensor) -> Tensor:
         if len(value) != len(experts.held):
@@ -70,8 +70,8 @@ def _mapped(
     state: Mapping[str, Any],
     change: Callable[[Spread, Tensor], Tensor],
 ) -> dict[str, Any] | None:
-    """`state` with changed tensors of the experts of the model that `function` of torch saves or
-    loads; None where it does not run."""
+    """`state` with `change` applied to the tensors of spread experts, while `function` of torch
+    saves or loads their model; None (no change) outside of it."""
     if (frame := caller(function, _STATE_DICT)) is None:
         return None
     model: nn.Module = frame.f_locals["model"]

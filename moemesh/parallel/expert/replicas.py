@@ -3,10 +3,10 @@
 Homes never move. After routing, all ranks of the ep*etp group share the exact counts and compute
 the identical plan (:mod:`moemesh.balance`): which experts are copied to which spare slots, and how
 many tokens each copy gets. Tokens then travel through an all-to-all dispatcher whose experts are
-the *places* of all ranks: those that each rank is the home of, then its B spare slots.
+the *places* of all ranks: on each rank first the experts whose home it is, then B spare slots.
 
 Legend: T own tokens, K slots per token, E experts, L experts of a rank, B spare slots, P = ep
-ranks, O = ep * etp owners of tokens, S own (token, slot) pairs by expert, W numbers of one expert.
+ranks, O = ep * etp owners of tokens, S own (token, slot) pairs by expert, W weights of an expert.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
@@ -52,21 +52,22 @@ from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
 
 Ints = NDArray[np.int64]
 
-#: Largest product of experts and ranks that is planned in plain Python, in under 0.5 ms.
+#: Largest product of experts and ranks that is planned in plain Python (0.5 ms at most).
 LARGEST_UNCOMPILED = 64
 
-#: Numbers that one replica sends (weights there, gradients back) over numbers that one row sends
-#: (there and back, forward and backward), times H / F: what a shadow costs, in rows.
+#: Traffic of one replica in rows, divided by F: 3 H F weights and 3 H F gradients, over 4 H numbers
+#: of a row (dispatch and combine, forward and backward).
 SHADOW_ROWS = 3 * 2 / 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPlan:
-    """Replicas of one layer and microbatch, and the tokens of each: sufficient for a repetition.
+    """Replicas of one layer and microbatch, and the tokens of each; a recomputed forward uses the
+    same plan.
 
-    `quotas` on all ranks; `inner` the exchange of rows between places; `home` and `spare` the rows
-    of own experts and of replicas here; `sent` own experts to send, `sent_splits` and
-    `received_splits` experts to and from each rank of ep.
+    `quotas`: replicas and tokens of all ranks. `inner`: exchange of rows between places. `home`,
+    `spare`: rows of this rank's own experts and of its replicas. `sent`: own experts to send, by
+    receiver. `sent_splits`, `received_splits`: numbers of experts to and from each rank of ep.
     """
 
     quotas: QuotaPlan
@@ -96,7 +97,7 @@ class ReplicatedRows(NamedTuple):
         home_R, spare_R = self.weights_R.split([self.home.num_rows, self.spare.num_rows])
         own = DispatchedRows(self.source_NH, self.home, home_R, self.counts_L)
         y_RH = own.compute(experts, **options)
-        # After the rows of own experts: weights arrive, and their gradients leave, meanwhile.
+        # Own experts first: meanwhile weights arrive, and in the backward their gradients leave.
         fetched = self.weights.wait()
         if not len(self.counts_S):
             return torch.cat([y_RH, _NoRows.apply(*fetched)])
@@ -106,7 +107,8 @@ class ReplicatedRows(NamedTuple):
 
 
 class _NoRows(torch.autograd.Function):
-    """No replica is here, but the exchange that brought none has a backward to take part in."""
+    """An empty result [0, H] of a rank without replicas, which keeps the exchange of weights in the
+    graph: all ranks must take part in its backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ class ReplicaDispatcher(Dispatcher):
         self._home = np.arange(num_experts, dtype=np.int64) // self.num_local
         #: Tokens that each rank of ep computed (int64 [P]) since the last :func:`take_rank_tokens`.
         self.rank_tokens = np.zeros(self.ep.size, np.int64)
-        #: Seconds spent on deciding: replicas, quotas and the place of each token; no exchange.
+        #: Seconds spent on planning replicas, quotas and places of tokens, without exchanges.
         self.planning_seconds = 0.0
 
     def plan_chunks(
@@ -207,14 +209,15 @@ class ReplicaDispatcher(Dispatcher):
         return plans
 
     def _loops(self) -> AbstractContextManager[None]:
-        """Small plans are made before a compiler has loaded."""
+        """Context of the planner's loops: plain Python for small plans, which end before a compiler
+        has loaded."""
         small = self.num_experts * self.ep.size <= LARGEST_UNCOMPILED
         return plain_loops() if small else nullcontext()
 
     def warm_up(self) -> None:
-        """Load or compile the planner: no step shall wait for it."""
+        """Load or compile the planner, so that the first step does not wait for it."""
         counts = np.ones((self.ep.size, self.num_experts), np.int64)
-        counts[:, 0] = self.num_experts  # not even: there is something to plan
+        counts[:, 0] = self.num_experts  # an uneven load, so that replicas are planned
         with self._loops():
             assign_tokens(self._quotas(counts), counts)
 
@@ -293,10 +296,10 @@ def in_fetched_order(quotas: QuotaPlan) -> QuotaPlan:
 def own_places(
     quotas: QuotaPlan, counts: Ints, rank: int, lane: int, *, ranks_per_node: int = 1
 ) -> Ints:
-    """The place (numbered as in `QuotaPlan.place_rank`) of each of the tokens of one owner, by
-    expert and then in their own order: int64, as many as ``counts[rank, lane]`` adds up to.
+    """Place of each (token, slot) pair of one owner, int64 [S], numbered as in
+    `QuotaPlan.place_rank`; pairs are by expert, then by token.
 
-    `counts` [P, etp, E]. A rank's tokens of an expert are cut into runs, one a place; its lanes
+    `counts` [P, etp, E]. A rank's pairs of an expert are cut into runs, one a place; its lanes
     share them in order.
     """
     sent = assign_tokens(quotas, counts.sum(axis=1), ranks_per_node=ranks_per_node)[rank]
@@ -313,7 +316,8 @@ def own_places(
 
 
 class _Pack(torch.autograd.Function):
-    """Chosen experts as rows [chosen, W]; backward: all gradients of an expert are added up."""
+    """Weights of `chosen` experts as rows [chosen, W]; an expert may occur several times. Backward:
+    its gradients are added up."""
 
     @staticmethod
     def forward(ctx: Any, chosen: list[int], *weights: Tensor) -> Tensor:
@@ -340,7 +344,7 @@ class _Pack(torch.autograd.Function):
 
 
 def replicated(model: Transformer) -> list[MoE]:
-    """The MoE layers held here whose experts may have replicas."""
+    """MoE layers of this rank whose experts may have replicas."""
     return [m for m in model.moe_layers().values() if isinstance(m.dispatcher, ReplicaDispatcher)]
 
 
@@ -351,7 +355,7 @@ def take_rank_tokens(model: Transformer, mesh: Mesh) -> Tensor:
     tokens = torch.zeros(len(layers), mesh["ep"].size, dtype=torch.int64)
     for layer, moe in model.moe_layers().items():
         if isinstance(moe.dispatcher, ReplicaDispatcher):
-            # The ranks of one ep*etp group have all counted the same tokens.
+            # All ranks of an ep*etp group count the same tokens: one of them adds them.
             if mesh["ep_etp"].index == 0:
                 tokens[layers.index(layer)] = torch.from_numpy(moe.dispatcher.rank_tokens)
             moe.dispatcher.rank_tokens = np.zeros_like(moe.dispatcher.rank_tokens)

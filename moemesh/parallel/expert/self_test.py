@@ -8,8 +8,8 @@ bfloat16, a row of them survives 8-bit coding, and equality is the only toleranc
 with one empty rank, some slots are -1; routings are spread out, all to the same experts (buffers of
 fixed size overflow), and none at all; each plan is used twice.
 
-It runs on the real groups and costs a handful of small exchanges. Why at all: a broken exchange
-still trains, only worse, and the more so the larger ep is.
+It runs on the real groups and costs a few small exchanges. Without it, a run with a broken exchange
+would train, only worse, and the more so the larger ep is.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def self_test(
     tested = copy.copy(dispatcher)
 
     def work() -> str | None:
-        """The first difference on this rank. All collectives run, whatever is found."""
+        """The first difference on this rank. All collectives run, even after a difference."""
         reference = AllToAllDispatcher(mesh["ep"], mesh["etp"], num_experts)
-        found: list[str] = []
+        differences: list[str] = []
         with mesh.ledger.paused():
             for case in _cases(mesh["ep_etp"], num_experts, experts_per_token, hidden, dtype):
                 expected = _use(reference, reference.plan(case.experts_TK), case, mesh["etp"])
@@ -69,14 +69,15 @@ def self_test(
                 for use in ("", ", repeated from the saved plan"):
                     seen = _use(tested, plan, case, mesh["etp"])
                     if difference := _compare(seen, expected, case):
-                        found.append(f"{difference} ({case.name}{use})")
-        return found[0] if found else None
+                        differences.append(f"{difference} ({case.name}{use})")
+        return differences[0] if differences else None
 
     outcomes = run_with_consensus(work, mesh, name="self_test", timeout_seconds=timeout_seconds)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.problem]
     if not failed:
         return
-    # Of ranks that failed by themselves, one that stopped half-way explains the others.
+    # Named is a rank that failed by itself, before one that failed because another did; of the
+    # former, one that raised: its absence may explain the differences of others.
     first = min(failed, key=lambda r: (outcomes[r].followed, not outcomes[r].raised, r))
     others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     raise DispatcherError(
@@ -96,7 +97,7 @@ class _Case(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Everything that one use of a plan shows from outside."""
+    """Observable results of one use of a plan."""
 
     counts_L: Tensor
     rows_RH: Tensor
@@ -158,7 +159,7 @@ def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
 
 
 def _compare(seen: _Seen, reference: _Seen, case: _Case) -> str | None:
-    """The first check that fails, in words."""
+    """A description of the first check that fails."""
     valid_TK = case.experts_TK >= 0
     num_valid_T1 = valid_TK.sum(1, keepdim=True).to(case.x_TH.dtype)
     inner_T1 = (case.x_TH.float() * case.grad_TH.float()).sum(1, keepdim=True)

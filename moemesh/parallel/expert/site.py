@@ -1,4 +1,4 @@
-"""The place of a dispatcher in a run: what each one is made from, and how its rows are coded."""
+"""Arguments from which dispatchers are built, and the codec of their rows."""
 
 from __future__ import annotations
 

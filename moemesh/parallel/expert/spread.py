@@ -47,7 +47,7 @@ class Spread(nn.Module):
     num_experts: int
 
     def share_state(self) -> None:
-        """Entries of state dicts become those of all ranks."""
+        """Add hooks, with which state dicts have DTensors of the experts of all ranks."""
         self.register_state_dict_post_hook(_share)
         self.register_load_state_dict_pre_hook(_take_own)
         # FSDP passes over modules that torch's composable `replicate` manages.
@@ -59,7 +59,7 @@ class Spread(nn.Module):
         return shard_range(self.num_experts, self.ranks.size, self.ranks.index)
 
     def mark_gradients(self) -> None:
-        """Make every gradient a :class:`SpreadGradient`, when a backward has computed it."""
+        """Add hooks that make every accumulated gradient a :class:`SpreadGradient`."""
         for parameter in self.parameters():
             hooks = (parameter._post_accumulate_grad_hooks or {}).values()
             is_marked = any(isinstance(hook, _Mark) for hook in hooks)
@@ -68,7 +68,7 @@ class Spread(nn.Module):
 
     @torch.no_grad()
     def sync_gradients(self, replicas: Axis, mean: bool) -> None:
-        """Sum the gradients over other holders of the same experts, or take their mean."""
+        """Sum the gradients over `replicas`, the holders of the same experts, or take the mean."""
         for parameter in self.parameters():
             if parameter.requires_grad and replicas.size > 1:
                 if parameter.grad is None:
@@ -82,7 +82,7 @@ class Spread(nn.Module):
 
 
 class SpreadExperts(Spread, Experts):
-    """Experts of ours that are spread."""
+    """Our own :class:`Experts`, of which each rank holds an equal share."""
 
     def __init__(self, config: ModelConfig, ranks: Axis) -> None:
         Experts.__init__(
@@ -124,10 +124,10 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class SpreadGradient(Tensor):
     """A gradient of the experts of this rank, whose norm is that of the experts of all ranks.
 
-    Every rank of the group therefore takes it at the same point, as with
+    The norm is a collective: every rank of the group takes it at the same point, as with
     `torch.nn.utils.clip_grad_norm_`. `GradScaler` skips a step on all ranks when one has a gradient
     that is not finite. Results of the same shape (``clone``, ``float``, ``grad / 2``) are of this
-    class as well. So are norms, without `ranks`: `torch.stack` accepts them beside DTensors.
+    class as well. So are norms, with `ranks` None: `torch.stack` accepts them beside DTensors.
     """
 
     ranks: Axis | None
@@ -142,7 +142,7 @@ class SpreadGradient(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        places = [at for at, one in enumerate(tensors) if getattr(one, "ranks", None) is not None]
+        spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.stack:
                 whole = [
@@ -154,13 +154,13 @@ class SpreadGradient(Tensor):
                 results = [
                     torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in tensors
                 ]
-                for at in places:
-                    results[at] = _norm_of_all(results[at], tensors[at].ranks, args, kwargs)
+                for i in spread:
+                    results[i] = _norm_of_all(results[i], tensors[i].ranks, args, kwargs)
                 return results
             result = func(*args, **kwargs)
-            if not places:
+            if not spread:
                 return result
-            ranks, shape = tensors[places[0]].ranks, tensors[places[0]].shape
+            ranks, shape = tensors[spread[0]].ranks, tensors[spread[0]].shape
             if func in (torch.linalg.vector_norm, torch.norm, Tensor.norm) and result.ndim == 0:
                 return _norm_of_all(result, ranks, args, kwargs)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
@@ -179,7 +179,7 @@ class SpreadGradient(Tensor):
 def _norm_of_all(
     norm: Tensor, ranks: Axis, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """The norm over all ranks, equal to the bit on each, from the norm of this rank."""
+    """The norm over all ranks, with equal bits on each, from the norm of this rank."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     norms = transfers.all_gather(norm.view(1), ranks, phase="backward", caller="moe.norm")
     whole = torch.linalg.vector_norm(norms, 2 if order in (None, "fro") else order)
@@ -187,7 +187,7 @@ def _norm_of_all(
 
 
 class _Mark(NamedTuple):
-    """A hook of a parameter, after its gradient has been accumulated."""
+    """A post-accumulate hook of a parameter: its gradient becomes a :class:`SpreadGradient`."""
 
     ranks: Axis
 
@@ -205,17 +205,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of `model` with the experts of all ranks, and tensors in place of DTensors, as
-    one process would have it. All ranks call it; then one of them may save."""
+    """The state dict of `model` on one process: with the experts of all ranks, and tensors in place
+    of DTensors. All ranks call it; then one of them may save."""
     check_kind("model", model, nn.Module)
     state = model.state_dict()
     return {key: x.full_tensor() if isinstance(x, DTensor) else x for key, x in state.items()}
 
 
 class ExpertShare(DTensor):
-    """An entry of a state dict: experts of all ranks, of which this rank holds its own.
-    `torch.distributed.checkpoint` and :func:`moemesh.save_checkpoint` write those of all ranks. A
-    file of one rank would lack the experts of the others: serialization raises LayerError."""
+    """An entry of a state dict: a DTensor of the experts of all ranks, sharded by rank.
+    `torch.distributed.checkpoint` and :func:`moemesh.save_checkpoint` write all shards. Other
+    serialization, which would write the shard of one rank, raises LayerError."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,14 +240,14 @@ class ExpertShare(DTensor):
 
 
 def _share(experts: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Entries of global shape, each rank's part its parameter's memory."""
+    """Hook of state dicts: entries get the global shape; their local part is the parameter."""
     assert isinstance(experts, Spread)
     for name, parameter in experts.named_parameters():
         state[prefix + name] = share_of(experts, parameter.detach())
 
 
 def share_of(experts: Spread, tensor: Tensor) -> Tensor:
-    """`tensor` of this rank's experts as its part of that of all ranks."""
+    """`tensor` [L, ...] of this rank's experts as the local part of a DTensor [E, ...]."""
     assert experts.ranks.group is not None
     mesh = DeviceMesh.from_group(experts.ranks.group, experts.ranks.device.type)
     share = DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
@@ -256,8 +256,7 @@ def share_of(experts: Spread, tensor: Tensor) -> Tensor:
 
 
 def own_part(experts: Spread, given: Tensor) -> Tensor:
-    """This rank's experts of a tensor of all ranks; a tensor of another length is returned as it
-    is."""
+    """This rank's L experts of `given` [E, ...], or `given` if it has another length."""
     if isinstance(given, DTensor):
         local, (first, *_) = local_part(given)
         if first == experts.held.start and len(local) == len(experts.held):
@@ -278,19 +277,21 @@ def _take_own(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """This rank's experts out of those of all ranks."""
+    """Hook before loading: replace the experts of all ranks in `state` by those of this rank."""
     assert isinstance(experts, Spread)
-    for name, own in experts.named_parameters():
+    for name, parameter in experts.named_parameters():
         given = state.get(prefix + name)
         if given is None:
             continue
-        expected = [experts.num_experts, *own.shape[1:]]
+        expected = [experts.num_experts, *parameter.shape[1:]]
         if list(given.shape) != expected:
             errors.append(
                 f"{prefix}{name}: the state has {list(given.shape)}, the layer needs {expected}: "
                 "the experts of all ranks, by global id"
             )
-            state[prefix + name] = own.detach()
+            state[prefix + name] = parameter.detach()
             continue
-        part, is_kept = own_part(experts, given), metadata.get("assign_to_params_buffers")
-        state[prefix + name] = part.clone() if is_kept and not isinstance(given, DTensor) else part
+        part = own_part(experts, given)
+        # An assigned view would keep the experts of all ranks in memory.
+        is_view = metadata.get("assign_to_params_buffers") and not isinstance(given, DTensor)
+        state[prefix + name] = part.clone() if is_view else part

@@ -1,8 +1,8 @@
-"""The Trainer of transformers around experts over ranks: its checkpoints hold those of all ranks.
+"""Checkpoints of transformers' Trainer with the experts of all ranks.
 
 The Trainer writes weights and the state of the optimizer on one rank, by methods that all ranks
 call, and loads both on every rank. These methods of a trainer that runs a layer are wrapped: all
-ranks gather what one of them writes, and each keeps its share of what it reads.
+ranks gather the tensors that one rank writes, and each keeps its share of those that it reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moemesh.parallel.expert.spread import LayerError, Spread
 
 
 def caller(function: str, module: str) -> FrameType | None:
-    """The frame of a function of transformers that is being run."""
+    """The innermost frame of a running `function` of `module`, None if it does not run."""
     frame = inspect.currentframe()
     while frame and (frame.f_code.co_name != function or frame.f_globals.get("__name__") != module):
         frame = frame.f_back
@@ -31,8 +31,8 @@ def caller(function: str, module: str) -> FrameType | None:
 
 
 def follow() -> None:
-    """Wrap the methods of the Trainer that is being run, if there is one. Raises LayerError where
-    it saves by FSDP or DeepSpeed, whose files have no form for experts over ranks."""
+    """Wrap the methods of the running Trainer, if there is one. Raises LayerError if it saves by
+    FSDP or DeepSpeed, whose files cannot hold experts over ranks."""
     frame = inspect.currentframe()
     while frame and frame.f_globals.get("__name__") != "transformers.trainer":
         frame = frame.f_back
@@ -78,21 +78,21 @@ def _save(
 
 
 def _load(trainer: Any, inner: Callable[..., None], folder: str, model: Any = None) -> None:
-    """`Trainer._load_from_checkpoint` as `from_pretrained` reads a folder: its tensors may have
-    other names than the parameters, and the Trainer passes over these."""
+    """`Trainer._load_from_checkpoint` by `from_pretrained`, which converts names: the Trainer would
+    skip tensors of the folder with other names than the parameters."""
     from transformers import PreTrainedModel
 
     model = trainer.model if model is None else model
     if not isinstance(model, PreTrainedModel):
         inner(folder, model)
         return
-    dtypes = (one.dtype for one in model.parameters() if one.is_floating_point())
+    dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = reduce(torch.promote_types, dtypes)
     model.load_state_dict(type(model).from_pretrained(folder, dtype=dtype).state_dict())
 
 
 def _load_best(trainer: Any, inner: Callable[[], None]) -> None:
-    """`Trainer._load_best_model`, read in the same way."""
+    """`Trainer._load_best_model`, in the same way."""
     _load(trainer, lambda *_: inner(), trainer.state.best_model_checkpoint)
 
 
@@ -124,7 +124,7 @@ def _save_optimizer(trainer: Any, inner: Callable[[str], None], output_dir: str)
 def _load_optimizer(
     trainer: Any, inner: Callable[[str | None], None], checkpoint: str | None
 ) -> None:
-    """`Trainer._load_optimizer_and_scheduler` of which each rank keeps the part of its experts."""
+    """`Trainer._load_optimizer_and_scheduler`; each rank keeps the states of its experts."""
 
     def take_own(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         own = {**state, "state": dict(state["state"])}
@@ -144,22 +144,22 @@ def _load_optimizer(
 
 
 def _optimizer(trainer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside of that of accelerate."""
+    """torch's optimizer, which accelerate may have wrapped."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def of_experts(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> list[tuple[Any, Spread, dict[str, Any]]]:
-    """Entries of an optimizer's state of spread parameters: key, module, values by name. The keys
-    of the parameters, numbers or names, are in the order of the optimizer's groups."""
+    """Entries of spread parameters in the state of an optimizer: key, module, values by name. Keys,
+    numbers or names, are in the order of the optimizer's groups."""
     modules = {
         id(parameter): module
         for module in model.modules()
         if isinstance(module, Spread)
         for parameter in module.parameters()
     }
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]
     return [
         (key, modules[id(parameter)], state["state"][key])

@@ -1,4 +1,4 @@
-"""Asynchronous programs: a stream of microbatches that never drains, updates while they travel.
+"""Asynchronous programs: weights are updated while microbatches are in flight, without a drain.
 
 | rule | forward uses | backward uses | a stage updates |
 |---|---|---|---|
@@ -6,13 +6,13 @@
 | two_versions (2BW) | the version before the newest | its forward's version | after a window |
 | newest (AMPNet) | newest | newest, see below | after a window of its own backwards |
 
-AMPNet's backward has two readings. ``recompute``, the default, reruns the stage on its saved input
-with the current weights and differentiates that: a gradient of the current weights, for any module.
-``live`` keeps the activations of the forward, and the backward reads current weights where it needs
-weights: no second forward, and the gradient of neither version.
+AMPNet's backward can be done in two ways. ``recompute``, the default, runs the stage a second time
+on its saved input with the current weights and differentiates that: a gradient of the current
+weights, for any module. ``live`` keeps the activations of the forward, and the backward reads the
+current weights: no second forward, but the result is the gradient of neither version.
 
-Each stage updates by itself, so nothing here waits for the whole pipeline; ranks that hold shards
-or replicas of one stage do everything together.
+Each stage updates without waiting for others. Ranks with shards or replicas of one stage update at
+the same points.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Stream(Protocol):
         """Number of microbatches that exist; at most `sample` after the end of the stream."""
 
     def finished(self, sample: int) -> None:
-        """The backward of `sample` has run here, and what it updates."""
+        """Called after the backward of `sample` and the update that it completes, if any."""
 
 
 class _State(NamedTuple):
@@ -170,20 +170,21 @@ class StreamExecutor:
                 f"{schedule.num_slices}"
             )
         self.schedule, self._rank = schedule, channels.axis.index
-        self._known = 0
+        #: Number of microbatches of which the stream has said that they exist.
+        self._num_existing = 0
         self._messenger = OrderedMessenger(
-            schedule, channels, may_receive=lambda op: op.microbatch < self._known
+            schedule, channels, may_receive=lambda op: op.microbatch < self._num_existing
         )
         self._runner = EntryRunner(schedule, self._rank, self._messenger)
 
     def run(self, program: AsynchronousProgram, recorder: TimelineRecorder) -> None:
-        """The whole stream, to its drained end."""
-        self._known = 0
+        """Run the whole stream until all microbatches have ended."""
+        self._num_existing = 0
         for entry in self.schedule.orders[self._rank]:
             first = min(op.microbatch for op in entry)
             if any(op.kind == "F" for op in entry):
-                self._known = program.stream.end(first)
-            if first < self._known:
+                self._num_existing = program.stream.end(first)
+            if first < self._num_existing:
                 self._runner.run_entry(program, entry, recorder)
         self._messenger.finish()
         self._runner.finish()

@@ -1,14 +1,14 @@
-"""The executor: one loop that walks a rank's list of operations, for every schedule alike.
+"""The executor: one loop over a rank's list of operations, for all schedules.
 
 | op | receives | runs | sends |
 |---|---|---|---|
 | F | outputs of the stage before | the stage | its outputs |
 | B, I | gradients of its outputs | the backward, or its input half | gradients of its inputs |
-| W | nothing | what its I has deferred | nothing |
+| W | nothing | weight gradients that its I has deferred | nothing |
 
-:class:`EntryRunner` runs one entry. Which entries, and in what order, is decided by its owners: a
-fixed list (:class:`Executor`), a list whose stream may end early, a list whose warm-up may be taken
-back, or the messages that arrive (AMPNet).
+:class:`EntryRunner` runs one entry. Its callers choose the entries and their order: a fixed list
+(:class:`Executor`), a list whose stream may end early, a list whose warm-up may be rolled back, or
+the messages that arrive (AMPNet).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Executor:
 
 
 class EntryRunner:
-    """Runs entries on one pipeline rank, and keeps what their backwards need. `has_backward`:
-    whether forwards are kept for one; by default whether the rank's list has one."""
+    """Runs entries on one pipeline rank, and keeps the states of forwards for their backwards.
+    `has_backward` False keeps none; default: whether the rank's list has a backward."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class EntryRunner:
         if has_backward is None:
             has_backward = any(op.kind != "F" for op in schedule.ops(rank))
         self._has_backward = has_backward
+        #: State of each forward with a pending backward, by (stage, microbatch, ...) of its `Op`.
         self._contexts: dict[tuple[int, int, int, int], BackwardState] = {}
 
     def run(self, program: Program, entries: Iterable[Entry], recorder: TimelineRecorder) -> None:
@@ -108,8 +109,9 @@ class EntryRunner:
             self.run_entry(program, entry, recorder)
 
     def run_entry(self, program: Program, entry: Entry, recorder: TimelineRecorder) -> None:
-        """Wait for the inputs of a block, then run it: in order, or in turns if possible."""
-        begun = recorder.clock()
+        """Wait for the inputs of an entry, then run its operations: one after the other, or a
+        forward and a backward in turns if the program can."""
+        wait_start = recorder.clock()
         received = [self._named(op, self._messenger.take, program, op) for op in entry]
         start = recorder.clock()
         if isinstance(program, SteppedModelProgram) and is_overlapped(entry):
@@ -117,35 +119,35 @@ class EntryRunner:
         else:
             for op, inputs in zip(entry, received, strict=True):
                 self._named(op, self._run_op, program, op, inputs)
-        record(recorder, self._schedule, entry, start, recorder.clock(), wait=start - begun)
+        record(recorder, self._schedule, entry, start, recorder.clock(), wait=start - wait_start)
 
     def _run_op(self, program: Program, op: Op, inputs: list[Tensor]) -> None:
         at_microbatch(self._schedule.sample(op))
         program.starting(op)
-        made: list[Tensor] = []
+        outputs: list[Tensor] = []
+        key = op[1:]
         if op.kind == "F":
             leaves = self._leaves(op, inputs)
-            made = self._keep(op, leaves, program.forward(op, leaves))
+            outputs = self._keep(op, leaves, program.forward(op, leaves))
         elif op.kind == "W":
-            program.weight_gradients(op, self._contexts.pop(op[1:]))
+            program.weight_gradients(op, self._contexts.pop(key))
         else:
-            kept, key = self._contexts, op[1:]
-            context = kept.pop(key) if op.kind == "B" else kept[key]
-            made = program.backward(op, context, inputs)
-        self._messenger.send(op, made)
+            context = self._contexts.pop(key) if op.kind == "B" else self._contexts[key]
+            outputs = program.backward(op, context, inputs)
+        self._messenger.send(op, outputs)
         program.finished(op)
 
     def finish(self) -> None:
-        """The end of a step: no forward may be without its backward."""
+        """Check at the end of a step that every forward has had its backward."""
         left = list(self._contexts)
         assert not left, f"without a backward at the end of a step: {left}"
 
     def forget(self) -> None:
-        """Drop what forwards have kept: their backwards will not come."""
+        """Drop the states of forwards whose backwards will not run."""
         self._contexts.clear()
 
     def _named(self, op: Op, run: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """``run(...)``; exceptions get the name of the operation; one stage needs no name."""
+        """``run(...)``; exceptions name the operation, unless there is only one pipeline rank."""
         if self._schedule.num_ranks == 1:
             return run(*args, **kwargs)
         try:
@@ -161,13 +163,13 @@ class EntryRunner:
             raise PipelineError(f"{problem}: {error}") from error
 
     def _leaves(self, op: Op, received: list[Tensor]) -> list[Tensor]:
-        """Received tensors as the inputs of a stage, whose gradients will be sent back, if any."""
+        """Received tensors as the inputs of a stage: leaves, if an earlier stage trains."""
         if op.stage <= self._schedule.first_trained_stage:
             return received
         return [x.requires_grad_() if x.is_floating_point() else x for x in received]
 
     def _keep(self, op: Op, leaves: list[Tensor], forward: Forward) -> list[Tensor]:
-        """Keep what the backward needs of a forward; returns what is sent on."""
+        """Keep the state of a forward for its backward; returns the outputs to send."""
         if self._has_backward:
             self._contexts[op[1:]] = make_context(leaves, forward)
         return [x.detach() for x in forward.outputs]
@@ -175,7 +177,7 @@ class EntryRunner:
     # Blocks.
 
     def _take_turns(self, program: SteppedModelProgram, received: dict[Op, list[Tensor]]) -> None:
-        """Run a forward; a backward continues at each of its pauses, and at its end."""
+        """Run a forward; at each of its pauses, and after it, the backward runs one step."""
         forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
         at_microbatch(self._schedule.sample(forward))
         program.starting(forward)
@@ -197,7 +199,7 @@ class EntryRunner:
         def turn() -> None:
             if backward in unsent and backward not in ended:
                 self._named(backward, continue_backward)
-            # In the order of the list, which the receiver counts on, whatever ends first.
+            # Sends are in the order of the entry, as the receiver expects, not in that of ends.
             while unsent and unsent[0] in ended:
                 op = unsent.pop(0)
                 self._named(op, send, op)

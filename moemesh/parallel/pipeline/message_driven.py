@@ -1,4 +1,4 @@
-"""Message-driven execution: a rank runs what has arrived, and what it ran is an ordinary schedule.
+"""Message-driven execution: a rank runs operations as inputs arrive, and records a schedule.
 
 AMPNet (Gaunt et al., 2017, arXiv:1705.09786) fixes no order: its policy
 (:mod:`moemesh.schedule.ampnet`) decides. The next message is unknown in advance, so each begins
@@ -36,7 +36,7 @@ _LEDGER = {"phase": "control", "caller": "pipeline"}
 #: Keeps headers apart from other messages between the same two ranks.
 HEADER_TAG = 41
 
-#: The content of a header and of a broadcast choice: (kind, microbatch), or the end and its number.
+#: Kinds in a header and a broadcast choice: (kind, microbatch), or (end, number of microbatches).
 _FORWARD, _BACKWARD, _END = 0, 1, 2
 
 
@@ -76,7 +76,8 @@ class MessageDrivenExecutor:
         self._num_forwards, self._told_end = 0, False
 
     def run(self, program: AsynchronousProgram, recorder: TimelineRecorder) -> None:
-        """The whole stream, to its drained end; :meth:`recorded` is what was run."""
+        """Run the whole stream until all microbatches have ended; :meth:`recorded` returns the
+        operations."""
         with _Listener(self._mesh) as self._listener:
             self._listener.listen(*self._neighbours)
             while (op := self._decide(program)) is not None:
@@ -97,7 +98,7 @@ class MessageDrivenExecutor:
         assert not self._arrived, f"left over at the end of a stream: {list(self._arrived)}"
 
     def recorded(self) -> Schedule:
-        """The schedule that was run, on every rank; all ranks of the mesh call."""
+        """The operations of all ranks as a schedule; all ranks of the mesh call."""
         orders_of_ranks = gather_json([str(op) for op in self._order], self._mesh.control)
         orders: dict[int, tuple[Op, ...]] = {}
         for rank, texts in enumerate(orders_of_ranks):
@@ -126,7 +127,8 @@ class MessageDrivenExecutor:
             if op is None:
                 self._accept(program, *self._listener.next())
             elif op.kind == "F" and program.stream.end(op.microbatch) <= op.microbatch:
-                # The stream ends before a microbatch that only the first rank knows of.
+                # The stream has ended. Only the first pipeline rank reads it: no other rank has
+                # heard of this microbatch.
                 assert self._before is None
                 policy.order.pop()
                 policy.num_microbatches, op = op.microbatch, None
@@ -134,9 +136,9 @@ class MessageDrivenExecutor:
         if self._peers.size > 1:
             kind = _END if op is None else _FORWARD if op.kind == "F" else _BACKWARD
             number = policy.num_microbatches if op is None else op.microbatch
-            said = torch.tensor([kind, number], device=self._mesh.device)
-            said = transfers.broadcast(said, self._peers, 0, **_LEDGER)
-            op = self._understand(*said.tolist())
+            header = torch.tensor([kind, number], device=self._mesh.device)
+            header = transfers.broadcast(header, self._peers, 0, **_LEDGER)
+            op = self._understand(*header.tolist())
         if not self._leads:
             if op is None:
                 return None
@@ -163,14 +165,14 @@ class MessageDrivenExecutor:
         return self._before if op.kind == "F" else self._behind
 
     def _understand(self, kind: int, number: int) -> Op | None:
-        """The operation of this rank that a header is about."""
+        """The operation of this rank that a header names; None at the end of the stream."""
         if kind == _END:
             self._policy.num_microbatches = number
             return None
         return Op("F" if kind == _FORWARD else "B", self.rank, number)
 
     def _accept(self, program: AsynchronousProgram, source: int, header: Tensor) -> None:
-        """A header has come from `source`: take what follows it."""
+        """Receive the tensors that follow a header from `source`, or note the end of its stream."""
         kind, number = header.tolist()
         op = self._understand(kind, number)
         if op is None:
@@ -209,15 +211,17 @@ class MessageDrivenExecutor:
 class _Listener:
     """Waits for headers of several ranks at once; a context manager.
 
-    A receive on gloo cannot be polled, only waited for: a thread for each source does
-    nothing but wait. They start no communication: that, and its entries in the ledger, are the
-    caller's.
+    A receive on gloo cannot be polled, only waited for: one thread a source waits. Only the thread
+    of the caller starts receives and enters them in the ledger.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
+        #: Started receives of each source, for its thread; None ends the thread.
         self._waiting: dict[int, queue.SimpleQueue[tuple[dist.Work, Tensor] | None]] = {}
-        self._come: queue.SimpleQueue[tuple[int, Tensor | BaseException]] = queue.SimpleQueue()
+        #: (source, header) in the order of arrival, or the exception of a receive.
+        self._arrived: queue.SimpleQueue[tuple[int, Tensor | BaseException]] = queue.SimpleQueue()
+        #: Headers of other sources that arrived during :meth:`next_of`.
         self._kept: dict[int, list[Tensor]] = {}
 
     def __enter__(self) -> _Listener:
@@ -240,8 +244,9 @@ class _Listener:
             self._waiting[source].put((work, header))
 
     def next(self, *, waits: bool = True) -> tuple[int, Tensor]:
-        """(source, header) of the next to come."""
-        source, header = self._come.get(block=waits)
+        """(source, header) of the next one to arrive; raises queue.Empty if there is none and it
+        does not wait."""
+        source, header = self._arrived.get(block=waits)
         if isinstance(header, BaseException):
             raise header
         return source, header
@@ -266,6 +271,6 @@ class _Listener:
             try:
                 work.wait()
             except BaseException as error:
-                self._come.put((source, error))
+                self._arrived.put((source, error))
                 return
-            self._come.put((source, header))
+            self._arrived.put((source, header))

@@ -1,7 +1,7 @@
 """Messages between pipeline stages: receives in the order of the sender, sends that never block.
 
-Two stages on one rank hand over without a message. A receive is posted when it is needed and a few
-ahead: each holds its buffer.
+Two stages on one rank pass tensors without a message. A rank posts a receive when it needs it, with
+a few later ones: each holds a buffer.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.schedule.action import Message, Op, Schedule, messages, predecessor, successor
 
-#: Receives posted beyond the one that is waited for. None by NCCL: on a device they would wait for
-#: what this rank may not have launched yet, and a first use of a kernel, or memory, for them.
+#: Receives posted beyond the one that is waited for; 0 with NCCL. There a receive waits on the
+#: device for a send that may depend on work that this rank has not launched. A first use of a
+#: kernel, or an allocation, would wait for the receive in turn.
 AHEAD = 2
 
 
 class Messenger(Protocol):
-    """A source of the inputs of operations, and a place for their outputs."""
+    """Receives the inputs of operations, and sends their outputs."""
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
-        """The tensors of the neighbouring stage that `op` works on; waits for them."""
+        """Inputs of `op` from the neighbouring stage; waits for them."""
 
     def send(self, op: Op, tensors: list[Tensor]) -> None:
-        """Pass on what `op` has made; never waits."""
+        """Start to send the outputs of `op`; never waits."""
 
 
 def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
@@ -87,9 +88,9 @@ def _phase(kind: str) -> str:
 
 
 class OrderedMessenger:
-    """Messages of a schedule: both ends of every queue derive its order from the lists.
-    `may_receive`: whether the message of an operation may be waited for already; of the messages of
-    one sender those that may come before those that may not."""
+    """Messages of a schedule: both ends of every queue derive its order from the schedule.
+    `may_receive`: whether the receive of an operation's message may be posted now. If it may not
+    for one message of a sender, it may not for its later ones."""
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class OrderedMessenger:
         for message in sorted(self._messages.values(), key=lambda m: (m.source, m.position)):
             if message.destination == self._rank:
                 self._queues.setdefault(message.source, []).append(message)
+        #: Number of posted receives, by source; receives that :meth:`take` awaits, by producer.
         self._num_posted = dict.fromkeys(self._queues, 0)
         self._posted: dict[Op, tuple[list[Tensor], list[dist.Work]]] = {}
         #: Outputs for another stage of this rank.
@@ -134,14 +136,14 @@ class OrderedMessenger:
         self._wire.send(tensors, message.destination, op.kind)
 
     def finish(self) -> None:
-        """The end of a step: wait for sends. Nothing may be left over."""
+        """End a step: wait for sends, and check that nothing is left over."""
         self._wire.flush()
         left = [*self._inbox, *self._posted]
         assert not left, f"left over at the end of a step: {left}"
         self._num_posted = dict.fromkeys(self._queues, 0)
 
     def drop(self, program: Program) -> None:
-        """Receive, and forget, every message that may be received by now."""
+        """Receive and discard all messages that may be received now."""
         for source, queue in self._queues.items():
             self._post(program, source, len(queue))
         for _, works in self._posted.values():
@@ -152,7 +154,7 @@ class OrderedMessenger:
         self._num_posted = dict.fromkeys(self._queues, 0)
 
     def _post(self, program: Program, source: int, count: int) -> None:
-        """Post receives for the first `count` messages of `source`, as far as they may be."""
+        """Post receives for the first `count` messages of `source`, as far as `may_receive`."""
         for message in self._queues[source][self._num_posted[source] : count]:
             if not self._may_receive(message.producer):
                 break

@@ -52,7 +52,7 @@ def stage_parts(config: ModelConfig, plan: Plan, schedule: Schedule) -> tuple[Mo
 
 
 def parts_of(schedule: Schedule, parts: tuple[ModelPart, ...], rank: int) -> dict[int, ModelPart]:
-    """Stage -> part, of every stage that pipeline rank `rank` runs (in whatever pipe)."""
+    """Stage -> part, of every stage that pipeline rank `rank` runs, in all pipes."""
     return {stage: parts[stage] for _, stage in schedule.stages_of(rank)}
 
 
@@ -79,24 +79,23 @@ def holders(
     config: ModelConfig, schedule: Schedule, parts: tuple[ModelPart, ...]
 ) -> dict[str, tuple[int, ...]]:
     """Parameter name -> the pipeline ranks that hold it, ascending."""
-    found: dict[str, tuple[int, ...]] = {}
+    ranks: dict[str, tuple[int, ...]] = {}
     for rank in range(schedule.num_ranks):
         for name in names_of(config, list(parts_of(schedule, parts, rank).values())):
-            found[name] = (*found.get(name, ()), rank)
-    return found
+            ranks[name] = (*ranks.get(name, ()), rank)
+    return ranks
 
 
 # TeraPipe slices: the state that one slice of a sequence leaves for the next.
 #
 # | state of a layer | made by | read by | its gradient |
 # |---|---|---|---|
-# | keys, values | every slice but the last | attention of all later slices | added up over them |
-# | sums of auxiliary losses | every slice but the last | the last slice | from there |
+# | keys, values | every slice but the last | attention of all later slices | sum of theirs |
+# | sums of auxiliary losses | every slice but the last | the last slice | that of the last slice |
 #
-# Later slices get leaf copies, cut off the graph. Their backwards run first and leave a gradient
-# on the copies; the backward of the slice that made the state begins with it, as it begins with
-# the gradients of its outputs. Nothing is sent: the slices of a sequence on one stage share a
-# rank.
+# Later slices read leaf copies, cut off the graph. Their backwards run first and accumulate
+# gradients on the copies. The backward of the slice that made the state starts from these, as from
+# the gradients of its outputs. Nothing is sent: all slices of a stage run on one rank.
 
 
 @dataclass
@@ -106,14 +105,14 @@ class Left:
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
     sums: dict[int, ScopeSums] = field(default_factory=dict)
-    #: Tensors of the state: the place of each in the graph of its slice, and the leaf copy.
+    #: Tensors of the state: the edge of each in the graph of its slice, and the leaf copy.
     carried: list[tuple[GradientEdge | None, Tensor]] = field(default_factory=list)
 
     def leaf(self, x: Tensor) -> Tensor:
-        """A copy of `x` for later slices, whose gradient comes back to `x`."""
+        """A leaf with the values of `x`, for later slices; its gradient is passed to `x`."""
         leaf = x.detach()
         if x.requires_grad:
-            # Not a view: after a projection it would keep the queries in memory, too.
+            # A copy: a view of the projection's output would keep the queries in memory, too.
             leaf = leaf.contiguous().requires_grad_()
             leaf.grad_dtype = torch.promote_types(x.dtype, torch.float32)
             self.carried.append((get_gradient_edge(x), leaf))
@@ -121,9 +120,9 @@ class Left:
 
 
 class EarlierSlices(SliceState):
-    """The :class:`~moemesh.model.seams.SliceState` of one slice, given those of earlier slices.
-    `left` is filled for later slices; not after :meth:`close`, since the forward may be
-    recomputed."""
+    """The :class:`~moemesh.model.seams.SliceState` of one slice, from the states of earlier slices.
+    The forward fills `left` for later slices; after :meth:`close` it is complete, and a recomputed
+    forward does not change it."""
 
     def __init__(self, earlier: Sequence[Left], *, is_last: bool) -> None:
         self.earlier, self.is_last = list(earlier), is_last
@@ -150,7 +149,7 @@ class EarlierSlices(SliceState):
         return ScopeSums(*(torch.stack(part).sum(0) for part in zip(*parts, strict=True)))
 
     def close(self) -> Left:
-        """The forward is over."""
+        """End the forward; returns the state for later slices."""
         self._records = False
         return self.left
 
@@ -162,7 +161,7 @@ class SlicedProgram(ModelProgram):
     def __init__(self, *whole: Any, lengths: Callable[[int], tuple[int, ...]]) -> None:
         super().__init__(*whole)
         self._lengths = lengths
-        #: (stage, sample) -> what its slices have left so far.
+        #: (stage, sample) -> states of its slices so far.
         self._left: dict[tuple[int, int], list[Left]] = {}
 
     def forward(self, op: Op, inputs: list[Tensor]) -> Forward:
@@ -249,7 +248,8 @@ class Pipeline:
     def run(
         self, batches: Sequence[Batch], objective: Objective, recorder: TimelineRecorder
     ) -> None:
-        """Forward and backward of `batches` (by sample); sums of gradients are in flight."""
+        """Forward and backward of `batches` (by sample). Sums of gradients are started, not waited
+        for."""
         self.reducer.begin()
         deferral.is_possible = self._splits_backward
         try:
@@ -263,7 +263,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], objective: Objective) -> None:
-        """Only the forwards of `batches`, all through the first pipe; any number of them."""
+        """Run the forwards of any number of `batches`, all through the first pipe."""
         schedule = forward_only(self.schedule, len(batches))
         program = ModelProgram(schedule, self.model, self.parts, batches, objective, self.hooks)
         Executor(schedule, self.channels).run(program, TimelineRecorder(self.rank))

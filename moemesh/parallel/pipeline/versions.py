@@ -3,8 +3,8 @@
 Version 0 is the weights at the start; every update makes the next one. The update rule
 determines which version an operation uses (table and papers: :mod:`moemesh.schedule.versions`).
 
-The newest version is the memory of the master, not a copy. An update copies it first if a user of
-it remains, so that the number of copies in memory, master included, never exceeds the table.
+The newest version is the memory of the master, not a copy. An update copies it before only if a
+later operation needs it: the number of copies, master included, is at most that of the table.
 Buffers that change the forward (a router's selection bias) are versioned like weights.
 """
 
@@ -34,12 +34,12 @@ class _Copy:
 
 
 class WeightVersions:
-    """The versions of the parameters and buffers of `module`, from now on.
+    """The versions of the parameters and buffers of `module`, from the current one.
 
     Gradients of every version go to `collect`; ``renew()`` copies the parameters to new memory, and
     leaves the old memory to older versions. `in_place` (only under the rule ``newest``) keeps one
-    version in one place: weights saved by a forward change with it, and its backward reads the
-    weights of its own time.
+    version in one memory: updates change the weights that a forward has saved, and the backward
+    reads them as they are then.
     """
 
     def __init__(
@@ -56,7 +56,9 @@ class WeightVersions:
         #: Most updates between a forward and the use of its gradient; most copies alive.
         self.lag, self.most_copies = 0, 1
         self._in_place, self._collect, self._renew = in_place, collect, renew
+        #: Entries of modules' parameters and buffers: (dict of the module, key, full name).
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []
+        #: The master's parameters and buffers by full name.
         self._own: dict[str, Tensor] = {}
         for prefix, owner in module.named_modules():
             for slots in (owner._parameters, owner._buffers):
@@ -65,14 +67,15 @@ class WeightVersions:
                         name = f"{prefix}.{leaf}"
                         self._slots.append((slots, leaf, name))
                         self._own[name] = tensor
-        # Weak, not by version: a deferred weight gradient may come when its version is gone.
+        #: Leaf of a version -> parameter of the master. A deferred weight gradient may need it
+        #: after its version has been dropped: it lives as long as the leaf.
         self._originals = WeakTensorKeyDictionary()
         self._copies = {0: self._snapshot()}
 
     def take(self, microbatch: int) -> int:
         """The version for the forward of `microbatch`; it stays until :meth:`release`.
 
-        Under the rule ``newest`` it is not kept: old versions are never used.
+        Under the rule ``newest`` nothing is kept: backwards use the newest version.
         """
         version = self.newest
         if self.rule.kind == "two_versions":
@@ -85,7 +88,7 @@ class WeightVersions:
         return version
 
     def release(self, version: int) -> None:
-        """The backward of a forward on `version` has run."""
+        """End the use of `version` by one microbatch, after its backward."""
         self.lag = max(self.lag, self.newest - version)
         if self.rule.kind != "newest":
             self._copies[version].users -= 1
@@ -93,8 +96,8 @@ class WeightVersions:
 
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
-        """Inside, the module has the weights of `version`. For backwards, too: a layer that is
-        recomputed there must find the weights of its forward."""
+        """Context in which the module has the weights of `version`. Backwards need it as well: a
+        layer that is recomputed must read the weights of its forward."""
         tensors = self._copies[version].tensors
         for slots, leaf, name in self._slots:
             slots[leaf] = tensors[name]
@@ -105,7 +108,7 @@ class WeightVersions:
                 slots[leaf] = self._own[name]
 
     def update(self, step: Callable[[], None]) -> None:
-        """Let `step` change the module's own parameters and buffers: they are the next version."""
+        """Make the next version: `step` changes the module's own parameters and buffers."""
         newest = self._copies[self.newest]
         self.newest += 1
         if self._in_place:
@@ -132,33 +135,33 @@ class WeightVersions:
     @property
     def most_bytes(self) -> int:
         """Peak bytes of copies besides the newest version."""
-        one = sum(tensor.numel() * tensor.element_size() for tensor in self._own.values())
-        return (self.most_copies - 1) * one
+        version_bytes = sum(x.numel() * x.element_size() for x in self._own.values())
+        return (self.most_copies - 1) * version_bytes
 
     def original(self, weight: Tensor) -> nn.Parameter:
         """The master's parameter of which `weight` is a version."""
         return self._originals[weight]
 
     def _is_needed(self, version: int) -> bool:
-        # Under two versions, forwards of this window that are yet to come need the one before.
-        kept = 2 if self.rule.kind == "two_versions" else 1
-        return self._copies[version].users > 0 or version > self.newest - kept
+        # Under two versions, later forwards of this window use the version before the newest.
+        num_usable = 2 if self.rule.kind == "two_versions" else 1
+        return self._copies[version].users > 0 or version > self.newest - num_usable
 
     def _drop_unused(self) -> None:
         for version in [v for v in self._copies if not self._is_needed(v)]:
             del self._copies[version]
 
     def _snapshot(self) -> _Copy:
-        """The master's memory as leaf tensors of their own, with their own version counters."""
-        found: dict[str, Tensor] = {}
-        for name, own in self._own.items():
-            leaf = found[name] = own.data
-            if isinstance(own, nn.Parameter):
+        """New leaf tensors on the master's memory, with version counters of their own."""
+        leaves: dict[str, Tensor] = {}
+        for name, tensor in self._own.items():
+            leaf = leaves[name] = tensor.data
+            if isinstance(tensor, nn.Parameter):
                 leaf.requires_grad_()
-                leaf.grad_dtype = own.grad_dtype
+                leaf.grad_dtype = tensor.grad_dtype
                 call_after_gradients(leaf, self, self._take)
-                self._originals[leaf] = own
-        return _Copy(found)
+                self._originals[leaf] = tensor
+        return _Copy(leaves)
 
     @staticmethod
     def _take(owner: ReferenceType[WeightVersions], leaf: Tensor) -> None:
