@@ -88,7 +88,7 @@ def predict_seconds(
         for link, part, is_used in ((inside, 0, per_node > 1), (across, 1, nodes > 1)):
             rows = sum(rows * shares.get(axis, both)[part] for axis, rows in moved.by_axis.items())
             seconds[name] += link.seconds(rows * per_row, exchanges if is_used else 0)
-        # The backward copies as many rows: copies become sums, and sums copies.
+        # The backward copies the same number of rows: copies become sums, and sums copies.
         seconds[name] += 2 * moved.copied * site.result_bytes * seconds_per_copied_byte
     return seconds
 
@@ -144,7 +144,7 @@ def _median(run: Callable[[], None], mesh: Mesh) -> float:
 
 
 def choose(site: CallSite, mesh: Mesh) -> tuple[str, dict[str, float]]:
-    """The dispatcher predicted to be fastest, and all predictions, on every rank those of rank 0."""
+    """The dispatcher predicted to be fastest, and all predictions; every rank gets rank 0's."""
     inside, across = (measure_link(mesh[name], mesh) for name in ("ep_node", "ep_rail"))
     copying = measure_copying(site.result_bytes, mesh)
     predictions = predict_seconds(site, inside, across, copying)

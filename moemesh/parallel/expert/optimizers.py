@@ -44,8 +44,8 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _share(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Make each rank's states of experts local parts of DTensors for `torch.distributed.checkpoint`,
-    which writes plain tensors from one rank only."""
+    """Make each rank's states of experts local parts of DTensors: `torch.distributed.checkpoint`
+    writes plain tensors from one rank only."""
 
     def shared(experts: Spread, value: Tensor) -> Tensor:
         if len(value) != len(experts.held):

@@ -170,7 +170,7 @@ class StreamExecutor:
                 f"{schedule.num_slices}"
             )
         self.schedule, self._rank = schedule, channels.axis.index
-        #: Number of microbatches of which the stream has said that they exist.
+        #: Last result of `Stream.end`: number of microbatches that exist.
         self._num_existing = 0
         self._messenger = OrderedMessenger(
             schedule, channels, may_receive=lambda op: op.microbatch < self._num_existing
