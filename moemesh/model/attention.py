@@ -1,8 +1,8 @@
 """Causal self-attention with rotary positions: grouped-query, and multi-head latent attention.
 
-Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size (of values it may differ),
-N query heads held here, M key/value heads held here, G = N/M query heads per key/value head,
-A = attention width held here, R rotated channels, P query latent, L key/value latent.
+Legend: B sequences, S positions, T = B*S tokens, H hidden, D head size, R rotated channels of it, V
+size of a value head; P query latent, L key/value latent; of this rank's shard: N query heads, M
+key/value heads, G = N/M query heads per key/value head, A attention width.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from moemesh.ops.linear import linear
 
 
 class Projected(NamedTuple):
-    """``qkv_TA``: queries, keys and values as :class:`Attention` packs them; ``squares_T2``: sums
-    over all query heads and all key heads of a token, for a norm over them."""
+    """``qkv_TA``: queries, keys and values, packed as in ``Attention.qkv``; ``squares_T2``: sums of
+    squares over all query heads and over all key heads of a token, for a norm over heads."""
 
     qkv_TA: Tensor
     squares_T2: Tensor | None
@@ -68,14 +68,14 @@ class Attention(AdaptedModule):
             qkv_TA = qkv_TA + self.qkv_bias
         squares_T2 = None
         if self.over_projection:
-            # Outside of the core, which may be computed twice: the sum is an exchange.
+            # Outside of the core, which may be recomputed: the sum over ranks is an exchange.
             squares_T2 = self.boundary.total(self.squares(qkv_TA))
         y_TA = self.memory.run(self.core, Projected(qkv_TA, squares_T2), context)
         y_TH = self.boundary.leave(y_TA, self.weight("output"))
         return y_TH if self.output_bias is None else y_TH + self.output_bias
 
     def squares(self, qkv_TA: Tensor) -> Tensor:
-        """Sums of squares over the query heads and the key heads held here, fp32 or fp64 [T, 2]."""
+        """Sums of squares over this rank's query heads and key heads, fp32 or fp64 [T, 2]."""
         qkv = qkv_TA.view(len(qkv_TA), *self.qkv.shape[:3])
         query, key, _ = qkv.split([self.num_groups, 1, 1], dim=2)
         wide = torch.promote_types(qkv.dtype, torch.float32)
@@ -84,7 +84,7 @@ class Attention(AdaptedModule):
     def core(self, projected: Projected, context: Context) -> Tensor:
         """The part between the two projections: norms, rotary positions, attention."""
         config, qkv_TA = self.config, projected.qkv_TA
-        # -1 cannot be inferred for an empty microbatch: take the heads from the width.
+        # view() infers no -1 in an empty microbatch: the number of heads follows from the width.
         size = self.num_groups + 2, config.head_dim
         heads = qkv_TA.shape[1] // (size[0] * size[1])
         qkv = qkv_TA.view(context.num_sequences, context.seq_len, heads, *size)
@@ -106,8 +106,8 @@ class Attention(AdaptedModule):
 
 
 class Expanded(NamedTuple):
-    """Queries and keys with values of all heads held here, as :class:`LatentAttention` packs them,
-    and the rotary part of the keys, which all heads share."""
+    """Queries, and keys with values, of this rank's heads, packed as in ``LatentAttention``'s
+    weights; and the rotary part of the keys, which all heads share."""
 
     query_TA: Tensor
     key_value_TA: Tensor
@@ -117,11 +117,11 @@ class Expanded(NamedTuple):
 class LatentAttention(AdaptedModule):
     """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1).
 
-    ``query_down`` [P, H] and ``key_value_down`` [L+R, H] make the latents and the rotary keys, on
-    the rows of the residual stream that are held here; ``query_up`` [N, D, P] and ``key_value_up``
-    [N, D-R+V, L] expand them for each head (a tensor-parallel shard is a slice of dim 0), V the
-    size of a value head. Without compressed queries, ``query`` [N, D, H] takes their place.
-    ``output`` is [H, N*V].
+    ``query_down`` [P, H] and ``key_value_down`` [L+R, H] project this rank's rows of the residual
+    stream to latents and rotary keys; ``query_up`` [N, D, P] and ``key_value_up`` [N, D-R+V, L]
+    expand them for each head (a tensor-parallel shard is a slice of dim 0). Without compressed
+    queries, one weight ``query`` [N, D, H] replaces ``query_down`` and ``query_up``. ``output`` is
+    [H, N*V].
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
@@ -160,7 +160,7 @@ class LatentAttention(AdaptedModule):
         down_TL = plus(linear(x_TH, self.weight("key_value_down")), self.key_value_down_bias)
         latent_TL, key_TR = down_TL.split([latent, rotary], dim=1)
         latent_TL = self.key_value_latent_norm(latent_TL)
-        # What enters are the latents, not the stream: narrower, and each is made once.
+        # Latents enter the block, not the stream: they are narrower, and no rank repeats a product.
         if config.q_lora_rank:
             query_TP = plus(linear(x_TH, self.weight("query_down")), self.query_down_bias)
             sizes = [config.q_lora_rank, latent, rotary]
@@ -176,11 +176,12 @@ class LatentAttention(AdaptedModule):
         return plus(self.boundary.leave(y_TA, self.weight("output")), self.output_bias)
 
     def core(self, expanded: Expanded, context: Context) -> Tensor:
-        """The part between the projections of the heads: rotary positions, attention."""
+        """The part after the projections up to heads: rotary positions, attention."""
         config, heads = self.config, self.key_value_up.shape[0]
         plain, rotary = config.qk_nope_head_dim, config.qk_rotary_head_dim
 
         def by_head(x_TA: Tensor, number: int, sizes: list[int]) -> tuple[Tensor, ...]:
+            """`x_TA` by head, [B, S, number, size] for each of `sizes`, the parts of a head."""
             shape = (context.num_sequences, context.seq_len, number, sum(sizes))
             return x_TA.view(shape).split(sizes, dim=3)
 
@@ -200,8 +201,8 @@ def attend(
     value_BSMD: Tensor,
     context: Context,
 ) -> Tensor:
-    """Attention of heads that have their positions, over this and earlier slices: [T, A]. The heads
-    of a token are contiguous in memory, so the output needs no copy."""
+    """Attention [T, A] of rotated queries over the keys of this slice and earlier ones. The heads
+    of a token are contiguous in memory: the reshape does not copy."""
     visible = context.visible.within(block.window) if block.window else context.visible
     key_BMCD, value_BMCD = context.slices.extend(
         block.layer, key_BSMD.transpose(1, 2), value_BSMD.transpose(1, 2)
@@ -214,8 +215,8 @@ def attend(
 
 
 class ProjectionNorm(nn.Module):
-    """RMSNorm of queries or keys over all heads of a token; ``weight`` [heads * D] has a scale for
-    every channel, and a tensor-parallel shard is a slice of it."""
+    """RMSNorm of queries or keys over all heads of a token, on all ranks of tp; a rank has a slice
+    of ``weight`` [heads * D]."""
 
     def __init__(self, heads: int, head_dim: int, epsilon: float) -> None:
         super().__init__()
@@ -223,7 +224,7 @@ class ProjectionNorm(nn.Module):
         self.num_channels, self.head_dim, self.epsilon = heads * head_dim, head_dim, epsilon
 
     def forward(self, x_BSND: Tensor, squares_BS11: Tensor) -> Tensor:
-        """`squares_BS11`: the sums over all heads, on whatever rank they are; fp32 or fp64."""
+        """`squares_BS11`: sums of squares over all heads of all ranks; fp32 or fp64."""
         root_BS11 = torch.rsqrt(squares_BS11 / self.num_channels + self.epsilon)
         normed_BSND = (x_BSND * root_BS11).to(x_BSND.dtype)
         return normed_BSND * self.weight.view(-1, self.head_dim)
@@ -238,7 +239,7 @@ def query_key_norm(config: ModelConfig, heads: int) -> nn.Module:
 
 
 def parameter_if(wanted: bool, size: int) -> nn.Parameter | None:
-    """A vector that a model may do without."""
+    """An optional vector of parameters."""
     return nn.Parameter(torch.empty(size)) if wanted else None
 
 

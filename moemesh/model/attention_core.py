@@ -1,10 +1,11 @@
 """Softmax attention over positions, in bounded memory.
 
-Legend: B sequences, S queries and C keys held here, N query heads, M key/value heads, D head size
-(that of values may differ).
+Legend: B sequences, S queries and C keys of this rank, N query heads, M key/value heads, D head
+size (that of values may differ).
 
-What a query sees is a :class:`~moemesh.model.visibility.Visibility`. Its keys are computed in tiles
-that it needs, or, where CUDA has a kernel for documents and windows, in one call.
+A :class:`~moemesh.model.visibility.Visibility` defines the keys that each query sees. They are
+computed in tiles, without tiles that no query sees, or in one call if CUDA has a kernel for
+documents and windows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from moemesh.ops.attention import (
 )
 from moemesh.ops.packed_attention import packed_backward, packed_forward
 
-#: Queries and keys of a tile for which a mask is made: bounds the numbers of the mask.
+#: Most queries and keys of a tile with a mask: bounds the memory of the mask.
 TILE_QUERIES, TILE_KEYS = 512, 4096
 
 
@@ -46,8 +47,8 @@ def attention(
     sinks_N: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention [B, N, S, value head size]; every query sees at least one key. `sinks_N`:
-    one more logit in the denominator of each head, without a value. `scale` of the logits, None for
+    """Softmax attention [B, N, S, value head size]; every query sees at least one key. `sinks_N`: a
+    further logit in the softmax of each head, without a value. `scale` of the logits; None:
     1/sqrt(D)."""
     if scale is None:
         scale = query_BNSD.shape[-1] ** -0.5
@@ -76,7 +77,7 @@ def attention(
 
 
 class _Triangle(torch.autograd.Function):
-    """The kernel of whole sequences, with a backward in rows."""
+    """Causal attention of whole sequences, with :func:`backward_in_rows`."""
 
     @staticmethod
     def forward(
@@ -102,8 +103,9 @@ def attention_with_lse(
     sinks_N: Tensor | None = None,
     scale: float,
 ) -> Partial:
-    """:func:`attention` with the log-sum-exp [B, N, S] of the logits, sinks included, in fp32 or
-    fp64, without gradient. A query that sees no key (and no sink) has the output 0 and -inf."""
+    """:func:`attention` and the log-sum-exp [B, N, S] of the logits, sinks included, in fp32 or
+    fp64, without gradient. A query without a key (and a sink) has the output 0 and the log-sum-exp
+    -inf."""
     return Partial(*_Attention.apply(query_BNSD, key_BMCD, value_BMCD, sinks_N, visible, scale))
 
 
@@ -119,8 +121,8 @@ class _Attention(torch.autograd.Function):
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         inputs = (query_BNSD, key_BMCD, value_BMCD)
-        if (own := visible.documents(query_BNSD, value_BMCD)) is not None:
-            partial = packed_forward(*inputs, own, visible.window, scale=scale)
+        if (documents := visible.documents(query_BNSD, value_BMCD)) is not None:
+            partial = packed_forward(*inputs, documents, visible.window, scale=scale)
         else:
             partial = attend_to(*inputs, visible, scale=scale)
         ctx.visible, ctx.scale = visible, scale
@@ -133,11 +135,12 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient_BNSD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query_BNSD, key_BMCD, value_BMCD, sinks_N, *whole = ctx.saved_tensors
         inputs = (query_BNSD, key_BMCD, value_BMCD)
-        given = gradient_BNSD, Partial(*whole), *inputs
-        if (own := ctx.visible.documents(query_BNSD, value_BMCD)) is not None:
-            gradients_qkv = packed_backward(*given, own, ctx.visible.window, scale=ctx.scale)
+        arguments = gradient_BNSD, Partial(*whole), *inputs
+        if (documents := ctx.visible.documents(query_BNSD, value_BMCD)) is not None:
+            window = ctx.visible.window
+            gradients_qkv = packed_backward(*arguments, documents, window, scale=ctx.scale)
         else:
-            gradients_qkv = gradients_of(*given, ctx.visible, scale=ctx.scale)
+            gradients_qkv = gradients_of(*arguments, ctx.visible, scale=ctx.scale)
         gradients = (x.to(like.dtype) for x, like in zip(gradients_qkv, inputs, strict=True))
         return *gradients, sink_gradient(gradient_BNSD, Partial(*whole), sinks_N), None, None
 
@@ -150,7 +153,7 @@ def attend_to(
     *,
     scale: float,
 ) -> Partial:
-    """Attention over the keys given, without gradient; to be merged with that over others."""
+    """Attention over these keys, without gradient, to be merged with that over other keys."""
     value_size = value_BMCD.shape[-1]
     total = nothing_seen(query_BNSD, value_size)
     value_BMCD = _padded(value_BMCD, query_BNSD)
@@ -186,8 +189,9 @@ def gradients_of(
     *,
     scale: float,
 ) -> Gradients:
-    """Addends of the keys given to the gradients, in fp32 or fp64. `whole` is the attention over
-    all keys (and sinks), `gradient` that of its output."""
+    """Gradients of queries, keys and values through these keys, in fp32 or fp64; those of queries
+    are to be added to others'. `whole`: output and log-sum-exp over all keys (and sinks), with the
+    gradient `gradient_BNSD`."""
     value_size = value_BMCD.shape[-1]
     value_BMCD = _padded(value_BMCD, query_BNSD)
     gradient_BNSD = _padded(gradient_BNSD, query_BNSD)
@@ -218,20 +222,20 @@ def gradients_of(
 def kept_output(
     ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], sinks_N: Tensor | None, partial: Partial
 ) -> Partial:
-    """The attention with its sinks, saved with its inputs (query, key, value) for the backward. A
-    sink takes its share of the weights and adds nothing to the output."""
+    """The attention with its sinks, from `partial` without them; saved with the `inputs` (query,
+    key, value) for the backward. A sink has a share of the weights, but no value."""
     y_BNSD, lse_BNS = partial
     if sinks_N is not None:
         lse_BNS = torch.logaddexp(partial.lse_BNS, sinks_N.to(partial.lse_BNS.dtype)[:, None])
         y_BNSD = y_BNSD * torch.exp(partial.lse_BNS - lse_BNS)[..., None]
-    # Laid out by token: what comes next reads it so, without a copy.
+    # The heads of a token are contiguous: the output projection reads them without a copy.
     y_BNSD = y_BNSD.transpose(1, 2).to(inputs[0].dtype).contiguous().transpose(1, 2)
     ctx.save_for_backward(*inputs, sinks_N, y_BNSD, lse_BNS)
     return Partial(y_BNSD, lse_BNS)
 
 
 def sink_gradient(gradient_BNSD: Tensor, whole: Partial, sinks_N: Tensor | None) -> Tensor | None:
-    """The gradient of the sinks, from the queries held here."""
+    """The gradient of the sinks [N], from the queries of this rank."""
     if sinks_N is None:
         return None
     lse_BNS = whole.lse_BNS
@@ -241,16 +245,17 @@ def sink_gradient(gradient_BNSD: Tensor, whole: Partial, sinks_N: Tensor | None)
 
 
 def _padded(x: Tensor, query_BNSD: Tensor) -> Tensor:
-    """Values, outputs or their gradients with zeros up to the size of queries: PyTorch's fused
-    kernels for the CPU want one head size."""
+    """Values, outputs or their gradients, padded with zeros to the head size of queries: PyTorch's
+    fused kernels for the CPU need one head size."""
     missing = query_BNSD.shape[-1] - x.shape[-1]
     return x if missing <= 0 or query_BNSD.is_cuda else F.pad(x, (0, missing))
 
 
 class _Tile(NamedTuple):
-    """Neighbouring queries that see some of these keys: all of them, unless `causal` (a square on
-    the diagonal) or `masked`. ``keys`` are places among the keys held here."""
+    """A block of neighbouring queries and keys. Each query sees all of the keys, unless `causal`
+    (a square on the diagonal) or `masked`."""
 
+    #: Slice of this rank's keys, and their positions.
     keys: slice
     positions: range
     queries: range
@@ -262,11 +267,11 @@ class _Tile(NamedTuple):
 
 
 def _plan(visible: Visibility, *, fused: bool) -> Iterator[tuple[slice, list[_Tile]]]:
-    """Places of queries held here, each with the tiles of keys that they see. With a kernel for it
-    (`fused`) rectangles and triangles may have any size."""
+    """Slices of this rank's queries, each with the tiles of keys that they see. With a `fused`
+    kernel, tiles without a mask may have any size."""
     for place, queries in _places(visible.queries):
         if visible.is_triangle and fused:
-            # Cut where a run of keys begins or ends.
+            # Cut queries at the ends of runs of keys.
             ends = {end for run in visible.keys for end in (run.start, run.stop) if end in queries}
             for start, stop in pairwise(sorted({queries.start, queries.stop, *ends})):
                 part = range(start, stop)
@@ -278,7 +283,7 @@ def _plan(visible: Visibility, *, fused: bool) -> Iterator[tuple[slice, list[_Ti
 
 
 def _places(runs: Runs) -> Iterator[tuple[int, range]]:
-    """Each run with the place of its first position among those held here."""
+    """Each run with the index of its first position among this rank's positions."""
     place = 0
     for run in runs:
         yield place, run
@@ -286,12 +291,14 @@ def _places(runs: Runs) -> Iterator[tuple[int, range]]:
 
 
 def _rows(place: int, whole: range, part: range) -> slice:
+    """Indices of the positions `part` of the run `whole`, whose first one has the index `place`."""
     start = place + part.start - whole.start
     return slice(start, start + len(part))
 
 
 def _large_tiles(queries: range, keys: Runs) -> Iterator[_Tile]:
-    """For queries that lie in a run of keys or outside of it, never across its border."""
+    """Rectangles and triangles of keys. `queries` are inside or outside of each run of keys, never
+    across its ends."""
     for place, run in _places(keys):
         before = range(run.start, min(run.stop, queries.start))
         if before:
@@ -301,7 +308,7 @@ def _large_tiles(queries: range, keys: Runs) -> Iterator[_Tile]:
 
 
 def _small_tiles(queries: range, visible: Visibility) -> Iterator[_Tile]:
-    """Bounded tiles of the keys that any of `queries` sees."""
+    """Tiles of at most TILE_KEYS keys, of those that any of `queries` sees."""
     least, largest = visible.lowest(queries)
     for place, run in _places(visible.keys):
         seen = range(max(run.start, least), min(run.stop, queries.stop))

@@ -1,6 +1,6 @@
 """Auxiliary losses of the router: load balance and z-loss, each a mean over a scope's tokens.
 
-Legend: T tokens held here, E experts, Q scopes that this rank has tokens of.
+Legend: T tokens of this rank, E experts, Q scopes of these tokens.
 
 A scope is a set of tokens: one sequence, one microbatch of one data-parallel rank, or one
 microbatch of all ranks ("global"). With V valid tokens in it, counts c and probabilities p:
@@ -9,17 +9,16 @@ microbatch of all ranks ("global"). With V valid tokens in it, counts c and prob
     f_i = c_i / (K V), without gradient        P_i = (1/V) sum_t p_ti
 
 (Switch; Fedus et al., 2021. ST-MoE; Zoph et al., 2022.) Counts are summed over the ranks of the
-scope before, so that the ranks' parts add up to L and their gradients need no correction. The
-objective takes the mean over the scopes of the step, without those that have no valid token.
+scope first, so that the ranks' parts add up to L and their gradients need no correction. The
+objective takes the mean over the scopes of the step that have a valid token.
 
 Every layer has losses of its own (``model.aux_loss_layers = "each"``), or c, p and V are those of
 all layers together ("together"), as in transformers' ``load_balancing_loss_func``, which leaves out
-the K of f. Then the sums travel through the layers, and through the stages of a pipeline, to the
-head, where the loss is; its gradient comes back the same way, so no layer has to know the others.
+the K of f. Then the sums pass through the layers, and through the stages of a pipeline, to the
+head, where the loss is computed; its gradient returns the same way.
 
 If sequences come in slices (:class:`~moemesh.model.seams.SliceState`), each adds its counts,
-probabilities and squares to those of the previous slices, and the last one has the loss of the
-whole sequences.
+probabilities and squares to those of the previous slices. The loss is computed in the last one.
 """
 
 from __future__ import annotations
@@ -50,9 +49,8 @@ def auxiliary_loss(
 def auxiliary_sums(
     routing: Routing, config: ModelConfig, context: Context, layer: int = 0
 ) -> Tensor:
-    """Addends of one layer to the losses of all layers together, float64 [Q, 2E + 1]; see
-    :func:`joint_loss`. Counts, probabilities and squares travel in one tensor, which is exact: the
-    counts are integers."""
+    """Sums of one layer for the losses of all layers together (:func:`joint_loss`), float64
+    [Q, 2E + 1]: counts, probabilities and squares in one tensor. Counts are exact in float64."""
     sums = layer_sums(routing, config, context, layer)
     if sums is None:
         return no_sums(config, context)
@@ -62,7 +60,7 @@ def auxiliary_sums(
 
 
 def no_sums(config: ModelConfig, context: Context) -> Tensor:
-    """The sums of no layer."""
+    """Zeros in the shape of :func:`auxiliary_sums`."""
     shape = num_scopes(config, context.num_sequences), width_of_sums(config)
     return torch.zeros(shape, dtype=torch.float64, device=context.position_T.device)
 
@@ -73,7 +71,7 @@ def num_scopes(config: ModelConfig, num_sequences: int) -> int:
 
 
 def width_of_sums(config: ModelConfig) -> int:
-    """Numbers that a scope has in the sums of all layers."""
+    """Width of :func:`auxiliary_sums`: counts, probabilities, squares."""
     return 2 * config.num_experts + 1
 
 
@@ -94,8 +92,8 @@ def joint_loss(sums_QX: Tensor, config: ModelConfig, context: Context, tokens: T
 def layer_sums(
     routing: Routing, config: ModelConfig, context: Context, layer: int
 ) -> ScopeSums | None:
-    """The sums of one layer over the tokens of whole sequences, without squares if the z-loss is
-    off; None without a loss, or before the last slice."""
+    """The sums of one layer over the tokens of whole sequences (squares are 0 without a z-loss);
+    None without a loss, or before the last slice."""
     if not config.has_aux_loss:
         return None
     scope_T, probabilities_TE = context.sequence_T, routing.probabilities_TE
@@ -114,7 +112,7 @@ def layer_sums(
 
 
 def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
-    """This rank's part of both losses, a sum over its scopes, from its sums."""
+    """This rank's part of both losses, a sum over its scopes, from its `sums`."""
     is_global = config.aux_loss_scope == "global"
     counts_QE = context.flow.once(
         tokens.sum_over_ranks if is_global else tokens.sum_over_shards, sums.counts_QE
@@ -134,7 +132,7 @@ def count(experts_TK: Tensor, scope_T: Tensor, num_scopes: int, num_experts: int
 
 @fused
 def _keys(experts_TK: Tensor, scope_T: Tensor, num_experts: int) -> Tensor:
-    """The place of each choice among the counts of all scopes, or -1."""
+    """Index of each choice in the flattened counts [Q, E], or -1."""
     return torch.where(experts_TK < 0, -1, scope_T[:, None] * num_experts + experts_TK)
 
 
@@ -149,7 +147,7 @@ def sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> 
 
 
 def balance_loss(probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -> Tensor:
-    """``sum_Q E * sum_i f_i P_i`` over the tokens held here.
+    """``sum_Q E * sum_i f_i P_i``, with P over this rank's tokens.
 
     ``counts_QE`` and ``valid_Q`` (int64) are of the whole scopes, ``probabilities_QE`` the sums
     over this rank's tokens.
@@ -158,7 +156,7 @@ def balance_loss(probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -
 
 
 class _BalanceLoss(torch.autograd.Function):
-    """The loss is linear in the probabilities: its gradient is made together with it."""
+    """The loss is linear in the probabilities: the forward computes its gradient as well."""
 
     @staticmethod
     def forward(ctx: Any, probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -> Tensor:

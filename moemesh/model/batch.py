@@ -18,10 +18,10 @@ from moemesh.ops.host_copy import upload
 
 
 class Ahead(NamedTuple):
-    """A microbatch for an extra prediction layer, `depth` tokens further (all [B, S]): at position
-    s the token s + depth, which is an input, and the next one, which is the target. Masks
-    as in :class:`Batch`: ``valid_BS`` is False at padding and if the sequence ends before the input
-    token, ``loss_BS`` also if the target does not exist."""
+    """A microbatch for an extra prediction layer, shifted by `depth` tokens; all [B, S]. At
+    position s: the input token s + depth, and the target, the token after it. ``valid_BS`` is False
+    at padding, and where the sequence ends before the input token; ``loss_BS`` also where it ends
+    before the target."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -34,9 +34,8 @@ class Batch:
     """A microbatch of B sequences of S tokens; every tensor-parallel rank holds all of it.
 
     ``sequences_B`` numbers the sequences over the whole step, so that a token's global id is
-    ``sequence * S + position`` whatever the layout. Two masks that are not the same thing:
-    ``valid_BS`` (False = padding, never routed) and ``loss_mask_BS`` (False = carries no loss).
-    None means all True.
+    ``sequence * S + position`` in every layout. Two different masks: ``valid_BS`` (False = padding,
+    never routed) and ``loss_mask_BS`` (False = carries no loss). None means all True.
 
     ``seed`` and ``step`` key the random numbers of a training forward; without ``training`` there
     are none. ``experts`` replays a routing: global layer index -> experts [B*S, K] (int64, -1 =
@@ -46,9 +45,10 @@ class Batch:
     differ at the start of a document. Attention does not cross documents, and rotary positions
     restart in each. None: a sequence is one document.
 
-    A part of longer sequences (:meth:`take`) holds the positions ``runs`` of ``length``, taken from
-    ``whole``; documents are those of the whole sequences. ``slices`` holds the state of the slices
-    before it. ``on_host``: the same batch on the CPU, for counts that the host has to know.
+    A part of longer sequences (:meth:`take`) has the positions ``runs`` of the batch ``whole``,
+    whose sequences have ``length`` positions; ``documents_BS`` are those of whole sequences.
+    ``slices``: state of earlier slices. ``on_host``: the same batch on the CPU, for counts that the
+    host needs.
     """
 
     tokens_BS: Tensor
@@ -68,15 +68,15 @@ class Batch:
     on_host: Batch | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """This batch of the CPU on `device`, without a wait; it keeps what the host knows."""
+        """A copy of this CPU batch on `device`, without a wait; it refers to this one."""
         if device.type == "cpu":
             return self
-        moved = {
+        tensors = {
             name: upload(tensor, device)
             for name, tensor in vars(self).items()
             if isinstance(tensor, Tensor)
         }
-        return replace(self, **moved, on_host=self)
+        return replace(self, **tensors, on_host=self)
 
     def take(self, runs: Runs | None) -> Batch:
         """The positions `runs`, in that order, of all sequences; None: this batch."""
@@ -112,16 +112,17 @@ class Batch:
         """The input of an extra prediction layer, `depth` >= 1 tokens ahead of these positions."""
         whole = self.whole or self
         size, device = whole.tokens_BS.shape, self.tokens_BS.device
-        every_BS = torch.ones(size, dtype=torch.bool, device=device)
+        ones_BS = torch.ones(size, dtype=torch.bool, device=device)
         mask_T, valid_BS = whole.loss_mask_T(), whole.valid_BS
-        loss_BS = _shifted(every_BS if mask_T is None else mask_T.view(size), depth)
-        known_BS = _shifted(every_BS if valid_BS is None else valid_BS, depth - 1)
+        loss_BS = _shifted(ones_BS if mask_T is None else mask_T.view(size), depth)
+        # The input token is the target `depth - 1` positions later.
+        exists_BS = _shifted(ones_BS if valid_BS is None else valid_BS, depth - 1)
         if valid_BS is not None:
-            loss_BS, known_BS = loss_BS & valid_BS, known_BS & valid_BS
+            loss_BS, exists_BS = loss_BS & valid_BS, exists_BS & valid_BS
         if (documents_BS := whole.documents_BS) is not None:
             starts_BS = document_starts(documents_BS)
             loss_BS = loss_BS & (_shifted(starts_BS, depth) == starts_BS)
-            known_BS = known_BS & (_shifted(starts_BS, depth - 1) == starts_BS)
+            exists_BS = exists_BS & (_shifted(starts_BS, depth - 1) == starts_BS)
 
         def local(x_BS: Tensor) -> Tensor:
             return x_BS if self.runs is None else x_BS[:, position_ids(self.runs, device)]
@@ -129,12 +130,12 @@ class Batch:
         return Ahead(
             local(_shifted(whole.targets_BS, depth - 1)),
             local(_shifted(whole.targets_BS, depth)),
-            None if valid_BS is None and depth == 1 else local(known_BS),
+            None if valid_BS is None and depth == 1 else local(exists_BS),
             local(loss_BS),
         )
 
     def slice(self, start: int, stop: int, slices: SliceState) -> Batch:
-        """The positions ``start .. stop`` of all sequences, with the state of those before."""
+        """Positions ``range(start, stop)`` of all sequences; `slices`: state of earlier ones."""
         return replace(self.take((range(start, stop),)), slices=slices)
 
     @property
@@ -163,7 +164,7 @@ class Batch:
 
 
 def _shifted(x_BS: Tensor, steps: int) -> Tensor:
-    """Every position has what stood `steps` further; zeros (False) at the end."""
+    """`x_BS` moved left by `steps` positions; zeros (False) at the end."""
     length = x_BS.shape[1]
     return F.pad(x_BS[:, steps:], (0, min(steps, length)))
 
@@ -175,10 +176,9 @@ class Context:
     The residual stream holds the rows ``local_T`` of the flattened B*S tokens (all of them on one
     device, a tensor-parallel shard otherwise); ``sequence_T``, ``position_T``, ``valid_T`` and
     ``token_ids_T`` describe those rows, as do ``experts`` and ``slices`` (see :class:`Batch`).
-    ``visible``: which keys the queries see; it counts those of slices before among the keys.
-    ``tables`` are those of rotary positions, [S, 1, R], or [B, S, 1, R] where each sequence has its
-    own; None where nothing attends.
-    ``length`` is that of whole sequences. ``flow``: how the forward is carried out.
+    ``visible``: the keys that each query sees, those of earlier slices included. ``tables`` of
+    rotary positions [S, 1, R], or [B, S, 1, R] if positions restart in documents; None without
+    attention. ``length``: of whole sequences. ``flow``: recomputation and cuts of the graph.
     """
 
     num_sequences: int
@@ -202,7 +202,7 @@ class Context:
     )
 
     def rotary(self, dtype: torch.dtype) -> Tables:
-        """``tables`` in the numbers of the heads: converted once for all layers."""
+        """``tables`` in the dtype of the heads: converted once for all layers."""
         if dtype not in self._rotary:
             assert self.tables is not None
             self._rotary[dtype] = self.tables.to(dtype)
@@ -225,7 +225,7 @@ def make_context(
         if batch.on_host is not None and batch.on_host.documents_BS is not None:
             starts_on_host = document_starts(batch.on_host.documents_BS)
         rotary = positions_S - starts_BL[:, positions_S]
-    # Slices before this one have left their keys, from the first position on.
+    # With slices, the keys of all earlier positions are cached.
     keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
     rows_T = torch.arange(local.start, local.stop, device=device)
     sequence_T = rows_T // max(seq_len, 1)
@@ -268,8 +268,8 @@ def token_context(
     valid_T: Tensor | None = None,
     **options: int | bool,
 ) -> Context:
-    """Context of `num_sequences` * `length` tokens on the device of `x`, for MoE layers alone: it
-    has no rotary tables and nothing is visible. `options`: other fields of :class:`Context`."""
+    """Context of `num_sequences` * `length` tokens on the device of `x`, for MoE layers alone:
+    without rotary tables and visible keys. `options`: other fields of :class:`Context`."""
     rows_T = torch.arange(num_sequences * length, device=x.device)
     return Context(
         num_sequences=num_sequences,

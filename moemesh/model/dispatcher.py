@@ -1,17 +1,17 @@
 """The contract between a router's choice and the experts: plan, dispatch, combine.
 
 Legend: T tokens, K slots per token, N source rows, R rows grouped by local expert, L local experts,
-H hidden. Dispatchers are siblings that inherit nothing from one another; all pass one shared test.
+H hidden. Dispatchers do not inherit from one another; all pass one shared test.
 
 | call | in | out | may communicate |
 |---|---|---|---|
-| plan | experts [T, K] | a plan: who sends what where; no gradient; replayable | ids and counts |
+| plan | experts [T, K] | rows from and to each rank; no gradient; reusable | ids and counts |
 | dispatch | x [T, H], weights [T, K] | the local experts' :class:`ExpertRows` | rows, weights |
 | combine | y [R, H] | unweighted sum per token [T, H] | rows |
 
-dispatch and combine return a :class:`~moemesh.ops.pending.Pending` at once: a dispatcher may have
-started an exchange that ends in its wait. The backward of dispatch is
-a combine and the other way round, with the same plan. Rows of an expert ascend by owner and token.
+dispatch and combine start an exchange, and return a :class:`~moemesh.ops.pending.Pending` that
+waits for it. The backward of dispatch is a combine with the same plan, that of combine a dispatch.
+Rows of an expert ascend by owner and token.
 Any T >= 0, any number of -1 per token and R = 0 are legal; the same collectives run in all cases.
 """
 
@@ -53,9 +53,9 @@ class DispatchedRows(NamedTuple):
         return expert_mlp(*self, experts, **options)
 
     def as_routing(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Tokens, weights and ids of local experts, for :mod:`moemesh.ops.expert_kernels`, whose
-        results take the place of :meth:`compute`'s; None: some rows have no expert. A row is a
-        token with one slot."""
+        """Arguments of an :data:`~moemesh.ops.expert_kernels.ExpertKernel`, which replaces
+        :meth:`compute`: tokens, weights and ids of local experts; each row is a token with one
+        slot. None: some rows have no expert."""
         if self.map.has_rest:
             return None
         ids_L = torch.arange(len(self.counts_L), device=self.counts_L.device)
@@ -64,8 +64,8 @@ class DispatchedRows(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """See the table above. The type of a plan is private to the dispatcher. It defines `plan`, or
-    `plan_chunks` if it can make all plans in one exchange, with one wait."""
+    """See the table above. The type of a plan is private to the dispatcher. A dispatcher defines
+    `plan`, or `plan_chunks` if it makes the plans of all chunks with one exchange and one wait."""
 
     def plan(self, experts_TK: Tensor) -> Any:
         return self.plan_chunks([experts_TK])[0]
@@ -84,13 +84,13 @@ class Dispatcher(Protocol):
     def combine(self, y_RH: Tensor, plan: Any) -> Pending[Tensor]: ...
 
     def close(self) -> None:
-        """Free what is held outside of torch; all ranks call it, at the end. Default: nothing."""
+        """Free memory outside of torch; all ranks call it, at the end. Default: nothing."""
 
 
 class LocalRows(NamedTuple):
-    """The :class:`ExpertRows` of a layer whose experts are all local: :meth:`compute` picks the
-    rows' weights and sums the rows of each token, too, so that the layer after its router is one
-    node of autograd. ``map`` is that of the ``slots``."""
+    """The :class:`ExpertRows` of a layer whose experts are all local. :meth:`compute` also picks
+    the rows' weights and sums the rows of each token: the layer after its router is one node of
+    autograd. ``map`` is that of the ``slots``."""
 
     x_TH: Tensor
     map: RowMap
@@ -110,9 +110,9 @@ class LocalRows(NamedTuple):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are local: sort by expert, compute, sum back. Nothing is sent. The host never
-    waits for an accelerator: pairs without an expert become padding rows at the end, neither
-    computed nor read."""
+    """All experts are local: sort rows by expert, compute, sum by token. The host never waits for
+    an accelerator: pairs without an expert get padding rows at the end, neither computed nor
+    read."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -151,7 +151,8 @@ class _PickWeights(torch.autograd.Function):
 
 
 def pick_own_weights(weights_TK: Tensor, slots: OwnSlots) -> Tensor:
-    """:func:`pick_weights` where a (token, slot) has at most one row: gradients are written."""
+    """:func:`pick_weights` if each (token, slot) has at most one row: the backward writes
+    gradients instead of adding them."""
     return _PickWeights.apply(weights_TK, slots)
 
 

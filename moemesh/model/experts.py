@@ -23,13 +23,14 @@ class Experts(AdaptedModule):
     """``gate_up`` [L, 2, F, H] and ``down`` [L, H, F]; with `bias` ``gate_up_bias`` [L, 2, F] and
     ``down_bias`` [L, H], which is added once to a row and weighted as the rest of it.
 
-    Where the width of experts is sharded, every rank has a part of each row's sum: ``down_bias``
-    then is the part from channel ``column`` on, which no other rank adds.
+    If the width of experts is sharded, a rank computes a partial sum of each row, and adds only the
+    channels of ``down_bias`` from ``column`` on: its own part of the bias.
 
     ``max_rows`` bounds memory under any routing: more rows are computed in blocks, each recomputed
     in the backward instead of kept. This is slower, but a rank that gets the rows of all others
     never allocates more than ``max_rows`` x 2 F elements besides the rows it received. None:
-    unbounded. ``recomputes``: all rows are recomputed; only the rows and their weights are kept.
+    unbounded. ``recomputes``: only rows and their weights are kept for the backward, which
+    recomputes the rest.
     """
 
     def __init__(
@@ -48,21 +49,21 @@ class Experts(AdaptedModule):
         self.gate_up_bias = nn.Parameter(torch.empty(num_experts, 2, width)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden)) if bias else None
         self.add_adapters(lora, "gate_up", "down", is_stack=True)
-        #: Weight gradients can be left to a :class:`~moemesh.ops.expert_mlp.DeferredProducts`.
+        #: Whether a :class:`~moemesh.ops.expert_mlp.DeferredProducts` can take weight gradients.
         self.can_defer = True
-        #: Experts after these: those of the layer that do not train if these do.
+        #: Frozen experts of the layer, after these in the order of rows, if only these train.
         self.rest: Experts | None = None
         self.form, self.column = form, 0
         self.max_rows: int | None = None
-        #: Number of calls with more rows than that, computed in blocks; reset by its reader.
+        #: Number of calls with more than `max_rows` rows; reset by its reader.
         self.num_bounded = 0
         self.recomputes = False
-        #: The kernel of another package that computes where it can; None: :mod:`moemesh.ops` does.
+        #: A kernel of another package, used for calls that it supports; None: :mod:`moemesh.ops`.
         self.kernel: ExpertKernel | None = None
 
     def forward(self, rows: ExpertRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]; calls with one `deferred` share a weight gradient."""
-        # Rows with padding are few: their sender has bounded them.
+        # Rows with padding are within a bound of their sender.
         max_rows = None if rows.map.has_rest else self.max_rows
         weights, num_rows = self.weights, rows.map.source_R.shape[0]
         if max_rows is not None and num_rows > max_rows:

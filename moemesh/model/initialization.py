@@ -1,8 +1,8 @@
 """Initial weights as a pure function of (seed, parameter name, row): the same in every layout.
 
-Rows (all dims but the last, flattened, the global expert id among them) are drawn in blocks, each
-from its own counter of a Philox generator. A shard draws the blocks that hold its rows and keeps
-those, so it equals the slice of the whole tensor bit for bit.
+Rows (all dims but the last, flattened; the global expert id is one of these dims) are drawn in
+blocks, each from its own counter of a Philox generator. A shard draws the blocks of its rows and
+keeps its rows of them: it equals the slice of the whole tensor bit for bit.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import nn
 from moemesh.model.transformer import Transformer
 from moemesh.ops.nf4 import quantize
 
-#: (parameter name, logical shape) -> the part of each dim to materialise.
+#: (parameter name, logical shape) -> the range of each dim to allocate.
 Slices = Callable[[str, tuple[int, ...]], Sequence[range]]
 
-#: Numbers of one block: large enough to hide a generator's start, small enough to waste little.
+#: Numbers of one block: more amortize the start of a generator, fewer are drawn in vain.
 BLOCK_NUMBERS = 1 << 14
 
 
 def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
-    """The slices of one device."""
+    """Whole dims, for one device."""
     return [range(size) for size in shape]
 
 
 def starts_at_zero(name: str) -> bool:
-    """Whether the parameter `name` is zero at first: an adapter then adds nothing."""
+    """Whether the parameter `name` starts at zero: biases, and the factors B of adapters."""
     return name.endswith(("bias", "_lora_B"))
 
 
@@ -58,7 +58,7 @@ def normal_slice(
 def adapter_slice(
     seed: int, name: str, shape: tuple[int, ...], slices: Sequence[range]
 ) -> torch.Tensor:
-    """The `slices` of an initial factor A, with PEFT's variance 1 / (3 in)."""
+    """The `slices` of an adapter's initial factor A [rank, in], with PEFT's variance 1 / (3 in)."""
     return normal_slice(seed, name, shape, slices) * (1 / math.sqrt(3 * shape[-1]))
 
 
@@ -71,7 +71,7 @@ def initialize(
     slices: Slices = whole,
     is_packed: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Give every parameter of `model` memory and its initial value, in place.
+    """Allocate and initialize every parameter of `model`, in place.
 
     Norms are ones, biases and the factors B of adapters zeros. The router stays in fp32 in a
     bfloat16 model; its selection bias is fp32 in every run. `is_packed`: whether a parameter is
@@ -91,11 +91,11 @@ def initialize(
             if name.endswith((".output", ".down")):  # writes to the residual stream
                 deviation /= math.sqrt(2 * model.config.num_layers)
             value = normal_slice(seed, name, shape, parts) * deviation
-        kept = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
+        own_dtype = torch.float32 if ".router." in name and dtype == torch.bfloat16 else dtype
         module, _, leaf = name.rpartition(".")
         owner = model.get_submodule(module)
-        # Packed in the memory of the host: a device may have no room for the numbers.
-        stored = quantize(value).to(device) if is_packed(name) else value.to(device, kept)
+        # Packed on the host: a device may lack memory for the unpacked numbers.
+        stored = quantize(value).to(device) if is_packed(name) else value.to(device, own_dtype)
         setattr(owner, leaf, nn.Parameter(stored, requires_grad=stored.is_floating_point()))
     for name, buffer in list(model.named_buffers()):
         module, _, leaf = name.rpartition(".")

@@ -1,6 +1,6 @@
 """Norm, dense SwiGLU MLP, embedding and head: the parts without attention or experts.
 
-Low-rank adapters of a block's weights (Hu et al., 2021), too; :mod:`moemesh.config.lora` defines
+Also low-rank adapters of a block's weights (Hu et al., 2021); :mod:`moemesh.config.lora` defines
 their parameters and names.
 
 Legend: T tokens, H hidden, F MLP width, V vocabulary.
@@ -29,15 +29,16 @@ from moemesh.ops.swiglu import PLAIN, SwigluForm
 
 
 class AdaptedModule(nn.Module):
-    """A block whose weights may have adapters beside them."""
+    """A block whose weights may have low-rank adapters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lora, self.scaling = NO_ADAPTERS, 1.0
+        #: Name of a weight -> its parts with an adapter.
         self._adapted: dict[str, list[TargetPart]] = {}
 
     def add_adapters(self, lora: LoraConfig, *leaves: str, is_stack: bool = False) -> None:
-        """Make the adapter parameters of the weights `leaves`; `is_stack`: those of experts."""
+        """Create adapter parameters of the weights `leaves` (`is_stack`: stacks of experts)."""
         if not lora.rank:
             return
         self.lora, self.scaling = lora, lora.scaling
@@ -85,7 +86,7 @@ class RMSNorm(nn.Module):
 
 
 class MLP(AdaptedModule):
-    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or another form."""
+    """SwiGLU (Shazeer, 2020): ``(silu(x W_gate^T) * x W_up^T) W_down^T``, or a variant (`form`)."""
 
     def __init__(
         self,

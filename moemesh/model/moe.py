@@ -33,11 +33,11 @@ def swiglu_form(config: ModelConfig) -> SwigluForm:
 
 
 class MoEOutput(NamedTuple):
-    """``y_TH``; this rank's part of the auxiliary losses summed over their scopes (a scalar), or
-    where all layers have one loss what this layer adds to it (float64 [Q, 2E + 1]), None without
-    such losses; the tokens that this rank's rows sent to each expert, int64 [E]; its choices for
-    which an expert had no room (None where all have), and its first fault
-    (:mod:`moemesh.model.faults`), int64 scalars."""
+    """Results of the layer on this rank's tokens. ``aux``: this rank's part of the auxiliary
+    losses, a scalar summed over their scopes; if one loss is for all layers, the sums that this
+    layer adds to it (float64 [Q, 2E + 1]); None without such losses. ``counts_E`` int64: choices of
+    each expert. ``num_dropped``: choices whose expert had no room (None: there is room for all),
+    and ``fault``, the first one (:mod:`moemesh.model.faults`): int64 scalars."""
 
     y_TH: Tensor
     aux: Tensor | None
@@ -109,7 +109,7 @@ Observer: TypeAlias = Callable[[Tensor, Tensor], None]
 
 
 class MoE(nn.Module):
-    """Routed experts and, beside them, shared experts that every token visits."""
+    """Routed experts, and shared experts that every token visits."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class MoE(nn.Module):
         )
         self.dispatcher: Dispatcher = LocalDispatcher(config.num_experts)
         self.exchange: ExpertExchange = plain_exchange
-        #: The place of each expert among those of all ranks (int64 [E]); None: they are in order.
+        #: Place of each logical expert among those of all ranks (int64 [E]); None: in order.
         self.place_E: Tensor | None = None
         self.tokens = Tokens()
 
@@ -161,15 +161,15 @@ class MoE(nn.Module):
         """The layer after its router: dispatch, compute, combine."""
         config, experts_TK = self.config, routing.experts_TK
         if self.place_E is not None:
-            # From logical ids, which the router and its losses know, to the dispatcher's.
+            # From logical ids, those of the router and its losses, to places of the dispatcher.
             places_TK = self.place_E[experts_TK.clamp(min=0)]
             experts_TK = torch.where(experts_TK < 0, experts_TK, places_TK)
         tokens = x_TH, routing.weights_TK, experts_TK
         shared = None
         if self.shared is not None:
             shared = partial(self._shared_experts, self.shared, x_TH, context)
-        # Experts of a few tokens of generated text are computed in place, without sorting or
-        # sending: all are local, on a CPU, and few rows share an expert.
+        # A few tokens of generated text on a CPU, with all experts local: few rows share an expert,
+        # and sorting them by expert would cost more than it saves.
         if (
             not (context.training or context.slices is NO_SLICES or torch.is_grad_enabled())
             and isinstance(self.dispatcher, LocalDispatcher)

@@ -33,13 +33,14 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
             return plain_F
         case "linear":
             return plain_F / config.rope_factor
-        case "llama3":  # 1 where a frequency is kept, 0 where it is divided by the factor
+        # share_F: 1 for the plain frequency, 0 for that divided by the factor.
+        case "llama3":
             turns_F = config.original_max_position_embeddings * plain_F / (2 * math.pi)
             low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-            kept_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
+            share_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
         case "yarn":
-            # The same, a ramp over the pairs between those that turn `rope_beta_fast` times and
-            # `rope_beta_slow` times over the original positions.
+            # Linear over the pairs, from the one that turns `rope_beta_fast` times over the
+            # original positions to the one that turns `rope_beta_slow` times.
             length, log_theta = config.original_max_position_embeddings, math.log(config.rope_theta)
             first, last = (
                 size * math.log(length / (times * 2 * math.pi)) / (2 * log_theta)
@@ -49,10 +50,10 @@ def frequencies(config: AttentionConfig, device: torch.device | str = "cpu") -> 
                 first, last = math.floor(first), math.ceil(last)
             first, last = max(first, 0), min(last, size - 1)
             if first == last:
-                last += 0.001  # a step in place of a ramp of no length
+                last += 0.001  # a step: a ramp of length 0 would divide by it
             pair_F = torch.arange(size // 2, dtype=torch.float64)
-            kept_F = (1.0 - ((pair_F - first) / (last - first)).clamp(0.0, 1.0)).to(device)
-    return plain_F * kept_F + plain_F / config.rope_factor * (1.0 - kept_F)
+            share_F = (1.0 - ((pair_F - first) / (last - first)).clamp(0.0, 1.0)).to(device)
+    return plain_F * share_F + plain_F / config.rope_factor * (1.0 - share_F)
 
 
 class Tables(NamedTuple):
@@ -69,8 +70,8 @@ class Tables(NamedTuple):
 
 
 def rotary_tables(config: AttentionConfig, positions: Tensor) -> Tables:
-    """Tables of integer positions [..., S]: float64 whatever the run's dtype, because positions are
-    exact far beyond 2^24."""
+    """Tables of integer positions [..., S], float64 for every dtype of a run: float32 is not exact
+    beyond position 2^24."""
     angles = positions.double()[..., None, None] * frequencies(config, positions.device)
     scale = config.rope_scale
     cosine, sine = angles.cos() * scale, angles.sin() * scale
@@ -88,7 +89,7 @@ def rotate(query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, whose backward is the one by the opposite angles; no queries or keys are kept."""
+    """A rotation. The backward rotates by the opposite angles, and needs no queries or keys."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,7 @@ def _both_turned(
     rest = cosine, sine, interleaved, backwards
     if query.device.type == "cpu":
         return _turned(query, *rest), _turned(key, *rest)
-    # A single position, that of a token being generated, would need a compilation of its own.
+    # A single position (a generated token) would need a compilation of its own.
     is_compiled = query.shape[0] and query.shape[1] > 1
     function = fusion.compiled(_both_rotated) if is_compiled else _both_rotated
     return function(query, key, *rest)

@@ -2,9 +2,9 @@
 
     logits -> scores -> choice -> weights -> capacity
 
-Legend: T tokens held here, E experts, K slots per token, H hidden, B sequences, S positions, G
-groups of experts; N tokens of the microbatch on all ranks that share its sequences, or all choices
-of its tokens.
+Legend: T tokens of this rank, E experts, K slots per token, H hidden, B sequences, S positions, G
+groups of experts; N tokens of the microbatch on all ranks that share its sequences (in
+:func:`within_capacity` all choices of these tokens).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from moemesh.ops.uniform import uniform
 
 class WholeSequences:
     """The microbatch as [B, S, ...], gathered from the ranks that share its sequences, for choices
-    that compare the tokens of one; without gradient. ``valid_BS`` is False for padding."""
+    that compare the tokens of a sequence; without gradient. ``valid_BS`` is False for padding."""
 
     def __init__(self, context: Context, tokens: Tokens) -> None:
         self._context, self._tokens = context, tokens
         ids_T = context.token_ids_T
-        # One exchange for both: the complement of an id marks padding.
+        # Ids and padding in one exchange: the id of padding is complemented, hence negative.
         key_T = ids_T if context.valid_T is None else torch.where(context.valid_T, ids_T, ~ids_T)
         key_N = self._gather(key_T)
         self._order_N = torch.argsort(torch.where(key_N < 0, ~key_N, key_N))
@@ -56,13 +56,14 @@ class WholeSequences:
         return x_BS.flatten(0, 1)[self._own_T]
 
 
-# The choice of experts: stable top-k, groups, expert choice, Sinkhorn. Everything here is without
-# gradient: a choice has none, the weights of the chosen do.
+# The choice of experts: stable top-k, groups, expert choice, Sinkhorn. None of these functions has
+# a gradient; the weights of the chosen experts have one.
 
 #: Rounds of Sinkhorn's algorithm; always all of them, so that no rank stops before another.
 SINKHORN_ROUNDS = 8
 
-#: Below this size sorting beats building keys (us: 8 and 35 for 128, 40 and 39 for 2,048).
+#: Number of scores up to which a sort is faster than keys (us: 8 and 35 for 128, 40 and 39 for
+#: 2,048).
 FEW_SCORES = 1024
 
 
@@ -70,11 +71,12 @@ def stable_top_k(scores_TE: Tensor, num_chosen: int) -> Tensor:
     """Ids of the best scores, best first; equal scores by ascending id."""
     is_fp32_on_cpu = scores_TE.dtype == torch.float32 and scores_TE.device.type == "cpu"
     if not is_fp32_on_cpu or scores_TE.numel() <= FEW_SCORES:
-        # One kernel, where the keys below take eight; the others are not kept.
+        # One kernel instead of the eight of the keys below; contiguous: frees the other ids.
         order_TE = torch.sort(scores_TE, dim=1, descending=True, stable=True).indices
         return order_TE[:, :num_chosen].contiguous()
-    # One int64 key per expert, no two alike: the float's bits, made to ascend with its value, above
-    # the id, made to descend. Then any top-k is stable, at a third of the price of the sort.
+    # One int64 key per expert, without ties, so that any top-k is stable, in a third of the time of
+    # the sort. Upper half: the bits of the score, changed to ascend with its value as integers;
+    # lower half: the id, descending.
     bits_TE = (scores_TE + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are equal scores
     ascending_TE = bits_TE ^ ((bits_TE >> 31) & 0x7FFFFFFF)
     num_experts = scores_TE.shape[1]
@@ -84,13 +86,13 @@ def stable_top_k(scores_TE: Tensor, num_chosen: int) -> Tensor:
 
 
 def stable_top_k_sort(scores_TE: Tensor, num_chosen: int) -> Tensor:
-    """The obvious form of :func:`stable_top_k`. Any dtype."""
+    """Reference for :func:`stable_top_k`. Any dtype."""
     return torch.sort(scores_TE, dim=1, descending=True, stable=True).indices[:, :num_chosen]
 
 
 def keep_best_groups(scores_TE: Tensor, config: ModelConfig) -> Tensor:
-    """Group-limited routing (DeepSeek-V3): all but the best groups of experts become -inf. Never 0:
-    scores plus a bias may be negative."""
+    """Group-limited routing (DeepSeek-V3): scores of all but the best groups of experts become
+    -inf, not 0: scores plus a bias may be negative."""
     num_tokens, num_experts = scores_TE.shape
     grouped = scores_TE.view(num_tokens, config.router_groups, num_experts // config.router_groups)
     if config.router_group_score == "max":
@@ -104,18 +106,18 @@ def keep_best_groups(scores_TE: Tensor, config: ModelConfig) -> Tensor:
 
 def capacity_per_sequence(valid_BS: Tensor, config: ModelConfig, factor: float) -> Tensor:
     """ceil(V * K * factor / E), at most V, for V valid tokens in a sequence: int64 [B]. In
-    integers: 10 * 1.1 is 11, and not the next larger float, whose ceiling is 12."""
+    integers: as floats, 10 * 1.1 is above 11, and its ceiling is 12."""
     num_B = valid_BS.sum(1)
     exact = Fraction(factor).limit_denominator(10_000)
-    wanted = num_B * (config.experts_per_token * exact.numerator)
-    parts = config.num_experts * exact.denominator
-    return torch.minimum((wanted + parts - 1) // parts, num_B)
+    numerator = num_B * (config.experts_per_token * exact.numerator)
+    denominator = config.num_experts * exact.denominator
+    return torch.minimum((numerator + denominator - 1) // denominator, num_B)
 
 
 def comparable(scores: Tensor) -> Tensor:
-    """Scores as they are compared between tokens: rounded, fp32 to bf16 and fp64 to fp32. Two equal
-    tokens at the start of a sequence have equal scores but for rounding, which differs with the
-    layout. Rounded they tie, and the earlier one wins in every layout."""
+    """Scores for comparisons between tokens, rounded: fp32 to bf16 and fp64 to fp32. Scores of
+    equal tokens differ in their last bits, by layout. Rounded, they tie, and the earlier token wins
+    in every layout."""
     if scores.dtype == torch.float64:
         return scores.to(torch.float32).to(scores.dtype)
     return scores.to(torch.bfloat16).to(scores.dtype)
@@ -132,8 +134,8 @@ def expert_choice(scores_BSE: Tensor, valid_BS: Tensor, capacity_B: Tensor) -> T
 
 
 def slots(chosen_TE: Tensor, num_slots: int) -> Tensor:
-    """bool [T, E] -> ids of the chosen experts, ascending, then -1: int64 [T, num_slots]. No row of
-    `chosen_TE` may hold more than `num_slots`."""
+    """bool [T, E] -> ids of the chosen experts, ascending, then -1: int64 [T, num_slots]. Rows have
+    at most `num_slots` chosen ones."""
     num_experts = chosen_TE.shape[1]
     ids_E = torch.arange(num_experts, device=chosen_TE.device)
     ids_TE = torch.where(chosen_TE, ids_E, num_experts).sort(dim=1).values[:, :num_slots]
@@ -141,7 +143,7 @@ def slots(chosen_TE: Tensor, num_slots: int) -> Tensor:
 
 
 def sinkhorn(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
-    """Logits balanced so that, in a sequence, every expert is as attractive as another: [B, S, E].
+    """Logits [B, S, E] balanced so that all experts of a sequence have equal sums of weights.
 
     exp(logits) with rows and columns scaled in turn to equal sums (Sinkhorn & Knopp, 1967; Clark et
     al., "Unified Scaling Laws for Routed Language Models", 2022, arXiv:2202.01169), in logarithms.
@@ -152,7 +154,7 @@ def sinkhorn(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
     for _ in range(SINKHORN_ROUNDS):
         log_BSE = log_BSE - log_BSE.logsumexp(2, keepdim=True)
         columns = log_BSE.masked_fill(is_padding, -torch.inf).logsumexp(1, keepdim=True)
-        # A sequence of nothing but padding has no sum.
+        # The sum over a sequence of padding alone is -inf: nothing is subtracted.
         log_BSE = log_BSE - columns.masked_fill(columns == -torch.inf, 0.0)
     return log_BSE
 
@@ -160,12 +162,12 @@ def sinkhorn(logits_BSE: Tensor, valid_BS: Tensor) -> Tensor:
 def within_capacity(
     experts_BSK: Tensor, priority_BSK: Tensor | None, capacity_B: Tensor, num_experts: int
 ) -> Tensor:
-    """Mask of the choices that an expert keeps when more tokens of a sequence choose it than fit:
-    bool [B, S, K], False for no choice (-1).
+    """Mask of the choices that are within the capacity of their expert: bool [B, S, K], False for
+    no choice (-1).
 
-    Each expert keeps at most `capacity_B` tokens of a sequence: those of highest priority, and
-    among equals those of the lowest position (without priorities: the first). Counted over whole
-    sequences, so the answer does not depend on the layout.
+    Each expert keeps at most `capacity_B` tokens of a sequence: those of highest priority, of equal
+    ones (and without priorities) the first. Whole sequences are counted, so that the mask does not
+    depend on the layout.
     """
     num_sequences = len(experts_BSK)
     sequence_B11 = torch.arange(num_sequences, device=experts_BSK.device)[:, None, None]
@@ -192,15 +194,15 @@ JITTER_STREAM = 3
 
 
 class Routing(NamedTuple):
-    """The experts of each token: made once per layer and microbatch, then only read.
+    """The experts of each token in one layer and microbatch.
 
     ``weights_TK`` fp32 with gradient, 0 without an expert; ``experts_TK`` int64 logical ids,
     -1 = none; ``probabilities_TE`` fp32, rows summing to 1 (0 for padding), for balance losses;
     ``logits_TE`` fp32; ``preferred_TK`` the plain top-k of the scores, without bias, groups,
-    balancing or capacity: what the balance loss counts (DeepSeek-V3, arXiv:2412.19437, eq. 18);
-    ``num_dropped`` choices that found their expert full (None where none can be), and ``fault`` the
+    balancing or capacity, which the balance loss counts (DeepSeek-V3, arXiv:2412.19437, eq. 18);
+    ``num_dropped`` choices whose expert was full (None: capacity is unlimited), and ``fault`` the
     first logit that is not finite (:mod:`moemesh.model.faults`), both int64 scalars of this rank's
-    tokens. ``is_complete``: no -1 in ``experts_TK``, as the host knows without looking.
+    tokens. ``is_complete``: ``experts_TK`` has no -1, known without a wait for the device.
     """
 
     weights_TK: Tensor
@@ -214,7 +216,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """One linear layer and a choice; ``selection_bias`` steers the choice, not the weight.
+    """One linear layer and a choice; ``selection_bias`` changes the choice, not the weights.
 
     `layer` is the global index of the layer, the same in every layout.
     """
@@ -238,23 +240,24 @@ class Router(nn.Module):
         self, x_TH: Tensor, context: Context | None = None, tokens: Tokens | None = None
     ) -> Routing:
         """Route rows of the residual stream. Without a context they are valid tokens of an
-        evaluation, and every one chooses for itself."""
+        evaluation, and each chooses its experts independently."""
         config = self.config
         logits_TE = self.logits(x_TH)
         if context is None:
             return route(logits_TE, config, self.selection_bias, None)
         if config.router_jitter and context.training:
-            # Factors within 1 +- jitter (Switch; Fedus et al., 2021, there on the router's input),
-            # of logical coordinates, so lanes and recomputations agree on every choice.
+            # Factors within 1 +- jitter (Fedus et al., "Switch Transformers", 2021, which applies
+            # them to the router's input), keyed by logical coordinates: equal in all layouts and in
+            # a recomputation.
             experts_E = torch.arange(logits_TE.shape[1], device=logits_TE.device)
             keys = context.seed, JITTER_STREAM, context.step, self.layer
             noise_TE = uniform(*keys, context.token_ids_T[:, None], experts_E)
             factor_TE = 1 + config.router_jitter * (2 * noise_TE - 1)
             logits_TE = logits_TE * factor_TE.to(logits_TE.dtype)
-        given_TK = None if context.experts is None else context.experts.get(self.layer)
-        chosen_TK = given_TK
+        replayed_TK = None if context.experts is None else context.experts.get(self.layer)
+        chosen_TK = replayed_TK
         is_joint = config.router_selection != "token_choice"
-        if is_joint and given_TK is None and context.training:
+        if is_joint and replayed_TK is None and context.training:
             chosen_TK = context.flow.once(
                 self._choose_together, logits_TE, context, tokens or Tokens()
             )
@@ -263,7 +266,7 @@ class Router(nn.Module):
         by_tokens = config.router_selection != "expert_choice" or not context.training
         # A generated token must not compete with later tokens, which do not exist yet.
         is_whole = context.training or context.slices is NO_SLICES
-        if config.capacity_factor and by_tokens and is_whole and given_TK is None:
+        if config.capacity_factor and by_tokens and is_whole and replayed_TK is None:
             routing = limit_to_capacity(routing, config, context, tokens or Tokens())
         return routing
 
@@ -273,9 +276,9 @@ class Router(nn.Module):
         if self.config.router_dtype == "model":
             logits_TE = F.linear(x_TH, weight_EH.to(x_TH.dtype)).to(weight_EH.dtype)
         else:
-            # The product itself in fp32: a bf16 router changes the experts of 0.5 to 2 % of tokens.
-            # On a device its small weight gradient is never deferred, which saves a Function; on a
-            # CPU that would change the bits of old runs.
+            # The product in fp32: a bf16 router changes the experts of 0.5 to 2 % of tokens. On a
+            # device F.linear, whose small weight gradient is not deferred, saves an autograd
+            # Function; on a CPU it would change the bits of old runs.
             product = linear if x_TH.device.type == "cpu" else F.linear
             logits_TE = product(x_TH.to(weight_EH.dtype), weight_EH)
         return logits_TE if self.bias is None else logits_TE + self.bias
@@ -284,7 +287,7 @@ class Router(nn.Module):
     def _choose_together(
         self, logits_TE: Tensor, context: Context, tokens: Tokens
     ) -> Tensor | None:
-        """Choices that compare the tokens of a sequence [T, K]; None when tokens choose alone."""
+        """Choices [T, K] that compare the tokens of a sequence; None under token_choice."""
         config = self.config
         match config.router_selection:
             case "expert_choice":
@@ -294,7 +297,7 @@ class Router(nn.Module):
                 )
                 scores_BSE = comparable(whole.gather(score(logits_TE, config)))
                 chosen_TE = whole.own(expert_choice(scores_BSE, whole.valid_BS, capacity_B))
-                # As many slots on every rank as the most wanted token anywhere needs.
+                # Number of slots: the most experts of a token on any rank (at least 1).
                 most = torch.cat([chosen_TE.sum(1), chosen_TE.new_ones(1, dtype=torch.int64)]).max()
                 return slots(chosen_TE, int(tokens.max_over_ranks(most)))
             case "sinkhorn":
@@ -320,7 +323,7 @@ def move_bias_(bias_E: Tensor, counts_E: Tensor, rate: float) -> None:
         return
     counts = counts_E.double()
     bias_E += rate * torch.sign(counts.mean() - counts).to(bias_E)
-    bias_E -= bias_E.mean()  # or it drifts as a whole
+    bias_E -= bias_E.mean()  # else all biases may drift together
 
 
 def score(logits: Tensor, config: ModelConfig) -> Tensor:
@@ -345,9 +348,9 @@ def route(
 ) -> Routing:
     """Choose K experts per token and weigh them; or weigh those of `chosen_TK` (-1 = none).
 
-    Equal scores go to the lowest id, on every backend: `torch.topk` promises no order of ties. The
-    indices are the truth: a chosen expert stays chosen when its weight underflows to 0, and when
-    the forward is recomputed.
+    Of equal scores the lowest id is chosen, on every backend: `torch.topk` promises no order of
+    ties. Ids define the routing: an expert whose weight underflows to 0 stays chosen, also in a
+    recomputed forward.
     """
     gates_TE = score(logits_TE, config)
     scores_TE = gates_TE if config.router_when == "before" else logits_TE
@@ -363,8 +366,7 @@ def route(
     if valid_T is not None:
         probabilities_TE = probabilities_TE.masked_fill(~valid_T[:, None], 0.0)
     is_complete = valid_T is None and chosen_TK is None
-    # Divided by their sum, the scores of a softmax over all experts are the softmax of the logits
-    # of the chosen ones alone.
+    # Softmax over all experts, normalized over the chosen ones, equals a softmax of their logits.
     is_softmax_of_chosen = (
         config.router_score == "softmax"
         and config.router_when == "before"
@@ -398,7 +400,7 @@ def choose(
     valid_T: Tensor | None,
     chosen_TK: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and those that its scores alone prefer; -1 for padding."""
+    """``experts_TK`` and ``preferred_TK`` of :class:`Routing`; -1 for padding."""
     experts_TK = chosen_TK
     if experts_TK is None:
         choice_TE = scores_TE
@@ -420,7 +422,7 @@ def choose(
 def weigh(
     scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig, *, is_complete: bool = False
 ) -> Tensor:
-    """Weights [T, K] of chosen experts, 0 for none, with gradient; `is_complete`: no -1."""
+    """Weights [T, K] of chosen experts, 0 for -1, with gradient; `is_complete`: there is no -1."""
     none_TK = None if is_complete else experts_TK < 0
     weights_TK = scores_TE.gather(1, experts_TK if is_complete else experts_TK.clamp(min=0))
     if config.router_when == "after":
@@ -445,8 +447,8 @@ def weigh(
 def limit_to_capacity(
     routing: Routing, config: ModelConfig, context: Context, tokens: Tokens
 ) -> Routing:
-    """Drop the choices for which their expert has no room (Lepikhin et al., "GShard", 2020). The
-    room is counted per sequence, over all ranks that hold its tokens."""
+    """Drop choices beyond the capacity of their expert (Lepikhin et al., "GShard", 2020). Capacity
+    is per sequence, over all ranks that hold its tokens."""
     keep_TK = context.flow.once(_keep, routing, config, context, tokens)
     dropped_TK = ~keep_TK & (routing.experts_TK >= 0)
     weights_TK = routing.weights_TK.masked_fill(dropped_TK, 0.0)
@@ -465,7 +467,7 @@ def limit_to_capacity(
 
 @torch.no_grad()
 def _keep(routing: Routing, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
-    """Mask of the choices [T, K] that find room."""
+    """Mask [T, K] of the choices within capacity."""
     whole = WholeSequences(context, tokens)
     priority_BSK = None
     if config.capacity_policy == "probability":

@@ -1,23 +1,22 @@
-"""Seams of the plain model, where parallelism enters: each is what happens on one device.
+"""Seams of the plain model that parallelism replaces; the classes do the work of one device.
 
 | seam | decides |
 |---|---|
 | :class:`Boundary` | how a block with sharded weights is entered and left |
 | :class:`Vocabulary` | how an embedding and a loss work with sharded vocabulary rows |
-| :class:`Tokens` | which tokens of a microbatch are held here, and sums over the others |
-| :class:`KeyValues` | how queries reach the keys and values of other positions |
+| :class:`Tokens` | which tokens of a microbatch a rank holds, and sums over other ranks |
+| :class:`KeyValues` | how queries read the keys and values of other positions |
 | :class:`SliceState` | KV cache and partial losses between slices (TeraPipe) |
 | :class:`Memory` | which activations are kept for the backward |
-| :class:`WeightGate` | when the weights of a unit are here |
+| :class:`WeightGate` | when the weights of a unit are present |
 | :class:`Flow` | whether a forward is a recomputation, and whether its graph is cut |
 
 The dispatcher is the seam of the experts (:mod:`moemesh.model.dispatcher`). The model calls these
-objects and knows no rank; `parallel/` derives others, and puts them in their place.
+objects, and has no code for ranks; `parallel/` derives other classes and sets their instances.
 
-Legend: T tokens of the residual stream held here, A attention or MLP width held here, H hidden,
-V vocabulary; B sequences, N query heads and M key/value heads held here, S positions of a slice,
-C positions so far, D head size; Q scopes of the auxiliary losses, E experts. On one device "held
-here" means all of it.
+Legend: H hidden, V vocabulary, B sequences, S positions of a slice, C positions so far, D head
+size, Q scopes of the auxiliary losses, E experts; of this rank: T tokens of the residual stream, A
+attention or MLP width, N query heads, M key/value heads. One device has all of them.
 """
 
 from __future__ import annotations
@@ -42,19 +41,18 @@ P = ParamSpec("P")
 
 
 class Boundary:
-    """Around a block whose weights may be sharded, in a residual stream that may be too. On one
-    device there is nothing to gather and nothing to sum."""
+    """Entry and exit of a block, whose weights may be sharded, as may the residual stream."""
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        """Rows of the residual stream -> rows of the block, of `num_tokens` tokens in all."""
+        """Rows of the residual stream on this rank -> rows of all `num_tokens` tokens."""
         return x_TH
 
     def leave(self, y_TA: Operand, weight_HA: Weight) -> Tensor:
-        """Project back to hidden with the block's last weight, and return to the stream's rows."""
+        """Project to hidden with the block's last weight -> rows of the stream on this rank."""
         return linear(y_TA, weight_HA)
 
     def total(self, sums_TX: Tensor) -> Tensor:
-        """Sums over the part of the block's width that is held here -> sums over all of it."""
+        """Sums over this rank's part of the block's width -> sums over the whole width."""
         return sums_TX
 
 
@@ -66,7 +64,7 @@ class Vocabulary:
         return F.embedding(tokens_T, weight_VH)
 
     def cross_entropy(self, x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-        """This rank's rows of the stream -> negative log-likelihood of *all* targets [T]."""
+        """This rank's rows of the stream -> negative log-likelihood of the targets of all ranks."""
         return cross_entropy(x_TH, weight_VH, targets_T)
 
     def logits(self, x_TH: Tensor, weight_VH: Tensor, num_tokens: int) -> Tensor:
@@ -75,19 +73,19 @@ class Vocabulary:
 
 
 class Tokens:
-    """The tokens of a microbatch that this rank's residual stream holds: some positions of every
-    sequence, and of these tokens some rows."""
+    """The tokens of a microbatch in this rank's residual stream: rows of the flattened tokens at
+    some positions of every sequence."""
 
     def runs(self, length: int) -> Runs | None:
-        """The positions of sequences of `length` whose tokens come here; None: all."""
+        """Positions, in sequences of `length`, of this rank's part of the batch; None: all."""
         return None
 
     def local(self, num_tokens: int) -> range:
-        """The rows that are held here, of the flattened tokens of these positions."""
+        """This rank's rows of the `num_tokens` flattened tokens at these positions."""
         return range(num_tokens)
 
     def gather(self, x_T: Tensor, num_sequences: int, length: int) -> Tensor:
-        """Own rows [T, ...] -> those of all ranks that share sequences, in the order of the ranks,
+        """Own rows [T, ...] -> rows of all ranks that share sequences, by rank
         [num_sequences * length, ...]; no gradient."""
         return x_T
 
@@ -100,12 +98,12 @@ class Tokens:
         return counts
 
     def max_over_ranks(self, number: Tensor) -> Tensor:
-        """The largest of a number over all ranks that run these layers."""
+        """Maximum of `number` over all ranks that run these layers."""
         return number
 
 
 class KeyValues:
-    """Attention where the positions of a sequence may be spread."""
+    """Attention over sequences whose positions may be on several ranks."""
 
     def attend(
         self,
@@ -117,14 +115,14 @@ class KeyValues:
         sinks_N: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attention of the queries held here over the keys of whole sequences, [B, N, S, value head
-        size]. ``visible`` describes the queries and keys held here."""
+        """Attention of this rank's queries over the keys of whole sequences, [B, N, S, value head
+        size]. ``visible`` is that of this rank's queries and keys."""
         return attention(query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=sinks_N, scale=scale)
 
 
 class ScopeSums(NamedTuple):
-    """Sums over the tokens held here, per scope: choices of each expert (int64), and with gradient
-    the probabilities of each expert and the squares of the z-loss."""
+    """Sums over this rank's tokens in each scope: choices of each expert (int64); with gradient,
+    probabilities of each expert and squares of the z-loss."""
 
     counts_QE: Tensor
     probabilities_QE: Tensor
@@ -137,15 +135,15 @@ class SliceState:
     slice of these sequences follows."""
 
     is_last: bool = True
-    #: The cache of modelling code that keeps one of its own.
+    #: Cache of transformers' modelling code, which replaces ours.
     foreign: Any = None
 
     def extend(self, layer: int, key_BMSD: Tensor, value_BMSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions so far [B, M, C, D], these at the end."""
+        """Keys and values of all positions so far [B, M, C, D], with these appended."""
         return key_BMSD, value_BMSD
 
     def total(self, layer: int, sums: ScopeSums) -> ScopeSums | None:
-        """The sums over whole sequences; None while there are slices to come."""
+        """The sums over whole sequences; None before the last slice."""
         return sums
 
 
@@ -153,7 +151,8 @@ class Memory:
     """The choice of activations that a part of the model keeps for its backward."""
 
     def run(self, part: Callable[[X, C], R], x: X, context: C) -> R:
-        """``part(x, context)``: a layer, or the core of its attention; x: a tensor, or several."""
+        """``part(x, context)``: a layer, or the core of its attention; `x` is a tensor, or a tuple
+        of them."""
         return part(x, context)
 
 
@@ -162,42 +161,44 @@ class WeightGate:
     ("embedding", "layers.3", "head"). The code that reads the weights is between two calls."""
 
     def fetch(self, unit: str) -> None:
-        """The weights of `unit` are about to be read."""
+        """Called before the weights of `unit` are read."""
 
     def enter(self, unit: str, x: Tensor) -> Tensor:
-        """Same as :meth:`fetch`; the backward has read the weights when it reaches `x`."""
+        """:meth:`fetch` at the input `x` of the unit, where its backward ends."""
         return x
 
     def leave(self, unit: str, x: Tensor, *, read_in_backward: bool = True) -> Tensor:
-        """The weights have been read. The backward will read them (if `read_in_backward`) when it
-        reaches this `x`, the output of the unit."""
+        """Called after the weights have been read, at the output `x` of the unit. Its backward
+        starts there, and reads the weights if `read_in_backward`."""
         return x
 
 
 class Flow:
-    """The computation of one forward; the default is once, in one graph."""
+    """Hooks in a forward for its recomputation and for cuts of its graph. By default it runs once,
+    in one graph."""
 
     def once(self, decide: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A decision without gradient: choices of experts, exchanged counts, dispatch plans. A
-        recomputation gets the recorded decision, without communication."""
+        """``decide(...)``, without gradient: choices of experts, exchanged counts, dispatch plans.
+        A recomputation gets the recorded result, without communication."""
         return decide(*args, **kwargs)
 
     def unread(
         self, send: Callable[[Tensor, Any], Pending[Tensor]], y_RH: Tensor, plan: Any, rows: int
     ) -> Pending[Tensor]:
-        """``send(y, plan)`` of [rows, H], unread by a backward: a recomputation skips it."""
+        """``send(y_RH, plan)``, [rows, H]. No backward reads the result: a recomputation may skip
+        the exchange."""
         return send(y_RH, plan)
 
     def start(self, send: Callable[P, Pending[T]], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-        """Start ``send(...)``; its result is waited for after the next pause."""
+        """Start ``send(...)``; the caller waits for its result after the next pause."""
         return send(*args, **kwargs)
 
     def cut(self, x: Tensor) -> Tensor:
-        """`x`, for use after the next pause."""
+        """`x`, for use after the next pause: there, it is a leaf if the graph is cut."""
         return x
 
     def pause(self) -> None:
-        """Exchanges are in flight: other work may run now."""
+        """Called while exchanges are in flight: other work may run."""
 
 
 #: Sequences are whole.

@@ -1,4 +1,4 @@
-"""The plain model: embedding, layers of attention and feed-forward, head. It knows no rank.
+"""The plain model of one device: embedding, layers of attention and feed-forward, head.
 
 Legend: T tokens of the residual stream held here, H hidden, L MoE layers, E experts.
 """
@@ -84,38 +84,41 @@ class PredictionLayer(Layer):
         self.projection = nn.Parameter(torch.empty(hidden, 2 * hidden))
 
     def join(self, x_TH: Tensor, embedded_TH: Tensor) -> Tensor:
-        """The layer's input, from the stream and the embeddings of the tokens that are known."""
+        """The layer's input [T, H], from the stream and the embeddings of later tokens."""
         both = [self.embedding_norm(embedded_TH), self.stream_norm(x_TH)]
         return linear(torch.cat(both, dim=1), self.projection)
 
 
 class ModelPart(NamedTuple):
-    """The part of the model that runs at once: these layers, after the embedding if `first`, before
-    the head and the extra prediction layers if `last`. A pipeline stage is a part; on one device
-    the whole model is one."""
+    """The part of the model that one forward runs: the embedding if `first`, these layers, then the
+    head and the extra prediction layers if `last`. A pipeline stage is a part; on one device the
+    whole model is one."""
 
     layers: range
     first: bool = True
     last: bool = True
 
     def units(self, *, tied: bool) -> frozenset[str]:
-        """Units of :mod:`moemesh.sharding.buckets` that it reads; `tied`: also the embedding."""
+        """Units of :mod:`moemesh.sharding.buckets` that it reads; a `tied` head reads the
+        embedding."""
         layers = {f"layers.{index}" for index in self.layers}
         ends = {"embedding": self.first or (self.last and tied), "head": self.last}
         return frozenset(layers | {unit for unit, is_read in ends.items() if is_read})
 
 
 class Output(NamedTuple):
-    """Results of a forward of a part. ``x_TH``: the residual stream after its last layer, None
-    after the head; ``losses_T``: negative log-likelihood (nats) of all tokens of the microbatch,
-    None before the head; ``aux``: this rank's part of the auxiliary losses, summed over the part's
-    layers and scopes; ``sums``: where all layers have one loss, the sums for it of the layers so
-    far (:func:`moemesh.model.balance_loss.auxiliary_sums`), None after the head, where its loss is
-    computed; counts of this rank's tokens per MoE layer of the part (int64): ``counts_LE`` of
-    each expert, ``dropped_L`` choices that found their expert full, ``fault_L`` the first fault
-    (:mod:`moemesh.model.faults`); ``moe_layers`` the numbers of those layers; ``ahead_losses`` as
-    ``losses_T``, of each extra prediction layer; ``more``: further tensors for the next part, of a
-    layer that returns several."""
+    """Results of a forward of a part.
+
+    ``x_TH``: the residual stream after its last layer, None after the head. ``losses_T``: negative
+    log-likelihood (nats) of all tokens of the microbatch, None before the head; ``ahead_losses``:
+    the same of each extra prediction layer. ``aux``: this rank's part of the auxiliary losses,
+    summed over the part's layers and scopes. ``sums``: if one loss is for all layers, its sums over
+    the layers so far (:func:`moemesh.model.balance_loss.auxiliary_sums`); None after the head.
+
+    Counts of this rank's tokens, int64, for each of the ``moe_layers`` of the part: ``counts_LE``
+    of each expert, ``dropped_L`` choices whose expert was full, ``fault_L`` the first fault
+    (:mod:`moemesh.model.faults`). ``more``: further tensors of the stream, from a layer that
+    returns several."""
 
     x_TH: Tensor | None
     losses_T: Tensor | None
@@ -130,14 +133,14 @@ class Output(NamedTuple):
 
     @property
     def for_next(self) -> list[Tensor]:
-        """The tensors that the next part takes; empty after the head."""
+        """Inputs of the next part; empty after the head."""
         return [x for x in (self.x_TH, *self.more, self.sums) if x is not None]
 
 
 class Transformer(nn.Module):
     """A decoder-only language model; ``num_experts = 0`` makes every layer dense.
 
-    It holds what its `parts` need (None: the whole model), under the names of the whole model.
+    It has the modules of its `parts` (None: the whole model), under the names of the whole model.
     Parameters are created on the meta device; :func:`moemesh.model.initialization.initialize`
     (alone, or through `parallelize`) gives them memory and values.
     """
@@ -185,7 +188,7 @@ class Transformer(nn.Module):
         *received: Tensor,
         flow: Flow = PLAIN_FLOW,
     ) -> Output:
-        """Run one part (None: all) on what it has `received`, :attr:`Output.for_next`."""
+        """Run one part (None: all). `received`: :attr:`Output.for_next` of the previous part."""
         config = self.config
         x_TH, sums_QX = (*received, None, None)[:2]
         part = whole(config) if part is None else part
@@ -221,7 +224,8 @@ class Transformer(nn.Module):
         )
 
     def embed(self, tokens_BS: Tensor) -> Tensor:
-        """Rows of the stream before the first layer, or known to an extra prediction layer."""
+        """Embeddings [T, H] of this rank's rows: the first layer's input, or a prediction layer's
+        second one."""
         assert self.embedding is not None
         self.weights.fetch("embedding")
         x_TH = self.vocabulary.embed(tokens_BS.flatten(), self.embedding.weight)
@@ -230,20 +234,20 @@ class Transformer(nn.Module):
         return x_TH if multiplier == 1.0 else x_TH * multiplier
 
     def begin_graph(self, unit: str, x_TH: Tensor) -> Tensor:
-        """The input of a unit that has a backward, with a place in autograd's graph: where nothing
-        before trains it has none, but the whole unit shall have its backward, on all ranks."""
+        """`x_TH`, the input of `unit`, in autograd's graph. If no parameter before it trains, it
+        would not be, and the backward of the unit, with its exchanges, would not run."""
         if unit in self.without_backward or x_TH.requires_grad or not torch.is_grad_enabled():
             return x_TH
         return _Begin.apply(x_TH, x_TH.new_zeros((), requires_grad=True))
 
     def losses(self, x_TH: Tensor, norm: RMSNorm, targets_BS: Tensor) -> Tensor:
-        """Norm, head and loss: nats of all tokens of the microbatch."""
+        """Norm, head and loss: nats [T] of all tokens of the microbatch."""
         x_TH, weight_VH = self._before_head(x_TH, norm)
         losses_T = self.vocabulary.cross_entropy(x_TH, weight_VH, targets_BS.flatten())
         return self.weights.leave("head", losses_T)
 
     def logits(self, batch: Batch) -> Tensor:
-        """Logits [B*S, V] of a batch, of a model in one part."""
+        """Logits [B*S, V] of a batch; the model must be in one part."""
         x_TH = self.stream(batch)
         assert self.norm is not None
         x_TH, weight_VH = self._before_head(x_TH, self.norm)
@@ -251,7 +255,7 @@ class Transformer(nn.Module):
         return self.weights.leave("head", logits_TV)
 
     def stream(self, batch: Batch) -> Tensor:
-        """The residual stream after the last layer [T, H], of a model in one part."""
+        """The residual stream after the last layer [T, H]; the model must be in one part."""
         return self(batch, whole(self.config)._replace(last=False)).x_TH
 
     def _before_head(self, x_TH: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -270,18 +274,19 @@ class Transformer(nn.Module):
         for depth, index in enumerate(self.config.mtp_layers, start=1):
             ahead, norm = batch.ahead(depth), self.ahead_norms[str(index)]
             assert isinstance(norm, RMSNorm)
-            known_TH = self.embed(ahead.tokens_BS)
-            if ahead.valid_BS is not None:  # at the end of a sequence there are fewer tokens
+            embedded_TH = self.embed(ahead.tokens_BS)
+            if ahead.valid_BS is not None:  # the last positions have no token so far ahead
                 local = self.tokens.local(ahead.valid_BS.numel())
                 valid_T = ahead.valid_BS.flatten()[local.start : local.stop]
                 context = replace(context, valid_T=valid_T)
-            x_TH = loads.run(self, index, x_TH, context, known_TH)
+            x_TH = loads.run(self, index, x_TH, context, embedded_TH)
             losses_T = self.losses(x_TH, norm, ahead.targets_BS)
             is_last = depth == self.config.num_mtp_layers
             losses.append(losses_T if is_last else context.flow.cut(losses_T))
         return tuple(losses)
 
     def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
+        """Parameters that the forward of `part` reads."""
         ahead = self.config.mtp_layers if part.last else range(0)
         modules: list[nn.Module | None] = [
             self.layers[str(index)] for index in (*part.layers, *ahead)
@@ -304,7 +309,7 @@ class Transformer(nn.Module):
         }
 
     def num_sequences(self, batch: Batch) -> int:
-        """The number of sequences that a part computes for `batch`."""
+        """Number of sequences that a part computes for `batch`."""
         return len(batch.tokens_BS)
 
     def stream_specs(self, batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -314,7 +319,7 @@ class Transformer(nn.Module):
         return [(shape, next(self.parameters()).dtype)]
 
     def moe_layers(self) -> dict[int, MoE]:
-        """Global layer index -> its mixture of experts, of the layers held here."""
+        """Global layer index -> mixture of experts, for the layers of this rank."""
         return {
             int(index): feed_forward
             for index, layer in self.layers.items()
@@ -323,7 +328,7 @@ class Transformer(nn.Module):
 
 
 class _Begin(torch.autograd.Function):
-    """The identity; its result has a gradient, its input none."""
+    """The identity, whose result has a gradient (through `anchor`), and whose input has none."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, anchor: Tensor) -> Tensor:
@@ -335,14 +340,14 @@ class _Begin(torch.autograd.Function):
 
 
 class Loads:
-    """Counts and losses that MoE layers return beside their output, collected layer by layer."""
+    """Runs layers, and collects the counts and losses that MoE layers return with their output."""
 
     def __init__(
         self, config: ModelConfig, x_TH: Tensor, context: Context, sums_QX: Tensor | None
     ) -> None:
         self.layers: list[int] = []
-        #: The auxiliary losses; or, where all layers have one, the sums for it, after `sums_QX`.
-        # Losses are summed in the router's dtype (fp32 or fp64), never below.
+        #: Sum of the auxiliary losses, in the router's dtype (fp32 or fp64); or, if one loss is for
+        #: all layers, the sums for it, which start from `sums_QX` of earlier parts.
         self.aux = x_TH.new_zeros((), dtype=torch.promote_types(x_TH.dtype, torch.float32))
         self.is_joint = config.has_joint_aux_loss
         if self.is_joint:
@@ -356,15 +361,15 @@ class Loads:
         index: int,
         x_TH: Tensor,
         context: Context,
-        known_TH: Tensor | None = None,
+        embedded_TH: Tensor | None = None,
     ) -> Tensor:
-        """The stream after layer `index`; `known_TH`: embeddings for a prediction layer."""
+        """The stream after layer `index`; `embedded_TH`: embeddings for a prediction layer."""
         at_layer(index)
         layer, unit = model.layers[str(index)], f"layers.{index}"
         x_TH = model.weights.enter(unit, model.begin_graph(unit, x_TH))
-        if known_TH is not None:
+        if embedded_TH is not None:
             assert isinstance(layer, PredictionLayer)
-            x_TH = layer.join(x_TH, known_TH)
+            x_TH = layer.join(x_TH, embedded_TH)
         x_TH, routed = model.memory.run(layer, x_TH, context)
         x_TH = model.weights.leave(unit, x_TH)
         if routed is not None:
@@ -374,7 +379,7 @@ class Loads:
         return x_TH
 
     def counts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of each expert, dropped choices and first fault by layer."""
+        """``counts_LE``, ``dropped_L`` and ``fault_L`` of :class:`Output`."""
         ids_T = self._context.token_ids_T
         if not self._routed:
             return ids_T.new_zeros(0, self._num_experts), ids_T.new_zeros(0), ids_T.new_zeros(0)
@@ -388,4 +393,5 @@ class Loads:
 
 
 def whole(config: ModelConfig) -> ModelPart:
+    """The whole model as one part."""
     return ModelPart(range(config.num_layers))

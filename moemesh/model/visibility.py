@@ -1,11 +1,11 @@
 """Attention masks: a query sees the keys before it, in its document and its window.
 
-Legend: B sequences, L positions of a whole sequence, S queries held here, E keys of a tile.
+Legend: B sequences, L positions of a whole sequence, S queries of this rank, E keys of a tile.
 
-A query at position p sees the keys at the positions ``lowest .. p``: earlier ones and its own;
-``lowest`` is the start of its document, or of its window, whichever is later. Queries and keys are
-contiguous runs of positions, any number of them, in any order: a whole sequence, a slice of it, or
-the chunks that a context-parallel rank holds.
+A query at position p sees the keys at positions ``lowest .. p``, its own included; ``lowest`` is
+the start of its document or of its window, whichever is later. The queries and keys of a rank are
+runs of contiguous positions, in any order: a whole sequence, a slice of it, or the chunks of a
+context-parallel rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Runs = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Visibility:
-    """The keys that each query sees. ``queries`` and ``keys``: the positions held here, as runs;
-    ``window``: a query sees the last `window` positions, itself among them (None: all);
-    ``starts_BL``: of each position of the whole sequence, the first position of its document
-    (int64; None: a sequence is one document); ``length``: of whole sequences, where other ranks
-    hold the other positions."""
+    """The keys that each query sees. ``queries``, ``keys``: positions of this rank's, as runs.
+    ``window``: a query sees the last `window` positions, its own included (None: all).
+    ``starts_BL``: first position of the document of each position of the whole sequence (int64;
+    None: a sequence is one document). ``length``: of whole sequences, if other ranks hold other
+    positions."""
 
     queries: Runs
     keys: Runs
@@ -42,8 +42,8 @@ class Visibility:
 
     @property
     def by_the_last(self) -> slice | None:
-        """The keys that a lone query after all of them sees, as places among the local keys; None
-        for several queries, or with documents."""
+        """Slice of the keys that a single query, at the last position of the keys, sees; None for
+        several queries, or with documents."""
         if len(self.queries) != 1 or len(self.queries[0]) != 1 or self.starts_BL is not None:
             return None
         stop = self.queries[0].stop
@@ -78,34 +78,35 @@ class Visibility:
         return {}
 
     def documents(self, query_BNSD: Tensor, value_BMCD: Tensor) -> Documents | None:
-        """The documents of the positions held here, where a kernel takes them; None without one,
-        without a need for one, and where queries and keys are not those of one run."""
-        is_own = len(self.queries) == 1 and self.queries == self.keys
-        if not is_own or self.is_triangle or not takes_documents(query_BNSD, value_BMCD):
+        """The documents of this rank's positions, for a kernel that takes them. None: there is no
+        such kernel or no need for it, or queries and keys are not the same single run."""
+        is_one_run = len(self.queries) == 1 and self.queries == self.keys
+        if not is_one_run or self.is_triangle or not takes_documents(query_BNSD, value_BMCD):
             return None
         key, run = (len(query_BNSD), query_BNSD.device), self.queries[0]
         if key not in self._documents:
             starts_BS = self.starts_on_host
             if starts_BS is not None:
-                # What lies before the run is nothing that is seen here.
+                # Positions in the run; documents that start before it start at 0.
                 starts_BS = (starts_BS[:, run.start : run.stop] - run.start).clamp(min=0)
             self._documents[key] = documents(starts_BS, key[0], len(run), key[1])
         return self._documents[key]
 
     def known(self, starts_on_host: Tensor | None) -> Visibility:
-        """The same, with ``starts_BL`` of the host where it has them: else it waits for them."""
+        """Set :attr:`starts_on_host`, if the host has it: its default waits for a copy."""
         if starts_on_host is not None:
             self.__dict__["starts_on_host"] = starts_on_host
         return self
 
-    def _with_starts(self, found: Visibility) -> Visibility:
+    def _with_starts(self, other: Visibility) -> Visibility:
+        """`other`, with the cached copy of ``starts_BL`` on the host."""
         if "starts_on_host" in self.__dict__:
-            found.__dict__["starts_on_host"] = self.starts_on_host
-        return found
+            other.__dict__["starts_on_host"] = self.starts_on_host
+        return other
 
     def lowest(self, queries: range) -> tuple[int, int]:
-        """The first positions that the first of `queries` sees and that the last one sees, the
-        least and the largest over the sequences."""
+        """(least, largest) of the lowest positions that the `queries` see, over all sequences: that
+        of the first query, and that of the last."""
         first, last = queries[0], queries[-1]
         window = last + 1 if self.window is None else self.window
         least, largest = max(first + 1 - window, 0), max(last + 1 - window, 0)
@@ -115,7 +116,7 @@ class Visibility:
         return least, largest
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """Mask of the keys that are seen: bool [B or 1, S, E]."""
+        """Whether each of `queries` sees each of `keys`: bool [B or 1, S, E]."""
         query_S1 = torch.arange(queries.start, queries.stop, device=device)[:, None]
         key_E = torch.arange(keys.start, keys.stop, device=device)
         mask_BSE = (key_E <= query_S1)[None]
@@ -128,8 +129,8 @@ class Visibility:
 
 
 def document_starts(documents_BL: Tensor) -> Tensor:
-    """Document numbers, equal within a document and different between neighbours -> the first
-    position of each position's document, int64 [B, L]."""
+    """First position of each position's document, int64 [B, L], from document numbers, which differ
+    between neighbouring documents."""
     positions_L = torch.arange(documents_BL.shape[1], device=documents_BL.device)
     begins_BL = torch.ones_like(documents_BL, dtype=torch.bool)
     begins_BL[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]

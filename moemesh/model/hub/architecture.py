@@ -34,19 +34,18 @@ from moemesh.model.hub.precision import exactly
 from moemesh.model.hub.shrink import decoder_layers, shrunken
 from moemesh.model.transformer import ModelPart
 
-#: Positions of the forward on the meta device, and of the two documents that are packed. These are
-#: longer than the small model's windows and shorter than what its indexers choose.
+#: Positions of the forward on the meta device, and of two packed documents: longer together than
+#: the windows of the small model, shorter than the number of keys that its indexers choose.
 _LENGTH, _DOCUMENTS = 16, (20, 13)
-#: Positions up to which sizes of layers' results may grow with their number.
+#: Longest sequence of the search for a length that no size of a layer's result has by chance.
 _LONGEST = 1 << 15
-#: Difference of a token's loss, in float64, up to which documents count as kept apart, and stages
-#: as the whole model.
+#: Largest difference of a token's logits or loss, in float64, that counts as equal.
 _SAME = 1e-8
 
 
 class _Watched(nn.Linear):
-    """A linear layer that counts its forwards, and the reads of its weight: a kernel that reads the
-    weight computes nothing that the forward adds."""
+    """A linear layer that counts its forwards, and the reads of its weight. More reads than
+    forwards: other code reads the weight, and would lack what an adapter adds in the forward."""
 
     num_forwards = num_reads = 0
 
@@ -83,9 +82,9 @@ class _Uses(TorchFunctionMode):
 
 
 def read(values: Mapping[str, Any], documents: str | None = None) -> Architecture:
-    """The record of the model of a ``config.json``. `documents`: the known way to keep documents
-    apart, for a small model; None determines it. Raises ConfigError for a model that cannot be
-    trained."""
+    """The record of the model of a ``config.json``. `documents`: a value of
+    `Architecture.documents`, if it is known (for a small model); None determines it. Raises
+    ConfigError for a model that cannot be trained."""
     plan = blueprint(values)
     model = plan.build(torch.bfloat16)
     kind = str(values["model_type"])
@@ -124,7 +123,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     for _, module in experts.values():
         down: Any = module.down_proj
         width = down.shape[1] if module.is_transposed else down.shape[2]
-    is_counted = documents is None  # else for a proof
+    is_counted = documents is None  # else the small model of a test: without costs and stages
     is_cut = not is_counted
     if documents is None:
         documents, refusal, fix = "rows", "", "a decoder-only model"
@@ -132,7 +131,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
             small = shrunken(values).build()
             initialize(small, seed=0)
             with suppress(Exception), exactly(torch.float64):
-                is_cut = all(adds_up(one) for one in small.modules() if is_experts(one))
+                is_cut = all(adds_up(module) for module in small.modules() if is_experts(module))
             if _reads_later(small):
                 refusal = "logits of a position depend on later tokens"
         except Exception as error:  # raised by the modelling code of any family
@@ -168,7 +167,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         )
 
     parameters = tuple(record(*pair) for pair in model.named_parameters())
-    # A tied table is read before the layers and after them.
+    # A tied table is read both before the layers and after them.
     is_tied = any({0, 2} <= phases for phases in uses.phases.values())
     reads_between = any(
         1 in uses.phases.get(id(parameter), ())
@@ -216,15 +215,15 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
 
 
 def _is_projection(path: str, module: nn.Module) -> bool:
-    """Whether the module is a plain linear layer whose weight its own forward alone reads, with
-    several outputs, and not in a router, which transformers names so."""
+    """Whether the module is a plain linear layer with several outputs, whose weight only its own
+    forward reads, and which is not in a router (transformers calls these gate or router)."""
     if not isinstance(module, _Watched) or not 0 < module.num_forwards == module.num_reads:
         return False
     return module.out_features > 1 and not {"gate", "router"} & {*path.split(".")}
 
 
 def _stack_layouts(module: Any) -> dict[str, str]:
-    """The layouts of the weights of experts, as :attr:`ParameterRecord.layout` has them."""
+    """Values of :attr:`ParameterRecord.layout` of experts' weights, by name."""
     pair = "(p f)" if module.is_concatenated else "(f p)"
     up, width = ("gate_up_proj", pair) if module.has_gate else ("up_proj", "f")
     ours = "e p f h" if module.has_gate else "e f h"
@@ -234,8 +233,8 @@ def _stack_layouts(module: Any) -> dict[str, str]:
 
 
 def _trace(model: PreTrainedModel, layers: nn.ModuleList) -> tuple[_Uses, int]:
-    """Forward and backward on the meta device: when each parameter is read, what layers return,
-    which parameters get gradients, and the experts of a token."""
+    """Run forward and backward on the meta device. Returns the phases of parameters, the results of
+    layers, and the number of experts of a token; parameters that are used have a ``grad``."""
     uses, slots = _Uses(), set[int]()
 
     def exchange(module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -279,8 +278,8 @@ class _FirstLayer(Exception):
 def _layer_output(
     model: PreTrainedModel, first: nn.Module, results: list[Any]
 ) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """A value of `Architecture.layer_output`; () where layers differ in what they return, or return
-    what grows with the length of a sequence. `results`: those of all layers; `first`: the first
+    """A value of `Architecture.layer_output`; () if layers return different tensors, or tensors
+    whose other sizes grow with the length. `results`: those of all layers; `first`: the first
     layer."""
 
     def leave(*inputs: Any) -> None:
@@ -313,8 +312,8 @@ def _layer_output(
 
 
 def _tensors(result: Any, length: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Dtype and sizes after [B, S] of each tensor of a layer's `result`; () where it is something
-    else than a tensor, or several."""
+    """Dtype and sizes after [B, S] of each tensor of a layer's `result`; () if it is not a tensor
+    [1, length, ...] or a sequence of them."""
     leaves = list(result) if isinstance(result, (tuple, list)) else [result]
     if not all(isinstance(leaf, Tensor) and leaf.shape[:2] == (1, length) for leaf in leaves):
         return ()
@@ -339,12 +338,12 @@ def _against_stages(values: Mapping[str, Any]) -> str:
         with torch.no_grad():
             whole_T = _losses(model, batch)
             sent = [model(batch, ModelPart(range(cut), True, False)).for_next for cut in cuts]
-            # Later stages hold nothing of what is computed before the layers.
-            tables: Any = model.net.get_input_embeddings()
-            kept = {*tables.parameters()}
-            for one in record.parameters:
-                parameter = model.net.get_parameter(one.name)
-                if one.unit == "embedding" and parameter not in kept:
+            # Later stages lack the parameters before the layers, but for a table that may be tied.
+            embedding: Any = model.net.get_input_embeddings()
+            tables = {*embedding.parameters()}
+            for entry in record.parameters:
+                parameter = model.net.get_parameter(entry.name)
+                if entry.unit == "embedding" and parameter not in tables:
                     parameter.zero_()
             for cut, tensors in zip(cuts, sent, strict=True):
                 last = ModelPart(range(cut, config.num_layers), False, True)
@@ -356,14 +355,14 @@ def _against_stages(values: Mapping[str, Any]) -> str:
 
 
 def _losses(model: HubModel, batch: Batch, *inputs: Any) -> Tensor:
-    """The tokens' losses of the model, or of its last part on what it has received."""
+    """Losses [T] of the model; `inputs`: its last part, and the tensors that this part receives."""
     losses_T = model(batch, *inputs).losses_T
     assert losses_T is not None
     return losses_T
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are the last hidden states times the head's weight, and no more."""
+    """Whether logits are exactly the last hidden states times the head's weight."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None:
         return False
@@ -384,15 +383,16 @@ def _reads_later(model: PreTrainedModel) -> bool:
     ids = torch.arange(1, 1 + sum(_DOCUMENTS))[None]
     with exactly(torch.float64):
         whole, part = (
-            model(input_ids=one, use_cache=False).logits[:, : _DOCUMENTS[0]]
-            for one in (ids, ids[:, : _DOCUMENTS[0]])
+            model(input_ids=tokens, use_cache=False).logits[:, : _DOCUMENTS[0]]
+            for tokens in (ids, ids[:, : _DOCUMENTS[0]])
         )
     return bool((whole - part).abs().max() > _SAME)
 
 
 @torch.no_grad()
 def _documents(model: PreTrainedModel) -> str:
-    """The way to keep two documents in one row apart, a value of `Architecture.documents`."""
+    """A value of `Architecture.documents`: the inputs with which attention does not cross the
+    documents of a row."""
     ids = torch.randint(1, 100, (1, sum(_DOCUMENTS)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in _DOCUMENTS])[None]
     with exactly(torch.float64):
@@ -401,11 +401,11 @@ def _documents(model: PreTrainedModel) -> str:
         )
         for way in ("positions", "masks"):
             with suppress(ValueError, TypeError, AttributeError):
-                given: dict[str, Any] = {}
+                options: dict[str, Any] = {}
                 if way == "masks":
-                    given["attention_mask"] = masks(model, ids, positions, torch.float64)
+                    options["attention_mask"] = masks(model, ids, positions, torch.float64)
                 packed = model(
-                    input_ids=ids, position_ids=positions, use_cache=False, **given
+                    input_ids=ids, position_ids=positions, use_cache=False, **options
                 ).logits
                 if (packed - alone).abs().max() < _SAME:
                     return way

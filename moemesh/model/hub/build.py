@@ -1,7 +1,7 @@
 """A model of transformers on the meta device, and memory for the part of it that a rank holds.
 
-Its configuration is the text part of a ``config.json``, changed where training needs it: no cache,
-no dropout, no jitter of the router. Code that a folder brings with it is never run.
+Its configuration is the text part of a ``config.json``, changed for training: no cache, no dropout,
+no jitter of the router. Code in a model's folder is never run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moemesh.config.lora import packed_bytes
 from moemesh.model.hub.experts import IMPLEMENTATION, adopt
 from moemesh.model.hub.precision import exactly
 
-#: (parameter name, logical shape) -> the part of each dim that is held here; None: nothing of it.
+#: (parameter name, logical shape) -> this rank's range of each dim; None: it does not hold it.
 Slices = Callable[[str, tuple[int, ...]], Sequence[range] | None]
 
 
 class Blueprint(NamedTuple):
-    """The class and the configuration of a model, and what was changed in it, a sentence each."""
+    """The class and the configuration of a model, and a sentence for each change of the latter."""
 
     kind: type[PreTrainedModel]
     config: PretrainedConfig
@@ -50,8 +50,8 @@ class Blueprint(NamedTuple):
 
 
 def set_mode(model: PreTrainedModel, *, training: bool) -> None:
-    """Training, without noise of routers, or evaluation, where some routers read the size of that
-    noise as a threshold."""
+    """Set the mode. In training the sizes of routers' noise are 0; in evaluation they have their
+    values, which some routers read as a threshold."""
     model.train(training)
     for module in model.modules():
         values = vars(module)
@@ -64,7 +64,7 @@ def set_mode(model: PreTrainedModel, *, training: bool) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings of transformers, which are meant for its own users."""
+    """Context without transformers' warnings, which are for its own users."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -74,10 +74,10 @@ def _quiet() -> Iterator[None]:
 
 
 def blueprint(values: Mapping[str, Any]) -> Blueprint:
-    """The model of a parsed ``config.json``, or its text part where that has a class of its own.
+    """The model of a parsed ``config.json``, or of its text part if that has a class of its own.
 
-    Raises ConfigError for a family that the installed transformers does not know, for one that has
-    no language model, and for quantized weights.
+    Raises ConfigError for a family that the installed transformers does not have, for one without a
+    language model, and for quantized weights.
     """
     kind = str(values.get("model_type") or "")
     installed = transformers.__version__
@@ -89,7 +89,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
         fix = "the folder of the original weights, or one converted to bfloat16"
         raise wrong("not-available", "quantization_config", method, message, fix)
     with _quiet():
-        # Infinity has a spelling of transformers' own in JSON.
+        # transformers writes infinity to JSON in its own form.
         decoded = PretrainedConfig._decode_special_floats(dict(values))
         whole = CONFIG_MAPPING[kind].from_dict(decoded)
     text = whole.get_text_config()
@@ -107,9 +107,9 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     notes: list[str] = []
     if text is not whole:
         notes.append(f"{kind}: text alone is trained; weights of images and sound stay as they are")
-        # The table of the whole model counts: the text part has a default of its own.
+        # The value of the whole model counts: that of the text part may be a default.
         config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
-    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.use_cache = False
         rope: Any = getattr(part, "rope_parameters", None) or {}
         for table in (rope, *rope.values()):
@@ -127,7 +127,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
 
 
 def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
-    """The slices of one device."""
+    """Whole dims, for one device."""
     return [range(size) for size in shape]
 
 
@@ -140,9 +140,9 @@ def allocate(
     slices: Slices = whole,
     is_packed: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Memory for every parameter that is held here, zeros until weights are loaded, and buffers
-    with their values. Parameters that transformers keeps in float32 stay in it; those that are not
-    held stay on the meta device. `is_packed`: whether a parameter is held in NF4."""
+    """Allocate this rank's part of every parameter, as zeros, and all buffers with their values.
+    Parameters that transformers keeps in float32 stay in it; those of other ranks stay on the meta
+    device. `is_packed`: whether a parameter is held in NF4, by its name."""
     parameters: dict[nn.Parameter, nn.Parameter] = {}
     owners = {"": model}
     for prefix, module in list(model.named_modules()):
@@ -151,16 +151,17 @@ def allocate(
         for leaf, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if parameter not in parameters:  # a tied one has one memory
+            if parameter not in parameters:  # tied parameters share memory
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 if (parts := slices(name, tuple(parameter.shape))) is None:
                     continue
                 sizes = [len(part) for part in parts]
-                kept = parameter.dtype if dtype == torch.bfloat16 else dtype
+                own_dtype = parameter.dtype if dtype == torch.bfloat16 else dtype
                 if is_packed(name):
-                    sizes[-1], kept = packed_bytes(sizes[-1]), torch.uint8
-                zeros = torch.zeros(sizes, dtype=kept, device=device)
-                parameters[parameter] = nn.Parameter(zeros, requires_grad=kept.is_floating_point)
+                    sizes[-1], own_dtype = packed_bytes(sizes[-1]), torch.uint8
+                zeros = torch.zeros(sizes, dtype=own_dtype, device=device)
+                is_float = own_dtype.is_floating_point
+                parameters[parameter] = nn.Parameter(zeros, requires_grad=is_float)
             module._parameters[leaf] = parameters[parameter]
         if any(buffer is not None for buffer in module._buffers.values()):
             with exactly(dtype):
@@ -169,10 +170,10 @@ def allocate(
 
 
 def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The initial values of a module's buffers, as the model that owns it sets them; in a float64
-    model they are computed in float64."""
-    double, widens = copy.copy(module), dtype == torch.float64
-    double.__dict__["_buffers"] = {
+    """The initial values of a module's buffers, set by the model that owns it, on a copy of the
+    module; in a float64 model they are computed in float64."""
+    clone, widens = copy.copy(module), dtype == torch.float64
+    clone.__dict__["_buffers"] = {
         leaf: None
         if buffer is None
         else torch.zeros_like(
@@ -181,20 +182,20 @@ def _buffers(module: nn.Module, owner: PreTrainedModel, dtype: torch.dtype) -> d
         for leaf, buffer in module._buffers.items()
     }
     # Its parameters stay on the meta device, where initialization costs nothing.
-    double.__dict__["_parameters"] = {
+    clone.__dict__["_parameters"] = {
         leaf: None
         if parameter is None
         else nn.Parameter(torch.empty_like(parameter, device="meta"))
         for leaf, parameter in module._parameters.items()
     }
-    owner._init_weights(double)
-    return {leaf: one for leaf, one in double._buffers.items() if one is not None}
+    owner._init_weights(clone)
+    return {leaf: buffer for leaf, buffer in clone._buffers.items() if buffer is not None}
 
 
 @torch.no_grad()
 def initialize(model: PreTrainedModel, seed: int) -> None:
-    """Random float64 weights for a small model on the meta device, as transformers draws them, but
-    none that is exactly zero or one: a bias or a norm that does nothing would prove nothing."""
+    """Allocate and draw float64 weights of a small model on the meta device: those of transformers
+    plus noise. Biases of exactly 0 and norms of exactly 1 would hide errors in a test."""
     allocate(model, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]), exactly(torch.float64):
         torch.manual_seed(seed)

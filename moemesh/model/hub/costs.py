@@ -1,15 +1,15 @@
 """Costs of a token in each layer of a model of transformers, counted on the meta device.
 
-The modelling code runs at each of two lengths, so that what grows with the length of a
-sequence is separated from what does not:
+The modelling code runs at each of two lengths S, which separates costs of a token from costs of a
+pair of query and key:
 
     FLOPs(S) = a S + b S^2,     bytes kept for the backward(S) = c S + d S^2
 
-Attention on the meta device computes whole S x S scores, neither causal nor windowed; b is the cost
-of one query and one key. Bytes are counted with a fused kernel where the code calls torch's, so
-that d is of scores that the code itself computes. Experts compute T x K rows in one product,
-whatever the routing. Bytes of plain SwiGLU experts are not counted: our own experts compute in
-their place.
+Attention on the meta device computes whole S x S scores, neither causal nor windowed: b is the cost
+of one query and one key. Where the code calls torch's fused attention, bytes of the fused kernel
+are counted, and d has only scores that the code computes by itself. Experts compute T x K rows in
+one product, for any routing. Bytes of plain SwiGLU experts are not counted: our own experts replace
+them.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from moemesh.model.hub.experts import is_experts, is_swiglu, set_exchange
 
-#: Multiples of the chunks in which linear attention is computed.
+#: Two lengths S, multiples of the chunks of linear attention.
 LENGTHS = (128, 256)
 
 
 def count_costs(model: PreTrainedModel, wide: PreTrainedModel, layers: str) -> dict[str, Any]:
     """Forward costs of a token of `model`, which is on the meta device in bfloat16; `wide` is the
-    same in float32, `layers` the module that holds the decoder layers.
+    same model in float32, `layers` the name of the list of decoder layers.
 
-    Per decoder layer: ``flops`` (a), ``flops_per_key`` (b); ``kept_bytes`` (c) and
-    ``kept_per_key`` (d), ``expert_bytes`` (those of experts that the family's own code computes),
-    and the same of `wide`; ``ends``: the FLOPs of a token outside of the layers.
+    Lists by decoder layer: ``flops`` (a), ``flops_per_key`` (b), ``kept_bytes`` (c),
+    ``kept_per_key`` (d), ``expert_bytes`` (kept by experts that the family's own code computes),
+    the latter three also of `wide` (``wide_...``). ``ends``: FLOPs of a token outside of layers.
     """
-    short, long = LENGTHS
-    (flops, end), (long_flops, long_end) = (_flops(model, layers, one) for one in LENGTHS)
+    short = LENGTHS[0]
+    (flops, end), (long_flops, long_end) = (_flops(model, layers, length) for length in LENGTHS)
     quadratic = [_per_key(a, b) for a, b in zip(flops, long_flops, strict=True)]
     costs: dict[str, Any] = {
         "flops": [total / short - b * short for total, b in zip(flops, quadratic, strict=True)],
         "flops_per_key": quadratic,
         "ends": [end / short - _per_key(end, long_end) * short],
     }
-    for prefix, one in (("", model), ("wide_", wide)):
-        (kept, experts), (long_kept, _) = (_kept(one, layers, length) for length in (short, long))
-        grown = [_per_key(a, b) for a, b in zip(kept, long_kept, strict=True)]
+    for prefix, variant in (("", model), ("wide_", wide)):
+        (kept, experts), (long_kept, _) = (_kept(variant, layers, length) for length in LENGTHS)
+        per_key = [_per_key(a, b) for a, b in zip(kept, long_kept, strict=True)]
         costs |= {
             f"{prefix}kept_bytes": [
-                total / short - d * short for total, d in zip(kept, grown, strict=True)
+                total / short - d * short for total, d in zip(kept, per_key, strict=True)
             ],
-            f"{prefix}kept_per_key": grown,
+            f"{prefix}kept_per_key": per_key,
             f"{prefix}expert_bytes": [total / short for total in experts],
         }
     return costs
 
 
 def _per_key(at_short: float, at_long: float) -> float:
-    """The coefficient of S^2; 0 where the count grows as S."""
+    """The coefficient of S^2 in a count, from its values at LENGTHS; 0 if it grows as S."""
     short, long = LENGTHS
     slope = (at_long / long - at_short / short) / (long - short)
     return slope if slope * long > 1e-6 * at_long / long else 0.0
@@ -87,8 +87,8 @@ def _flops(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float
 
 
 def _kept(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float], list[float]]:
-    """Bytes that each layer keeps of one sequence: without its experts, and of its experts where
-    they differ from plain SwiGLU MLPs."""
+    """Bytes that each layer keeps of one sequence for the backward: without its experts, and of its
+    experts unless these are plain SwiGLU MLPs."""
     kept, of_experts = Counter[int](), Counter[int]()
     parameters = {id(parameter) for parameter in model.parameters()}
     seen: dict[int, Tensor] = {}
@@ -115,7 +115,7 @@ def _kept(model: PreTrainedModel, layers: str, length: int) -> tuple[list[float]
     fused = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _FusedAttention.of
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
             computed = _run(model, layers, length, enter, experts)
     finally:
         F.scaled_dot_product_attention = fused
@@ -129,11 +129,11 @@ def _run(
     enter: Callable[[int], None],
     experts: Callable[..., Tensor],
 ) -> list[int]:
-    """A forward of one sequence with `experts` in the place of all experts; `enter` gets the index
-    of each layer that begins, and -1 after it.
+    """Run a forward of one sequence in which `experts` computes all experts. `enter` is called with
+    the index of each layer before it, and with -1 after it.
 
-    A layer that is like an earlier one is not computed. Returns for each layer the index of the
-    one that was computed in its place, or its own.
+    A layer with the costs of an earlier one is skipped. Returns for each layer the index of the
+    computed one with its costs, or its own.
     """
     for module in model.modules():
         if is_experts(module):
@@ -160,8 +160,8 @@ def _run(
 
 
 def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> tuple[Any, ...]:
-    """Everything on which the costs of a layer depend: its modules with their sizes and settings,
-    and its entries in the lists of `config`."""
+    """A key of layers with equal costs: modules with their sizes and settings, and the layer's
+    entries in the lists of `config`."""
     settings: list[Any] = []
     for path, module in layer.named_modules():
         plain = [
@@ -169,7 +169,7 @@ def _kind(layer: nn.Module, index: int, config: PreTrainedConfig) -> tuple[Any, 
             for name, value in vars(module).items()
             if isinstance(value, (int, float, str, type(None))) and name != "layer_idx"
         ]
-        sizes = [(name, one.shape, one.dtype) for name, one in module.named_parameters()]
+        sizes = [(name, p.shape, p.dtype) for name, p in module.named_parameters()]
         settings.append((path, type(module), plain, sizes))
     for name, value in vars(config).items():
         if isinstance(value, (list, tuple)):
@@ -187,10 +187,10 @@ def _once(
     *inputs: Any,
     **named: Any,
 ) -> Any:
-    """``forward(*inputs, **named)`` of the layer `index`, or empty tensors of the same sizes if two
-    layers of this `kind` have had inputs of these sizes: the first one also keeps what all layers
-    share. A container that layers could fill for each other is not compared: such layers are
-    computed."""
+    """``forward(*inputs, **named)`` of the layer `index`; or, after two layers of this `kind` with
+    inputs of these sizes, empty tensors of its results' sizes. Two: the first layer also saves
+    tensors that all layers share. Layers with a dict or list among their inputs, which an earlier
+    one may have filled, are always computed."""
     given = [*inputs, *named.values()]
     if any(isinstance(value, (dict, list)) for value in given):
         return forward(*inputs, **named)
@@ -204,13 +204,13 @@ def _once(
         return known[key][-1][1]
     computed[index], result = known[key][-1]
     return _pytree.tree_map_only(
-        Tensor, lambda one: torch.empty_like(one).requires_grad_(one.requires_grad), result
+        Tensor, lambda x: torch.empty_like(x).requires_grad_(x.requires_grad), result
     )
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Tensors that a fused kernel keeps: queries, keys and values [B, N, S, D], the output, which
-    lies in memory as [B, S, N, D], and a log-sum-exp for each query."""
+    """Saves the tensors that a fused kernel does: queries, keys and values [B, N, S, D], the output
+    (in memory [B, S, N, D]), and a log-sum-exp for each query. It computes nothing."""
 
     @staticmethod
     def of(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -233,7 +233,8 @@ class _FusedAttention(torch.autograd.Function):
 
 @contextmanager
 def unpacked_masks() -> Iterator[None]:
-    """No search for packed documents: it reads numbers, which the meta device does not have."""
+    """Context without transformers' search for packed documents: it reads the values of tensors,
+    which those on the meta device lack."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -246,7 +247,7 @@ def unpacked_masks() -> Iterator[None]:
 def _even_experts(
     module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """All rows through the first expert: the products of any routing, without its data."""
+    """All rows [T*K, H] through the first expert: products of the sizes of any routing."""
     experts = cast("Any", module)
     num_slots = experts_TK.shape[1]
     inputs = experts.gate_up_proj if experts.has_gate else experts.up_proj

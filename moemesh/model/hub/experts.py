@@ -1,11 +1,12 @@
-"""The seam of transformers' experts modules: what computes the experts of every layer.
+"""The seam of transformers' experts modules: our dispatcher and products in the place of theirs.
 
 Every experts module of transformers looks its forward up by name among `ALL_EXPERTS_FUNCTIONS` and
-calls it with (module, x [T, H], experts [T, K], weights [T, K]), of which it expects [T, H]. Under
-the name of :data:`IMPLEMENTATION` that is :func:`forward`, which passes the call on to the module's
-`exchange`, or to its own eager forward where it has none.
+calls it: (module, x [T, H], experts [T, K], weights [T, K]) -> [T, H]. :data:`IMPLEMENTATION` is
+the name of our :func:`forward`, which calls the module's `exchange`, or its own eager forward if it
+has none.
 
-Legend: T tokens, K slots per token, R rows by expert, L experts held here, H hidden.
+Legend: T tokens, K slots per token, R rows by expert, L experts of this rank, H hidden, F expert
+width.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from moemesh.ops.permute import count_ids, permute
 
 #: The name of our experts function among those of transformers.
 IMPLEMENTATION = "moemesh"
-#: The parameters of the modules that the interface is for.
+#: Parameter names of the forward of an experts module.
 _CALL = ["hidden_states", "top_k_index", "top_k_weights"]
 #: (x [T, H], experts [T, K], weights [T, K]) -> [T, H]
 Exchange: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -55,7 +56,7 @@ ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
 def eager_forward(
     module: nn.Module, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The module's own forward, which the decorator of its class has wrapped, if it has one."""
+    """The forward of the module's class, without the decorator that looks it up by name."""
     own: Any = type(module).forward
     own = getattr(own, "__wrapped__", own)
     return own(module, x_TH, experts_TK, weights_TK)
@@ -67,12 +68,12 @@ def set_exchange(module: nn.Module, exchange: Exchange) -> None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module passes through the interface."""
+    """Whether the module is an experts module of transformers' interface."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "has_gate")
 
 
 def adopt(model: nn.Module) -> None:
-    """Pass through the interface what is called as its modules are and lacks its decorator."""
+    """Add to the interface modules with its stacks and its call, but without its decorator."""
     for module in model.modules():
         stacks = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
         count = getattr(module, "num_experts", None)
@@ -90,7 +91,7 @@ def adopt(model: nn.Module) -> None:
 
 
 def is_swiglu(module: Any) -> bool:
-    """Whether the experts are plain SwiGLU MLPs, ``gate_up_proj`` [E, 2F, H], gates first."""
+    """Whether the experts are plain SwiGLU MLPs with ``gate_up_proj`` [E, 2F, H], gates first."""
     return (
         module.has_gate
         and module.is_concatenated
@@ -101,9 +102,9 @@ def is_swiglu(module: Any) -> bool:
 
 
 def width_of(module: Any, leaf: str) -> tuple[int, int] | None:
-    """The dim of a stack along which ranks can share the width of its experts, and the number of
-    blocks of that dim, gates and ups; of the bias of results, the dim of their channels. None for
-    parameters that cannot be shared."""
+    """The dim of a stack that ranks of etp shard, and its number of blocks (2: gates, then ups; a
+    rank holds a part of each). It is the width of experts, for the bias of results their channels.
+    None for parameters that cannot be sharded."""
     outer, inner = (2, 1) if module.is_transposed else (1, 2)
     blocks = 2 if module.is_concatenated else 1
     cut = {
@@ -114,13 +115,13 @@ def width_of(module: Any, leaf: str) -> tuple[int, int] | None:
         "up_proj_bias": (1, 1),
         "down_proj_bias": (1, 1),
     }.get(leaf)
-    # Columns of both blocks alternate in the memory of a transposed stack.
+    # In a transposed stack the parts of both blocks would not be contiguous in memory.
     return None if cut == (2, 2) or module.has_post_expert_norm else cut
 
 
 @torch.no_grad()
 def adds_up(module: nn.Module) -> bool:
-    """Whether the experts' results are the sum of those of the two halves of their width."""
+    """Whether the experts' results are the sum of the results of both halves of their width."""
     experts = cast("Any", module)
     hidden = experts.down_proj.shape[2 if experts.is_transposed else 1]
     x_TH = torch.randn(experts.num_experts, hidden, dtype=experts.down_proj.dtype)
@@ -139,19 +140,21 @@ def adds_up(module: nn.Module) -> bool:
     for index in range(2):
         half = copy.copy(module)
         half.__dict__["_parameters"] = {
-            leaf: part(leaf, one, index) for leaf, one in module.named_parameters(recurse=False)
+            leaf: part(leaf, weight, index)
+            for leaf, weight in module.named_parameters(recurse=False)
         }
         total_TH = total_TH - eager_forward(half, x_TH, experts_TK, x_TH.new_ones(len(x_TH), 1))
     return bool(total_TH.abs().max() < 1e-9)
 
 
 def _swiglu_weights(module: Any) -> tuple[Tensor, Tensor]:
-    """The weights of plain SwiGLU experts as ours are, [E, 2, F, H] and [E, H, F]."""
+    """The weights of plain SwiGLU experts in our form, [E, 2, F, H] and [E, H, F]."""
     return module.gate_up_proj.unflatten(1, (2, -1)), module.down_proj
 
 
 def add_adapter(linear: nn.Module, owner: nn.Module, target: str, scale: float) -> None:
-    """Add to the output of a linear layer what the adapter `target` of the module `owner` gives."""
+    """Change the forward of a linear layer: it adds the output of the adapter `target`, whose
+    factors are parameters of the module `owner`."""
     inner: Callable[[Tensor], Tensor] = linear.forward
 
     def forward(x: Tensor) -> Tensor:
@@ -162,14 +165,14 @@ def add_adapter(linear: nn.Module, owner: nn.Module, target: str, scale: float) 
 
 
 def unpack(linear: nn.Module) -> None:
-    """Let a linear layer dequantize its weight for the length of a product."""
+    """Change the forward of a linear layer: it dequantizes the weight for each product."""
     layer = cast("Any", linear)
     linear.forward = lambda x: plain_linear(x, layer.weight, layer.bias)
 
 
 class HeldExperts:
-    """The experts of one layer that a rank holds, in the form that an exchange computes with.
-    ``rest``: the module of further experts, which do not train and follow in the order of rows."""
+    """A rank's experts of one layer, with the interface of :class:`~moemesh.model.experts.Experts`.
+    ``rest``: a module of frozen experts, after these in the order of rows."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
@@ -186,7 +189,9 @@ class HeldExperts:
         self.scale = lora.scaling if lora.rank else 1.0
         for name, weight in self.module.named_parameters(recurse=False):
             parts = parts_of(name.removesuffix("_proj"), tuple(weight.shape))
-            adapted = [one for one in parts if hasattr(self.module, factor_name(one.target, "A"))]
+            adapted = [
+                part for part in parts if hasattr(self.module, factor_name(part.target, "A"))
+            ]
             self._adapted |= {name: adapted} if adapted else {}
 
     @torch.no_grad()
@@ -233,8 +238,9 @@ class HeldExperts:
         return rows.compute(self.weights, deferred=deferred, max_rows=max_rows)
 
     def _computed_in_turn(self, rows: DispatchedRows) -> Tensor:
-        """One expert after the other, with the module's own activation between the products: of
-        experts with adapters or a rest, which the module's own code would ignore, or in NF4."""
+        """Weighted outputs [R, H], one expert after the other, with the module's own activation
+        between the products. For experts with adapters or a rest, which the module's own forward
+        would ignore, or in NF4."""
         module, counts = self.module, rows.counts_L.tolist()
         x_RH = permute(rows.source_NH, rows.map)
         num_padded = len(x_RH) - sum(counts)
@@ -250,13 +256,14 @@ class HeldExperts:
     def _product(self, name: str, x_RI: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows times the weight `name` of their experts, with its bias and adapters [R, O]."""
         modules = [self.module] if self.rest is None else [self.module, self.rest]
-        weights = [one for module in modules for one in getattr(module, name).unbind()]
+        weights = [weight for module in modules for weight in getattr(module, name).unbind()]
         product = partial(plain_linear, is_transposed=self.module.is_transposed)
         biases: list[Any] = [None] * len(weights)
         if self.module.has_bias:
-            biases = [one for module in modules for one in getattr(module, f"{name}_bias").unbind()]
+            biases = [b for module in modules for b in getattr(module, f"{name}_bias").unbind()]
         parts = x_RI.split(list(counts))
-        y_RO = torch.cat([product(*one) for one in zip(parts, weights, biases, strict=True)])
+        inputs = zip(parts, weights, biases, strict=True)
+        y_RO = torch.cat([product(x, weight, bias) for x, weight, bias in inputs])
         deltas: dict[int, Tensor] = {}
         for adapter in self._adapters(name):
             factors = zip(parts, adapter.a.unbind(), rows_of(adapter).unbind(), strict=True)
@@ -272,8 +279,8 @@ class HeldExperts:
         return y_RO + torch.stack(pair, -2 if self.module.is_concatenated else -1).flatten(-2)
 
     def _computed_by_module(self, rows: DispatchedRows) -> Tensor:
-        """By the module's own code, which knows its layout and its gate: as if every row were a
-        token with one expert of weight 1."""
+        """Weighted outputs [R, H] by the module's own forward, for any layout and gate: each row is
+        passed as a token with one expert of weight 1."""
         module, num_local = self.module, len(rows.counts_L)
         x_RH = permute(rows.source_NH, rows.map)
         places_R = torch.arange(len(x_RH), device=x_RH.device)
@@ -282,7 +289,7 @@ class HeldExperts:
         whole, parameters = module.num_experts, module._parameters
         module.num_experts = num_local
         if (bias := parameters.get("down_proj_bias")) is not None:
-            # Other ranks of etp add the other channels of it.
+            # This rank's channels of the bias; other ranks of etp add the others.
             after = x_RH.shape[1] - self.column - bias.shape[1]
             padded = F.pad(bias, (self.column, after))
             module.__dict__["_parameters"] = {**parameters, "down_proj_bias": padded}
@@ -290,24 +297,24 @@ class HeldExperts:
             y_RH = eager_forward(module, x_RH, expert_R1, x_RH.new_ones(len(x_RH), 1))
         finally:
             module.num_experts, module.__dict__["_parameters"] = whole, parameters
-        # Eager forwards of no row leave the graph: the backward of this rank would not exchange
-        # anything, and the others would wait for it.
+        # An eager forward without rows is not in the graph: the backward of this rank would skip
+        # the exchange, and the other ranks would wait for it.
         zero = sum((weight.sum() * 0 for weight in module.parameters()), x_RH.sum() * 0)
         y_RH = y_RH + zero if not len(x_RH) else y_RH
         return y_RH * rows.weights_R[:, None].to(y_RH.dtype)
 
 
 class _WithResults(Flow):
-    """A flow in which a recomputation also has the experts' results: modelling code may multiply or
-    normalize them afterwards, and its backward then reads them."""
+    """A flow whose recomputations also exchange the experts' results (the default `unread`):
+    modelling code may multiply or normalize them, and its backward then reads them."""
 
     def __init__(self, flow: Flow) -> None:
         self.once, self.start, self.cut, self.pause = flow.once, flow.start, flow.cut, flow.pause
 
 
 class HubMoE:
-    """The experts of one layer between the module of transformers and the dispatcher: in the place
-    of :class:`~moemesh.model.moe.MoE`, but the router is the family's own."""
+    """The exchange of one layer's experts module: calls dispatcher and experts, as
+    :class:`~moemesh.model.moe.MoE` does, but the router is the family's own."""
 
     def __init__(self, module: nn.Module, num_experts: int) -> None:
         self.module, self.num_experts = module, num_experts
@@ -316,7 +323,7 @@ class HubMoE:
         self.exchange: ExpertExchange = exchange_in_steps
         self.place_E: Tensor | None = None
         self.tokens = Tokens()
-        #: The forward that runs now, and the tokens of each expert in it.
+        #: Context of the running forward, and choices of each expert in it.
         self.context: Context | None = None
         self.counts_E: Tensor | None = None
         self._observers: OrderedDict[int, Observer] = OrderedDict()
@@ -331,7 +338,7 @@ class HubMoE:
     def __call__(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         context = self.context
         assert context is not None
-        # A weight of exactly 0 marks a choice that the family's router has dropped.
+        # Routers mark dropped choices by a weight of exactly 0, or by an id of E or more.
         has_row_TK = (experts_TK < self.num_experts) & (weights_TK.detach() != 0)
         if context.valid_T is not None:
             has_row_TK = has_row_TK & context.valid_T[:, None]

@@ -1,4 +1,4 @@
-"""A mode in which modelling code that names float32 computes in float64 instead.
+"""A mode for float64 runs: modelling code that casts to float32 computes in float64 instead.
 
 Norms, rotary positions and routers of transformers cast by ``.float()`` or
 ``dtype=torch.float32``. A float64 run would round there to 24 bits, and layouts differ by 1e-7.
@@ -17,7 +17,7 @@ _CASTS = ("float", "half", "bfloat16")
 
 
 class Float64(TorchFunctionMode):
-    """Inside, float64 takes the place of every shorter floating dtype."""
+    """Inside, every shorter floating dtype that a call names is replaced by float64."""
 
     def __torch_function__(
         self,
@@ -43,5 +43,5 @@ def _longest(value: Any) -> Any:
 
 
 def exactly(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """The mode for a model of this dtype."""
+    """:class:`Float64` for a float64 model, no mode for others."""
     return Float64() if dtype == torch.float64 else nullcontext()

@@ -1,7 +1,7 @@
 """A small model of the same family: few layers, one of each kind, and small sizes.
 
-A proof on it is one of the modelling code with the switches of the real model. The layers are the
-first of the real model up to the last kind that comes up, so that rules by index keep their sense.
+A test with it tests the modelling code with the settings of the real model. Its layers are the
+first ones of the real model, up to one of each kind, so that rules by layer index stay valid.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from moemesh.model.hub.build import Blueprint, blueprint
 from moemesh.model.hub.experts import is_experts
 
-#: Pattern of a key -> its largest value in a small model. The first that matches counts; a number
-#: that is smaller already stays.
+#: Keys of the number of experts.
 _EXPERTS = r"(n_routed|num|num_local|moe_num|num_routed)_experts|n_experts"
+#: (pattern of a key, its largest value in a small model); the first match counts.
 _LARGEST: tuple[tuple[str, int], ...] = (
     (r"(unpadded_)?vocab_size(_per_layer_input)?", 128),
     (r"hidden_size_per_layer_input", 16),
@@ -47,20 +47,20 @@ _LARGEST: tuple[tuple[str, int], ...] = (
 
 
 def shrunken(values: Mapping[str, Any], experts: int = 8, layers: int = 2) -> Blueprint:
-    """The small model of a parsed ``config.json``, with at most this number of `experts` and at
-    least this number of `layers`, where it has them. Raises ValueError where it would lack a kind
-    of module that the real one has."""
+    """The small model of a parsed ``config.json``, with at most `experts` experts and at least
+    `layers` layers, if the real model has these. Raises ValueError if it would lack a kind of
+    module that the real one has."""
     whole = blueprint(values)
     real = whole.build()
     # The smallest number of first layers that contain one layer of each kind.
     kinds = [kind_of(layer) for layer in decoder_layers(real)[1]]
     needed = 1 + max(map(kinds.index, kinds))
-    wanted = max(needed, min(layers, len(kinds)))
+    num_layers = max(needed, min(layers, len(kinds)))
     names = {name: key for key, name in whole.config.attribute_map.items()}
-    small = blueprint(_small(whole.config.to_dict(), wanted, experts, names))
-    lost = _kinds(real) - _kinds(small.build())
-    if lost:
-        raise ValueError(f"the small model has no {', '.join(sorted(lost))}")
+    small = blueprint(_small(whole.config.to_dict(), num_layers, experts, names))
+    missing = _kinds(real) - _kinds(small.build())
+    if missing:
+        raise ValueError(f"the small model has no {', '.join(sorted(missing))}")
     return small
 
 
@@ -71,14 +71,14 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The list of decoder layers, and its name: the list that holds the experts, else the outermost
-    with the configured number of layers. Raises ValueError for experts outside of the interface
-    or in several lists, and for a model without such a list."""
+    """Name and list of the decoder layers: the list with the experts, or else the outermost with
+    the configured number of layers. Raises ValueError for experts outside of the interface or in
+    several lists, and for a model without such a list."""
     lists = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)
     }
     names = {
-        next(one for one in lists if name.startswith(one + "."))
+        next(path for path in lists if name.startswith(path + "."))
         for name, module in model.named_modules()
         if is_experts(module)
     }
@@ -100,25 +100,25 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def kind_of(layer: nn.Module) -> frozenset[tuple[str, str]]:
-    """The kind of a layer: its modules by name and class, and their attributes that name a type."""
-    words = {
+    """The kind of a layer: names and classes of its modules, and their attributes of a type."""
+    attributes = {
         (f"{name}.{key}", str(value))
         for name, module in layer.named_modules()
         for key, value in vars(module).items()
         if ("type" in key or "is_" in key or "sliding" in key) and isinstance(value, (str, bool))
     }
     return frozenset(
-        {(name, type(module).__name__) for name, module in layer.named_modules()} | words
+        {(name, type(module).__name__) for name, module in layer.named_modules()} | attributes
     )
 
 
 def _small(
     values: dict[Any, Any], layers: int, experts: int, names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Smaller `values`. `names`: the usual name of a key that the family calls otherwise."""
+    """Smaller `values`. `names`: usual names of keys, by the family's own name."""
     usual = {names.get(key, key): value for key, value in values.items()}
     total = usual.get("num_hidden_layers")
-    found: dict[str, Any] = {}
+    small: dict[str, Any] = {}
     for name, value in values.items():
         key = names.get(name, name)
         if key == "num_hidden_layers":
@@ -127,43 +127,43 @@ def _small(
             value = min(value, experts)
         elif isinstance(value, dict) and "rope" not in str(key):
             table = cast("dict[Any, Any]", value)
-            if table and all(str(one).isdigit() for one in table):  # layers by number
-                table = {one: given for one, given in table.items() if int(one) < layers}
+            if table and all(str(layer).isdigit() for layer in table):  # layers by number
+                table = {layer: item for layer, item in table.items() if int(layer) < layers}
             value = _small(table, layers, experts, names)
         elif isinstance(value, list):
             items = cast("list[Any]", value)
             if total is not None and len(items) >= total:
                 items = items[: len(items) - total + min(total, layers)]
             elif str(key).endswith("layers"):
-                items = [one for one in items if not isinstance(one, int) or one <= layers]
-            value = [_smaller(key, one) for one in items]
+                items = [item for item in items if not isinstance(item, int) or item <= layers]
+            value = [_smaller(key, item) for item in items]
         else:
             value = _smaller(key, value)
-        found[name] = value
-    # Sizes that are equal in the real model because one follows from the other.
+        small[name] = value
+    # Sizes that follow from one another in the real model follow in the small one.
     if values.get("qk_nope_head_dim") == values.get("qk_rope_head_dim", 0):
-        found["qk_nope_head_dim"] = found["qk_rope_head_dim"]
+        small["qk_nope_head_dim"] = small["qk_rope_head_dim"]
     heads = values.get("num_attention_heads")
     if heads is not None and heads == values.get("num_key_value_heads"):
-        found["num_key_value_heads"] = found["num_attention_heads"]
+        small["num_key_value_heads"] = small["num_attention_heads"]
     if isinstance(rotary := values.get("qk_rope_head_dim"), int):
         parts = "qk_nope_head_dim", "qk_rope_head_dim"
         both = sum(values.get(part) or 0 for part in parts)
         for key in (key for key in values if str(key).endswith("head_dim") and key not in parts):
             if values[key] in (rotary, both):
-                found[key] = sum(found[part] for part in parts[values[key] == rotary :])
-    # Rotary pairs for time, height and width, which are all that are turned.
-    rope = dict(found.get("rope_parameters") or {})
+                small[key] = sum(small[part] for part in parts[values[key] == rotary :])
+    # Rotary pairs for time, height and width: all pairs that are rotated.
+    rope = dict(small.get("rope_parameters") or {})
     if "mrope_section" in rope:
-        size = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
+        size = small.get("head_dim") or small["hidden_size"] // small["num_attention_heads"]
         size *= rope.get("partial_rotary_factor") or 1
-        pairs = int(found.get("qk_rope_head_dim") or size) // 2
+        pairs = int(small.get("qk_rope_head_dim") or size) // 2
         rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
-        found["rope_parameters"] = rope
+        small["rope_parameters"] = rope
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(found.get(key), (int, list)):
-            found[key] = 1
-    return found
+        if isinstance(small.get(key), (int, list)):
+            small[key] = 1
+    return small
 
 
 def _smaller(key: object, value: Any) -> Any:
