@@ -422,7 +422,7 @@ def choose(
 def weigh(
     scores_TE: Tensor, experts_TK: Tensor, config: ModelConfig, *, is_complete: bool = False
 ) -> Tensor:
-    """Weights [T, K] of chosen experts, 0 for -1, with gradient; `is_complete`: there is no -1."""
+    """Weights [T, K] of chosen experts, 0 for -1, with gradient; `is_complete`: all are chosen."""
     none_TK = None if is_complete else experts_TK < 0
     weights_TK = scores_TE.gather(1, experts_TK if is_complete else experts_TK.clamp(min=0))
     if config.router_when == "after":

@@ -78,8 +78,8 @@ class Visibility:
         return {}
 
     def documents(self, query_BNSD: Tensor, value_BMCD: Tensor) -> Documents | None:
-        """The documents of this rank's positions, for a kernel that takes them. None: there is no
-        such kernel or no need for it, or queries and keys are not the same single run."""
+        """The documents of this rank's positions, for a kernel that takes them. None: such a kernel
+        is missing or not needed, or queries and keys are not the same single run."""
         is_one_run = len(self.queries) == 1 and self.queries == self.keys
         if not is_one_run or self.is_triangle or not takes_documents(query_BNSD, value_BMCD):
             return None

@@ -1,9 +1,9 @@
 """SwiGLU, RMSNorm and rotary positions compiled for a CPU: imports numba, so it is imported late.
 
-Arrays are C-contiguous, of float32, or of bfloat16 numbers as their 16 bits: numba compiles each
-function for the one and the other. All is computed in fp32 and rounded once. A call does part
-`part` of `parts` of the rows, one of them a thread. The compiled code is kept on disk beside this
-file, or in numba's own folder where that is read-only.
+Arrays are C-contiguous, of float32, or of bfloat16 as uint16 bits: numba compiles each function for
+both. Functions compute in fp32 and round once. A call computes part `part` of `parts` of the rows:
+one call a thread. Compiled code is cached next to this file, or in numba's own folder if this one
+is read-only.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-# Division must not check for zero (`error_model`), or no loop is vectorised.
-#: Sums may be taken in any order and products contracted; NaN and infinities keep their meaning.
+#: Flags of LLVM: sums in any order, fused multiply-add; NaN and infinities are still computed.
 _FAST = {"contract", "reassoc"}
 _LOG2_E, _LARGEST = np.float32(1.44269504), np.float32(88.0)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
@@ -26,10 +25,11 @@ _P1, _P0 = np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
 
 def _compiled(function: Callable[..., Any]) -> Any:
+    # error_model: a division that checks for zero would keep loops from being vectorised.
     options = {"fastmath": _FAST, "error_model": "numpy", "nogil": True}
     try:
         return njit(function, cache=True, **options)
-    except RuntimeError:  # nowhere to keep the compiled code
+    except RuntimeError:  # no writable folder for the cache
         return njit(function, **options)
 
 
@@ -106,18 +106,18 @@ def swiglu_backward(part, parts, grad, h, weights, grad_h, grad_weights):
     width = grad.shape[1]
     for row in _share(part, parts, grad.shape[0]):
         weight, total = weights[row], np.float32(0.0)
-        gates, ups, givens = h[row, :width], h[row, width:], grad[row]
+        gates, ups, grads = h[row, :width], h[row, width:], grad[row]
         grad_gates, grad_ups = grad_h[row, :width], grad_h[row, width:]
         for column in range(width):
             gate, up = _number(gates[column]), _number(ups[column])
-            given = _number(givens[column])
-            slope = _sigmoid(gate)
-            silu = gate * slope
-            total += given * silu * up
-            given_up = given * weight
-            _store(grad_gates, column, given_up * up * (slope + silu * (_ONE - slope)))
-            _store(grad_ups, column, given_up * silu)
-            _store(givens, column, silu * up * weight)
+            grad_product = _number(grads[column])
+            sigmoid = _sigmoid(gate)
+            silu = gate * sigmoid
+            total += grad_product * silu * up
+            weighted = grad_product * weight
+            _store(grad_gates, column, weighted * up * (sigmoid + silu * (_ONE - sigmoid)))
+            _store(grad_ups, column, weighted * silu)
+            _store(grads, column, silu * up * weight)
         grad_weights[row] = total
 
 
@@ -139,30 +139,30 @@ def rms_norm(part, parts, x, weight, epsilon, y):
 
 @_compiled
 def rms_norm_backward(part, parts, grad, x, weight, epsilon, grad_x, grad_weights):
-    """Writes `grad_x`, and adds to `grad_weights`, float64 [parts, H], in its row."""
+    """Writes `grad_x` [B, H], and adds to row `part` of `grad_weights`, float64 [parts, H]."""
     size = x.shape[1]
     grad_weight = grad_weights[part]
     for row in _share(part, parts, x.shape[0]):
-        given, numbers, result = grad[row], x[row], grad_x[row]
+        grads, numbers, result = grad[row], x[row], grad_x[row]
         squares, product = np.float32(0.0), np.float32(0.0)
         for column in range(size):
             number = _number(numbers[column])
             squares += number * number
-            product += _number(given[column]) * _number(weight[column]) * number
+            product += _number(grads[column]) * _number(weight[column]) * number
         root = _ONE / np.sqrt(squares / np.float32(size) + epsilon)
-        along = root * root * root * product / np.float32(size)
+        projection = root * root * root * product / np.float32(size)  # on x, which the norm removes
         for column in range(size):
-            number, grad_y = _number(numbers[column]), _number(given[column])
+            number, grad_y = _number(numbers[column]), _number(grads[column])
             scale = _number(weight[column])
-            _store(result, column, root * grad_y * scale - along * number)
+            _store(result, column, root * grad_y * scale - projection * number)
             grad_weight[column] += np.float64(grad_y * number * root)
 
 
 @_compiled
 def rotate(part, parts, x, cosine, sine, pairs_lie_together, sign, y):
-    """Rotate the first R channels of x [P, heads, D] by tables [Q, R], of which position p takes
-    row ``p % Q``; `sign` -1: by the opposite angles. Channels i and i + R/2 are a pair, or 2i and
-    2i + 1."""
+    """Rotate the first R channels of x [P, heads, D] by tables [Q, R]; position p has their row
+    ``p % Q``. `sign` -1: by the opposite angles. Pairs are channels (i, i + R/2), or (2i, 2i + 1)
+    if `pairs_lie_together`."""
     num_positions, num_heads, size = x.shape
     rotated = cosine.shape[1]
     half = rotated // 2
@@ -174,16 +174,16 @@ def rotate(part, parts, x, cosine, sine, pairs_lie_together, sign, y):
             if pairs_lie_together:
                 for pair in range(half):
                     first, second = 2 * pair, 2 * pair + 1
-                    one, other = _number(numbers[first]), _number(numbers[second])
-                    across, along = sign * _number(sines[second]), _number(cosines[first])
-                    _store(result, first, one * along - other * across)
-                    _store(result, second, other * along + one * across)
+                    low, high = _number(numbers[first]), _number(numbers[second])
+                    sin, cos = sign * _number(sines[second]), _number(cosines[first])
+                    _store(result, first, low * cos - high * sin)
+                    _store(result, second, high * cos + low * sin)
             else:
                 for first in range(half):
                     second = first + half
-                    one, other = _number(numbers[first]), _number(numbers[second])
-                    across, along = sign * _number(sines[second]), _number(cosines[first])
-                    _store(result, first, one * along - other * across)
-                    _store(result, second, other * along + one * across)
+                    low, high = _number(numbers[first]), _number(numbers[second])
+                    sin, cos = sign * _number(sines[second]), _number(cosines[first])
+                    _store(result, first, low * cos - high * sin)
+                    _store(result, second, high * cos + low * sin)
             for channel in range(rotated, size):
                 result[channel] = numbers[channel]

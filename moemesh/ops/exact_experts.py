@@ -1,13 +1,12 @@
 """The SwiGLU experts with layout-independent bits, for `combine = exact`: one plain Function.
 
-The same function as :mod:`moemesh.ops.expert_mlp`. Three things make an expert's result depend on
-how experts are spread over ranks. A matrix product takes other paths through the BLAS for the last
-few rows (measured: row counts not divisible by 4 in float64, fewer than 4 rows in float32),
-and a vectorised pointwise operation for the last few numbers: so rows are laid out in
-:class:`PaddedRows`. And a weight gradient is a sum over rows that several ranks may hold parts of:
-here it is one product per owner of the rows, added in a balanced binary tree over owners.
-Expert-parallel groups are contiguous ranks, so for powers of two the sum of a group is a subtree,
-and the replicas' sums complete the same tree.
+The same function as :mod:`moemesh.ops.expert_mlp`. Three effects make an expert's result depend on
+the layout. BLAS computes the last few rows of a product by other code (measured: row counts not
+divisible by 4 in float64, fewer than 4 rows in float32), and a vectorised pointwise operation the
+last few numbers: :class:`PaddedRows` pads rows. And a weight gradient is a sum over rows that may
+be on several ranks: it is computed as one product per owner of the rows, added in a balanced binary
+tree over owners. Expert-parallel groups are contiguous ranks: for powers of two the sum of a group
+is a subtree, and the sum over replicas completes the same tree.
 
 Legend: R rows ordered by expert, then by owner; Q padded rows; E local experts, P owners, F expert
 width, G = 2 F, H hidden; I in, O out.
@@ -36,19 +35,20 @@ from moemesh.sharding.dispatchers import EXACT_ROWS
 
 
 class PaddedRows:
-    """The place of each of R rows among Q padded ones, so that no row is among a product's last."""
+    """Rows [R] padded to [Q]: each expert's to a multiple of EXACT_ROWS, all to 4 times that."""
 
     def __init__(self, counts_EP: Tensor) -> None:
         counts_E = counts_EP.sum(1)
         padded_E = (counts_E + EXACT_ROWS - 1) // EXACT_ROWS * EXACT_ROWS
         shift_E = padded_E.cumsum(0) - padded_E - (counts_E.cumsum(0) - counts_E)
         rows = torch.arange(int(counts_E.sum()), device=counts_EP.device)
+        #: Padded row of each row; padded rows of each expert.
         self.place_R = rows + torch.repeat_interleave(shift_E, counts_E)
         self.per_expert: list[int] = padded_E.tolist()
         self.num_padded = -(-sum(self.per_expert) // (4 * EXACT_ROWS)) * 4 * EXACT_ROWS
 
     def pad(self, x_R: Tensor) -> Tensor:
-        """[R, ...] -> [Q, ...], zeros between."""
+        """[R, ...] -> [Q, ...], zeros in padding."""
         padded = x_R.new_zeros(self.num_padded, *x_R.shape[1:])
         padded[self.place_R] = x_R
         return padded
@@ -86,7 +86,7 @@ def exact_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_EP: Tensor) -> T
 
 
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
-    """Sum in a balanced binary tree over the order given; holds log2(parts) partial sums."""
+    """Sum of `parts` in a balanced binary tree; holds log2(len(parts)) partial sums."""
     stack: list[tuple[int, Tensor]] = []
     for part in parts:
         level, value = 0, part
@@ -141,7 +141,8 @@ class _ExactExperts(torch.autograd.Function):
         scale, grad_QH = experts.scale, rows.pad(grad_RH)
         grad_QF = rows.gemm(grad_QH, matrices(experts.down, x_RH.dtype, is_transposed=False))
         of_down = [
-            (one, narrow_gradient(one, grad_QH, scale, rows.gemm)) for one in experts.of_down
+            (adapter, narrow_gradient(adapter, grad_QH, scale, rows.gemm))
+            for adapter in experts.of_down
         ]
         for adapter, g_QR in of_down:
             grad_QF += rows.gemm(g_QR, adapter.a)
@@ -183,7 +184,7 @@ class _ExactExperts(torch.autograd.Function):
             factors += [(rows.unpad(g_QR), product_RF), (grad_RH, rows.unpad(u_QR))]
 
         def gradient(needed: bool, leaf: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor | None:
-            if not needed:  # a frozen weight: its product would stay in the queue
+            if not needed:  # a frozen weight
                 return None
             grad_RO, x_RI = pair
             return weight_gradient(
@@ -193,7 +194,8 @@ class _ExactExperts(torch.autograd.Function):
             )
 
         needed = ctx.needs_input_grad[-len(tensors) :]
-        weight_gradients = [gradient(*one) for one in zip(needed, ctx.leaves, factors, strict=True)]
+        triples = zip(needed, ctx.leaves, factors, strict=True)
+        weight_gradients = [gradient(*triple) for triple in triples]
         grad_x_RH = rows.unpad(grad_x_QH)
         grad_weights_R = rows.unpad(grad_weights_Q).to(weights_R.dtype)
         return grad_x_RH, grad_weights_R, None, None, None, *weight_gradients

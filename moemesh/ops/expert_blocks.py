@@ -1,6 +1,7 @@
 """Rows of many experts in blocks, and the gradient of their stacked weights, block by block.
 
-Legend: E experts, B rows and D experts of one block, I input and O output channels.
+Legend: E experts, B rows and D experts of one block, I input and O output channels. With frozen
+experts, these are the ones from the `border` on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from moemesh.ops.grouped_gemm import grouped_weight_gradient
 from moemesh.ops.weight_gradient import weight_gradient
 from moemesh.trace.memory_profile import ONE_PASS_NUMBERS
 
-#: Rows at which a block on a CPU is full: enough to hide the cost of calls.
+#: Rows at which a block on a CPU is full: computing them takes much longer than the calls.
 BLOCK_ROWS = 256
 #: Rows of a block of wide experts in 16 bits: their products take a quarter of the time of 32 bits,
 #: while the cost of a call is the same (docs/results/layer.md).
@@ -23,8 +24,8 @@ SHORT_BLOCK_ROWS = 2048
 
 
 class Block(NamedTuple):
-    """Consecutive experts, their rows, the running total of the experts' rows in the block, and
-    whether the experts are before the border."""
+    """Consecutive experts, their rows, the end of each expert's rows in the block (int32), and
+    whether the experts train: those before the border do."""
 
     experts: slice
     rows: slice
@@ -34,8 +35,8 @@ class Block(NamedTuple):
 
 def block_rows(dtype: torch.dtype, width: int) -> int:
     """Number of rows of experts of this `width` that end a block on a CPU."""
-    # In larger blocks the SwiGLU of narrow experts would take its compiled form, which rounds in
-    # another way; that of wide ones has taken it in blocks of BLOCK_ROWS.
+    # Larger blocks of narrow experts would change bits of old runs: their SwiGLU would be compiled,
+    # which rounds differently. That of wide experts is compiled in blocks of BLOCK_ROWS as well.
     is_wide = BLOCK_ROWS * width >= ONE_PASS_NUMBERS
     return SHORT_BLOCK_ROWS if dtype.itemsize == 2 and is_wide else BLOCK_ROWS
 
@@ -48,11 +49,13 @@ def expert_blocks(
     fewest_rows: int | None = None,
     most_experts: int | None = None,
 ) -> list[Block]:
-    """Cut the rows into blocks, at least one, of whole experts; an accelerator gets one, without a
-    wait for counts. More rows than `max_rows` are cut there first, wherever that is in an expert.
-    No block has experts on both sides of a `border`; an accelerator waits for it. A block ends with
-    `fewest_rows` (:func:`block_rows`; None: BLOCK_ROWS) or more, on a CPU. No block has more than
-    `most_experts`; an accelerator waits for counts then.
+    """Cut the rows into one or more blocks of whole experts.
+
+    On a CPU a block ends at `fewest_rows` (:func:`block_rows`; None: BLOCK_ROWS) or more. On an
+    accelerator there is one block, without a wait for counts. More than `max_rows` rows are first
+    cut into parts of `max_rows`, also inside of an expert. With `border` no block has experts on
+    both sides of it, with `most_experts` none has more experts: an accelerator then waits for
+    counts.
     """
     limits = border, BLOCK_ROWS if fewest_rows is None else fewest_rows, most_experts
     if max_rows is None or num_rows <= max_rows:
@@ -73,7 +76,7 @@ def _blocks_of_whole_experts(
     fewest_rows: int,
     most_experts: int | None,
 ) -> list[Block]:
-    """The blocks of the rows `start` to `stop`, `counts_E` for each expert."""
+    """The blocks of the rows from `start` to `stop`, of which each expert has `counts_E`."""
     is_device = counts_E.device.type != "cpu"
     if is_device and most_experts is None:
         if not border:
@@ -101,16 +104,16 @@ def _blocks_of_whole_experts(
 
 
 def in_blocks(blocks: list[Block], *wholes: Tensor | None) -> list[tuple[Any, ...]]:
-    """Each block with its rows of every whole; the rows of a lone block are the whole itself."""
+    """Each block with its rows of every tensor; for a single block the tensors themselves."""
     if len(blocks) == 1:
         return [(blocks[0], *wholes)]
     return [(block, *(x if x is None else x[block.rows] for x in wholes)) for block in blocks]
 
 
 class WeightGradient:
-    """The gradient of stacked weights, block by block: at once, or deferred until it is needed.
-    `are_shared`: the rows of an expert may lie in several blocks; then each block is computed and
-    added at once, in fp32 at least."""
+    """The gradient of stacked weights, block by block: computed by :meth:`add`, or deferred to
+    :meth:`compute`. `are_shared`: the rows of an expert may be in several blocks, whose parts are
+    summed in fp32 at least."""
 
     def __init__(
         self,
@@ -126,7 +129,8 @@ class WeightGradient:
         self._needed = needed and weight.numel() > 0
         self._is_deferred, self._is_bias = is_deferred, is_bias
         self._pending: list[tuple[Block, Tensor, Tensor, Tensor | None]] = []
-        #: Gradient of the last block, of several, and the fp32 sum of blocks that share experts.
+        #: Gradient of the last block; of all blocks, if there are several; and the fp32 sum of
+        #: blocks that share experts.
         self._last, self._whole, self._total = weight, None, None
         if are_shared and self._needed:
             wide = torch.promote_types(weight.dtype, torch.float32)
@@ -134,14 +138,15 @@ class WeightGradient:
 
     @property
     def stack(self) -> Tensor:
-        """Matrix view of each expert's weight: a bias has one input channel."""
+        """The weight as matrices [E, O, I]; a bias has one input channel."""
         weight = self._weight
         return weight.flatten(1)[..., None] if self._is_bias else weight.flatten(1, -2)
 
     def add(
         self, block: Block, grad_BO: Tensor, x_BI: Tensor, source_B: Tensor | None = None
     ) -> None:
-        """The block's part is ``grad.T @ x`` of each expert; x may be given as rows of a source."""
+        """Add ``grad.T @ x`` of each expert of a block. With `source_B`, x are these rows of
+        `x_BI`."""
         if not self._needed:
             return
         if self._is_deferred:
@@ -159,11 +164,11 @@ class WeightGradient:
         """The gradient; None if it is not needed, or if the active queue computes it."""
         if not self._needed or not self._weight.is_leaf:
             return self.compute()
-        kept = [tensor for _, grad_BO, x_BI, _ in self._pending for tensor in (grad_BO, x_BI)]
-        return weight_gradient(self._weight, self.compute, kept)
+        held = [tensor for _, grad_BO, x_BI, _ in self._pending for tensor in (grad_BO, x_BI)]
+        return weight_gradient(self._weight, self.compute, held)
 
     def compute(self) -> Tensor | None:
-        """The gradient of all blocks that were added; None when it is not needed."""
+        """The gradient from all added blocks; None if it is not needed."""
         if not self._needed:
             return None
         self._is_deferred = False
@@ -183,7 +188,7 @@ class WeightGradient:
         if weight.device.type != "cpu":
             whole = calls[0].compute()
             assert whole is not None
-            for call in calls[1:]:  # one by one: each is as large as the weights
+            for call in calls[1:]:  # one at a time: each sum is as large as the weights
                 whole += call.compute()
             return whole
         total = torch.zeros_like(calls[0].stack)
@@ -205,7 +210,7 @@ class WeightGradient:
 
 
 def of_rows(bias_DO: Tensor, block: Block) -> Tensor:
-    """The bias of each row of a block, [B, O], given those of its experts."""
+    """The bias of each row of a block, [B, O], from the biases of its experts."""
     size = block.rows.stop - block.rows.start
     if bias_DO.device.type != "cpu":
         # Rows after the last end have no expert (RowMap.has_rest): any expert's bias is valid.

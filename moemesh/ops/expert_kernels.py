@@ -7,8 +7,8 @@ Legend: T tokens, K slots per token, E experts, F expert width, H hidden.
 | liger | liger-kernel | Triton: gather, products, SwiGLU fused; waits for the number of tiles |
 | sonicmoe | sonic-moe (arXiv:2512.14080) | CuTe DSL: gather, products, SwiGLU fused |
 
-A package is imported when it is first tried. Their functions have gradients of their own: those of
-the weights are never deferred, and those of the router's weights have the dtype of the tokens.
+A package is imported when it is first tried. The functions of packages compute their own gradients:
+those of weights are never deferred, and those of the router's weights have the dtype of the tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ExpertKernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Ten
 
 
 class KernelPackage(NamedTuple):
-    """A package of PyPI, the compute capability it needs, and the import of its kernel."""
+    """A package of PyPI, the compute capability it needs, and a loader of its kernel."""
 
     package: str
     capability: tuple[int, int]
@@ -42,12 +42,12 @@ class KernelPackage(NamedTuple):
         return installed_version(self.package)
 
     def missing(self, device: torch.device) -> str | None:
-        """The requirement that is not met, found without an import; None: all are met."""
+        """The first requirement that is not met, checked without an import; None: all are met."""
         if device.type != "cuda":
             return f"it needs a CUDA device, the experts are on {device.type}"
         capability = torch.cuda.get_device_capability(device)
         if capability < self.capability:
-            needed, present = (".".join(map(str, one)) for one in (self.capability, capability))
+            needed, present = (".".join(map(str, pair)) for pair in (self.capability, capability))
             return f"it needs compute capability {needed}, the device has {present}"
         if self.version is None:
             return f"it needs the package {self.package} (pip install {self.package})"
@@ -102,8 +102,8 @@ KERNELS: dict[str, KernelPackage] = {
 
 
 def computes(experts: ExpertWeights) -> bool:
-    """Whether the kernels compute these experts: SwiGLU of the plain form, all of them trained,
-    without biases and adapters, in the run's dtype."""
+    """Whether the kernels support these experts: plain SwiGLU, all trained, without biases and
+    adapters, not packed."""
     is_plain = experts.form == PLAIN and experts.gate_up_bias is None
     is_packed = experts.gate_up.dtype == torch.uint8
     return is_plain and not (experts.adapters or experts.rest or is_packed)

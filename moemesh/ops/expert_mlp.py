@@ -7,19 +7,18 @@ B rows and D experts of one block.
     y = (silu(h_gate) * h_up * weight) W_down^T
 
 The router's weight multiplies before the down projection: the same function as weighting the
-output, on F instead of H numbers a row. Biases (``h + b``, ``y + weight * b'``) are weights of an
-input of one channel, which is 1, or the router's weight: their gradients are products like the
-others. The Function copies the
-rows out of their source itself, forward and backward, so that neither the copied rows nor the
-product of gate and up are kept: it saves the source, h and nothing else of activation size.
+output, on F instead of H numbers a row. A bias (``h + b``, ``y + weight * b'``) is a weight of one
+input channel, which is 1, or the router's weight: its gradient is a product like that of others.
+The Function copies the rows out of their source itself, in forward and backward, and saves only the
+source and h of activation size: neither the copied rows nor the product of gate and up.
 
 It works in blocks of whole experts. On a CPU a block is small enough to stay in the cache from one
-operation to the next; only h, the output and the gradient of the copied rows are ever whole.
+operation to the next; only h, the output and the gradient of the copied rows exist for all rows.
 
-With `recomputes` not even h is kept: the backward recomputes it, block by block, with the
-same bits. With more rows than `max_rows` neither, and blocks have at most `max_rows` rows. Both
-happen inside of the Function, so that autograd sees the same graph on every rank: what a backward
-sends, and when, must not depend on how many rows a rank has.
+With `recomputes`, h is not saved: the backward recomputes it, block by block, with the same bits.
+With more rows than `max_rows` it is not saved either, and blocks have at most `max_rows` rows. Both
+are inside of the Function, so that autograd's graph is equal on every rank: the exchanges of a
+backward, and their order, must not depend on the number of a rank's rows.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ def expert_mlp_loop(
     counts_E: Tensor,
     experts: ExpertWeights,
 ) -> Tensor:
-    """The obvious form of :func:`expert_mlp`, by plain autograd."""
+    """Reference for :func:`expert_mlp`, by plain autograd."""
     x_RH = source_NH[rows.source_R]
     outputs, start = [x_RH[:0]], 0
     limit, alpha, offset = experts.form
     if experts.rest:
-        own = [torch.cat(pair) for pair in zip(experts.tensors, experts.rest, strict=False)]
-        experts = experts._replace(rest=()).of(own)
+        stacks = [torch.cat(pair) for pair in zip(experts.tensors, experts.rest, strict=False)]
+        experts = experts._replace(rest=()).of(stacks)
     for expert, count in enumerate(counts_E.tolist()):
         x = x_RH[start : start + count]
         h = x @ experts.gate_up[expert].flatten(0, 1).t()
@@ -86,8 +85,8 @@ def expert_mlp_loop(
 
 
 class DeferredProducts(NamedTuple):
-    """Weight gradients that several calls of :func:`expert_mlp` leave to the backward of `anchor`,
-    which autograd reaches after all nodes that were created later."""
+    """Weight gradients of several calls of :func:`expert_mlp`, computed in the backward of
+    `anchor`. Autograd reaches it after all nodes that were created later."""
 
     anchor: Tensor
     calls: list[list[WeightGradient]]
@@ -102,11 +101,11 @@ class ExpertOptions(TypedDict, total=False):
 
 
 def defer(experts: ExpertWeights) -> DeferredProducts:
-    """Defer the weight gradients of all calls that are given the result.
+    """An option of :func:`expert_mlp` that defers the weight gradients of all calls with it.
 
-    Created between the start and the end of a dispatch, they are computed while the gradients of
-    its tokens are in flight. Calls that share one also share the products: chunks of few rows
-    cost no more than all rows at once.
+    If it is created between the start and the end of a dispatch, the gradients are computed while
+    those of the dispatch's tokens are in flight. Calls with the same option share products: chunks
+    of few rows cost no more than all rows at once.
     """
     calls: list[list[WeightGradient]] = []
     return DeferredProducts(_Anchor.apply(calls, *experts.tensors), calls)
@@ -120,7 +119,7 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.calls:  # a queue has them
+        if not ctx.calls:  # a queue computes them, or there were no calls
             return (None,) * (1 + ctx.num_weights)
         by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
         ctx.calls.clear()
@@ -144,7 +143,7 @@ class _ExpertMLP(torch.autograd.Function):
         blocks = experts.blocks(call.counts_E, num_rows, call.max_rows, source_NH.dtype)
         is_bounded = call.max_rows is not None and num_rows > call.max_rows
         is_kept = not call.recomputes and not is_bounded
-        # Memory that blocks write their results to: the result of a lone block is the whole.
+        # Memory for the results of blocks; a single block allocates its own.
         h_RG = y_RH = None
         if len(blocks) > 1:
             y_RH = source_NH.new_empty(num_rows, experts.down.shape[1])
@@ -163,7 +162,7 @@ class _ExpertMLP(torch.autograd.Function):
                 y_BH[:, own.part] += bias
         kept = [h_BG if h_RG is None else h_RG] if is_kept else []
         ctx.save_for_backward(source_NH, weights_R, *leaves, *kept)
-        # Hooks on saved tensors give back other objects: only the leaves themselves have gradients.
+        # Hooks may replace saved tensors by other objects; gradients belong to the leaves.
         ctx.call, ctx.blocks, ctx.leaves, ctx.is_bounded = call, blocks, leaves, is_bounded
         ctx.shape = weights.shape
         y_RH = y_BH if y_RH is None else y_RH
@@ -181,11 +180,11 @@ class _ExpertMLP(torch.autograd.Function):
         num_trained = len(experts.tensors) - len(experts.rest)
         grad_RH = grad.contiguous() if slots is None else grad.index_select(0, rows.source_R)
         grad_x_RH = torch.empty_like(grad_RH) if needs_source and len(blocks) > 1 else None
-        # A queue computes on its own, whenever it runs. Beyond `max_rows` nothing is queued: the
-        # queue would hold all numbers that were not kept.
+        # An active queue takes the gradients, not `deferred`. With more rows than `max_rows`
+        # nothing is deferred: it would hold the activations that bounded memory must not.
         is_queued = deferral.queue is not None
         calls = None if is_bounded or is_queued else call.calls
-        # The gradient of a weight that is not a leaf must flow on to its own inputs.
+        # Gradients of weights that are not leaves are needed now, for the weights' own backward.
         is_deferred = calls is not None or (is_queued and ctx.leaves[0].is_leaf)
         is_deferred = is_deferred and not is_bounded
         trained = [block for block in blocks if block.trains] if experts.rest else blocks
@@ -196,10 +195,10 @@ class _ExpertMLP(torch.autograd.Function):
                 needed,
                 is_deferred=is_deferred,
                 are_shared=is_bounded,
-                is_bias=2 <= place < num_weights,
+                is_bias=2 <= i < num_weights,
             )
-            for place, (leaf, needed) in enumerate(zip(ctx.leaves, needs_leaves, strict=True))
-            if place < num_trained
+            for i, (leaf, needed) in enumerate(zip(ctx.leaves, needs_leaves, strict=True))
+            if i < num_trained
         ]
         grad_weights: list[Tensor] = []
         h_RG = kept[0] if kept else None
@@ -248,27 +247,27 @@ class _ExpertMLP(torch.autograd.Function):
                 u_BR = narrow(adapter, product_BF, experts.scale, gemm)
                 next(factors).add(block, g_BR, product_BF)
                 next(factors).add(block, grad_BH, u_BR)
-        found: list[Tensor | None] = [None] * len(ctx.leaves)
+        leaf_gradients: list[Tensor | None] = [None] * len(ctx.leaves)
         if calls is None:
             result = WeightGradient.result if is_queued else WeightGradient.compute
-            found[: len(gradients)] = map(result, gradients)
+            leaf_gradients[: len(gradients)] = map(result, gradients)
         else:
             calls.append(gradients)
         if call.calls is not None:
-            found[-1] = grad_RH.new_zeros(())
+            leaf_gradients[-1] = grad_RH.new_zeros(())
         grad_weights_R = grad_weights[0] if len(grad_weights) == 1 else torch.cat(grad_weights)
         grad_x_RH = grad_x_BH if grad_x_RH is None else grad_x_RH
         return (
             sum_rows(grad_x_RH, rows) if needs_source else None,
             grad_weights_R if slots is None else slots.unpick(grad_weights_R, ctx.shape),
             None,
-            *found,
+            *leaf_gradients,
         )
 
 
 class _Call(NamedTuple):
-    """One call of :func:`expert_mlp`, without its activations that may have a gradient: autograd,
-    not the call, decides how long they stay."""
+    """Arguments of :func:`expert_mlp` without tensors that may have a gradient: autograd saves
+    those, and frees them."""
 
     experts: ExpertWeights
     rows: RowMap
@@ -286,7 +285,7 @@ def _gate_and_up(
     block: Block,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The h of one block, whose rows copy `source_B` and whose weights are `own`."""
+    """The h of one block with the weights `own`; its rows are copies of `source_B`."""
     x_BH = source_NH.index_select(0, source_B)
     gate_up_DGH = own.gate_up.flatten(1, 2)
     h_BG = grouped_gemm(x_BH, gate_up_DGH.transpose(1, 2), block.ends_D, out)
@@ -301,8 +300,8 @@ def _gate_and_up(
 def expert_mlp_of_few(
     x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, experts: ExpertWeights
 ) -> Tensor:
-    """The sums [T, H] of the weighted outputs of each token's experts, without gradient, for fewer
-    rows than experts: in the order of tokens and slots, each a product of its own."""
+    """Sums [T, H] of the weighted outputs of each token's experts, without gradient, for fewer rows
+    than experts: each (token, slot) pair is a product of its own, without sorting."""
     ids_R, weights_R = experts_TK.flatten(), weights_TK.flatten()
     numbers = ids_R.tolist()
 
@@ -337,12 +336,11 @@ def expert_mlp(
     """Weighted expert outputs [R, H] of the rows that `rows` copies from `source_NH`.
 
     `weights` (fp32 or fp64) are the router's weights of the rows [R], ``counts_E`` (int64) the rows
-    of each expert; the sum of counts is R. With `slots` weights are those of tokens and slots [T,
-    K], and the result is the sum of the rows of each token [T, H]. Weight gradients of leaves can
-    be deferred (:mod:`moemesh.ops.weight_gradient`), those of other weights are computed at once.
-    `deferred` leaves them to the end of several calls (:func:`defer`). More rows than `max_rows`
-    are computed in blocks of at most `max_rows`, whose h is recomputed in the backward instead of
-    kept; so is any h with `recomputes`.
+    of each expert; the sum of counts is R. With `slots`, weights are those of tokens and slots
+    [T, K], and the result is the sum of the rows of each token [T, H]. Weight gradients of leaves
+    can be deferred by a queue (:mod:`moemesh.ops.weight_gradient`); `deferred` computes those of
+    several calls at once (:func:`defer`). More rows than `max_rows` are computed in blocks of at
+    most `max_rows`. These are recomputed in the backward, as are all blocks with `recomputes`.
     """
     calls = None if deferred is None else deferred.calls
     call = _Call(experts, rows, counts_E, calls, max_rows, recomputes, slots)

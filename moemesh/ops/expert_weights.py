@@ -59,28 +59,28 @@ def narrow_gradient(adapter: Adapter, grad_BO: Tensor, scale: float, gemm: Gemm)
 def add_products(
     adapters: Sequence[Adapter], x_BI: Tensor, y_BO: Tensor, scale: float, gemm: Gemm
 ) -> None:
-    """Add what the adapters of one weight give for x to the product of the weight, in place."""
+    """Add the outputs of the adapters of one weight for x to `y_BO`, its product, in place."""
     for adapter in adapters:
         u_BR = narrow(adapter, x_BI, scale, gemm)
         part_of(adapter, y_BO).add_(gemm(u_BR, rows_of(adapter).transpose(1, 2)))
 
 
 def of_experts(adapters: Sequence[Adapter], experts: slice) -> list[Adapter]:
-    """The adapters of some of the experts."""
+    """`adapters` of the given experts."""
     return [adapter._replace(a=adapter.a[experts], b=adapter.b[experts]) for adapter in adapters]
 
 
 def add_products_loop(
     adapters: Sequence[Adapter], x_TI: Tensor, y_TO: Tensor, scale: float, expert: int
 ) -> Tensor:
-    """The obvious form for the rows of one expert, by plain autograd; returns the sum."""
+    """Reference for :func:`add_products` on the rows of one expert, by plain autograd."""
     width = y_TO.shape[1]
     delta_OI = y_TO.new_zeros(width, x_TI.shape[1])
     for adapter in adapters:
         product_PI = rows_of(adapter)[expert] @ adapter.a[expert]
-        before = 0 if adapter.dim is None else adapter.start * len(product_PI)
-        behind = width - before - len(product_PI)
-        delta_OI = delta_OI + torch.nn.functional.pad(product_PI, (0, 0, before, behind))
+        start = 0 if adapter.dim is None else adapter.start * len(product_PI)
+        stop = start + len(product_PI)
+        delta_OI = delta_OI + torch.nn.functional.pad(product_PI, (0, 0, start, width - stop))
     return y_TO + scale * (x_TI @ delta_OI.t())
 
 
@@ -88,10 +88,10 @@ def add_products_loop(
 
 
 class ExpertWeights(NamedTuple):
-    """``gate_up`` [E, 2, F, H], ``down`` [E, H, F], biases ``gate_up_bias`` [E, 2, F] and
-    ``down_bias`` [E, part of H], which is that from channel `column` on; the form of SwiGLU; and
-    the adapters of both weights, with what multiplies their products. ``rest``: the same weights of
-    more experts, which follow these in the order of rows and have no gradient."""
+    """``gate_up`` [E, 2, F, H], ``down`` [E, H, F], and biases ``gate_up_bias`` [E, 2, F] and
+    ``down_bias`` [E, part of H], the part from channel `column` on. `adapters` of both weights,
+    whose outputs are multiplied by `scale`. ``rest``: the same weights of frozen experts, after
+    these in the order of rows."""
 
     gate_up: Tensor
     down: Tensor

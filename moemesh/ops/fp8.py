@@ -31,7 +31,7 @@ def quantize(x_RH: Tensor) -> Tensor:
     scale_RC = torch.where(scale_RC > 0, scale_RC, 1.0)
     values_RH = (x_RCB / scale_RC[:, :, None]).view(rows, blocks * BLOCK)[:, :hidden]
     values_RH = values_RH.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    # Flat first: with no rows and one block the stride of the last dim is 0.
+    # flatten: view() to bytes needs a last stride of 1, which an empty tensor may lack.
     scale_bytes = scale_RC.flatten().view(torch.uint8).view(rows, 4 * blocks)
     return torch.cat([values_RH.view(torch.uint8), scale_bytes], dim=1)
 

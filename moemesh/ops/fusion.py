@@ -1,10 +1,10 @@
 """Pointwise functions as one kernel: by ``torch.compile`` on a device, by numba on a CPU.
 
-On an accelerator every operation is a kernel, a launch of a few microseconds and a pass over the
-numbers. A chain of pointwise operations, a sum over rows at its end included, compiles into one.
-That needs Triton, which the CUDA builds of torch bring along. On a CPU ``torch.compile`` would need
-a C++ compiler at run time, and seconds at every start: there :mod:`moemesh.ops.cpu_kernels` has the
-functions that pay, for enough numbers; a call is divided over torch's threads.
+On an accelerator every operation is a kernel, with a launch of a few microseconds and a pass over
+the numbers. A chain of pointwise operations, with a sum over rows at its end, compiles into one.
+This needs Triton, which the CUDA builds of torch include. On a CPU ``torch.compile`` would need a
+C++ compiler at run time, and seconds at every start. There :mod:`moemesh.ops.cpu_kernels` replaces
+the slowest chains, for enough numbers; a call is divided over torch's threads.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` of tensors, the first argument one of them, compiled where that is possible. It
-    must be functional: read its arguments, write none, and be the same for every number of rows."""
+    """`function` compiled, except on a CPU and for fewer than two rows. Its first argument is a
+    tensor; it must not change its arguments, nor branch on the number of rows."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first = args[0]
         assert isinstance(first, Tensor)
-        # Torch would compile separately for zero rows and for one, in the middle of a run.
+        # torch compiles separately for 0 rows and for 1, which would stop a run for seconds.
         if first.device.type == "cpu" or first.shape[0] < 2:
             return function(*args, **kwargs)
         return compiled(function)(*args, **kwargs)
@@ -54,7 +54,7 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
-    """`fast` until it fails for the first time, then `plain` for good."""
+    """`fast` until its first failure, which is logged, then `plain`."""
     failed = False
 
     @functools.wraps(plain)
@@ -78,13 +78,13 @@ def or_else(fast: Callable[P, R], plain: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-#: Most threads of a call; one does as much as three of torch's (docs/results/layer.md).
+#: Most threads of a call; one is as fast as three of torch's operations (docs/results/layer.md).
 MOST_THREADS = 8
 
 
 def is_worth_compiling(x: Tensor, tensors: int = 1) -> bool:
-    """Whether numba's code is faster than torch's operations on a CPU tensor of the size of
-    `tensors` operands of the function together."""
+    """Whether numba's code is faster than torch's operations on the CPU tensor `x`, whose size is
+    that of `tensors` operands of the function."""
     return (
         x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)
@@ -98,17 +98,17 @@ def num_parts() -> int:
 
 
 def run_in_one_pass(function: str, *arguments: Any) -> None:
-    """Run a function of :mod:`moemesh.ops.cpu_kernels`: every thread does a share of the rows.
-    Tensors go as numpy's arrays of the same memory. numba is imported at the first call."""
+    """Run a function of :mod:`moemesh.ops.cpu_kernels`, a share of the rows in every thread.
+    Tensors are passed as numpy arrays on their memory. numba is imported at the first call."""
     from moemesh.ops import cpu_kernels
 
     kernel = getattr(cpu_kernels, function)
-    given = [memory_of(one) if isinstance(one, Tensor) else one for one in arguments]
+    arrays = [memory_of(x) if isinstance(x, Tensor) else x for x in arguments]
     parts = num_parts()
-    others = [_threads().submit(kernel, part, parts, *given) for part in range(1, parts)]
-    kernel(0, parts, *given)
-    for other in others:
-        other.result()
+    futures = [_threads().submit(kernel, part, parts, *arrays) for part in range(1, parts)]
+    kernel(0, parts, *arrays)
+    for future in futures:
+        future.result()
 
 
 @functools.cache
@@ -117,6 +117,6 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def memory_of(x: Tensor) -> Any:
-    """The same memory for numpy, which knows no bfloat16: its bits."""
+    """A numpy array on the memory of `x`; of bfloat16, which numpy lacks, its bits as uint16."""
     x = x.detach()
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()

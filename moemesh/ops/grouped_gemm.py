@@ -1,7 +1,7 @@
-"""One matrix product per expert over rows grouped by expert: the slow truth and the fast path.
+"""One matrix product per expert over rows grouped by expert: reference loops, and the fast path.
 
 Legend: R rows (grouped by expert, ascending), E local experts, I in, O out. ``ends_E`` (int32) is
-the running total of rows: expert e owns rows ``ends[e-1] : ends[e]``; empty experts are legal.
+the running total of rows: expert e has the rows ``ends[e-1] : ends[e]``, maybe none.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: oneDNN, which multiplies numbers of 16 bits on a CPU, builds and keeps a kernel for every number
-#: of rows, and an expert has another number in each step. Products of at least this many rows are
-#: therefore rounded up to a multiple of it (docs/results/layer.md).
+#: Products of 16-bit numbers on a CPU with ROWS rows or more are rounded up to a multiple of it:
+#: oneDNN builds and caches a kernel for each number of rows, and those of an expert change in every
+#: step (docs/results/layer.md).
 ROWS = 32
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -23,7 +23,7 @@ _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def grouped_gemm_loop(
     x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """The obvious form: one product per expert. Any dtype, any alignment."""
+    """Reference for :func:`grouped_gemm`, and its path for any dtype and alignment."""
     y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
@@ -63,12 +63,12 @@ def _with_zeros(x_RI: Tensor, size: int) -> Tensor:
 
 
 def grouped_row_sums(grad_RO: Tensor, x_R1: Tensor, ends_E: Tensor) -> Tensor:
-    """:func:`grouped_weight_gradient` of one input channel, which no kernel of products takes."""
+    """:func:`grouped_weight_gradient` with one input channel, for which product kernels fail."""
     ends_E = ends_E.long()
     counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
     wide = torch.promote_types(grad_RO.dtype, torch.float32)
     rows_RO = grad_RO.to(wide) * x_R1.to(wide)
-    # Lengths are known to add up: no wait for the device to check them.
+    # unsafe: without a check of the lengths, for which the host would wait.
     sums_EO = torch.segment_reduce(rows_RO, "sum", lengths=counts_E, axis=0, unsafe=True)
     return sums_EO.to(grad_RO.dtype)[..., None]
 
@@ -89,12 +89,12 @@ def grouped_gemm(
     x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
 ) -> Tensor:
     """Rows of expert e times ``weight_EIO[e]``: [R, O], written to `out` if given."""
-    if not x_RI.shape[0]:  # kernels differ in what they make of no rows at all
+    if not x_RI.shape[0]:  # kernels differ for zero rows
         return x_RI.new_empty(0, weight_EIO.shape[2]) if out is None else out
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
         y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
-        # Rows are rounded up with those of the next experts, whose own product then overwrites the
-        # extra results; the last rows are padded by a copy with zeros.
+        # Rounded up with rows of the next experts, whose own products then overwrite the extra
+        # results; at the end with zeros, in a copy.
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
             stop, weight_IO = start + _rounded(end - start), weight_EIO[expert]
             if stop <= len(x_RI):
@@ -103,8 +103,8 @@ def grouped_gemm(
                 padded_RI = _with_zeros(x_RI[start:end], stop - start)
                 y_RO[start:end] = (padded_RI @ weight_IO)[: end - start]
         return y_RO
-    # On a CPU F.grouped_mm is the loop too, but it cannot write to memory that is already there;
-    # on a device the loop would wait for its ends.
+    # On a CPU F.grouped_mm is the same loop, but cannot write to `out`; on a device the loop would
+    # wait for `ends_E`.
     if (out is None or out.device.type != "cpu") and _has_fast_path(x_RI, weight_EIO):
         y_RO = F.grouped_mm(x_RI, weight_EIO, offs=ends_E)
         return y_RO if out is None else out.copy_(y_RO)
@@ -128,7 +128,7 @@ def grouped_weight_gradient(
         shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
         grad_EOI = x_RI.new_empty(shape) if out is None else out
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
-            size = _rounded(end - start)  # the rows added are zeros
+            size = _rounded(end - start)
             grad_BO, x_BI = (_with_zeros(rows[start:end], size) for rows in (grad_RO, x_RI))
             torch.mm(grad_BO.t(), x_BI, out=grad_EOI[expert])
         return grad_EOI

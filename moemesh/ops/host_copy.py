@@ -1,8 +1,8 @@
 """Numbers between a device and the host: copies that wait late, or not at all.
 
-A read such as ``tolist()`` makes the host wait until the device has done all that was queued, also
-operations queued after the number. Here the copy goes to pinned memory at once, and the host waits
-for it alone, as late as it can: what was queued meanwhile keeps the device busy.
+A read such as ``tolist()`` makes the host wait for all operations that are queued on the device,
+also for those queued after the number was computed. :class:`HostCopy` starts a copy to pinned
+memory, and waits only for this copy, when its numbers are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moemesh.monitor import progress
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`, without a wait for what is queued there."""
+    """A copy of a CPU tensor on `device`, without a wait for work that is queued there."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -42,7 +42,7 @@ class HostCopy:
         self._event: torch.cuda.Event | None = None
         self._tensor = tensor
         if tensor.device.type != "cpu":
-            # torch takes pinned memory for an asynchronous copy to the host.
+            # With non_blocking, torch allocates pinned memory on the host.
             self._tensor = tensor.to("cpu", non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -24,8 +24,8 @@ from moemesh.ops.weight_gradient import deferral, weight_gradient
 
 
 class SwigluOf(NamedTuple):
-    """The deferred product :func:`swiglu` of `h_TG`: :func:`linear` computes it, and recomputes it
-    in its backward instead of keeping it."""
+    """:func:`swiglu` of `h_TG`, not computed yet: :func:`linear` computes it, and recomputes it in
+    its backward instead of saving it."""
 
     h_TG: Tensor
     form: SwigluForm = PLAIN
@@ -36,10 +36,10 @@ Operand = Tensor | SwigluOf
 
 
 class Adapter(NamedTuple):
-    """A low-rank adapter (Hu et al., 2021) of a part of a weight [..., I]: ``a`` [R, I] and ``b``,
-    of the shape of that part but R in the last dim. The part: `count` places of `dim` from `start`
-    on, or (None) all. Of stacks of experts all shapes have a dim of experts in front, which `dim`
-    does not count."""
+    """A low-rank adapter (Hu et al., 2021) of a part of a weight [..., I]: ``a`` [R, I], and ``b``
+    [..., R] with the shape of the part. The part: `count` indices of `dim` from `start` on; `dim`
+    None: the whole weight. For stacks of experts all shapes have a leading dim of experts, which
+    `dim` does not count."""
 
     a: Tensor
     b: Tensor
@@ -52,7 +52,7 @@ class Adapter(NamedTuple):
         return self._replace(a=a, b=b)
 
     def part(self, y: Tensor) -> Tensor:
-        """The part of `y`, which has a dim of tokens in front of those of the weight."""
+        """The part of `y` [T, ...], whose other dims are those of the weight but the last."""
         return y if self.dim is None else y.narrow(self.dim + 1, self.start, self.count)
 
 
@@ -72,7 +72,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
-        # Hooks on saved tensors give back another object: only the leaf itself has a gradient.
+        # Hooks may replace the saved tensor by another object; the gradient belongs to the leaf.
         ctx.leaf = weight
         return x_TI @ _matrix(weight, x_TI.dtype).t()
 
@@ -141,32 +141,32 @@ class _AdaptedLinear(torch.autograd.Function):
         grad = grad_TO.view(len(grad_TO), *weight.shape[:-1])
         needs_input, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         grad_input_TI = grad_TO @ _matrix(weight, grad_TO.dtype) if needs_input else None
-        found: list[Tensor | None] = [None] * len(leaves)
+        gradients: list[Tensor | None] = [None] * len(leaves)
         if needs[0]:
-            found[0] = weight_gradient(
+            gradients[0] = weight_gradient(
                 leaves[0],
                 lambda: (grad_TO.t() @ input_TI).reshape(weight.shape),
                 (grad_TO, input_TI),
             )
-        for place, adapter in enumerate(kind.adapters(factors)):
+        for i, adapter in enumerate(kind.adapters(factors)):
             grad_TP = adapter.part(grad).flatten(1)
             g_TR = (grad_TP @ _rows(adapter.b)) * kind.scale
             if grad_input_TI is not None:
                 grad_input_TI += g_TR @ adapter.a
             pair = _factor_gradients(adapter, adapter.part(grad), g_TR, input_TI, kind.scale)
-            for at, gradient in enumerate(pair, start=1 + 2 * place):
-                if needs[at]:
-                    found[at] = weight_gradient(leaves[at], *gradient)
+            for leaf, gradient in enumerate(pair, start=1 + 2 * i):
+                if needs[leaf]:
+                    gradients[leaf] = weight_gradient(leaves[leaf], *gradient)
         if form is not None and grad_input_TI is not None:
             grad_input_TI = unweighted_swiglu_backward(grad_input_TI, x_TI, form)[1]
-        return grad_input_TI, None, None, *found
+        return grad_input_TI, None, None, *gradients
 
 
 def _factor_gradients(
     adapter: Adapter, grad_T: Tensor, g_TR: Tensor, input_TI: Tensor, scale: float
 ) -> tuple[tuple[Callable[[], Tensor], tuple[Tensor, ...]], ...]:
-    """Gradients of a and of b: a function each, and what of activation size it holds. `grad_T`
-    [T, ...] is the adapter's part of the output's gradient, not copied."""
+    """Gradients of a and of b: a function for each, and the tensors of activation size that it
+    holds. `grad_T` [T, ...]: a view of the adapter's part of the output's gradient."""
     return (
         (lambda: g_TR.t() @ input_TI, (g_TR, input_TI)),
         (
@@ -179,7 +179,7 @@ def _factor_gradients(
 
 
 class _AdaptedKind(NamedTuple):
-    """All of :class:`Adapted` but the tensors: (dim, start, count) of each adapter."""
+    """:class:`Adapted` without its tensors: (dim, start, count) of each adapter, and the scale."""
 
     parts: tuple[tuple[int | None, int, int], ...]
     scale: float
@@ -193,7 +193,7 @@ class _AdaptedKind(NamedTuple):
 
 
 def _matrix(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight as a matrix [O, I]; in `dtype` if it is packed, for the length of one product."""
+    """A weight as a matrix [O, I]; a packed one is unpacked to `dtype`, for one product."""
     return dense(weight.reshape(-1, weight.shape[-1]), dtype)
 
 
@@ -203,7 +203,7 @@ def _rows(b: Tensor) -> Tensor:
 
 
 class _Swiglu(torch.autograd.Function):
-    """SwiGLU that keeps its input and nothing else."""
+    """SwiGLU that saves only its input."""
 
     @staticmethod
     def forward(ctx: Any, h_TG: Tensor, form: SwigluForm) -> Tensor:
@@ -217,8 +217,8 @@ class _Swiglu(torch.autograd.Function):
 
 
 def linear(x_TI: Operand, weight: Weight) -> Tensor:
-    """``x @ weight.T`` for x [tokens, in]; `weight` [..., in], leading dims flattened to out; what
-    adapters of the weight add is added.
+    """``x @ weight.T`` [T, O] for x [T, I] and `weight` [..., I], whose leading dims are flattened;
+    with the outputs of the weight's adapters added.
 
     Parameters whose rows have structure (fused QKV, gate and up) keep it in their leading dims, so
     that a tensor-parallel shard is a plain slice of one dim. `weight` must be the parameter itself,

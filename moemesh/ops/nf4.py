@@ -1,10 +1,10 @@
 """Frozen weights in NF4 (Dettmers et al., 2023, arXiv:2305.14314): 4 bits a number, one fp32 scale
 per block of 64.
 
-Legend: I inputs of a weight [..., I], K = ceil(I / 64) blocks of a row. A packed row is a row of
-bytes: of each block its largest absolute value in fp32, then two codes a byte, the first in the
-high bits. The last block of a row may be shorter; so a packed weight is uint8
-[..., packed_bytes(I)], and a cut between two blocks is a cut between two bytes.
+Legend: I inputs of a weight [..., I], K = ceil(I / 64) blocks of a row. A packed weight is uint8
+[..., packed_bytes(I)]. Its bytes for each block: the largest absolute value in fp32 (the scale),
+then two codes a byte, the first in the high bits. The last block of a row may be shorter. Blocks
+are whole bytes, so that a packed row can be sharded between blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def quantize(weight: Tensor) -> Tensor:
     blocks = padded.unflatten(-1, (-1, NF4_BLOCK))
     scale = blocks.abs().amax(-1, keepdim=True)
     table = torch.tensor(TABLE, device=weight.device)
-    # The reciprocal, as bitsandbytes does it: a quotient rounds in another way.
+    # A product with the reciprocal, as in bitsandbytes: a quotient rounds differently.
     scaled = (blocks * (1.0 / scale.clamp(min=1e-38))).clamp(-1, 1)
     codes = torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
     packed = torch.cat([scale.view(torch.uint8), codes[..., ::2] << 4 | codes[..., 1::2]], dim=-1)
@@ -66,18 +66,19 @@ def by_kernel(scale: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(scale: Tensor) -> Tensor:
-    """Scales of blocks from bytes [..., K, 1]; copied, as fp32 must be aligned."""
+    """Scales [..., K, 1] of blocks from their bytes [..., K, 4]; a copy, since fp32 must be
+    aligned."""
     return scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def dense(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight as products take it: itself, or in `dtype` if it is packed."""
+    """The weight itself, or unpacked to `dtype` if it is packed."""
     return dequantize(weight, dtype) if weight.dtype == torch.uint8 else weight
 
 
 class PackedMatrices:
-    """The matrices of packed experts, [E, ..., I] as [O, I] each, or `is_transposed` [I, O]:
-    dequantized one by one, when they are read."""
+    """Packed experts [E, ..., I] as a sequence of matrices [O, I] (`is_transposed`: [I, O]), each
+    dequantized when it is read."""
 
     def __init__(self, packed: Tensor, dtype: torch.dtype, *, is_transposed: bool) -> None:
         self._packed, self._dtype, self._is_transposed = packed, dtype, is_transposed
@@ -88,8 +89,8 @@ class PackedMatrices:
 
 
 def matrices(stack: Tensor, dtype: torch.dtype, *, is_transposed: bool) -> Tensor | PackedMatrices:
-    """The matrices of stacked experts [E, ..., I] as products with one expert after the other take
-    them: [E, O, I], or `is_transposed` [E, I, O]."""
+    """Stacked experts [E, ..., I], packed or not, as matrices by expert: [O, I], or
+    `is_transposed` [I, O]."""
     if stack.dtype == torch.uint8:
         return PackedMatrices(stack, dtype, is_transposed=is_transposed)
     stack_EOI = stack.flatten(1, -2)
@@ -98,7 +99,7 @@ def matrices(stack: Tensor, dtype: torch.dtype, *, is_transposed: bool) -> Tenso
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two values of every byte [256, 2]."""
+    """The two values that every byte of codes stands for, [256, 2]."""
     table = torch.tensor(TABLE, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
 

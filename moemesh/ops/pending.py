@@ -14,21 +14,21 @@ U = TypeVar("U")
 
 @dataclass
 class Started:
-    """A pending exchange: `place` represents its result in the autograd graph. Its backward may be
-    cut there: until it is waited for, `place` can be replaced by a leaf."""
+    """A pending exchange. `place`: a tensor that represents its result in autograd's graph. Until
+    the wait, it can be replaced by a leaf, which cuts the graph there."""
 
     place: Tensor
     is_waited: bool = False
 
     def take(self) -> Tensor:
-        """The place, for the half of the exchange that waits."""
+        """:attr:`place`, for the node that waits for the exchange."""
         self.is_waited = True
         return self.place
 
 
 @dataclass(frozen=True)
 class Pending(Generic[T]):
-    """:meth:`wait`, called exactly once, gives the value; `exchanges`: pending ones."""
+    """:meth:`wait`, called exactly once, returns the value; `exchanges`: those it waits for."""
 
     wait: Callable[[], T]
     exchanges: tuple[Started, ...] = ()
@@ -39,7 +39,7 @@ class Pending(Generic[T]):
         return Pending(lambda: value)
 
     def then(self, function: Callable[[T], U]) -> Pending[U]:
-        """`function` of the value, computed when it is waited for."""
+        """`function` of the value, computed by the wait."""
         return Pending(lambda: function(self.wait()), self.exchanges)
 
     def join(self, other: Pending[U]) -> Pending[tuple[T, U]]:

@@ -20,12 +20,11 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, kw_only=True)
 class RowMap:
-    """``source_R``: the source row of each row. The inverse as bags: source row n is copied by rows
-    ``copies_R[starts_N[n] : starts_N[n + 1]]``.
+    """``source_R``: the source row of each row. The inverse as bags: the copies of source row n are
+    the rows ``copies_R[starts_N[n] : starts_N[n + 1]]``.
 
-    `has_rest`: a second set of bags of the same number, at the end, holds padding rows, which are
-    neither computed nor read: the number of rows is its upper bound, so that the host need not wait
-    for the true one.
+    `has_rest`: R is an upper bound of the number of rows, so that the host need not wait for it.
+    The others are padding rows at the end, neither computed nor read, in N further bags.
     """
 
     source_R: Tensor
@@ -44,7 +43,7 @@ class RowMap:
 
 
 def permutation(order_R: Tensor) -> RowMap:
-    """The map of ``rows[r] = source[order[r]]`` where every source row is copied exactly once."""
+    """The map ``rows[r] = source[order[r]]``; every source row is copied exactly once."""
     places_R = _multiples(1, order_R.shape[0], order_R.device)
     inverse_R = torch.empty_like(order_R).scatter_(0, order_R, places_R)
     return RowMap(source_R=order_R, copies_R=inverse_R, starts_N=places_R, is_permutation=True)
@@ -56,7 +55,7 @@ def identity(num_rows: int, device: torch.device) -> RowMap:
 
 
 def slice_map(rows: RowMap, start: int, stop: int) -> RowMap:
-    """The map of the rows ``start .. stop`` alone."""
+    """The map of the rows ``range(start, stop)`` alone."""
     return map_from_sources(rows.source_R[start:stop], rows.num_sources)
 
 
@@ -70,9 +69,9 @@ def map_from_sources(source_R: Tensor, num_sources: int) -> RowMap:
 
 
 def count_ids(ids: Tensor, num_ids: int) -> Tensor:
-    """Count each of 0 .. num_ids - 1 in `ids` (int64, 1 dim; -1 is not counted): int64. Without a
-    wait: ``bincount`` makes the host wait for a device, ``histc`` of integers, which a CPU does not
-    have, does not."""
+    """Count each of 0 .. num_ids - 1 in `ids` (int64, 1 dim; -1 is not counted): int64 [num_ids].
+    Without a wait for a device: ``bincount`` waits, ``histc`` of integers, which a CPU lacks, does
+    not."""
     if ids.device.type == "cpu":
         return torch.bincount(ids + 1, minlength=num_ids + 1)[1:]
     if not num_ids:
@@ -81,17 +80,17 @@ def count_ids(ids: Tensor, num_ids: int) -> Tensor:
 
 
 def places_of_true(mask_N: Tensor, count: int, *, and_others: bool = False) -> Tensor:
-    """The places of the `count` true values of a mask of one dim, ascending, without a wait;
-    `and_others`: then those of the false ones, `count` in all."""
+    """Indices of the `count` true values of a mask of one dim, ascending, without a wait;
+    `and_others`: followed by those of the false ones, `count` in all."""
     if mask_N.device.type == "cpu" and not and_others:
         return mask_N.nonzero().squeeze(1)
     return torch.sort(mask_N.to(torch.uint8), descending=True, stable=True).indices[:count]
 
 
 class SortedByExpert:
-    """The (token, slot) pairs of a routing by expert, before anyone knows how many have one.
-    `counts_E`: the pairs of each expert (int64 [num_experts]). Nothing here waits for a device;
-    :meth:`rows` needs the number of pairs that have an expert, from :attr:`counts_E`."""
+    """The (token, slot) pairs of a routing, sorted by expert without a wait for a device.
+    `counts_E`: number of pairs of each expert (int64 [num_experts]); the caller reads from it the
+    number of rows that :meth:`rows` needs."""
 
     def __init__(
         self,
@@ -102,8 +101,8 @@ class SortedByExpert:
         *,
         is_complete: bool = False,
     ) -> None:
-        """Inside of an expert pairs ascend by owner (below `num_owners`), then by token.
-        `is_complete`: no pair is without an expert."""
+        """Pairs of an expert ascend by owner (0 to `num_owners` - 1), then by token. `is_complete`:
+        every pair has an expert."""
         self._experts_TK = experts_TK
         flat_TK = experts_TK.reshape(-1)
         self.counts_E = count_ids(flat_TK, num_experts)
@@ -113,13 +112,13 @@ class SortedByExpert:
             key_TK = flat_TK * num_owners + owner_TK
         if not is_complete:  # -1 sorts last: its pairs have no row
             key_TK = torch.where(flat_TK < 0, num_experts * num_owners, key_TK)
-        #: The pairs by expert, as ``token * K + slot``; those without one at the end.
+        #: The pairs ``token * K + slot`` by expert; those without one at the end.
         self.order = torch.argsort(key_TK, stable=True)
 
     def rows(self, num_rows: int) -> tuple[RowMap, Tensor]:
         """The map rows -> tokens, and the position ``flat_R = token * K + slot`` of each row.
 
-        `num_rows`: all pairs that have an expert."""
+        `num_rows`: number of pairs that have an expert."""
         experts_TK, flat_R = self._experts_TK, self.order[:num_rows]
         num_tokens, num_slots = experts_TK.shape
         source_R = flat_R.div(num_slots, rounding_mode="floor")
@@ -137,17 +136,17 @@ class SortedByExpert:
         ), flat_R
 
     def rows_and_rest(self) -> tuple[RowMap, Tensor]:
-        """:meth:`rows` of all pairs, also of those without an expert: the last ones, `has_rest`."""
+        """:meth:`rows` of all pairs; those without an expert are the padding rows of `has_rest`."""
         experts_TK, flat_R = self._experts_TK, self.order
         has_row_TK = experts_TK >= 0
-        # Those with a row in the order of tokens, then the others.
+        # Pairs with an expert in the order of tokens, then the others.
         order = places_of_true(has_row_TK.reshape(-1), len(flat_R), and_others=True)
         bags_T = has_row_TK.sum(1)
         num_slots = experts_TK.shape[1]
         rows = RowMap(
             source_R=flat_R // num_slots,
             copies_R=permutation(flat_R).copies_R.index_select(0, order),
-            # The rest in bags as small as the others: a device sums a bag row after row.
+            # Padding rows in small bags: a device sums the rows of a bag one after the other.
             starts_N=_starts(torch.cat([bags_T, num_slots - bags_T])),
             has_rest=True,
         )
@@ -162,12 +161,12 @@ def _multiples(step: int, count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def multiples_on_device(start: int, stop: int, step: int, *, device: torch.device) -> Tensor:
-    """``torch.arange``, kept: the same in every layer and step."""
+    """``torch.arange``, cached: layers and steps share it."""
     return torch.arange(start, stop, step, device=device)
 
 
 def _starts(sizes_N: Tensor) -> Tensor:
-    """The places where bags of these sizes begin."""
+    """Starts of consecutive bags of these sizes."""
     return sizes_N.cumsum(0) - sizes_N
 
 
@@ -175,8 +174,7 @@ def group_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, Tenso
     """Sort the (token, slot) pairs by expert, stable; expert -1 gets no row.
 
     Returns the map rows -> tokens, the position ``flat_R = token * K + slot`` of each row, and the
-    rows per expert (int64 [num_experts]). One stable sort gives all three. The host waits for the
-    number of rows.
+    rows per expert (int64 [num_experts]). The host waits for the number of rows.
     """
     sorted_ = SortedByExpert(experts_TK, num_experts)
     rows, flat_R = sorted_.rows(int(sorted_.counts_E.sum()))
@@ -184,10 +182,10 @@ def group_by_expert(experts_TK: Tensor, num_experts: int) -> tuple[RowMap, Tenso
 
 
 class OwnSlots(NamedTuple):
-    """Rows -> (token, slot) pairs, of which each has at most one row: ``slot_R`` is
-    ``token * K + slot``. ``counts_E``: rows of each expert. ``none_TK``: the pairs that have
-    padding rows; None: every row is computed. ``experts_TK``: the routing, if every pair has an
-    expert, as the host knows."""
+    """The map from rows to (token, slot) pairs, each of which has at most one row: ``slot_R`` is
+    ``token * K + slot``. ``counts_E``: rows of each expert. ``none_TK``: whether a pair has a
+    padding row; None: there are none. ``experts_TK``: the routing, if it is known without a wait
+    that every pair has an expert."""
 
     tokens: RowMap
     slot_R: Tensor
@@ -196,30 +194,30 @@ class OwnSlots(NamedTuple):
     experts_TK: Tensor | None = None
 
     def pick(self, weights_TK: Tensor) -> Tensor:
-        """The weight of each row [R]; no gradient bookkeeping."""
+        """The weight of each row [R]; without autograd."""
         return weights_TK.reshape(-1).gather(0, self.slot_R)
 
     def unpick(self, grad_R: Tensor, shape: torch.Size) -> Tensor:
-        """The gradient of the weights [T, K] from that of the rows' weights: written, not added."""
+        """The gradient of weights [T, K] from `grad_R`, that of the rows' weights."""
         if self.slot_R.shape[0] == shape.numel() and not self.tokens.has_rest:
-            # Bags in the order of tokens and slots: the inverse of the order of rows.
+            # All pairs have rows: `copies_R` is the row of each pair.
             return grad_R.index_select(0, self.tokens.copies_R).view(shape)
         grad_TK = grad_R.new_zeros(shape.numel()).scatter_(0, self.slot_R, grad_R).view(shape)
         return grad_TK if self.none_TK is None else grad_TK.masked_fill_(self.none_TK, 0.0)
 
 
 def at_least_one_row(rows: Tensor, value: int = 0) -> Tensor:
-    """Rows as they are, or one row of `value` where there is none: for what cannot take none."""
+    """`rows`, or one row of `value` if there are none: for kernels that need a row."""
     return rows if len(rows) else F.pad(rows, (0, 0, 0, 1), value=value)
 
 
 def gather_rows(source_NH: Tensor, rows: RowMap) -> Tensor:
-    """Copy source rows into row order, [R, H]; no gradient bookkeeping."""
+    """Copy source rows into row order, [R, H]; without autograd."""
     return source_NH.index_select(0, rows.source_R)
 
 
 def sum_rows_loop(rows_RH: Tensor, rows: RowMap) -> Tensor:
-    """The obvious form of :func:`sum_rows`."""
+    """Reference for :func:`sum_rows`."""
     total_NH = rows_RH.new_zeros(rows.num_sources, rows_RH.shape[1])
     for row, source in enumerate(rows.source_R.tolist()):
         total_NH[source] += rows_RH[row]
@@ -227,9 +225,9 @@ def sum_rows_loop(rows_RH: Tensor, rows: RowMap) -> Tensor:
 
 
 def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
-    """Sum the rows that copy each source row, [N, H], zeros where there are none. ``embedding_bag``
-    adds in the order of the bag without atomics and keeps fp32 partial sums for bfloat16; it is 3
-    to 5 times faster on CPU than ``index_add_``."""
+    """Sum the copies of each source row, [N, H], zeros without copies. ``embedding_bag`` adds in
+    the order of the bag, without atomics, with fp32 partial sums for bfloat16; on a CPU it is 3 to
+    5 times faster than ``index_add_``."""
     if rows.is_permutation:
         return rows_RH.index_select(0, rows.copies_R)
     if not rows_RH.shape[0]:
@@ -239,7 +237,7 @@ def sum_rows(rows_RH: Tensor, rows: RowMap) -> Tensor:
 
 
 def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: range) -> Tensor:
-    """:func:`sum_rows` of the `sources` alone, which have the places `copies` in ``copies_R``."""
+    """:func:`sum_rows` for the `sources` alone, whose copies are ``copies_R[copies]``."""
     copies_R = rows.copies_R[copies.start : copies.stop]
     if not sources or not copies:
         return rows_RH.new_zeros(len(sources), rows_RH.shape[1])

@@ -1,7 +1,7 @@
 """RMSNorm over the last dim (Zhang & Sennrich, 2019), each direction in one pass on a CPU.
 
-torch takes six passes over the numbers on a CPU and ten for the backward, and keeps the normalised
-ones. One pass, compiled by numba at the first use, needs the input alone.
+On a CPU torch makes six passes over the numbers, ten in the backward, and saves the normalised
+numbers. The code here, compiled by numba at the first use, makes one, and saves only the input.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight_H)
         ctx.epsilon = epsilon
         y, size = torch.empty_like(x), len(weight_H)
-        scales, least = _copied(weight_H), np.float32(epsilon)
-        run_in_one_pass("rms_norm", x.view(-1, size), scales, least, y.view(-1, size))
+        scales, eps = _copied(weight_H), np.float32(epsilon)
+        run_in_one_pass("rms_norm", x.view(-1, size), scales, eps, y.view(-1, size))
         return y
 
     @staticmethod
@@ -37,13 +37,13 @@ class _RMSNorm(torch.autograd.Function):
         x, weight_H = ctx.saved_tensors
         size, grad_x = len(weight_H), torch.empty_like(x)
         totals_PH = torch.zeros(num_parts(), size, dtype=torch.float64)
-        given, numbers, result = (one.view(-1, size) for one in (grad.contiguous(), x, grad_x))
-        scales, least = _copied(weight_H), np.float32(ctx.epsilon)
-        run_in_one_pass("rms_norm_backward", given, numbers, scales, least, result, totals_PH)
+        rows = [tensor.view(-1, size) for tensor in (grad.contiguous(), x, grad_x)]
+        scales, eps = _copied(weight_H), np.float32(ctx.epsilon)
+        run_in_one_pass("rms_norm_backward", *rows[:2], scales, eps, rows[2], totals_PH)
         return grad_x, totals_PH.sum(0).to(weight_H.dtype), None
 
 
 def _copied(weight_H: Tensor) -> Tensor:
-    """The weight for numpy. A copy: torch never resizes memory that numpy has seen, and zero3 frees
-    gathered weights by resizing theirs."""
+    """A copy of the weight for numpy: torch cannot resize memory that numpy has used, and zero3
+    frees gathered weights by resizing their memory."""
     return weight_H.detach().clone()

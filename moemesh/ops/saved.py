@@ -18,7 +18,8 @@ _active: SavedForBackward | None = None
 
 
 class Held:
-    """Holds a tensor for the backward; a measurement counts its storage while this object lives."""
+    """Holds a tensor for the backward; a running measurement counts its storage while this object
+    lives."""
 
     def __init__(self, tensor: Tensor, kind: str | None = None) -> None:
         self.tensor = tensor
@@ -27,14 +28,13 @@ class Held:
 
 
 class SavedForBackward:
-    """Counts what autograd saves and other :class:`Held` tensors hold inside the context: storages,
-    each once, parameters left out.
+    """Context that counts the storages of tensors saved by autograd, and of other :class:`Held`
+    ones: each storage once, without parameters.
 
-    ``peak_bytes`` is the most that was alive at one time, ``peak_by_kind`` its parts,
-    ``total_bytes`` what was ever kept: they differ when several microbatches keep one after
-    another. A storage has the kind of the innermost module of `kinds` that runs when it is first
-    kept (:data:`OTHER` outside of them). `becomes`: once such a module has run, the rest of the
-    module around it is of that kind.
+    ``peak_bytes``: most bytes that were alive at one time, ``peak_by_kind`` their parts;
+    ``total_bytes``: all bytes that were kept, by one microbatch or after another. A storage has the
+    kind of the innermost running module of `kinds` when it is first kept (:data:`OTHER` outside of
+    them). `becomes`: kind of the rest of the enclosing module, after the module of the key has run.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class SavedForBackward:
         kinds: Mapping[nn.Module, str] | None = None,
         becomes: Mapping[nn.Module, str] | None = None,
     ) -> None:
-        # Storages themselves: the memory of one may come and go.
+        # Ids of storages, not addresses of memory: a storage may be resized.
         self._ignored = {p.untyped_storage()._cdata for p in parameters}
         self._kinds, self._becomes = dict(kinds or {}), dict(becomes or {})
         self._running = [OTHER]
@@ -89,7 +89,7 @@ class SavedForBackward:
         self._hooks.__exit__(kind, error, trace)
 
     def count(self, held: Held, kind: str | None) -> None:
-        """Count the storage that `held` holds until it lets go of it."""
+        """Count the storage of `held` until `held` is freed."""
         storage = held.tensor.untyped_storage()
         address, size = storage._cdata, storage.nbytes()
         if not size or address in self._ignored:

@@ -3,8 +3,8 @@
 Legend: B rows, F expert width, G = 2 F (gate, then up).
 
 Written with torch it takes about ten passes over the numbers, each with its own conversions in
-bfloat16. On a CPU one pass, compiled by numba at the first use, does it all in fp32 and rounds
-once, where that pays (:func:`moemesh.ops.fusion.is_worth_compiling`) and the form is the plain one.
+bfloat16. On a CPU the plain form, compiled by numba at the first use, takes one pass in fp32 and
+rounds once, for enough numbers (:func:`moemesh.ops.fusion.is_worth_compiling`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from moemesh.ops.fusion import fused, is_worth_compiling, run_in_one_pass
 
 
 class SwigluForm(NamedTuple):
-    """``gate * sigmoid(alpha * gate) * (up + offset)``; with a `limit` above 0 the gate is at most
-    the limit, and up lies within +- the limit. gpt-oss has 7, 1.702 and 1."""
+    """``gate * sigmoid(alpha * gate) * (up + offset)``; a `limit` above 0 clamps the gate from
+    above, and up to +- the limit. gpt-oss has limit 7, alpha 1.702 and offset 1."""
 
     limit: float = 0.0
     alpha: float = 1.0
     offset: float = 0.0
 
     def clamped(self, h_BG: Tensor) -> tuple[Tensor, Tensor]:
-        """Gate, and up with its offset; [B, F] each."""
+        """Clamped gate, and clamped up plus its offset; [B, F] each."""
         gate_BF, up_BF = h_BG.chunk(2, dim=1)
         if self.limit:
             gate_BF, up_BF = gate_BF.clamp(max=self.limit), up_BF.clamp(-self.limit, self.limit)
         return gate_BF, up_BF + self.offset
 
     def product(self, h_BG: Tensor) -> Tensor:
-        """[B, F]."""
+        """The product [B, F] of h."""
         gate_BF, up_BF = self.clamped(h_BG)
         return gate_BF * torch.sigmoid(self.alpha * gate_BF) * up_BF
 
@@ -57,7 +57,7 @@ PLAIN = SwigluForm()
 
 
 def swiglu_torch(h_BG: Tensor, weights_B: Tensor) -> Tensor:
-    """The obvious form of :func:`swiglu`."""
+    """:func:`swiglu` of the plain form, by torch's operations."""
     gate_BF, up_BF = h_BG.chunk(2, dim=1)
     return F.silu(gate_BF).mul_(up_BF).mul_(weights_B[:, None].to(h_BG.dtype))
 
@@ -65,7 +65,7 @@ def swiglu_torch(h_BG: Tensor, weights_B: Tensor) -> Tensor:
 def swiglu_backward_torch(
     grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The obvious form of :func:`swiglu_backward`."""
+    """:func:`swiglu_backward` of the plain form, by torch's operations."""
     gate_BF, up_BF = h_BG.chunk(2, dim=1)
     scale_B1 = weights_B[:, None].to(h_BG.dtype)
     silu_BF = F.silu(gate_BF)
@@ -81,7 +81,7 @@ def swiglu_backward_torch(
 
 
 def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
-    """``silu(gate) * up * weight`` [B, F], or another form; fp32 weights (fp64 in float64)."""
+    """``silu(gate) * up * weight`` [B, F], or its variant `form`; weights fp32 (or fp64)."""
     if h_BG.device.type != "cpu":
         if form == PLAIN:
             return _plain(h_BG, weights_B)
@@ -140,14 +140,14 @@ def swiglu_on_device(h_BG: Tensor, weights_B: Tensor) -> Tensor:
 
 
 def swiglu_of_form_on_device(h_BG: Tensor, weights_B: Tensor, form: SwigluForm) -> Tensor:
-    """:func:`swiglu_on_device` of another form than the plain one."""
+    """:func:`swiglu_on_device` for forms other than the plain one."""
     return form.product(h_BG).mul_(weights_B[:, None])
 
 
 def swiglu_backward_on_device(
     grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`swiglu_backward` in few operations; `grad_BF` stays as it is."""
+    """:func:`swiglu_backward` in few operations; `grad_BF` is not changed."""
     gate_BF, up_BF = h_BG.chunk(2, dim=1)
     silu_BF = F.silu(gate_BF)
     product_BF = silu_BF * up_BF
@@ -162,14 +162,14 @@ def swiglu_backward_on_device(
 def swiglu_backward_of_form_on_device(
     grad_BF: Tensor, h_BG: Tensor, weights_B: Tensor, form: SwigluForm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`swiglu_backward_on_device` of another form than the plain one."""
+    """:func:`swiglu_backward_on_device` for forms other than the plain one."""
     product_BF, grad_h_BG = form.backward(grad_BF * weights_B[:, None].to(h_BG.dtype), h_BG)
     grad_weights_B = torch.linalg.vecdot(grad_BF, product_BF).to(weights_B.dtype)
     return product_BF.mul_(weights_B[:, None]), grad_h_BG, grad_weights_B
 
 
-# The plain form has functions of its own: a comparison of forms inside of a compiled function is
-# decided once, by the form of its first call (torch 2.13).
+# Separate functions for the plain form: inside of a compiled function, a comparison of forms keeps
+# the result of its first call (torch 2.13).
 _plain, _of_form = fused(swiglu_on_device), fused(swiglu_of_form_on_device)
 _plain_backward = fused(swiglu_backward_on_device)
 _backward_of_form = fused(swiglu_backward_of_form_on_device)
@@ -181,8 +181,8 @@ def load(dtype: torch.dtype) -> None:
         h_BG, product_BF = torch.zeros(1, 2, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
         weights_B = torch.zeros(1)
         run_in_one_pass("swiglu", h_BG, weights_B, product_BF)
-        given = product_BF, h_BG, weights_B, h_BG.clone(), weights_B.clone()
-        run_in_one_pass("swiglu_backward", *given)
+        gradients = h_BG.clone(), weights_B.clone()
+        run_in_one_pass("swiglu_backward", product_BF, h_BG, weights_B, *gradients)
 
 
 def _is_fused(h_BG: Tensor, weights_B: Tensor) -> bool:

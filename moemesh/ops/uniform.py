@@ -29,7 +29,7 @@ def uniform(*keys: int | Tensor) -> Tensor:
 
 
 def uniform_loop(*keys: int) -> float:
-    """The obvious form of :func:`uniform` for one number, in Python's integers."""
+    """Reference for :func:`uniform`, for one number, in Python's integers."""
     mask = 2**64 - 1
     state = 0
     for key in keys:

@@ -35,9 +35,9 @@ deferral = Deferral()
 
 
 class WeightGradientQueue:
-    """Collects weight gradients while active (a context manager); :meth:`run` computes them.
-    Closures run in the order in which the backward met them, so that each weight sees the same
-    additions as in a fused backward, bit for bit."""
+    """Collects weight gradients while active (a context manager); :meth:`run` computes them, in the
+    order of the backward. Additions to a weight's gradient have the same order, and bits, as
+    without a queue."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[Tensor, Callable[[], Tensor], list[Held]]] = []
@@ -64,10 +64,10 @@ class WeightGradientQueue:
 
     @torch.no_grad()
     def run(self, accumulate: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Compute every pending gradient and hand it to ``accumulate(weight, gradient)``.
+        """Compute every pending gradient and call ``accumulate(weight, gradient)``.
 
-        The default adds to ``weight.grad``. These gradients bypass autograd's accumulation hooks:
-        a reducer of gradients passes its own `accumulate`.
+        The default adds to ``weight.grad``. Autograd's accumulation hooks are not called: a reducer
+        of gradients passes its own `accumulate`.
         """
         pending, self._pending = self._pending, []
         pending.reverse()
@@ -87,7 +87,7 @@ def add_to_grad(weight: Tensor, gradient: Tensor) -> None:
 def weight_gradient(
     weight: Tensor, compute: Callable[[], Tensor], kept: Sequence[Tensor]
 ) -> Tensor | None:
-    """The gradient of the leaf `weight`: ``compute()`` now, or None when a queue has taken it.
+    """The gradient of the leaf `weight`: ``compute()``, or None if the active queue has taken it.
     `kept`: the tensors of activation size that `compute` holds."""
     if deferral.queue is None:
         return compute()
