@@ -93,7 +93,7 @@ def validate_runs(request: ValidateRequest) -> None:
             further += ["", f"with a whole {name} left out:", _errors(unseen, by_source=False)]
     else:
         validation = summarize(predict(read, calibration))
-    if all(one.seconds is None for one in validation.predictions):
+    if all(prediction.seconds is None for prediction in validation.predictions):
         tables = ", ".join(map(str, request.runs))
         raise UserError("\n".join([f"no row of {tables} can be priced", *_unpriced(validation)]))
     texts = [] if request.out is None else [(request.out, validation.json_text())]
@@ -113,14 +113,14 @@ def validate_runs(request: ValidateRequest) -> None:
     if request.plot is not None:
         points = [
             Agreement(
-                name=f"{one.run.id} {one.run.row.get('model', '')}",
+                name=f"{prediction.run.id} {prediction.run.row.get('model', '')}",
                 series=series,
-                measured=one.run.seconds,
-                predicted=one.seconds,
+                measured=prediction.run.seconds,
+                predicted=prediction.seconds,
             )
             for series, predictions in drawn.items()
-            for one in predictions
-            if one.seconds and one.run.seconds and one.run.ended == "ok"
+            for prediction in predictions
+            if prediction.seconds and prediction.run.seconds and prediction.run.ended == "ok"
         ]
         chart = agreement_chart(title, points, unit="seconds a step")
         texts.append((request.plot, chart))
@@ -283,27 +283,27 @@ def report(validation: "Validation") -> str:
             f"selection in {chosen.groups} groups: mean regret {chosen.mean_regret:.1%}, "
             f"worst {chosen.worst_regret:.1%}, {chosen.out_of_memory} picks out of memory"
         )
-    off = [one for one in validation.predictions if one.error is not None]
-    if worst := sorted(off, key=lambda one: -abs(one.error or 0.0))[:_NUM_WORST]:
+    off = [p for p in validation.predictions if p.error is not None]
+    if worst := sorted(off, key=lambda p: -abs(p.error or 0.0))[:_NUM_WORST]:
         rows = [
             (
-                *(one.run.id, one.run.model[:28]),
-                *(f"{one.seconds:.4g}", f"{one.run.seconds:.4g}", f"{one.error:+.1%}"),
+                *(p.run.id, p.run.model[:28]),
+                *(f"{p.seconds:.4g}", f"{p.run.seconds:.4g}", f"{p.error:+.1%}"),
             )
-            for one in worst
+            for p in worst
         ]
         header = ("worst row", "model", "predicted s", "measured s", "error")
         lines += ["", table(header, rows, left=2)]
-    if strange := [one.run.id for one in worst if one.is_in_another_unit]:
+    if strange := [p.run.id for p in worst if p.is_in_another_unit]:
         lines += ["", f"in another unit, or of another batch: {', '.join(strange)}"]
-    if silent := [one.run for one in validation.predictions if one.seconds and one.run.is_silent]:
+    if silent := [p.run for p in validation.predictions if p.seconds and p.run.is_silent]:
         names = ", ".join(run.id for run in silent[:6]) + " ..." * (len(silent) > 6)
         lines += ["", f"{plural(len(silent), 'row')} without a measured time or memory: {names}"]
-    if filled := [one.run for one in validation.predictions if one.run.is_sharded_by_choice]:
+    if filled := [p.run for p in validation.predictions if p.run.is_sharded_by_choice]:
         names = ", ".join(run.id for run in filled[:6]) + " ..." * (len(filled) > 6)
         reason = "with ZeRO or sequence parallelism, which the table leaves out, because they fit"
         lines += ["", f"{plural(len(filled), 'row')} priced {reason} only then: {names}"]
-    if unpriced := sum(one.seconds is None for one in validation.predictions):
+    if unpriced := sum(p.seconds is None for p in validation.predictions):
         lines += ["", f"{plural(unpriced, 'row')} not priced:", *_unpriced(validation)]
     return "\n".join(lines)
 
@@ -311,7 +311,7 @@ def report(validation: "Validation") -> str:
 def _unpriced(validation: "Validation") -> list[str]:
     """Each reason for rows without a prediction, with the first rows and their lines."""
     reasons: dict[str, list[str]] = defaultdict(list)
-    for run in (one.run for one in validation.predictions if one.seconds is None):
+    for run in (p.run for p in validation.predictions if p.seconds is None):
         line = run.row.get("line", "")
         is_named = not line or run.id == f"line {line}"
         reasons[run.reason].append(run.id if is_named else f"{run.id} in line {line}")

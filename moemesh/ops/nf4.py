@@ -99,7 +99,7 @@ def matrices(stack: Tensor, dtype: torch.dtype, *, is_transposed: bool) -> Tenso
 
 @cache
 def _pairs(device: torch.device) -> Tensor:
-    """The two values that every byte of codes stands for, [256, 2]."""
+    """The two values of every byte of codes, [256, 2]."""
     table = torch.tensor(TABLE, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
 

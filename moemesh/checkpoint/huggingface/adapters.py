@@ -3,15 +3,15 @@
 Legend: E experts, R rank, I inputs, O outputs.
 
 A projection has ``<module>.lora_A.weight`` [R, I] and ``lora_B.weight`` [O, R]. In transformers 5
-all experts of a layer are one parameter, and gate with up is one, too. PEFT adapts such a parameter
-(``target_parameters``) with A [E R, I], the experts one after the other, and B [O, R E], the
-experts of a rank side by side; the adapter of ``gate_up_proj`` lies under ``base_layer`` where
-``down_proj`` has one. Separate adapters of gate and up become one of rank 2 R whose B is block
+all experts of a layer are one parameter, with gate and up fused. PEFT adapts such a parameter
+(``target_parameters``) with A [E R, I], ordered by expert, then rank, and B [O, R E], ordered by
+rank, then expert; the names of ``gate_up_proj``'s adapter have ``base_layer`` if ``down_proj`` has
+an adapter as well. Separate adapters of gate and up become one of rank 2 R whose B is block
 diagonal, with twice the alpha. If only stacks are adapted, all adapters have rank 2 R, padded with
 zeros, because PEFT warns of a ``rank_pattern`` that matches no module.
 
 Whole weights of the ends of a model (embedding, last norm, head) are ``<module>.weight``: those of
-``modules_to_save``, which train beside the adapters, and those that PEFT saves with a vocabulary.
+``modules_to_save``, which train with the adapters, and those that PEFT saves with a vocabulary.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ if TYPE_CHECKING:
 #: Upper bound of adapter_config.json in bytes.
 _CONFIG_LIMIT = 1 << 20
 _FUSED = r"experts\.gate_up_proj"
-#: Names of modules that PEFT takes for the experts of a model that has some.
+#: Names of modules that PEFT takes for experts in any model with experts.
 _OF_EXPERTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
 _PREFIX, _HEAD_MODULE = "base_model.model.", HEAD.removesuffix(".weight")
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
-#: Fields of PEFT's LoraConfig that are read here, that follow from the names of tensors, and
-#: that have no effect on what stored adapters compute. Any other must be empty.
+#: Fields of PEFT's LoraConfig that are read here, that follow from the names of tensors, or that do
+#: not change the output of stored adapters. Others must be empty.
 KNOWN_FIELDS = frozenset(
     {
         "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern",
@@ -78,9 +78,9 @@ _EVERY = LoraConfig(rank=1)
 
 class Adaptation(NamedTuple):
     """One adapter of PEFT for the `parts` of our `weight` in the family `kind`; in our model each
-    part has its own adapter of rank `rank`. `module`: PEFT's name of the adapted module, without
-    names of tensors; `wraps`: another adapter wraps it; `layout`: that of the record of a weight of
-    transformers."""
+    part has its own adapter of rank `rank`. `module`: PEFT's name of the adapted module, of experts
+    with the parameter. `wraps`: the adapter of ``down_proj`` wraps this one's module. `layout`:
+    :attr:`ParameterRecord.layout` of a weight of transformers."""
 
     weight: ParameterTensor
     parts: tuple[TargetPart, ...]
@@ -143,9 +143,9 @@ class Adaptation(NamedTuple):
         return by_expert.permute(1, 2, 0).reshape(self.shape("B", rank))
 
     def load(self, factor: str, stored: Tensor) -> list[Tensor]:
-        """Our factors of all parts from PEFT's tensor; one of a smaller rank is filled up with
-        zeros, whose gradients are zero. Where its A serves gate and up together, both get it.
-        Raises CheckpointError where it serves them in part, or has numbers after their rank."""
+        """Our factors of all parts from PEFT's tensor; a smaller rank is padded with zeros, whose
+        gradients are zero. Without a rank of its own for each part, gate and up share A. Raises
+        CheckpointError if B of a part is not zero outside of its ranks."""
         experts = self.weight.shape[0] if self.is_stack else 1
         rank = stored.shape[0 if factor == "A" else 1] // experts
         if rank < self.rank:
@@ -153,10 +153,10 @@ class Adaptation(NamedTuple):
             view = (experts, -1, whole.shape[1]) if factor == "A" else (len(whole), -1, experts)
             whole.view(view)[:, :rank] = stored.reshape(view)
             stored, rank = whole, self.rank
-        places = range(0, rank, self.rank) if rank == self.total_rank else [0] * len(self.parts)
+        starts = range(0, rank, self.rank) if rank == self.total_rank else [0] * len(self.parts)
         if factor == "A":
             by_expert = stored.reshape(experts, rank, -1) if self.is_stack else stored
-            return [by_expert.narrow(-2, start, self.rank) for start in places]
+            return [by_expert.narrow(-2, start, self.rank) for start in starts]
         if self.is_stack:
             stored = stored.reshape(-1, rank, experts).permute(2, 0, 1)
             if _is_transposed(self._piece(rank)):
@@ -165,7 +165,7 @@ class Adaptation(NamedTuple):
         by_expert = stored.contiguous()
         joined = piece.read(piece.box, lambda name, ranges: by_expert)
         factors: list[Tensor] = []
-        for part, start in zip(self.parts, places, strict=True):
+        for part, start in zip(self.parts, starts, strict=True):
             rows = _rows(joined, part) if self.is_stack else joined
             outside = [rows[..., :start], rows[..., start + self.rank :]]
             if any(bool(other.any()) for other in outside):
@@ -174,7 +174,7 @@ class Adaptation(NamedTuple):
         return factors
 
     def _piece(self, rank: int) -> TensorPiece:
-        """Piece of a factor B of that rank, laid out like the weight."""
+        """Piece of a factor B of `rank`, in the layout of the weight."""
         if self.layout:
             shape = (*self.weight.shape[:-1], rank)
             return table_piece(self.module, ["", self.layout], shape)
@@ -198,7 +198,7 @@ def _is_transposed(piece: TensorPiece) -> bool:
 def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
     """PEFT's adapters of `model` in the family `kind`, without extra prediction layers."""
     if model.architecture is not None:
-        # PEFT wraps an experts module once for each of its parameters, the first of them inside.
+        # PEFT wraps an experts module once for each adapted parameter; the last one is outermost.
         last: dict[str, str] = {}
         for record in model.architecture.parameters:
             if record.adapted(model.lora):
@@ -266,24 +266,24 @@ def peft_config(
     """``adapter_config.json``; `base` is the folder or name of the base model, `saved` are the
     weights that train as a whole."""
     lora, every = model.lora, list(adaptations(model, kind))
-    stacks = {one.target for one in every if one.is_stack}
-    modules, parameters = set[str](), set(stacks)
-    for one in (one for one in every if not one.is_stack):
-        # Among experts PEFT matches any other MLP as if it were theirs, unless it is given as a
-        # parameter.
-        if model.num_experts and one.target in _OF_EXPERTS:
-            parameters.add(".".join(one.module.split(".")[-2:]) + ".weight")
+    modules, parameters = set[str](), set[str]()
+    for adaptation in every:
+        if adaptation.is_stack:
+            parameters.add(adaptation.target)
+        elif model.num_experts and adaptation.target in _OF_EXPERTS:
+            # Given as modules, PEFT would take these for modules of experts.
+            parameters.add(".".join(adaptation.module.split(".")[-2:]) + ".weight")
         else:
-            modules.add(one.target)
+            modules.add(adaptation.target)
     rank, alpha = lora.rank, int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     double = 2 * lora.rank, lora.alpha * (math.sqrt(2) if lora.rslora else 2)
     patterns: dict[str, tuple[int, float]] = {}
-    is_doubled = any(len(one.parts) > 1 for one in every)
+    is_doubled = any(len(adaptation.parts) > 1 for adaptation in every)
     if is_doubled and not modules:
         rank, alpha = double
     elif is_doubled:
-        # The first match counts. The second pattern names a module as well, because PEFT warns of
-        # a pattern that matches parameters only.
+        # The first match counts. The second pattern includes a module because PEFT warns of a
+        # pattern that matches parameters only.
         module = min(modules)
         patterns = {module: (rank, alpha), rf".*\.{_FUSED}|{module}": double}
     return {
@@ -296,8 +296,8 @@ def peft_config(
         "target_modules": sorted(modules) or None,
         "target_parameters": sorted(parameters) or None,
         "modules_to_save": sorted({weight.module for weight in saved}) or None,
-        "rank_pattern": {key: one for key, (one, _) in patterns.items()},
-        "alpha_pattern": {key: one for key, (_, one) in patterns.items()},
+        "rank_pattern": {pattern: rank for pattern, (rank, _) in patterns.items()},
+        "alpha_pattern": {pattern: alpha for pattern, (_, alpha) in patterns.items()},
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -307,8 +307,8 @@ def peft_config(
 
 
 class StoredAdapter(NamedTuple):
-    """The adapter of PEFT's that a folder has for an :class:`Adaptation`: its rank, 0 for none, and
-    the ratio of its scaling to that of [lora]."""
+    """A folder's adapter for an :class:`Adaptation`: its rank, 0 without one, and the ratio of its
+    scaling to that of [lora]."""
 
     adaptation: Adaptation
     rank: int
@@ -316,16 +316,15 @@ class StoredAdapter(NamedTuple):
 
 
 class AdapterContents(NamedTuple):
-    """Contents of a folder of PEFT's: adapters, whole weights of the ends of the model, and those
-    of them that train in PEFT."""
+    """Contents of PEFT's folder: adapters, whole weights of the ends of the model, and `saved`,
+    those of the latter that train in PEFT."""
 
     adapters: list[StoredAdapter]
     ends: list[EndWeight]
     saved: list[EndWeight]
 
     def check_tuning(self, tuning: Tuning) -> None:
-        """Raises CheckpointError where a run with this choice of what trains would leave a weight
-        frozen that trains in PEFT."""
+        """Raises CheckpointError if `tuning` freezes a weight that trains in PEFT."""
         if frozen := [weight.ours for weight in self.saved if not tuning.trains(weight.ours)]:
             names = ", ".join(f'"{name}"' for name in frozen)
             raise CheckpointError(
@@ -337,10 +336,10 @@ class AdapterContents(NamedTuple):
 def check_adapter_folder(
     path: Path, model: ModelConfig, kind: str, *, trains: bool
 ) -> AdapterContents:
-    """The contents of the folder `path` of PEFT's, which belong to `model`, by its
-    adapter_config.json and header; no number is read. Single layers and experts may have no
-    adapter, or one of a smaller rank, and with patterns each has a scaling of its own, which only a
-    model that is not trained can have: B is multiplied by the ratio. Raises CheckpointError."""
+    """Contents of PEFT's folder `path` for `model`, from its adapter_config.json and the header of
+    its weights. Single layers and experts may have no adapter, or one of a smaller rank. With
+    patterns each may have its own scaling, unless the model `trains`: B is then multiplied by the
+    ratio. Raises CheckpointError if the folder does not belong to `model`."""
     check_folder(path)
     lora, adapted = model.lora, list(adaptations(model, kind))
     file = path / CONFIG
@@ -378,14 +377,22 @@ def check_adapter_folder(
     shapes = {name: entry.shape for name, entry in read_header(header).items()}
     of_folder = sorted({match[1] for name in shapes if (match := _LEAF.search(name))})
     advice = f"; the folder has adapters of {', '.join(of_folder)}"
-    places = {one.name(factor): one for one in adapted for factor in "AB"}
-    held = {one.module for name, one in places.items() if name in shapes}
-    targets = {part.target for one in adapted if one.module in held for part in one.parts}
+    places = {adaptation.name(factor): adaptation for adaptation in adapted for factor in "AB"}
+    held = {adaptation.module for name, adaptation in places.items() if name in shapes}
+    targets = {
+        part.target
+        for adaptation in adapted
+        if adaptation.module in held
+        for part in adaptation.parts
+    }
     missing = [
         name
-        for name, one in places.items()
+        for name, adaptation in places.items()
         if name not in shapes
-        and (one.module in held or not all(part.target in targets for part in one.parts))
+        and (
+            adaptation.module in held
+            or not all(part.target in targets for part in adaptation.parts)
+        )
     ]
     if missing:
         raise CheckpointError(
@@ -393,16 +400,16 @@ def check_adapter_folder(
             f"lora.targets requires{advice}"
         )
     is_random = given.get("init_lora_weights") is False
-    for one in adaptations(model.with_lora(_EVERY), kind) if is_random else adapted:
-        is_held, is_targeted = one.module in held, _is_targeted(given, one, file)
+    for adaptation in adaptations(model.with_lora(_EVERY), kind) if is_random else adapted:
+        is_held, is_targeted = adaptation.module in held, _is_targeted(given, adaptation, file)
         if is_held and not is_targeted:
             raise CheckpointError(
-                f"{header}: {one.name('A')} belongs to a module that {CONFIG} does not name, and "
-                "PEFT ignores it: add the module to target_modules, or remove its tensors"
+                f"{header}: {adaptation.name('A')} belongs to a module that {CONFIG} does not "
+                "name, and PEFT ignores it: add the module to target_modules, or remove its tensors"
             )
         if is_targeted and is_random and not is_held:
             raise CheckpointError(
-                f"{header}: {one.name('A')} is missing, and {CONFIG} names its module: with "
+                f"{header}: {adaptation.name('A')} is missing, and {CONFIG} names its module: with "
                 "init_lora_weights = false PEFT would compute with random numbers"
             )
     ends, saved = _stored_ends(file, given, shapes, model)
@@ -412,43 +419,43 @@ def check_adapter_folder(
             f"{header}: {extra[0]} does not belong to this model or to lora.targets "
             f"({len(extra)} such tensors){advice}"
         )
-    found: list[StoredAdapter] = []
-    for one in adapted:
-        if one.module not in held:
-            found.append(StoredAdapter(one, 0, 1.0))
+    adapters: list[StoredAdapter] = []
+    for adaptation in adapted:
+        if adaptation.module not in held:
+            adapters.append(StoredAdapter(adaptation, 0, 1.0))
             continue
         rank, alpha = (
-            _of_pattern(table, one.module, given[default], file)
+            _of_pattern(table, adaptation.module, given[default], file)
             for table, default in zip(patterns.values(), ("r", "lora_alpha"), strict=True)
         )
         ratio = alpha / (math.sqrt(rank) if lora.rslora else rank) / lora.scaling
-        if rank > lora.rank and rank not in (one.total_rank, written["r"]):
+        if rank > lora.rank and rank not in (adaptation.total_rank, written["r"]):
             raise CheckpointError(
-                f"{file}: {one.target} has rank {rank}, and lora.rank is {lora.rank}: lora.rank "
-                "must be the largest rank"
+                f"{file}: {adaptation.target} has rank {rank}, and lora.rank is {lora.rank}: "
+                "lora.rank must be the largest rank"
             )
         if trains and not math.isclose(ratio, 1):
             raise CheckpointError(
-                f"{file}: {one.target} has rank {rank} and alpha {alpha}, another scaling than "
-                f"lora.alpha {lora.alpha} with lora.rank {lora.rank}: it would train at another "
-                "pace than in PEFT; `moemesh evaluate` and `generate` take it"
+                f"{file}: {adaptation.target} has rank {rank} and alpha {alpha}, another scaling "
+                f"than lora.alpha {lora.alpha} with lora.rank {lora.rank}: it would train at "
+                "another pace than in PEFT; `moemesh evaluate` and `generate` take it"
             )
         for factor in "AB":
-            name, shape = one.name(factor), one.shape(factor, rank)
+            name, shape = adaptation.name(factor), adaptation.shape(factor, rank)
             if shapes[name] != shape:
                 raise CheckpointError(
                     f"{header}: {name} has shape {list(shapes[name])}, its rank of {rank} makes it "
                     f"{list(shape)}"
                 )
-        found.append(StoredAdapter(one, rank, ratio))
-    return AdapterContents(found, ends, saved)
+        adapters.append(StoredAdapter(adaptation, rank, ratio))
+    return AdapterContents(adapters, ends, saved)
 
 
 def _stored_ends(
     file: Path, given: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
 ) -> tuple[list[EndWeight], list[EndWeight]]:
-    """Whole weights in a folder with these `shapes`, and those of ``modules_to_save``, which PEFT
-    compares with the ends of the names of modules."""
+    """Whole weights in a folder with these `shapes`, and those of them in ``modules_to_save``,
+    whose entries match the ends of modules' names."""
     ends = [weight for weight in weights_of_ends(model) if weight.stored in shapes]
     for weight in ends:
         if shapes[weight.stored] != weight.shape:
@@ -457,10 +464,10 @@ def _stored_ends(
                 f"{list(shapes[weight.stored])}, and the model's is {list(weight.shape)}: resize "
                 "the base to the vocabulary of the adapters first"
             )
-    entries = [str(entry) for entry in given.get("modules_to_save") or ()]
+    entries = [str(item) for item in given.get("modules_to_save") or ()]
     saved = [weight for weight in ends if weight.module.endswith(tuple(entries))]
     modules = {weight.module for weight in saved}
-    unknown = [one for one in entries if not any(name.endswith(one) for name in modules)]
+    unknown = [entry for entry in entries if not any(name.endswith(entry) for name in modules)]
     tables = [weight for weight in saved if len(weight.shape) > 1]
     if model.tied_embeddings and (tables or any(map(_HEAD_MODULE.endswith, unknown))):
         raise CheckpointError(
@@ -493,7 +500,7 @@ def _numbers(given: Mapping[str, Any], default: str, key: str, file: Path) -> Ma
     return patterns
 
 
-def _is_targeted(given: Mapping[str, Any], one: Adaptation, file: Path) -> bool:
+def _is_targeted(given: Mapping[str, Any], adaptation: Adaptation, file: Path) -> bool:
     """Whether PEFT adapts a module or parameter with the fields `given`, by the rules of its
     `check_target_module_exists` and `_inject_parameters`."""
 
@@ -504,28 +511,33 @@ def _is_targeted(given: Mapping[str, Any], one: Adaptation, file: Path) -> bool:
         return any(f".{name}".endswith(f".{entry}") for entry in cast("Sequence[str]", entries))
 
     try:
-        if matches("target_parameters", one.module if one.is_stack else f"{one.module}.weight"):
+        if matches(
+            "target_parameters",
+            adaptation.module if adaptation.is_stack else f"{adaptation.module}.weight",
+        ):
             return True
         saved = given.get("modules_to_save") or ()
-        if one.is_stack or matches("exclude_modules", one.module):
+        if adaptation.is_stack or matches("exclude_modules", adaptation.module):
             return False
-        if any(re.match(rf"(^|.*\.){entry}($|\..*)", one.module) for entry in saved):
+        if any(re.match(rf"(^|.*\.){entry}($|\..*)", adaptation.module) for entry in saved):
             return False
         layers: object = given.get("layers_to_transform")
         if isinstance(given.get("target_modules"), str) or layers in (None, []):
-            return matches("target_modules", one.module)
+            return matches("target_modules", adaptation.module)
         parents = given.get("layers_pattern") or r"[^.]*"
         parents = [parents] if isinstance(parents, str) else parents
-        places = (re.match(rf"(?:^|.*?\.){parent}\.(\d+)\.", one.module) for parent in parents)
+        places = (
+            re.match(rf"(?:^|.*?\.){parent}\.(\d+)\.", adaptation.module) for parent in parents
+        )
         layer = next((int(place[1]) for place in places if place is not None), None)
         numbers = cast("Sequence[int]", [layers] if isinstance(layers, int) else layers)
-        return layer in numbers and matches("target_modules", one.module)
+        return layer in numbers and matches("target_modules", adaptation.module)
     except (re.error, TypeError) as error:
         raise CheckpointError(f"{file}: the names of modules are broken ({error})") from error
 
 
 def _of_pattern(table: Mapping[str, Any], module: str, default: Any, file: Path) -> Any:
-    """The value of the first pattern that matches `module`, as PEFT matches it."""
+    """The value of the first pattern that matches `module` by PEFT's rule, or `default`."""
     try:
         for pattern, value in table.items():
             if re.match(rf"(.*\.)?({pattern})$", module):

@@ -85,7 +85,7 @@ def delta_of(
 ) -> Tensor:
     """The product B A of the adapters of a weight of transformers, in its stored layout. `factor`:
     (name, shape) -> an adapter parameter, or the rows of some experts of it."""
-    shapes = {one.name: one.shape for one in record.adapters(lora)}
+    shapes = {adapter.name: adapter.shape for adapter in record.adapters(lora)}
     products: list[Tensor | None] = []
     for part in record.parts:
         names = [f"{record.module}.{factor_name(part.target, letter)}" for letter in "AB"]
@@ -95,8 +95,8 @@ def delta_of(
         a, b = (factor(name, shapes[name]) for name in names)
         product = b.flatten(int(record.is_expert), -2) @ a
         products.append(product.view(*b.shape[:-1], -1))
-    zeros = torch.zeros_like(next(one for one in products if one is not None))
-    whole = torch.cat([zeros if one is None else one for one in products], 1)
+    zeros = torch.zeros_like(next(product for product in products if product is not None))
+    whole = torch.cat([zeros if product is None else product for product in products], 1)
     return table_piece(record.module, ["", record.layout], tuple(whole.shape)).store(whole)
 
 

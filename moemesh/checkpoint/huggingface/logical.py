@@ -238,7 +238,7 @@ def checked_tensors(
         if HEAD in contents.tensors and EMBEDDING not in contents.tensors:
             table = logical["embedding.weight"]
             logical["embedding.weight"] = table._replace(pieces=[whole(HEAD, table.shape)])
-    expected = {piece.source: piece.stored for one in logical.values() for piece in one.pieces}
+    expected = {p.source: p.stored for tensor in logical.values() for p in tensor.pieces}
     contents.check(expected, known, config.num_layers + config.num_mtp_layers)
     return logical
 

@@ -1,7 +1,7 @@
 """The ``config.json`` of one of our models, for a family of transformers that computes the same.
 
-One table of keys serves all families: each reads its own. A family computes the same model if the
-written ``config.json`` reads back as the same configuration.
+The file has the keys of all families; each family reads its own. A family computes the same model
+if the written ``config.json`` reads back as the same configuration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moemesh.config.huggingface.model import ROPE_KEYS, ROPE_NEEDS, model_values
 from moemesh.config.model import ModelConfig
 from moemesh.config.toml import format_value
 
-#: Keys that only training reads: they do not change what a trained model computes.
+#: Keys that only training reads: they do not change the output of a trained model.
 TRAINING_KEYS = frozenset(
     {
         "init_std", "router_selection", "router_jitter", "router_bias_rate", "capacity_factor",
@@ -25,32 +25,33 @@ TRAINING_KEYS = frozenset(
         "router_dtype",
     }
 )  # fmt: skip
-#: model_type -> the class of transformers, where it is not the CamelCase of the type.
+#: model_type -> prefix of transformers' class, if it is not the CamelCase of the type.
 _CLASSES = {
     "deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss",
     "minimax_m2": "MiniMaxM2", "granitemoe": "GraniteMoe", "ernie4_5_moe": "Ernie4_5_Moe",
     "kimi_k2": "DeepseekV3", "hy_v3": "HYV3",
 }  # fmt: skip
-#: Keys that some version of transformers reads and another does not write.
+#: Keys whose presence differs between versions of transformers.
 VERSION_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "num_experts", "num_local_experts")
 #: Key of the number of extra prediction layers after the last.
 AHEAD_KEY = "num_nextn_predict_layers"
-#: Keys that are written as null: classes of transformers have other defaults.
+#: Keys that are written even if they are null: defaults of transformers' classes are not.
 _NULLS = ("sliding_window", "q_lora_rank")
 #: Positions that a configuration names when the model has no limit.
 _NO_LIMIT = 1 << 17
 
 
 def families_for(model: ModelConfig) -> list[str]:
-    """The families of transformers that compute the same as `model`, the plainest first."""
+    """The families of transformers that compute the same as `model`, in the order of
+    ``trained.toml``: the simplest first."""
     return [kind for kind in trained_families()["family"] if not differences(model, kind)]
 
 
 def equivalents(model: ModelConfig) -> list[ModelConfig]:
-    """`model`, and models that compute the same with the same numbers in other places: RoPE's pairs
-    (i, i + F) at (2i, 2i + 1) or back, and a selection bias of zero."""
+    """`model`, and models that compute the same from rearranged weights: RoPE's pairs (i, i + F) as
+    (2i, 2i + 1) or back, and a selection bias of zero."""
     models = [model]
-    # A norm over the channels of a head has weights in their order, too.
+    # Not with a norm over the channels of a head, whose weights would have to move as well.
     if model.attention == "gqa" and not model.qk_norm and not model.lora.rank:
         models.append(model.model_copy(update={"rope_interleave": not model.rope_interleave}))
     if model.num_experts and not model.router_selection_bias:
@@ -59,8 +60,8 @@ def equivalents(model: ModelConfig) -> list[ModelConfig]:
 
 
 def exported(model: ModelConfig) -> ModelConfig:
-    """`model`, or the first of its :func:`equivalents` that a family computes. Raises ConfigError
-    where none does, naming the nearest family."""
+    """The first of :func:`equivalents` that a family computes: `model` itself, if possible. Raises
+    ConfigError if there is none, naming the nearest family."""
     for equivalent in equivalents(model):
         if families_for(equivalent):
             return equivalent
@@ -71,8 +72,8 @@ def exported(model: ModelConfig) -> ModelConfig:
 def differences(
     model: ModelConfig, kind: str, values: Mapping[str, object] | None = None
 ) -> dict[str, tuple[object, object]]:
-    """Key -> (ours, the family's) where a model of the family `kind` would compute otherwise; or a
-    model with the keys `values`."""
+    """Key -> (our value, the other value) for each difference of `model` from itself written as one
+    of the family `kind`; or from the model with the keys `values`."""
     try:
         values = model_values(config_json(model, kind)) if values is None else values
     except ConfigError as error:
@@ -116,7 +117,7 @@ def family_or_refusal(model: ModelConfig) -> str:
 
 
 def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:
-    """``config.json`` of `model` as one of the family `kind`: keys of old and new versions."""
+    """``config.json`` of `model` as one of the family `kind`, for old and new transformers."""
     values: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -161,8 +162,8 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
 
 
 def _meaning(model: ModelConfig) -> dict[str, object]:
-    """The computation of a model, in a form that compares equal for equal models: a layer list in
-    full, and keys without effect at their defaults."""
+    """The keys that define what a model computes, equal for equal models: lists of layers in full,
+    and without keys that have no effect."""
     meaning: dict[str, object] = {
         key: getattr(model, key) for key in type(model).model_fields if key not in TRAINING_KEYS
     }
@@ -223,7 +224,7 @@ def _attention(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 
 def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
-    """Sizes of experts under every name; families whose MLP key means an expert get it there."""
+    """Keys of experts: sizes under all names of the family, and layers with experts."""
     moe = [index for index in range(model.num_layers) if model.is_moe_layer(index)]
     row = class_rows()[kind]
     keys = {
@@ -250,7 +251,7 @@ def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
         values |= dict.fromkeys(keys["num_shared"], 0)
     if "first_dense" in reads:
         values |= {"first_k_dense_replace": moe[0], "moe_layer_freq": 1}
-        # Some families read the list alone.
+        # Some families read only the list.
         kinds = ["sparse" if index in moe else "dense" for index in range(model.num_layers)]
         values["mlp_layer_types"] = kinds
     if "sparse_step" in reads:
@@ -258,7 +259,7 @@ def _experts(model: ModelConfig, kind: str) -> dict[str, Any]:
         values |= {"decoder_sparse_step": 1, "mlp_only_layers": dense}
     if "ernie" in reads:
         values |= {"moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1]}
-        # Evenly spaced layers whose numbers, from 1, are multiples of their distance.
+        # Layers with experts are those whose numbers, from 1, are multiples of the interval.
         values["moe_layer_interval"] = moe[1] - moe[0] if len(moe) > 1 else moe[0] + 1
     if "router_groups" in reads:
         values |= {"n_group": model.router_groups, "topk_group": model.router_groups_kept}

@@ -22,15 +22,15 @@ from moemesh.config.schema import PATH_KEY
 from moemesh.config.sources import ConfigSource, Leaf
 from moemesh.config.suggest import nearest_path
 
-#: Family whose layers all have the window, or none.
+#: Family without ``layer_types``: all layers have the window, or none.
 SAME_WINDOWS = "mistral"
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-#: All tensors in one file, or the index of the files that hold them.
+#: Name of the file with all tensors, and of the index of several such files.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Remedy for weights in the shards of a trainer, with its command.
 _JOINED = "the folder that `{}` writes, with the config.json of the model"
-#: Content of a folder without a config.json -> its name, and the remedy; there PATH is the folder,
-#: and MATCH the folder of the first such content.
+#: (pattern of a file in a folder without a config.json, kind of such folders, remedy). In a remedy
+#: PATH is replaced by the folder, MATCH by the folder of the matching file.
 OTHER_FOLDERS = (
     ("adapter_config.json", "adapters of PEFT", "their base model; lora.path=PATH reads them"),
     ("*.gguf", "weights in GGUF", "the folder of the original weights, in safetensors"),
@@ -52,19 +52,20 @@ OTHER_FOLDERS = (
 )  # fmt: skip
 #: Upper bound of a config.json that will be parsed, in bytes.
 CONFIG_LIMIT = 4 << 20
-#: The tables that a model with ``tie_word_embeddings`` has once.
+#: Names of the tables that a model with ``tie_word_embeddings`` shares.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: The address of a model's page, whose slashes a path has lost.
+#: Address of a model's page as a path, in which repeated slashes are one.
 _ON_HUB = r"^(?:https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)([\w.-]+/[\w.-]+)"
 _CHUNK_BYTES, _HEADER_LIMIT = 4 << 20, 32 << 20
-#: Place of a tensor: file, its age, first byte and size of the tensor, its dtype and shape.
+#: A tensor in a file: path, time of the file's change (ns; it keys a cache), first byte, number of
+#: bytes, dtype and shape.
 _Place = tuple[Path, int, int, int, str]
 
 
 def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
-    """The JSON object of a ``config.json``, or of that in a folder. As in transformers, a folder
-    whose weights have a head that differs from the embedding is untied, whatever the file contains,
-    and a mistral with ``layer_types`` is a ministral.
+    """The JSON object of a ``config.json``, or of that in a folder. As in transformers, a head in
+    the weights that differs from the embedding overrides ``tie_word_embeddings``, and a mistral
+    with ``layer_types`` is a ministral.
 
     Raises ConfigError, under `key`, for a file that is missing, too long, or not a JSON object.
     """
@@ -118,7 +119,7 @@ def other_folder(folder: Path, name: str | None = None) -> tuple[str, str] | Non
 
 def _has_own_head(folder: Path) -> bool:
     """Whether the weights of a folder have a head that differs, in any byte, from the embedding.
-    Faults of a folder are reported when its weights are opened."""
+    False for a damaged folder: opening its weights reports the fault."""
     try:
         index: dict[str, str] = {}
         if not (folder / SINGLE).exists():
@@ -157,19 +158,19 @@ def _header(file: Path) -> tuple[int, Any]:
 
 
 @lru_cache
-def _are_equal(one: _Place, other: _Place) -> bool:
-    if one[3:] != other[3:] or "F8" in one[4]:  # fp8 tensors have separate scales
+def _are_equal(first: _Place, second: _Place) -> bool:
+    (path, _, start, length, kind), (other_path, _, other_start, *other) = first, second
+    if [length, kind] != other or "F8" in kind:  # fp8 tensors have separate scales
         return False
-    with one[0].open("rb") as first, other[0].open("rb") as second:
-        first.seek(one[2])
-        second.seek(other[2])
-        sizes = (min(_CHUNK_BYTES, one[3] - done) for done in range(0, one[3], _CHUNK_BYTES))
-        return all(first.read(size) == second.read(size) for size in sizes)
+    with path.open("rb") as file, other_path.open("rb") as other_file:
+        file.seek(start)
+        other_file.seek(other_start)
+        sizes = (min(_CHUNK_BYTES, length - done) for done in range(0, length, _CHUNK_BYTES))
+        return all(file.read(size) == other_file.read(size) for size in sizes)
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a repeated key: readers differ in which of its values
-    counts."""
+    """A JSON object. Raises ValueError for a repeated key: readers differ in the value they use."""
     table = dict(pairs)
     if len(table) != len(pairs):
         names = [name for name, _ in pairs]
@@ -199,9 +200,10 @@ def lacks_weights(path: Path) -> str:
 def read_folder(
     path: Path, implementation: object = "auto", *, has_tokenizer: bool = False
 ) -> ConfigSource:
-    """The fields of [model] that a folder's ``config.json`` sets, its tokenizer if it has one, a
-    sequence length if it has fewer positions than the default; problems of untrainable models.
-    `implementation`: that of `model.implementation`; `has_tokenizer`: `data.tokenizer` is set."""
+    """Values from a folder: the fields of [model] of its ``config.json``, its tokenizer, and a
+    sequence length if the model has fewer positions than the default; or problems of a model that
+    cannot be trained. `implementation`: value of `model.implementation`; `has_tokenizer`:
+    `data.tokenizer` is set."""
     origin = str(path / CONFIG)
     try:
         values, notes = _values(read_config(path), implementation)
@@ -226,8 +228,8 @@ def read_folder(
 def _values(
     config: dict[str, Any], implementation: object
 ) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Keys and values of [model] by our own reading of the family, or by that of transformers, and
-    notes for the user."""
+    """Keys and values of [model], for our code of the family or for that of transformers, and notes
+    for the user."""
     if implementation == "transformers":
         architecture = read_architecture(config)
     else:

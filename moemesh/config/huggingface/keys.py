@@ -17,7 +17,7 @@ from moemesh.config.errors import ConfigError, Problem
 
 Config = Mapping[str, Any]
 
-#: More layers than any model has: a typing error must not fill the memory.
+#: Largest number of layers: a typing error must not fill the memory.
 MOST_LAYERS = 100_000
 
 
@@ -43,8 +43,9 @@ _FOR_ALL = (
 
 
 def as_class(config: Config, kind: str) -> dict[str, Any]:
-    """`config` as the class of the family `kind` reads it: with its defaults, under its names,
-    without keys that its code ignores. A copy for a family without a row in ``classes.toml``."""
+    """`config` with the defaults and under the key names of transformers' class of the family
+    `kind`, without keys that the class ignores. A copy for a family without a row in
+    ``classes.toml``."""
     row = class_rows().get(kind)
     if row is None:
         return dict(config)
@@ -92,10 +93,10 @@ def first(config: Config, size: str, default: int | None = None) -> int:
 def whole(config: Config, *keys: str, default: int | None = None) -> int:
     """One whole number, from the first present key of `keys`. Raises KeyError without key and
     default, ConfigError for any other value."""
-    # All are read: two names of one size are one size.
-    given = [key for key in keys if config.get(key) is not None]
-    if given:
-        return scalar(given[0], config[given[0]])
+    # Reads all of them, so that a second name of the size is not reported as unread.
+    present = [key for key in keys if config.get(key) is not None]
+    if present:
+        return scalar(present[0], config[present[0]])
     if default is None:
         raise KeyError(" or ".join(keys))
     return default
@@ -109,7 +110,7 @@ def real(key: str, value: object) -> float:
 
 
 def scalar(name: str, value: Any) -> int:
-    """One number of at least 0; a list must hold the same for every layer."""
+    """One whole number of at least 0; a list must have equal entries for all layers."""
     if isinstance(value, (list, tuple)):
         values = cast("Sequence[Any]", value)
         if not values or any(item != values[0] for item in values):

@@ -25,7 +25,7 @@ from moemesh.config.huggingface.keys import (
 )
 from moemesh.config.huggingface.sizes import read_sizes
 
-#: Fields of a planner's shape that a trained model does not have, with their only legal value.
+#: Fields of a planner's shape that [model] lacks, with the only value that can be trained.
 _FIXED: dict[str, object] = {
     "norm": "rms",
     "norms_per_layer": 2,
@@ -54,7 +54,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 #: Sizes that must not be 0.
 _NEEDED = {"num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim"}
 _NEEDED_BY_EXPERTS = {"experts_per_token", "router_groups", "router_groups_kept"}
-#: Our keys that are off at 0, where the code of transformers computes with 0.
+#: Our keys for which 0 means off, whereas transformers' code multiplies or clips by 0.
 _ABOVE_0 = {"attention_multiplier", "clip_qkv", "swiglu_limit"}
 _ROPE_ABOVE_0 = (
     "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor",
@@ -145,7 +145,7 @@ def trained_families() -> dict[str, Any]:
 
 
 def family_of(config: Config) -> str:
-    """The row of `trained.toml` for a ``config.json``. Raises ConfigError naming the nearest."""
+    """The row of `trained.toml` for a ``config.json``. Raises ConfigError without one."""
     kind = str(config.get("model_type") or "")
     same = {other: name for name, others in known_families()["same"].items() for other in others}
     family = same.get(kind, kind)
@@ -159,11 +159,11 @@ def family_of(config: Config) -> str:
 def model_values(config: Config) -> dict[str, object]:
     """Keys and values of the section [model] for a parsed ``config.json``.
 
-    Raises ConfigError naming what is missing, wrong, or beyond our model.
+    Raises ConfigError for keys that are missing, wrong, or that our model cannot express.
     """
     quantization_of(config)
     if str(config.get("model_type")) in known_families()["family"]:
-        family_of(config)  # Before its sizes: a family that is planned at most is refused as that.
+        family_of(config)  # a family that cannot be trained is refused before its sizes are read
     sizes = read_sizes(config)
     row = trained_families()["family"][family_of(config)]
     fields = sizes.fields
@@ -175,34 +175,37 @@ def model_values(config: Config) -> dict[str, object]:
         message = "MLPs of trained models are gated by silu; with another one these weights are of "
         message += "another model"
         raise wrong("not-available", "hidden_act", activation, message, _UNTRAINED)
-    found: dict[str, object] = {"first_dense_layers": 0, "num_shared_experts": 0}
+    section: dict[str, object] = {"first_dense_layers": 0, "num_shared_experts": 0}
     # A size of 0 means that the model lacks a part, unless every model has it.
     needed = _NEEDED | _NEEDED_BY_EXPERTS if fields["moe_layers"] else _NEEDED
     given = {name: fields[name] for name in _SAME if fields.get(name) is not None}
-    found |= {name: value for name, value in given.items() if value or name in needed}
+    section |= {name: value for name, value in given.items() if value or name in needed}
     # Layers with experts: all but the first ones, or a list.
     layers, moe = fields["num_layers"], fields["moe_layers"]
     if not moe:
-        found["num_experts"] = 0
+        section["num_experts"] = 0
     elif moe == tuple(range(moe[0], layers)):
-        found["first_dense_layers"] = moe[0]
+        section["first_dense_layers"] = moe[0]
     else:
-        found |= {"moe_layers": list(moe), "first_dense_layers": None}
-    # Shared experts by number and, where it is not their number times an expert's, by width.
+        section |= {"moe_layers": list(moe), "first_dense_layers": None}
+    # Shared experts by number; also by width, unless it is their number times that of an expert.
     if width := fields["shared_intermediate_size"]:
         count = first(sizes.values, "num_shared", 1) or 1
-        found["num_shared_experts"] = count
+        section["num_shared_experts"] = count
         if width != count * fields["expert_intermediate_size"]:
-            found["shared_intermediate_size"] = width
+            section["shared_intermediate_size"] = width
         if fields.get("shared_gate"):
-            found["shared_gate"] = True
+            section["shared_gate"] = True
     norm, windows = fields.get("qk_norm", "none"), fields["windows"]
     if norm != "none":
-        found |= {"qk_norm": True, "qk_norm_over": "projection" if norm == "full" else "head"}
+        section |= {
+            "qk_norm": True,
+            "qk_norm_over": "projection" if norm == "full" else "head",
+        }
     if windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-        found |= {"sliding_window": max(windows), "layer_types": kinds}
-    found |= row.get("fields", {})
+        section |= {"sliding_window": max(windows), "layer_types": kinds}
+    section |= row.get("fields", {})
     values = sizes.values
     for name, names in trained_families()["keys"].items():
         key = next((key for key in names if values.get(key) is not None), None)
@@ -211,8 +214,8 @@ def model_values(config: Config) -> dict[str, object]:
         if values[key] == 0 and name in _ABOVE_0:
             message = f"{key} = 0 sets to 0 what it multiplies or clips; known: above 0, or null"
             raise wrong("not-available", key, values[key], message)
-        found[name] = values[key]
-    found |= _rope(values, class_rows()[family_of(config)], fields)
+        section[name] = values[key]
+    section |= _rope(values, class_rows()[family_of(config)], fields)
     # The balance loss of transformers: one loss for all layers, in families that have it and if a
     # configuration enables it; selection biases do not move.
     balancing: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
@@ -224,16 +227,16 @@ def model_values(config: Config) -> dict[str, object]:
         balancing |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
         if "router_score" in row.get("fields", {}):
             balancing["aux_loss_probabilities"] = "softmax"
-    found |= balancing
-    return {name: value for name, value in found.items() if value is not None}
+    section |= balancing
+    return {name: value for name, value in section.items() if value is not None}
 
 
 def _rope(
     values: Mapping[str, Any], row: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> dict[str, object]:
-    """Rotary positions, as transformers takes them from a configuration: from `rope_scaling` where
-    that is set, which model cards add beside the newer `rope_parameters`; else from these, else
-    from the `row` of the family's class."""
+    """Our keys of rotary positions. As in transformers, `rope_scaling` comes first, which model
+    cards add to a file with the newer `rope_parameters`; then these, then the `row` of the family's
+    class."""
     newer, older = table(values, "rope_parameters"), table(values, "rope_scaling")
     key, given = ("rope_scaling", older) if older else ("rope_parameters", newer)
     if any(isinstance(value, Mapping) for value in given.values()):
@@ -242,12 +245,12 @@ def _rope(
     # A switch that is null is off; a number that is null is its default.
     switches = {"truncate": False} if "truncate" in given else {}
     given = switches | {name: value for name, value in given.items() if value is not None}
-    for source in (given, values):  # these are numbers wherever they are, read or not
+    for source in (given, values):  # checked in both, also if only one of them is used
         for name in _ROPE_ABOVE_0:
             if source.get(name) is not None and real(name, source[name]) <= 0:
                 raise wrong("too-small", name, source[name], f"{name} must be above 0")
     usual = dict(row["rope"])
-    # Defaults of these two hold beside any table; of the rest only where there is none.
+    # Defaults of these two hold with any table, the others only without a table.
     theta, share = (usual.pop(name, None) for name in ("rope_theta", "partial_rotary_factor"))
     if not older and values.get("rope_parameters") is None:
         given = usual
@@ -259,23 +262,23 @@ def _rope(
         message = f"RoPE of the type {kind} needs {' and '.join(missing)}"
         raise wrong("missing", f"{key}.{missing[0]}", None, message)
     theta = given.get("rope_theta") or values.get("rope_theta") or theta
-    found: dict[str, object] = {"rope_theta": real("rope_theta", theta)}
-    found |= {ROPE_KEYS[name]: given[name] for name in ROPE_TYPES[kind] if name in given}
+    keys: dict[str, object] = {"rope_theta": real("rope_theta", theta)}
+    keys |= {ROPE_KEYS[name]: given[name] for name in ROPE_TYPES[kind] if name in given}
     # The frequencies of the type dynamic differ only after the model's positions, which no run
     # reaches.
-    found["rope_type"] = "default" if kind == "dynamic" else kind
+    keys["rope_type"] = "default" if kind == "dynamic" else kind
     original = "original_max_position_embeddings"
-    if original in ROPE_TYPES[kind]:  # a key of its own counts before that of the table
-        found.setdefault(original, values.get("max_position_embeddings"))
-        found[original] = values.get(original) or found[original]
+    if original in ROPE_TYPES[kind]:  # the key outside of the table comes first
+        keys.setdefault(original, values.get("max_position_embeddings"))
+        keys[original] = values.get(original) or keys[original]
     if values.get("rotary_dim"):
         share = real("rotary_dim", values["rotary_dim"]) / fields["head_dim"]
     share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or share
     if share is None or (kind in ("default", "dynamic") and not row["turns_a_part"]):
-        return found
+        return keys
     if (share := real("partial_rotary_factor", share)) != 1:
         if not row["turns_a_part"] or fields.get("attention") == "mla":
             message = "the code of this family turns whole heads"
             raise wrong("not-available", "partial_rotary_factor", share, message, "leave it out")
-        found["partial_rotary_factor"] = share
-    return found
+        keys["partial_rotary_factor"] = share
+    return keys

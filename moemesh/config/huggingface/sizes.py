@@ -2,9 +2,8 @@
 
 A configuration names most sizes and leaves the rest to its family's code: which projections have
 biases, which norms exist, whether the table is tied. Those facts are data, a row a family, from the
-published model code: ``presets/huggingface/families.toml``. What would change the counts and is not
-understood (a layer kind, a family, a switch, a size that is missing) is an error that names the
-key, never a guess.
+published model code: ``presets/huggingface/families.toml``. A kind of layer, a family or a switch
+without a row, and a missing size, would change the counts: they are errors that name the key.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from moemesh.config.huggingface.keys import (
 )
 from moemesh.config.suggest import nearest_choice
 
-# Functions that read more than one key of a published configuration: attention, norms, experts.
-#
-# Each gives fields of ModelShape; ``presets/huggingface/families.toml`` names those of a family.
+# Functions that read several keys of a published configuration: attention, norms, experts. Each
+# returns fields of ModelShape; ``presets/huggingface/families.toml`` names those of a family.
 
 
-#: Published names of layers with and without experts.
+#: Published name of a layer's MLP -> whether it has experts.
 _MLP_KINDS = {"sparse": True, "moe": True, "dense": False, "mlp": False}
 
 
@@ -48,7 +46,7 @@ def four_hidden(config: Config) -> dict[str, Any]:
 
 
 def latent_attention(config: Config) -> dict[str, Any]:
-    """MLA. `q_lora_rank` may be null, which is a plain query projection, but not left out."""
+    """MLA. `q_lora_rank` null is a plain query projection; the key is required."""
     if "q_lora_rank" not in config:
         raise KeyError("q_lora_rank")
     has_bias = bool(config.get("attention_bias"))
@@ -69,8 +67,8 @@ def latent_attention(config: Config) -> dict[str, Any]:
 
 
 def falcon(config: Config) -> dict[str, Any]:
-    """One key head, or as many as there are query heads, or (40B and later) a number of its own;
-    attention and MLP side by side after one norm, after one norm each, or one after the other."""
+    """One key/value head, or the number of query heads, or (40B and later) its own number.
+    Attention and MLP in parallel after one norm or after one norm each, or one after the other."""
     heads = first(config, "num_heads")
     newer = bool(config.get("new_decoder_architecture"))
     parallel = bool(config.get("parallel_attn", True))
@@ -118,8 +116,8 @@ def mpt(config: Config) -> dict[str, Any]:
 
 
 def router_groups(config: Config) -> dict[str, Any]:
-    """Groups of experts and how many of them a token may choose from; the greedy choice of
-    DeepSeek-V2 has none, whatever the other keys are."""
+    """Number of groups of experts, and of groups that a token may choose from. The greedy choice of
+    DeepSeek-V2 has no groups and ignores their keys."""
     if config.get("topk_method") == "greedy":
         for key in ("n_group", "topk_group"):
             whole(config, key, default=1)  # Read, and without effect.
@@ -143,7 +141,7 @@ def _step(config: Config, key: str) -> int:
 
 
 def _listed(config: Config) -> tuple[int, ...] | None:
-    """The layers with experts when the configuration lists the kind of every layer's MLP."""
+    """Layers with experts, from the list of kinds of every layer's MLP; None without the list."""
     kinds = words(config, "mlp_layer_types")
     if not kinds:
         return None
@@ -157,12 +155,12 @@ def _listed(config: Config) -> tuple[int, ...] | None:
 
 
 def first_dense(config: Config) -> dict[str, Any]:
-    """The first `first_k_dense_replace` layers are dense; of the others one in `moe_layer_freq` has
-    experts, or the list in that key marks them."""
+    """The first `first_k_dense_replace` layers are dense. Of the others, every `moe_layer_freq`-th
+    has experts; or this key is a list with a flag for each layer."""
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
-    layers, often = num_layers(config), config.get("moe_layer_freq")
-    if isinstance(often, (list, tuple)):
+    layers, frequency = num_layers(config), config.get("moe_layer_freq")
+    if isinstance(frequency, (list, tuple)):
         flags = indices(config, "moe_layer_freq")
         check_length("moe_layer_freq", flags, layers)
         return {"moe_layers": tuple(index for index, has in enumerate(flags) if has)}
@@ -171,7 +169,7 @@ def first_dense(config: Config) -> dict[str, Any]:
 
 
 def sparse_step(config: Config) -> dict[str, Any]:
-    """One layer in `decoder_sparse_step` has experts, and those of `mlp_only_layers` have none."""
+    """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
     step, dense = _step(config, "decoder_sparse_step"), set(indices(config, "mlp_only_layers"))
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
@@ -190,7 +188,7 @@ def experts_in_mlp_key(config: Config) -> dict[str, Any]:
 
 
 def aria(config: Config) -> dict[str, Any]:
-    """Shared experts are as wide as the others, whose width is in the key of dense MLPs."""
+    """Shared experts have the width of the others, which is in the key of dense MLPs."""
     fields = experts_in_mlp_key(config)
     shared = first(config, "num_shared") * fields["expert_intermediate_size"]
     return fields | {"shared_intermediate_size": shared}
@@ -208,14 +206,14 @@ def shared_width(config: Config) -> dict[str, Any]:
 
 
 def ling_shared(config: Config) -> dict[str, Any]:
-    """The width of one shared expert may have its own key; else it is that of the others."""
+    """The width of one shared expert has its own key, or is that of the others."""
     usual = first(config, "expert_intermediate_size")
     width = whole(config, "moe_shared_expert_intermediate_size", default=usual)
     return {"shared_intermediate_size": width * first(config, "num_shared", 0)}
 
 
 def llama4(config: Config) -> dict[str, Any]:
-    """One shared expert as wide as the others; dense layers have a width of their own."""
+    """One shared expert with the width of the others; dense layers have a width of their own."""
     layers = num_layers(config)
     moe = indices(config, "moe_layers") or _last_of(
         layers, _step(config, "interleave_moe_layer_step")
@@ -230,7 +228,7 @@ def llama4(config: Config) -> dict[str, Any]:
 
 
 def ernie(config: Config) -> dict[str, Any]:
-    """Experts from one layer to another, the last included, in steps."""
+    """Every `moe_layer_interval`-th layer from the start index to the end index has experts."""
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
     layers, step = num_layers(config), _step(config, "moe_layer_interval")
@@ -241,7 +239,7 @@ def ernie(config: Config) -> dict[str, Any]:
 
 
 def hunyuan(config: Config) -> dict[str, Any]:
-    """Experts after the skipped layers; shared experts as wide as a dense MLP."""
+    """Experts after the skipped layers; shared experts have the width of a dense MLP."""
     width = first(config, "intermediate_size")
     shared = first(config, "num_shared", 1) if config.get("use_mixed_mlp_moe", True) else 0
     skipped = whole(config, "moe_layer_num_skipped", default=0)
@@ -290,7 +288,7 @@ def arctic(config: Config) -> dict[str, Any]:
 
 
 def shared_experts(config: Config) -> dict[str, Any]:
-    """The number of shared experts, each as wide as one of the others; null means 0."""
+    """The number of shared experts, each with the width of one of the others; null means 0."""
     if not any(name in config for name in names("num_shared")):
         raise KeyError(" or ".join(names("num_shared")))
     shared = first(config, "num_shared", 0)
@@ -308,7 +306,7 @@ READERS: dict[str, Callable[[Config], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-# Sliding windows: the layers that have one, and how long it is.
+# Sliding windows: the layers that have one, and its length.
 
 
 FULL_LAYERS = ("full_attention", "attention", "global", "full")
@@ -320,10 +318,11 @@ _PERIOD_KEYS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_swit
 def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
     """The attention window of every layer in tokens, 0 for none; () when no layer has one.
 
-    `usual`: without a list of kinds, one layer in this many sees the whole sequence; or the key of
-    the first layer with a window; or "not " and the key of the first layer without one, before
-    which every second layer has a window. Raises ConfigError for kinds of layers without a formula,
-    for a list of another length, and for a missing list.
+    `usual`, for a configuration without a list of kinds: a number n (every n-th layer sees the
+    whole sequence); the key with the first layer that has a window; "not " and the key with the
+    first layer that has none, before which every second layer has one; or "layer_types" (the list
+    is required). Raises ConfigError for kinds of layers without a formula, for a list of another
+    length, and for a missing list.
     """
     layers = num_layers(config)
     kinds = words(config, "layer_types") or words(config, "attention_layers")
@@ -374,8 +373,8 @@ def attention_windows(config: Config, usual: int | str) -> tuple[int, ...]:
 
 
 def alternating_windows(num_layers: int, window: int, every: int) -> tuple[int, ...]:
-    """One layer in `every` sees the whole sequence, the last of each `every`; the others (all, when
-    `every` is 0 or 1) see `window` tokens."""
+    """Every `every`-th layer sees the whole sequence (none, if it is 0 or 1); the others see
+    `window` tokens."""
     return tuple(
         0 if every > 1 and index % every == every - 1 else window for index in range(num_layers)
     )
@@ -419,11 +418,10 @@ def unknown_layers(config: Config, kind: str) -> list[Problem]:
 def unread_parameters(
     config: Config, read: Collection[str], kind: str, *, has_norm: bool
 ) -> list[Problem]:
-    """Problems of keys that mean parameters in other families, and that the reading of this family
-    never read: without them the count would be that of another model.
+    """Problems for keys that mean parameters in other families, and that this family's functions
+    have not read: the count would be that of another model.
 
-    `read`: keys that were read; `has_norm`: queries and keys have norms in the family's code,
-    whatever the keys are.
+    `read`: keys that were read; `has_norm`: the family's code always has norms of queries and keys.
     """
     keys, problems = known_families()["parameters"], list[Problem]()
     no_experts = f"no experts of a {kind} model are known"

@@ -1,4 +1,4 @@
-"""Programs: the work of each schedule operation, as a protocol and for the transformer.
+"""Programs: the computation of each schedule operation, as a protocol and for the transformer.
 
 An executor (:mod:`moemesh.parallel.pipeline.executor`) decides when an operation runs; a program
 runs it. The executor moves lists of tensors between stages and keeps a :class:`BackwardState` from
@@ -31,8 +31,9 @@ from moemesh.schedule.action import Entry, Op, Schedule
 class GradientHooks:
     """Passes complete gradients to a reducer, at the positions that the schedule fixes.
 
-    `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages. The
-    gradient of the parameters `in_parts` comes in several parts: it is complete after the backward.
+    `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages.
+    Autograd accumulates several gradients for each of the parameters `in_parts`: theirs are
+    complete only after the backward.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class GradientHooks:
         self._in_parts = {op: [p for p in ended if p in parts] for op, ended in self._last.items()}
 
     def accumulate(self, weight: Tensor, gradient: Tensor) -> None:
-        """Take a weight gradient that did not come through autograd."""
+        """Add a deferred weight gradient, which autograd did not accumulate."""
         assert isinstance(weight, nn.Parameter)
         self._reducer.accumulate(weight, gradient)
 
@@ -104,9 +105,8 @@ class TensorSpec(NamedTuple):
 
 @dataclass
 class BackwardState:
-    """State of a forward for its backward. `roots`: edges of the outputs in the graph, in place of
-    the outputs, which are freed once they are sent; None without a gradient. `state` belongs to the
-    program."""
+    """State of a forward for its backward. `roots`: edges of the outputs in the graph (None without
+    a gradient); the outputs themselves are freed after they are sent. `state`: the program's."""
 
     inputs: list[Tensor]
     roots: list[GradientEdge | None]
@@ -172,9 +172,8 @@ def roots_of(
     """Roots of the backward: the outputs with their gradients, and the stage's objective."""
     roots: list[GradientEdge] = []
     values: list[Tensor | None] = []
-    # A stage before the first one that trains receives no gradients: its roots are None.
-    given = gradients or [None] * len(context.roots)
-    for root, gradient in zip(context.roots, given, strict=True):
+    # A stage before the first one that trains receives no gradients, and its roots are None.
+    for root, gradient in zip(context.roots, gradients or [None] * len(context.roots), strict=True):
         if root is not None:
             roots.append(root)
             values.append(gradient)
@@ -195,8 +194,8 @@ def input_gradients(context: BackwardState) -> list[Tensor]:
 
 
 def stream_specs(model: Transformer, batch: Batch) -> Sequence[TensorSpec]:
-    """The message of a stage to the next: the residual stream of this rank's tokens, and where all
-    layers have one auxiliary loss the sums for it."""
+    """Tensors of a stage's message to the next: this rank's residual stream, and the sums of the
+    auxiliary loss if one is for all layers."""
     config = model.config
     specs = [TensorSpec(*spec) for spec in model.stream_specs(batch)]
     if config.has_joint_aux_loss:
@@ -211,7 +210,7 @@ Objective = Callable[[ModelPart, Output, Batch], Tensor]
 
 class ModelProgram:
     """Stages of the transformer over the microbatches of one step. `batches` are ordered by sample;
-    `objective` is this rank's part of what is differentiated."""
+    `objective` returns this rank's part of the differentiated scalar."""
 
     def __init__(
         self,
@@ -228,7 +227,7 @@ class ModelProgram:
             )
         self.schedule, self.model, self.parts = schedule, model, parts
         self.starting, self.finished = hooks.starting, hooks.finished
-        # The positions of whole sequences that this rank holds.
+        # Batches with this rank's positions of the sequences (context parallelism).
         self.batches = [
             batch.take(model.tokens.runs(batch.tokens_BS.shape[1])) for batch in batches
         ]
@@ -248,7 +247,7 @@ class ModelProgram:
     def forward_of(
         self, op: Op, batch: Batch, inputs: list[Tensor], flow: Flow = PLAIN_FLOW
     ) -> Forward:
-        """The stage of `op` on `batch`."""
+        """Run the forward of the stage of `op` on `batch`."""
         part = self.parts[op.stage]
         output = self.model(batch, part, *inputs, flow=flow)
         return Forward(output.for_next, self.objective(part, output, batch))
