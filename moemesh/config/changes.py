@@ -81,16 +81,16 @@ class Change:
 def compare(old: str, new: str) -> list[Change]:
     """The keys that differ between two resolved config.toml texts, sorted, each with its kind.
 
-    free: no effect on the result. layout: the same result, distributed otherwise. training: another
-    course of training. model: another model, which the saved tensors do not fit. A key that a text
-    lacks, such as that of an older version, has its default. Raises UserError if a text is not
+    free: no effect on the result. layout: the same result from other ranks. training: another
+    course of training. model: another model, which the saved tensors do not fit. A key that is not
+    in a text, as in one of an older version, has its default. Raises UserError if a text is not
     TOML.
     """
     try:
         before, after = flat(parse_toml(old)), flat(parse_toml(new))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"the config.toml of the run is not TOML: {error}") from error
-    # The default of every key that has one, as TOML has it.
+    # Defaults of keys, with lists for tuples, as TOML reads them.
     defaults: dict[str, object] = {
         f"{name}.{key}": [*field.default]  # pyright: ignore[reportUnknownMemberType]
         if isinstance(field.default, tuple)
@@ -130,7 +130,7 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
     if key == "plan.schedule" and {old, new} & {*ASYNCHRONOUS_SCHEDULES}:
         return "training"  # moving to or from stale weights changes more than the layout
     if key in ("data.tokenizer", "train.freeze", "train.train_only"):
-        return "model"  # a checkpoint has the moments of what trains, and of nothing else
+        return "model"  # a checkpoint has the moments of trained parameters only
     return _SECTIONS.get(key.partition(".")[0], "free")
 
 

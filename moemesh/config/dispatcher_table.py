@@ -1,4 +1,4 @@
-"""Dispatchers by name, one row each: the exchanges of rows, what they cost, who makes them.
+"""Dispatchers by name, one row each: exchanges of rows, costs, and the constructor.
 
 A dispatcher is a module with its class and a row of :data:`DISPATCHERS`. Configuration, `auto`, the
 planner, the ledger and `moemesh dispatch` read the row. The formulas that follow from the rows are
@@ -15,11 +15,11 @@ from moemesh.config.names import Names
 
 
 class HopRows(NamedTuple):
-    """One exchange of rows towards the experts; the results take it in reverse.
+    """One exchange of rows towards the experts; results return by the reverse exchange.
 
-    Each rank sends its `rows` (a field of the planner's `SentRows`; "slots": a fixed number) by
-    all-to-all to those ranks of `axis` that need them. If `is_gathered`, all ranks of the axis
-    gather them, and reduce and scatter the results.
+    An all-to-all over `axis` of the number `rows` of each rank (a field of the planner's
+    `SentRows`; "slots": a fixed number). If `is_gathered`, an all-gather, with a reduce-scatter of
+    the results.
     """
 
     axis: str
@@ -34,8 +34,8 @@ class HopRows(NamedTuple):
 
 class UniformRows(NamedTuple):
     """Numbers of a dispatch under uniform routing: `tokens` of a rank, each with `chosen` experts
-    on `distinct` of `ranks` ranks and `distinct_nodes` of `nodes` nodes (0 of a single node), and
-    the `slots` for each pair of ranks."""
+    on `distinct` of `ranks` ranks and on `distinct_nodes` of `nodes` nodes (0 with a single node),
+    and the `slots` for each pair of ranks."""
 
     tokens: float
     chosen: int
@@ -58,28 +58,28 @@ class UniformRows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherRow:
-    """Everything about a dispatcher that code outside of its module reads."""
+    """Facts on a dispatcher for code outside of its module."""
 
-    #: "module:function" that makes it from a :class:`moemesh.parallel.expert.site.DispatcherSite`.
+    #: "module:function" of DispatcherSite (:mod:`moemesh.parallel.expert.site`) -> dispatcher.
     make: str
     #: Exchanges of rows in the order of the dispatch, the gather of etp last.
     hops: tuple[HopRows, ...]
     #: Rows that a rank copies in dispatch and combine.
     copied: Callable[[UniformRows], float]
-    #: One exchange carries the counts of all chunks.
+    #: Whether one exchange sends the counts of all chunks.
     plans_all_chunks: bool = False
-    #: Rows may go to replicas of experts on other ranks.
+    #: Whether rows may go to replicas of experts on other ranks.
     accepts_replicas: bool = False
-    #: :class:`moemesh.parallel.expert.exact.Exact` can wrap it, for `combine = exact`.
+    #: Whether :class:`moemesh.parallel.expert.exact.Exact` can wrap it, for `combine = exact`.
     sums_exactly: bool = True
-    #: The planner predicts its bytes; `auto` and `moemesh dispatch` compare all that have this.
+    #: Whether the planner predicts its bytes; `auto` and `moemesh dispatch` compare only such ones.
     is_predicted: bool = True
-    #: Dispatcher that carries rows beyond the slots.
+    #: Dispatcher of rows beyond the slots.
     fallback: str = ""
     #: "module:function" that returns the reasons why a RunConfig cannot be dispatched on this
     #: machine, one sentence each; empty: it always can.
     obstacles: str = ""
-    #: The self-test at start needs rows of the model's width and dtype.
+    #: Whether the self-test at start needs rows of the model's width and dtype.
     tested_as_trained: bool = False
 
     @property
@@ -135,7 +135,7 @@ DISPATCHERS: dict[str, DispatcherRow] = {
     ),
     "deepep": DispatcherRow(
         make="moemesh.parallel.expert.deepep:DeepEPDispatcher.of",
-        # As far as closed forms go; rows that it forwards inside a node are not counted.
+        # Without the rows that it forwards inside a node, which have no closed form.
         hops=ROW_HOPS,
         copied=lambda n: 3.0 * n.chosen * n.tokens,
         sums_exactly=False,

@@ -37,7 +37,7 @@ class ExpertConfig(Section):
     intermediate_size: Size = 384
     #: The first layers, which have a dense MLP in place of experts.
     first_dense_layers: Count = 1
-    #: The layers with experts, ascending, where they are not all but the first ones.
+    #: The layers with experts, ascending; None: all but the first `first_dense_layers`.
     moe_layers: tuple[Count, ...] | None = None
     #: 0 makes the model dense.
     num_experts: Count = 8
@@ -47,7 +47,7 @@ class ExpertConfig(Section):
     num_shared_experts: Count = 1
     #: Width of all shared experts together; None is num_shared_experts * expert_intermediate_size.
     shared_intermediate_size: Size | None = None
-    #: The shared experts' output times the sigmoid of a learned projection to one number.
+    #: Multiply the shared experts' output by the sigmoid of a learned projection to one number.
     shared_gate: bool = False
     #: Biases on both projections of the routed experts.
     expert_bias: bool = False
@@ -60,8 +60,8 @@ class ExpertConfig(Section):
     router_score: RouterScore = "softmax"
     router_when: RouterWhen = "before"
     #: Tokens choose experts, experts choose tokens (arXiv:2202.09368), or tokens choose after a
-    #: Sinkhorn balancing (arXiv:2202.01169). The last two look at whole sequences, so at later
-    #: tokens too: they are for training, elsewhere tokens choose.
+    #: Sinkhorn balancing (arXiv:2202.01169). The last two read whole sequences, later tokens
+    #: included: only training uses them, else tokens choose.
     router_selection: RouterSelection = "token_choice"
     #: A learned bias on the logits.
     router_logit_bias: bool = False
@@ -69,16 +69,16 @@ class ExpertConfig(Section):
     router_dtype: RouterDtype = "float32"
     #: Training only: each logit is multiplied by a random number within 1 +- jitter.
     router_jitter: Share = 0.0
-    #: A bias that steers the choice but never the gates (arXiv:2408.15664), and its step.
+    #: A bias on scores for the choice, not for the gates (arXiv:2408.15664); its change a step.
     router_selection_bias: bool = False
     router_bias_rate: NotNegative = 1e-3
     #: Experts are chosen from the best `router_groups_kept` of `router_groups` groups only.
     router_groups: Size = 1
     router_groups_kept: Size = 1
-    #: A group counts by the sum of its two best scores, or by its best.
+    #: Score of a group: the sum of its two best scores, or its best.
     router_group_score: GroupScore = "top2"
-    #: Divide the gates of a token by (their sum + eps), or by their sum but at least `min`; then
-    #: multiply by the scale, either the gates or the summed output of the routed experts.
+    #: Divide the gates of a token by (their sum + eps), or by max(their sum, `min`). The scale then
+    #: multiplies the gates, or the summed output of the routed experts.
     router_normalize: bool = True
     router_normalize_eps: NotNegative = 0.0
     router_normalize_min: NotNegative = 0.0
@@ -95,18 +95,18 @@ class ExpertConfig(Section):
     capacity_renormalize: bool = False
     #: The losses are means over these sets of tokens. "microbatch" depends on the layout.
     aux_loss_scope: AuxLossScope = "sequence"
-    #: Every layer has its own losses, which are added up; or they are means over the choices of all
-    #: layers together, as transformers has it.
+    #: "each": losses of every layer, added up. "together": one loss over the choices of all layers,
+    #: as in transformers.
     aux_loss_layers: Literal["each", "together"] = "each"
     #: Probabilities of the load-balance loss: the router's scores, divided by their sum, or a
-    #: softmax of its logits, where the scores are none (MiniMax-M2).
+    #: softmax of its logits (MiniMax-M2, whose scores are no probabilities).
     aux_loss_probabilities: Literal["router", "softmax"] = "router"
     aux_loss_coefficient: NotNegative = 0.01
     z_loss_coefficient: NotNegative = 0.0
 
     #: Extra layers that predict further tokens (arXiv:2412.19437, section 2.2).
     num_mtp_layers: Annotated[int, Range(0, MOST_LAYERS)] = 0
-    #: Weight of their losses' mean beside the main loss.
+    #: Weight of the mean of their losses, which is added to the main loss.
     mtp_loss_weight: NotNegative = 0.3
 
     @property
@@ -161,7 +161,7 @@ class ExpertConfig(Section):
 
     @property
     def layout_warning(self) -> str:
-        """The part of the objective that changes with the layout; "" when nothing does."""
+        """A sentence on the part of the objective that changes with the layout; "" without one."""
         if not self.has_aux_loss:
             return ""
         changes = {
@@ -208,8 +208,8 @@ class ExpertConfig(Section):
             yield self.problem("conflict", name, message, fix, "router_normalize_eps")
         selection = self.router_selection
         is_expert_choice = selection == "expert_choice"
-        # Balanced choices leave no room for other means to the same end; and with expert_choice a
-        # token may get no expert at all, or many: no K scores to take the softmax of.
+        # Balanced choices exclude other ways of balancing. With expert_choice a token has any
+        # number of experts, not K of them for a softmax.
         for name, wrong, legal in (
             ("router_selection_bias", self.router_selection_bias, "false"),
             ("router_groups", self.router_groups > 1, "1"),

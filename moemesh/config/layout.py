@@ -6,8 +6,8 @@ outermost and shared, tp and etp are innermost:
     rank = ((pp * DP  + dp ) * CP + cp) * TP  + tp
          = ((pp * EDP + edp) * EP + ep) * ETP + etp
 
-Where expert-parallel groups span nodes, ``ep = node * EP_NODE + place in the node``: the two parts
-are axes of their own (``ep_rail`` across nodes, ``ep_node`` inside one).
+If expert-parallel groups span nodes, ``ep = ep_rail * EP_NODE + ep_node``, which are two axes:
+``ep_rail`` across nodes, ``ep_node`` inside of one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ VIEWS: dict[str, tuple[str, ...]] = {
 }
 
 #: Axis name -> (view, the dimensions of that view that the axis spans).
-#: The combined axes exist because gradients are summed over them: dense parameters over ``dp_cp``,
-#: parameters in front of token-sharded activations over the whole ``stage``, factors of adapters
-#: that are whole where the width of their expert is cut over ``edp_etp``. ``cp_tp`` are the ranks
-#: that share sequences.
+#: Gradients are summed over combined axes: those of parameters sharded over tp over ``dp_cp``, of
+#: other dense parameters over ``stage``, of factors of adapters that are not sharded with their
+#: expert's width over ``edp_etp``. The ranks of ``cp_tp`` share sequences.
 AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pp": ("dense", ("pp",)),
     "dp": ("dense", ("dp",)),
@@ -45,12 +44,13 @@ AXES: dict[str, tuple[str, tuple[str, ...]]] = {
     "etp": ("expert", ("etp",)),
     "edp_etp": ("expert", ("edp", "etp")),
     "ep_etp": ("expert", ("ep", "etp")),
-    # Pairs from both ends of pp: what two stages of mirrored pipes, or of a tied embedding, share.
+    # Pairs of ranks from both ends of pp: they share stages of mirrored pipes, or a tied embedding.
     "mirror": ("dense", ("pp",)),
     "world": ("dense", ("pp", "dp", "cp", "tp")),
 }
-#: Axes over which gradients are summed and states may be sharded. Each is cut in two: ranks that
-#: share one copy of the states (``_shard``), and those with the same share of it (``_copies``).
+#: Axes over which gradients are summed and states may be sharded. Each has two axes of its own:
+#: ranks that shard one copy of the states (``_shard``), and ranks with the same shard
+#: (``_copies``).
 SHARDED_AXES = ("dp_cp", "stage", "edp", "edp_etp")
 #: Those of the parameters of routed experts.
 EXPERT_AXES = ("edp", "edp_etp")
@@ -71,7 +71,7 @@ def shard_range(size: int, parts: int, index: int) -> range:
 
 
 class MeshDegrees:
-    """Mixin of records with the degrees of the two meshes: numbers of ranks that follow."""
+    """Mixin of records with the degrees of the two meshes: derived numbers of ranks."""
 
     if TYPE_CHECKING:
         pp: int
@@ -92,7 +92,7 @@ class MeshDegrees:
 
     @property
     def edp(self) -> int:
-        """Expert replicas: the degree that follows from the others."""
+        """Number of replicas of the experts: the degree that follows from the others."""
         return self.stage_ranks // (self.ep * self.etp)
 
 
@@ -120,7 +120,7 @@ class Layout(MeshDegrees, Shown):
 
     @property
     def ep_node(self) -> int:
-        """Members of an expert-parallel group that share a node: the largest equal blocks."""
+        """Ranks of an expert-parallel group on one node, or of a largest equal block of it."""
         node = self.ranks_per_node or self.world_size
         return gcd(self.ep, node // self.etp) if node % self.etp == 0 else 1
 
@@ -174,12 +174,12 @@ class Layout(MeshDegrees, Shown):
         return tuple(sorted(groups))
 
     def sharding_axes(self, axis: str) -> tuple[str, str]:
-        """Names of two axes: of the ranks that share the states of `axis`, and of the ranks with
-        the same share. The first is `axis` itself unless it is divided."""
+        """Names of two axes: of the ranks that shard one copy of the states of `axis`, and of the
+        ranks with the same shard. The first is `axis` itself without a `shard_group`."""
         return f"{axis}_shard" if self.shard_group else axis, f"{axis}_copies"
 
     def same_ranks(self, axis: str) -> str:
-        """The first of :data:`SHARDED_AXES` with the groups of `axis`, which is one of them."""
+        """The first of :data:`SHARDED_AXES` that has the same groups as `axis`, one of them."""
         shape = self._shape_of_groups(axis)
         return next(other for other in SHARDED_AXES if self._shape_of_groups(other) == shape)
 
@@ -204,8 +204,8 @@ class Layout(MeshDegrees, Shown):
         if axis == "mirror" or axis.endswith(("_shard", "_copies")):
             return next(group for group in self.groups(axis) if rank in group)
         # Computed for this rank only, without a list of all groups.
-        (view, spanned), at, ranks = AXES[axis], self.coordinates(rank), [0]
+        (view, spanned), coordinates, ranks = AXES[axis], self.coordinates(rank), [0]
         for name, degree in self.dimensions(view).items():
-            places = range(degree) if name in spanned else (at[name],)
-            ranks = [base * degree + place for base in ranks for place in places]
+            indices = range(degree) if name in spanned else (coordinates[name],)
+            ranks = [base * degree + index for base in ranks for index in indices]
         return tuple(ranks)

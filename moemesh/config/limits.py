@@ -12,9 +12,9 @@ from typing import Any
 
 #: Characters of the longest accepted JSON text; files of runs and models are far below it.
 LARGEST_JSON = 1 << 29
-#: A key of a hundred parts; tomllib takes time with the square of their number.
+#: A key of a hundred parts; tomllib's time grows with the square of their number.
 _LONG_KEY = re.compile(r"""(?<![\w"'.-])(?:[\w"'-]+[ \t]*\.[ \t]*){100}""")
-#: Characters that steer a terminal (C0, C1), end a line elsewhere, or turn its direction.
+#: Characters that control a terminal (C0, C1), end a line, or change the direction of text.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"
 )
@@ -47,7 +47,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def visible(text: str) -> str:
-    """`text` with escapes in place of characters that would steer a terminal."""
+    """`text` with escapes in place of characters that would control a terminal."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
@@ -67,8 +67,8 @@ def few(texts: Iterable[object], most: int) -> str:
 
 
 class VisibleText(TextIOWrapper):
-    """A stream in place of `stream` that escapes every control character of its text: anything that
-    a verb prints may come from a file. The verbs draw on `stream` themselves."""
+    """Replacement of `stream` that escapes every control character, since text that a verb prints
+    may come from a file. Verbs write coloured text to `stream` itself (:func:`drawn_on`)."""
 
     def __init__(self, stream: TextIOWrapper) -> None:
         super().__init__(
@@ -99,6 +99,6 @@ class VisibleText(TextIOWrapper):
 
 
 def drawn_on(stream: Any) -> Any:
-    """The stream for coloured text, whose content is escaped already."""
+    """The stream below a :class:`VisibleText`, for coloured text that is escaped already."""
     stream.flush()
     return getattr(stream, "stream", stream)

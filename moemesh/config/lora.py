@@ -1,4 +1,4 @@
-"""The section [lora]: low-rank adapters beside frozen weights (Hu et al., 2021, arXiv:2106.09685).
+"""The section [lora]: low-rank adapters of frozen weights (Hu et al., 2021, arXiv:2106.09685).
 
 A projection with weight W [out, in] that `targets` names computes ``x W^T + s (x A^T) B^T``: A is
 [rank, in], B is [out, rank] and zero at first, s the :attr:`LoraConfig.scaling`. Names are those of
@@ -11,8 +11,8 @@ transformers and PEFT; several projections may be parts of one parameter of ours
 | B | [the part of the weight, rank] | as its output | the axis of the weight, and those that cut "in" |
 | both, of experts | [E, ...] | besides over ep | edp, with etp where they are whole |
 
-A factor that is whole where the weight is cut has seen a part of its gradient only: the sum goes
-over those ranks, too.
+If a factor is not sharded although the weight is, each rank computes a part of its gradient: the
+sum is over the ranks of the weight's shards, too.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ NO_ADAPTERS = LoraConfig()
 
 
 class TargetPart(NamedTuple):
-    """The part of a parameter that is the projection `target`: `size` places of `dim` from `start`
-    on (of a stack of experts, `dim` is that of one expert); `dim` None: the whole parameter."""
+    """The part of a parameter that is the projection `target`: `size` indices of `dim` from `start`
+    on; `dim` None: the whole parameter. In a stack of experts, `dim` is a dim of one expert."""
 
     target: str
     dim: int | None = None

@@ -1,7 +1,7 @@
 """The names in a table of rows, as the legal values of a key.
 
-A dispatcher, a schedule, an optimizer and a rate schedule are rows of tables of the package. A row
-that a program adds under a new name is a legal value of the key from then on.
+Dispatchers, schedules, optimizers and rate schedules are rows of tables of the package. If a
+program adds a row, its name becomes a legal value of the key.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Row = TypeVar("Row")
 
 
 class Names(Collection[str], Generic[Row]):
-    """The names of the rows in `table` that `where` accepts, in their order, then `others`. In
-    `Annotated[str, Names(TABLE)]` a pydantic field takes these values alone, and reports another
-    one as it does for a Literal. The table is read at every use."""
+    """The names of the rows in `table` that `where` accepts, in their order, then `others`. As the
+    annotation of a pydantic field, `Annotated[str, Names(TABLE)]`, they are its legal values, with
+    the error message of a Literal. The table is read at every use."""
 
     def __init__(
         self,

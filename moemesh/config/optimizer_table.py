@@ -1,8 +1,8 @@
 """Optimizers by name, one row each: constructor, options, states, advice.
 
-An optimizer is a row of :data:`OPTIMIZERS`; its class is torch's, or one like it in a module of its
-own. Configuration, training, checkpoints, the planner's memory and the advice before a run read the
-row.
+An optimizer is a row of :data:`OPTIMIZERS`; its class is torch's, or a similar one in a module of
+its own. Configuration, training, checkpoints, the planner's memory and the advice before a run read
+the row.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ def has_matrices(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
-    """Everything about an optimizer that code outside of its class reads."""
+    """Facts on an optimizer for code outside of its class."""
 
     #: "module:class" of an optimizer; gets groups, lr, weight_decay, `options`, `constants`.
     make: str
-    #: Names of the state tensors of a parameter, each with its shape and the width of its gradient.
+    #: Names of the state tensors of a parameter; each has the shape of the parameter, and the dtype
+    #: of its gradient.
     states: tuple[str, ...]
-    #: The same of parameters that consist of weight matrices (:mod:`moemesh.sharding.matrices`),
-    #: which the class then updates as a whole; empty: they are like other parameters.
+    #: State tensors of parameters that consist of weight matrices
+    #: (:mod:`moemesh.sharding.matrices`), which the class updates as a whole; empty: `states`.
     matrix_states: tuple[str, ...] = ()
     #: Keys of [train] that only some optimizers read -> arguments of the class.
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     #: Arguments of the class that no key sets.
     constants: Mapping[str, object] = field(default_factory=dict[str, object])
-    #: Key of [train] that is 0 where the class keeps no states; empty: it always keeps them.
+    #: Key of [train]: if it is 0, the class keeps no states; empty: it always keeps them.
     states_need: str = ""
-    #: Each parameter with `states` has a state "step", the number of its updates.
+    #: Whether parameters with `states` also have a state "step", the number of their updates.
     counts_steps: bool = False
-    #: Multiple of the usual learning rate from which on a rate is probably a mistake.
+    #: Multiple of the usual learning rate from which a rate is probably a mistake.
     high_rate: int = 10
 
     def states_of(self, name: str) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ Payload = Literal["same", "fp8"]
 ScheduleName = TypeAliasType("ScheduleName", Annotated[str, Names(SCHEDULES)])
 
 
-#: Endings by which a schedule in a file is known; any other file is named with a slash.
+#: Suffixes that mark the value of `schedule` as a file; a slash does, too.
 SCHEDULE_FILES = (".txt", ".csv")
 
 
@@ -173,8 +173,8 @@ class Plan(MeshDegrees, Section):
         return self.slices or (self.pp if self.schedule in SLICED_SCHEDULES else 1)
 
     def owners(self, axis: str, ranks: int) -> int:
-        """Number of the first of the `ranks` ranks over which gradients of `axis` are summed that
-        own a part of the sharded states. Servers are the same ranks in dp_cp and stage."""
+        """Number of ranks, the first of the `ranks` over which gradients of `axis` are summed, that
+        own sharded states. Servers are the same ranks in dp_cp and in stage."""
         if self.data != "parameter_server":
             return ranks
         return min(self.servers * (self.tp if axis == "stage" else 1), ranks)
@@ -203,7 +203,7 @@ class Plan(MeshDegrees, Section):
         """
         ranges = self.range_problems()
         if any(problem.key.removeprefix("plan.") in DEGREES for problem in ranges):
-            # The other rules divide by degrees or multiply them: they would only echo this.
+            # The other rules divide by degrees or multiply them: they would report the same fault.
             return ranges
         rules = [
             *degree_problems(self, None if model is None else model.sizes),
@@ -239,7 +239,7 @@ class Plan(MeshDegrees, Section):
             yield self.problem("too-large", "cp", message, fix, "data.seq_len")
 
     def _sharding_rules(self) -> Iterator[Problem]:
-        """`servers` and `shard_group` belong to what they cut."""
+        """Rules of `servers` and `shard_group`."""
         if self.data == "parameter_server":
             yield from server_problems(self)
         group, ranks = self.shard_group or 0, self.dp * self.cp
@@ -249,7 +249,7 @@ class Plan(MeshDegrees, Section):
             yield self.problem("not-divisible", "shard_group", message, fix, "dp", "cp")
 
     def _asynchronous_rules(self, model: ModelConfig | None) -> Iterator[Problem]:
-        """Update windows, and what stages share."""
+        """Rules of update windows, and of weights that stages share."""
         window, pp, microbatches = self.update_window or 0, self.pp, self.microbatches
         if window > 0 and self.schedule in WINDOWED_SCHEDULES:
             if microbatches % window:
@@ -293,7 +293,7 @@ class Plan(MeshDegrees, Section):
             yield self.problem("conflict", "ampnet_backward", message, fix, "model.router_dtype")
 
     def _schedule_rules(self, seq_len: int | None) -> Iterator[Problem]:
-        """Slices, and steps that are validated late. An unknown length breaks no rule."""
+        """Rules of slices (if `seq_len` is known), and of steps that are validated afterwards."""
         schedule, pp = self.schedule, self.pp
         if schedule not in SLICED_SCHEDULES and not is_schedule_file(schedule):
             if self.slices is not None:
@@ -306,7 +306,7 @@ class Plan(MeshDegrees, Section):
             message = f"{said} exceeds data.seq_len ({seq_len} tokens): some slices would be empty"
             fix, keys = f"slices = {seq_len}", ("pp", "schedule", "data.seq_len")
             yield self.problem("too-large", "slices", message, fix, *keys)
-        # Stepping early needs stages that wait for each other, and nothing else between them.
+        # Validation after the step needs stages that step together, and no sums between stages.
         message, fix = "", "optimizer_validation = before"
         if schedule in ASYNCHRONOUS_SCHEDULES:
             message = f"{schedule} updates every stage by itself: no step is taken together"

@@ -6,8 +6,8 @@ import sys
 
 
 def python_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
-    """`python`, or this interpreter, running `module` with `arguments`. It imports nothing from the
-    current directory (-P), whatever the files there are called; PYTHONPATH counts."""
+    """Command that runs `module` with `arguments` in `python` (None: this interpreter). With -P it
+    imports nothing from the current directory; PYTHONPATH is respected."""
     return [python or sys.executable, "-P", "-m", module, *arguments]
 
 

@@ -1,8 +1,9 @@
 """Rules of degrees: constraints between the two meshes, the model and the stages.
 
-One function a rule group, for anything that has the degrees: a :class:`moemesh.config.plan.Plan`,
-which `moemesh train` runs, and a layout of the planner, which other trainers run, too. They read a
-model through its :class:`CutSizes`. The predicates among them also enumerate the planner's search.
+One function a group of rules. They serve every object with degrees: a
+:class:`moemesh.config.plan.Plan`, which `moemesh train` runs, and layouts of the planner, which may
+be for other trainers. Of a model they read its :class:`CutSizes`. The planner's search uses the
+predicates among them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ V_SCHEDULES = Names(SCHEDULES, where=lambda row: row.stages == "v")
 MIRRORED_SCHEDULES = Names(SCHEDULES, where=lambda row: row.stages == "mirrored")
 #: Schedules that update weights while microbatches are in flight.
 ASYNCHRONOUS_SCHEDULES = Names(SCHEDULES, where=lambda row: row.is_asynchronous)
-#: Schedules that run weight gradients by themselves.
+#: Schedules with operations of their own for weight gradients.
 DEFERRING_SCHEDULES = Names(SCHEDULES, where=lambda row: bool(row.undeferred))
 #: Schedules that cut a sequence into slices, and those with a window of microbatches.
 SLICED_SCHEDULES = Names(SCHEDULES, where=lambda row: "num_slices" in row.options)
@@ -40,7 +41,7 @@ _SHARED_KEYS = ("num_shared_experts", "shared_intermediate_size", "expert_interm
 
 
 class CutSizes(NamedTuple):
-    """The sizes of a model that degrees cut; 0 for what it does not have. `num_kv_heads` is 0 with
+    """The sizes of a model that degrees divide; 0 for parts that it lacks. `num_kv_heads` is 0 with
     latent attention, `intermediate_size` the width of dense MLPs, `shared_width` that of all shared
     experts of a layer."""
 
@@ -79,9 +80,9 @@ class Degrees(NamedTuple):
 def degree_problems(
     values: object, sizes: CutSizes | None, *, copied_kv_heads: bool = False
 ) -> Iterator[Problem]:
-    """Every rule between the degrees in `values` and, with `sizes`, between them and a model.
-    `copied_kv_heads`: where there are fewer key/value heads than tp ranks, each rank holds a copy
-    of one, as other trainers do; ours shards them and never copies. Degrees must be at least 1."""
+    """Problems of rules between the degrees in `values` and, with `sizes`, between them and a
+    model. `copied_kv_heads`: a rank may hold a copy of a key/value head if there are fewer than tp
+    ranks, as in other trainers; ours never copies. Degrees must be at least 1."""
     plan = Degrees.of(values)
     ranks, experts = plan.dp * plan.cp * plan.tp, plan.ep * plan.etp
     if ranks % experts:
@@ -95,7 +96,7 @@ def degree_problems(
         else:
             fix = f"ep*etp = {nearest_divisors(ranks, experts)}"
         if num_experts % plan.ep == 0:
-            # Then more replicas help, too.
+            # More replicas are another remedy.
             step = experts // gcd(experts, plan.cp * plan.tp)
             fix += f", or dp = {-(-plan.dp // step) * step}"
         key, keys = "ep" if plan.ep > 1 else "etp", ("ep", "etp", "dp", "cp", "tp")
@@ -107,7 +108,7 @@ def degree_problems(
 
 
 def uncut_by_tensor(sizes: CutSizes, tp: int, *, copied_kv_heads: bool = False) -> dict[str, int]:
-    """The sizes that `tp` ranks cannot share evenly: name -> its number. Empty where all are."""
+    """Name -> size, for the sizes that `tp` does not divide."""
     cut = {
         "num_heads": sizes.num_heads,
         "num_kv_heads": sizes.num_kv_heads,
@@ -120,7 +121,7 @@ def uncut_by_tensor(sizes: CutSizes, tp: int, *, copied_kv_heads: bool = False) 
 
 
 def experts_fit(sizes: CutSizes, ranks: int, ep: int, etp: int) -> bool:
-    """Whether `ranks` of a stage hold the experts cut ep ways, each cut etp ways."""
+    """Whether `ranks` ranks of a stage can hold the experts, divided by ep, and each by etp."""
     if not sizes.num_moe_layers:
         return ep * etp == 1
     cut = sizes.num_experts % ep or sizes.expert_intermediate_size % etp

@@ -55,9 +55,9 @@ def all_keys() -> tuple[str, ...]:
 
 
 def explain_unknown_key(key: str) -> tuple[str, str]:
-    """(fault, suggestion) for a dotted key that no section has. Order: the name of another trainer,
-    a key of the section that differs by a letter or two, the same key in another section, then
-    weaker resemblances."""
+    """(fault, suggestion) for a dotted key that no section has. The suggestion is the first of: our
+    key for another trainer's, a key of the section that differs by a letter or two, the same key in
+    another section, a key with a weaker resemblance."""
     section, _, leaf = key.rpartition(".")
     if section and section not in SECTIONS and leaf in ("enable", "enabled"):  # a switch of a part
         return explain_unknown_key(section)
@@ -93,7 +93,8 @@ def explain_unknown_key(key: str) -> tuple[str, str]:
 
 
 def resembling_keys(leaf: str) -> list[str]:
-    """Keys of any section that resemble `leaf`, or else whose name in another trainer does."""
+    """Keys of any section that resemble `leaf`, or else our keys for those of other trainers that
+    do."""
     every = {name: f"{section}.{name}" for section in SECTIONS for name in keys_of(section)}
     if near := [*same_words(leaf, every), *close_names(leaf, every)]:
         return [every[name] for name in near]

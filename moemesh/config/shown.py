@@ -13,9 +13,9 @@ PICTURES: dict[str, Callable[[Any], str]] = {}
 
 
 class Shown:
-    """Mixin of objects that users see at a prompt: a repr of at most 400 characters, and in a
-    notebook a table with a picture. `shown` names the attributes in them; by default all fields
-    that differ from their defaults."""
+    """Mixin of objects that users print: a repr of at most 400 characters, and in a notebook a
+    table with a picture. `shown`: names of the attributes in both; empty: all fields that differ
+    from their defaults."""
 
     shown: ClassVar[tuple[str, ...]] = ()
 
@@ -52,8 +52,9 @@ def brief(value: Any, longest: int = LONGEST_FACT) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        few = value.numel() if hasattr(value, "numel") else value.size
-        return brief(value.tolist(), longest) if few == 1 else f"{value.dtype} {list(value.shape)}"
+        count = value.numel() if hasattr(value, "numel") else value.size
+        shape = f"{value.dtype} {list(value.shape)}"
+        return brief(value.tolist(), longest) if count == 1 else shape
     if isinstance(value, (tuple, list, dict)):
         size = len(cast("Sized", value))
         text = repr(cast("object", value)) if size <= 16 else ""

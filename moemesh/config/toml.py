@@ -1,4 +1,4 @@
-"""TOML besides tomllib: writing a value, and finding the line of each key in a file."""
+"""Functions that tomllib lacks: TOML text of a value, and the line of each key in a file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Trainable parameters: patterns over the names that checkpoints use, and chosen experts.
 
-A name is that of a tensor in a checkpoint, without ``model.`` in front: every expert by itself
-(``layers.3.feed_forward.experts.12.gate_up``), and the routers' selection biases, too. Patterns are
+A name is that of a tensor in a checkpoint, without the prefix ``model.``: each expert has one
+(``layers.3.feed_forward.experts.12.gate_up``), as have the routers' selection biases. Patterns are
 those of :mod:`fnmatch`: ``*`` matches any characters, dots included.
 
 | train_only | freeze | a parameter trains when its name |
@@ -11,8 +11,8 @@ those of :mod:`fnmatch`: ``*`` matches any characters, dots included.
 | given | none | matches a pattern of `train_only` |
 | given | given | matches one of `train_only` and none of `freeze` |
 
-With a table of experts (:mod:`moemesh.config.esft_table`) those of the table train, besides what
-matches `train_only`; not what matches `freeze`.
+With a table of experts (:mod:`moemesh.config.esft_table`), the experts of the table and parameters
+that match `train_only` train, except those that match `freeze`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from re import compile as compile_pattern
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The choice of what trains; see the table above. By default everything does."""
+    """The choice of parameters that train; see the table above. By default all do."""
 
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
@@ -86,5 +86,5 @@ def _table(experts: tuple[tuple[int, tuple[int, ...]], ...]) -> dict[int, frozen
 
 @lru_cache(maxsize=256)
 def matcher(patterns: tuple[str, ...]) -> Callable[[str], object]:
-    """Whether any of the patterns matches a name as a whole."""
+    """A function that matches a whole name with any of the patterns."""
     return compile_pattern("|".join(f"(?:{translate(pattern)})" for pattern in patterns)).match
