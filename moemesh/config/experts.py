@@ -99,7 +99,7 @@ class ExpertConfig(Section):
     #: as in transformers.
     aux_loss_layers: Literal["each", "together"] = "each"
     #: Probabilities of the load-balance loss: the router's scores, divided by their sum, or a
-    #: softmax of its logits (MiniMax-M2, whose scores are no probabilities).
+    #: softmax of its logits (MiniMax-M2, whose scores are sigmoids).
     aux_loss_probabilities: Literal["router", "softmax"] = "router"
     aux_loss_coefficient: NotNegative = 0.01
     z_loss_coefficient: NotNegative = 0.0

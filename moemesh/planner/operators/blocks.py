@@ -1,8 +1,8 @@
 """Operator graphs of transformers: embedding, one layer of each kind, head.
 
-No parallel strategy is written in this file. An operator names its dims, sizes and inputs, and the
-usual strategies are the result: tests check that the solutions contain Megatron's column and row
-split with sequence parallelism and GShard's expert parallelism (arXiv:2006.16668).
+This file contains no parallel strategy: operators have dims, sizes and inputs, from which all
+strategies follow. Tests check that the solutions contain Megatron's column and row split with
+sequence parallelism and GShard's expert parallelism (arXiv:2006.16668).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TransformerBlocks:
         #: Bytes of the residual stream.
         self.stream_bytes = float(self.tokens * shape.hidden_size * _ELEMENT_BYTES)
         is_latent = shape.attention == "mla"
-        #: Sizes that the number of cuts must divide; heads are cut by whole key-value heads.
+        #: Sizes of dims, of which cuts are divisors; heads are counted in whole key-value heads.
         self.sizes = {
             "batch": batch,
             "sequence": sequence,
@@ -200,7 +200,7 @@ class TransformerBlocks:
             flops=2.0 * pairs * shape.num_heads * (shape.query_head_dim + shape.value_head_dim),
             output_bytes=out,
             kept_bytes=out,
-            # Queries stay, keys and values visit every rank (context parallelism).
+            # Context parallelism: every rank reads all keys and values.
             exchange_bytes={
                 "sequence": float(self.tokens * (width - shape.query_width) * _ELEMENT_BYTES)
             },

@@ -47,11 +47,11 @@ class OperatorSpec:
     """One operator: its forward for one microbatch, on all devices together.
 
     `sizes` are the sizes that cuts must divide. Dims are names; "batch sequence" is one dim of a
-    tensor, cut as either of the two. `cut` are the dims that may be cut. `moved_bytes` counts
-    inputs and output without the weight; `kept_bytes` the output (and intermediate tensors) that
-    the backward needs; `exchange_bytes[d]` the tensors gathered along an axis that cuts d, such as
+    tensor, which a cut of either name divides. `cut` are the dims that may be cut. `moved_bytes`:
+    inputs and output, without the weight. `kept_bytes`: the output (and intermediate tensors) that
+    the backward needs. `exchange_bytes[d]`: tensors gathered along an axis that cuts d, such as
     keys and values. `linear` operators also accept partial sums. Only `recomputable` ones may drop
-    their kept tensors: recomputation of the next layer starts at a layer's output.
+    their kept tensors; a layer's output is not, because the next layer's recomputation needs it.
     """
 
     name: str

@@ -5,13 +5,13 @@ GPipe takes
 
     T = sum of t_i + (m - 1) * max of t_i
 
-(Alpa, arXiv:2201.12023, equation 2). For a given largest time the least sum is a dynamic program
-over (stage, first layer). The least T is found over the largest times that occur, in halves: the
-sum can only fall as the largest time may grow, so
+(Alpa, arXiv:2201.12023, equation 2). For a given limit of the largest time, the least sum is a
+dynamic program over (stage, first layer). The least T is searched over all times that a stage can
+have, as limits, by bisection: with a larger limit the sum can only fall, so
 
-    T >= sum at the upper end + (m - 1) * lower end
+    T >= sum at the upper limit + (m - 1) * lower limit
 
-bounds everything between two of them, and most are never tried.
+bounds T for all limits between two, and most limits are never tried.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StageCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The best division found: stage i holds `layers_per_stage[i]` layers.
+    """The best division of a search: stage i holds `layers_per_stage[i]` layers.
 
     `evaluations` counts runs of the inner dynamic program, or the divisions that a search tried.
     """
@@ -149,7 +149,7 @@ def best_division(table: FloatArray, num_microbatches: int) -> Division | None:
         assert division is not None
         evaluations += 1
         best = min(best, division, key=lambda division: division.seconds)
-        # The division for `middle` is also the best for every smaller limit that it respects.
+        # It is also the best division for every smaller limit that it keeps.
         below = int(np.searchsorted(times, max(division.stage_seconds)))
         spans += [(middle, division, high, upper), (low, lower, max(below, low), division)]
     return replace(best, evaluations=evaluations)

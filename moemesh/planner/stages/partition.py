@@ -63,11 +63,11 @@ from moemesh.trace.memory_profile import format_bytes
 # time, among the plans that pass `Plan.check` and fit in the planner's predicted memory.
 
 
-#: Dim of dense operators and of experts that an axis cuts, by plan key ("" in `_EXPERTS` is expert
-#: data parallelism).
+#: Plan key -> the dim that its axis cuts, in dense operators and in experts. The key "" is expert
+#: data parallelism; tp cuts the dims of `_TENSOR`.
 _DENSE = {"dp": "batch", "cp": "sequence", "tp": ""}
 _EXPERTS = {"": "", "ep": "experts", "etp": "expert_width"}
-#: The dims that tensor parallelism cuts, by operator; all others are cut along the sequence.
+#: Operator -> the dim that tensor parallelism cuts; other operators are cut along the sequence.
 _TENSOR = {
     **dict.fromkeys(("qkv", "attention core", "output"), "heads"),
     **dict.fromkeys(("up", "activation", "down"), "width"),
@@ -140,7 +140,7 @@ def _ranked(
 #     sum over a, b of x[j, a, b] = 1                                  one run a stage
 #     sum over a of x[j, a, b] = sum over c of x[j + 1, b, c]          the next begins where it ends
 #
-# A run is left out if its stage alone would make a step longer than the even division's.
+# A run is left out if a step with its stage alone would be longer than that of equal stages.
 
 
 def solve_division(

@@ -1,11 +1,11 @@
 """Whole operators on devices: the placement of a branching network, exactly and by program.
 
-Device placement (A. Mirhoseini et al., arXiv:1706.04972) keeps every operator whole and pays a
-transfer where an edge joins two devices; it only helps where a network has branches. A device runs
-its operators in the order of the graph, forward and then backward in reverse, so a placement has
-one makespan: the longest path through operators, transfers and the order on each device, once with
-forward and once with backward times. The exact method walks the operators in order and keeps, for
-every placement of the outputs still to be read, the undominated times and bytes of all devices.
+Device placement (A. Mirhoseini et al., arXiv:1706.04972) puts every operator on one device, with a
+transfer for each edge between two devices; only networks with branches gain. A device runs its
+operators in the order of the graph, forward, then backward in reverse. The makespan of a placement
+is the longest path through operators, transfers and the order on each device, with forward times
+plus with backward times. The exact method places the operators in order, and keeps the undominated
+times and bytes of all devices for every placement of the outputs that later operators read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PlacementProblem:
     """Operators in the order in which devices run them, and edges (source, target) between them.
 
     `seconds` are the forward and the backward times, shape (2, operators). `transfers` are the
-    seconds of an edge inside a node and between nodes, shape (edges, 2); its gradient takes as
-    long. Devices 0 .. node_size - 1 are one node, and so on.
+    seconds of an edge inside a node and between nodes, shape (edges, 2); those of its gradient are
+    equal. Consecutive blocks of `node_size` devices are nodes.
     """
 
     seconds: FloatArray
@@ -174,7 +174,7 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
         if not seconds[place] < bound:
             break
         bound, current = float(seconds[place]), tried[place]
-    # Per phase, the longest path after each operator, transfers left out.
+    # The longest path after each operator in each phase, without transfers.
     tails = np.zeros((2, count))
     for source, target in sorted(problem.edges, key=lambda edge: -edge[1]):
         path = problem.seconds[:, target] + tails[:, target]
@@ -210,7 +210,7 @@ def best_placement(problem: PlacementProblem) -> BestDraw:
                 numbers = np.concatenate([ready.ravel(), *live.values(), held])
                 devices = (*label.devices, device)
                 same = labels_by_outputs.setdefault(tuple(devices[i] for i in live), [])
-                # A label stays unless another is at least as good in every number.
+                # A label is dropped if another is at least as good in every number.
                 if not any((other.numbers <= numbers).all() for other in same):
                     same[:] = [other for other in same if not (numbers <= other.numbers).all()]
                     same.append(_Label(devices, ready, live, held, numbers))

@@ -2,8 +2,9 @@
 
 A model on N devices is cut into P stages of N / P devices each (arXiv:2201.12023). For every P and
 every logical mesh (outer x inner) of a stage's devices the inner level lays out the operators
-(`operators.graph`) and the outer level divides the layers. Where memory binds, the inner level is
-solved at several prices of a byte, and every stage takes the fastest answer that fits.
+(`operators.graph`) and the outer level divides the layers. If the fastest answer exceeds the
+memory, the inner level is solved at several prices of a byte (in seconds), and every stage takes
+the fastest answer that fits.
 
 All stages have the same mesh and all boundaries between layers one layout, because a run has one
 set of degrees. The fastest assignment without a memory cap is a lower bound of each mesh: meshes
@@ -52,7 +53,7 @@ class StageMesh:
         request, batch = search.request, search.request.global_batch
         legal = [number for number in divisors(batch) if batch // number >= self.devices]
         self.microbatches = request.microbatches or max(legal, default=1)
-        # Microbatches that each stage holds at its peak, counted from the schedule itself.
+        #: Microbatches whose activations each stage holds at its peak, counted in the schedule.
         peaks = peak_memory(build(request.schedule, num_stages, self.microbatches))
         self.in_flight = tuple(float(peak.activation) for peak in peaks)
         model = cost_model(search.cluster, axes, microbatches=self.microbatches, recompute=True)
@@ -83,7 +84,7 @@ class StageMesh:
             layers[-1] = layers[-1].plus(groups[HEAD])
             rows.append(layers)
         seconds, state, saved = np.array(rows, dtype=float).transpose(2, 0, 1)
-        # A microbatch's stream to the next stage and its gradient back, cut over all devices.
+        # A microbatch's stream to the next stage and its gradient back, shared by all devices.
         cluster = self.search.cluster
         latency, bandwidth = cluster.inter_node_latency, cluster.inter_node_bandwidth
         if self.num_stages * self.devices <= cluster.gpus_per_node:

@@ -34,11 +34,15 @@ from moemesh.planner.timing.columns import (
 )
 from moemesh.planner.timing.links import Links, LinkTable, known, visited_nodes
 
-#: Side length in units of which products lose efficiency, and peak of the device of that constant.
+#: Unit of a product's side length M, N or K in the formula of efficiency.
 _TILE = 64
+#: Peak (operations/s) of the device for which `gemm_row_loss` is stated.
 _REFERENCE_PEAK = 312e12
+#: Efficiency of attention cores that write their scores, as a share of that of products.
 _MASKED_EFFICIENCY = 0.6
+#: Share of the 16-bit peak that the router's product reaches.
 _ROUTER_EFFICIENCY = 0.1
+#: Bytes of a number of activations.
 ACTIVATION_BYTES = 2
 
 
@@ -92,8 +96,8 @@ class PricedStep:
 
     @property
     def unpack(self) -> Number:
-        """Bytes per weight of a base in NF4 in each pass: its codes and scales are read, and the
-        numbers of 16 bits are written that the products read."""
+        """Bytes per weight of a base in NF4 in each pass: reads of its codes and scales, and writes
+        of the 16-bit numbers for the products."""
         packed = NF4_BLOCK_BYTES / NF4_BLOCK + ACTIVATION_BYTES
         return where(self.layout.packed == 1, packed, 0.0)
 
@@ -275,10 +279,9 @@ class ExpertTime:
     shared_weights: Number
 
 
-#: Local experts up to which the host's time grows with their number: kernels that launch a product
-#: per expert are those of few experts, grouped kernels launch once. Two of the published runs have
-#: more than 32. A layer of 64 on an H200 took 3.7 ms (docs/results/gpu.md), where growth up to 64
-#: would take 17.
+#: Local experts up to which the host's time grows with their number. Runs with few experts launch a
+#: product for each of them, grouped kernels launch once. Two of the published runs have more than
+#: 32. A layer of 64 on an H200 took 3.7 ms (docs/results/gpu.md); growth up to 64 would mean 17.
 _MOST_LAUNCHES = 32
 
 
@@ -379,8 +382,8 @@ def layer_transfers(work: PricedStep) -> LayerTransfers:
     tensor = known(where(layout.sequence_parallel == 1, pair, whole), where(t > 1, tensor, 0))
     kv_heads = where(model.latent == 1, model.heads, model.kv_heads)
     keys = u * c * kv_heads * (model.query_dim + model.value_dim) * ACTIVATION_BYTES / t
-    # Ulysses sends a rank's own queries, keys, values and outputs, and waits for them; a ring
-    # sends all keys and values beside the products.
+    # Ulysses sends a rank's queries, keys, values and outputs, exposed; a ring sends all keys and
+    # values, mostly during products.
     swapped = 2 * u * (model.heads + model.kv_heads) * model.value_dim * ACTIVATION_BYTES / t
     swaps = layout.context_exchange == 1
     moved = where(swaps, swapped, keys * constants.context_exposed)
@@ -399,8 +402,8 @@ def layer_transfers(work: PricedStep) -> LayerTransfers:
 
 
 def _expert_transfers(work: PricedStep) -> tuple[Number, Number]:
-    """Seconds of a dispatch, which are those of a combine (their mean where they differ), and of
-    the gather and scatter of ETP."""
+    """Seconds of a dispatch or combine (their mean, if they differ), and of the pair of gather and
+    scatter of ETP."""
     model, layout, links, x = work.model, work.layout, work.links, work.layout.etp
     once = work.tokens / layout.tp * model.hidden * ACTIVATION_BYTES
     nodes = maximum(layout.ep * x / work.hardware.node_size, 1)
@@ -461,8 +464,8 @@ _SHARPNESS = 2
 def longer(device: Number, host: Number) -> Number:
     """Soft maximum of the seconds of a device and of the host that feeds it.
 
-    An MoE layer with few tokens takes as long as its launches and the exchange of counts; one with
-    many tokens hides them. Measured on one device with 1, 4 and 8 sequences a microbatch.
+    With few tokens, launches and the exchange of counts determine the time of an MoE layer; with
+    many tokens they are hidden. Measured on one device with 1, 4 and 8 sequences a microbatch.
     """
     return (device**_SHARPNESS + host**_SHARPNESS) ** (1 / _SHARPNESS)
 

@@ -115,8 +115,8 @@ def _shard_groups(work: PricedStep) -> tuple[Number, Number]:
 def _moved(
     work: PricedStep, dense: Number, expert: Number, groups: tuple[Number, Number]
 ) -> tuple[Number, tuple[Number, Number]]:
-    """Seconds per byte for `groups` of ranks to gather or scatter `dense` and `expert` weights, and
-    the two rates in bytes per second."""
+    """Seconds of a gather or scatter of `dense` and `expert` weights in `groups` of ranks, for one
+    byte a weight; and the rates of both groups in bytes per second."""
     layout, (n_dense, n_expert), links = work.layout, groups, work.links
     dense_rate = links.bandwidth(n_dense, layout.tp)
     expert_rate = links.bandwidth(n_expert, layout.ep * layout.etp)
@@ -340,7 +340,7 @@ def _timed(
     copied = maximum(owned * _GRADIENT_BYTES / HOST_LINK - backward, 0)
     optimizer = where(layout.offload == 1, on_host + copied, optimizer)
     busy, waiting = work.passes * busiest, waiting + startup
-    # Differences between sums in another order are rounding, not waiting.
+    # Sums in different order differ by rounding: not counted as waiting.
     waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
     total = busy + waiting + data + optimizer + constants.step_overhead_ms * 1e-3
     outside = {"total": total, "bubble": waiting, "data": data, "optimizer": optimizer}
