@@ -213,11 +213,11 @@ class _ProgramState:
             if not isinstance(node, torch.optim.Optimizer):
                 return leaves.get(path, node)
             below, state, groups = f"{path}/" if path else "", {}, list[dict[str, Any]]()
-            for place, group in enumerate(node.param_groups):
+            for index, group in enumerate(node.param_groups):
                 options = store.map_leaves(
                     _options(group),
                     lambda path, value: leaves.get(path, value),
-                    f"{below}param_groups/#{place}",
+                    f"{below}param_groups/#{index}",
                 )
                 numbers = range(len(state), len(state) + len(group["params"]))
                 groups.append(options | {"params": list(numbers)})

@@ -184,19 +184,22 @@ def shard_of(name: str, leaf: Any) -> Shard:
 def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> list[Shard]:
     """Returns the shards that this rank saves; the lowest rank saves a part held by several. Raises
     CheckpointError on every rank if the copies of such a part differ."""
-    # Parts are identified by (name, offset, shape).
-    mine = {
+    # A part is identified by (name, offset, shape).
+    own_parts = {
         (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
         for shard in shards
         if shard.tensor.numel()
     }
-    everyone = [
-        {(name, tuple(offset), tuple(shape)) for name, offset, shape in held}
-        for held in gather_json(list(mine), axis)
+    parts_of_ranks = [
+        {(name, tuple(offset), tuple(shape)) for name, offset, shape in parts}
+        for parts in gather_json(list(own_parts), axis)
     ]
-    holders = {part: [r for r, held in enumerate(everyone) if part in held] for part in mine}
+    holders = {
+        part: [rank for rank, parts in enumerate(parts_of_ranks) if part in parts]
+        for part in own_parts
+    }
     if check_replicas:
-        shared = [shard for part, shard in mine.items() if len(holders[part]) > 1]
+        shared = [shard for part, shard in own_parts.items() if len(holders[part]) > 1]
         digests: list[list[Any]] = []
         for shard in shared:
             flat = shard.tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
@@ -204,14 +207,14 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
             digests.append([shard.name, *shard.offset, digest])
         digests_of_ranks = gather_json(digests, axis)
         firsts: dict[tuple[Any, ...], tuple[int, str]] = {}  # first rank with a part, its digest
-        for other, digests in enumerate(digests_of_ranks):
+        for rank, digests in enumerate(digests_of_ranks):
             for *part, digest in digests:
-                first, expected = firsts.setdefault(tuple(part), (other, digest))
+                first, expected = firsts.setdefault(tuple(part), (rank, digest))
                 if digest != expected:
                     raise CheckpointError(
-                        f"{part[0]} differs between ranks {first} and {other}: give a DTensor or "
+                        f"{part[0]} differs between ranks {first} and {rank}: give a DTensor or "
                         "moemesh.Sharded for a part, a name of its own for what belongs to one "
                         "rank, or check_replicas=False to save that of the lowest rank"
                     )
     empty = [shard for shard in shards if not shard.tensor.numel()]
-    return empty + [shard for part, shard in mine.items() if holders[part][0] == axis.index]
+    return empty + [shard for part, shard in own_parts.items() if holders[part][0] == axis.index]

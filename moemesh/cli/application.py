@@ -61,9 +61,9 @@ def with_examples(text: str) -> str:
         if all(line.startswith(_INDENT) for line in paragraph.splitlines()):
             commands = inspect.cleandoc(paragraph).replace("\\\n", "").splitlines()
             lines: list[str] = []
-            for command in commands:  # an option and its value stay on paragraph line
-                text = re.sub(r"(--\S+) (?!-)", "\\1\0", " ".join(command.split()))
-                lines += folded(text, _COLUMNS, _INDENT, kept="\0")
+            for command in commands:  # an option and its value stay on the same line
+                joined = re.sub(r"(--\S+) (?!-)", "\\1\0", " ".join(command.split()))
+                lines += folded(joined, _COLUMNS, _INDENT, kept="\0")
             # click keeps the lines of a paragraph that begins with a backspace.
             paragraph = "\n".join(["\b", *(_INDENT + line for line in lines)])
         paragraphs.append(paragraph)

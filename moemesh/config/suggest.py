@@ -1,4 +1,4 @@
-"""Did you mean: words of other trainers, and names, paths and numbers that resemble a wrong one."""
+"""Suggestions for wrong values: keys for words of other trainers, similar names, paths, numbers."""
 
 from __future__ import annotations
 
@@ -42,25 +42,26 @@ def aliases() -> dict[str, str]:
 
 
 def hints() -> list[tuple[tuple[str, ...], str]]:
-    """Names and patterns of names that no key has, and the sentence that answers them."""
+    """(names of other trainers without a key here, or patterns of them; a sentence on the
+    alternative)."""
     return [(tuple(entry["names"]), str(entry["hint"])) for entry in _table()["other"]]
 
 
 @cache
 def alias_hint(name: str) -> str:
-    """The fix for a word of other trainers: its key, or the alternative that exists; "" for others.
+    """The fix for a word of other trainers: our key for it, or an alternative; "" for other words.
     `name`: a key with or without section, an option ("--data"), or "key=value"."""
     name = name.lower() if name.startswith("--") else name.lower().replace("-", "_")
-    places = (name,) if "=" in name else (name, name.rpartition(".")[2])
+    forms = (name,) if "=" in name else (name, name.rpartition(".")[2])
     words = _answers()
-    exact = (words[place] for place in places if place in words)
+    exact = (words[form] for form in forms if form in words)
     patterns = [(word, hint) for word, hint in words.items() if "*" in word]
     # A pattern without "=" is of keys, not of their values.
     like = (
         hint
-        for place in places
+        for form in forms
         for word, hint in patterns
-        if ("=" in word) == ("=" in place) and fnmatchcase(place, word)
+        if ("=" in word) == ("=" in form) and fnmatchcase(form, word)
     )
     return next(chain(exact, like), "")
 
@@ -92,8 +93,8 @@ def _spelled(name: str) -> frozenset[str]:
 
 
 def nearest_name(value: str, choices: Sequence[str], *, any_number: bool = False) -> str:
-    """The name of a list that is probably meant, "" if none is near. Case and hyphens are ignored,
-    and the beginning or another part of a name is enough."""
+    """The most similar of `choices`, "" if none is similar. Case and hyphens are ignored, and a
+    part of a name is enough."""
     folded = value.strip().lower().replace("-", "_").replace(" ", "_")
     parts = [name for name in choices if len(folded) > 3 and folded in name]
     meant = [name for name in (folded, _table()["values"].get(folded)) if name in choices]
@@ -104,8 +105,8 @@ def nearest_name(value: str, choices: Sequence[str], *, any_number: bool = False
 def nearest_choice(
     value: str, choices: Sequence[str], key: str = "", *, any_number: bool = False
 ) -> str:
-    """The fix for a value of `key` outside of a list of names: the one of the same meaning, or the
-    nearest, then all of them, unless the list is too long."""
+    """The fix for a wrong `value` of `key`, whose legal ones are `choices`: the one with the same
+    meaning, or the nearest and, unless they are too many, all of them."""
     if key and (hint := alias_hint(f"{key}={value}")):
         return hint
     near, listed = nearest_name(value, choices, any_number=any_number), ", ".join(choices)
@@ -134,10 +135,10 @@ def close_names(word: str, names: Iterable[str], *, any_number: bool = False) ->
     near: dict[str, tuple[float, int]] = {}
     for name in names:
         ratio, others = SequenceMatcher(None, name, folded).ratio(), _numbers(name)
-        # One letter added, left out or changed, or two neighbours swapped.
-        edits = ((folded[i:], name[i:]) for i in range(len(folded) + 1) if folded[:i] == name[:i])
+        # One letter removed, added or changed, or two neighbours swapped, after an equal start.
+        ends = ((folded[i:], name[i:]) for i in range(len(folded) + 1) if folded[:i] == name[:i])
         is_edit = len(folded) > 1 and any(
-            to in (a[1:], to[:1] + a, to[:1] + a[1:], a[1:2] + a[:1] + a[2:]) for a, to in edits
+            to in (a[1:], to[:1] + a, to[:1] + a[1:], a[1:2] + a[:1] + a[2:]) for a, to in ends
         )
         if (ratio >= 0.75 or is_edit) and (any_number or others == numbers):
             distance = sum(abs(a - b) for a, b in zip(others, numbers, strict=False))
@@ -151,9 +152,9 @@ def _numbers(name: str) -> list[int]:
 
 
 def nearest_path(path: Path, accepts: Callable[[Path], bool] = lambda path: True) -> str:
-    """A suggestion of a file or folder with a similar name that `accepts` returns True for, in the
-    deepest existing folder of `path`; else that folder, or the origin of relative paths. The
-    path of a ``file://`` URL is suggested, and a copy for a URL of another scheme."""
+    """A suggestion for the missing `path`: a similar name in its deepest existing folder, of a file
+    that `accepts`; or that folder, or the origin of relative paths. For a ``file://`` URL its path,
+    for other URLs a copy."""
     if (url := re.match(r"(\w+):/+(.*)", str(path))) is not None:
         if url[1] != "file":
             return f"{url[1]}:// is not read here, so copy it to this machine first"

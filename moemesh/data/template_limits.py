@@ -1,9 +1,9 @@
 """A sandbox for chat templates with limits of time, of memory and of output.
 
-A template is a program from outside. The sandbox of jinja keeps it from files and from the
-interpreter; here every operation is charged, before it runs, with the characters that it can make:
+A template is a program of another author. The sandbox of jinja denies it files and the interpreter.
+This one also charges every operation, before it runs, with the most characters that it can produce:
 concatenation, repetition, formatting, filters, methods of strings, output. Passes of loops and
-calls are charged too, so that no loop is endless. The sum has a limit that grows with the
+calls are charged as well, so that no loop is endless. The sum has a limit that grows with the
 conversation. A single operation cannot be interrupted, so powers and widths have their own limits.
 """
 
@@ -24,16 +24,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 #: Seconds that a rendering may take; an ordinary one takes a thousandth.
 SECONDS = 10.0
-#: Limit of the characters of a rendering: a base, and a number for each of the conversation's.
+#: Limit of the characters of a rendering: CHARACTERS + SHARE * characters of the conversation.
 CHARACTERS, SHARE = 1 << 24, 64
-#: Characters that each value of a list or dict counts for besides its text.
+#: Characters that are charged for each value of a list or dict, in addition to its text.
 PART = 16
 #: Bits of the largest whole number.
 MAX_BITS = 1 << 16
 #: A width or a precision of five digits or more in a format, or one that is an argument.
 _WIDE = re.compile(r"%[-#0 +.\d()\w]*?(?:\d{5}|\*)")
 _WIDE_FIELD = re.compile(r"\d{5}|\{")
-#: Filters whose result is a part of what they are given, or one value of it.
+#: Filters whose result is not larger than their input: they are not charged.
 _SELECTING = frozenset(
     {"abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int"}
     | {"items", "last", "length", "list", "map", "max", "min", "random", "reject", "rejectattr"}

@@ -243,8 +243,8 @@ def _make(folder: Path, node: Node, listener: socket.socket | None) -> bool:
 class ProcessHandles:
     """Processes of ranks: whether they have ended, and their exit code.
 
-    Those with another parent have a handle. Only the parent can wait for an exit code, so theirs is
-    read in the moment in which the process ends, or is unknown
+    Only the parent of a process can wait for its exit code. Processes of another parent have a
+    handle; their code is read at the moment when they end, or remains unknown
     (:data:`moemesh.monitor.detector.GONE`).
     """
 

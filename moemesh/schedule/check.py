@@ -1,4 +1,4 @@
-"""Proves what a schedule needs to run: complete, ordered, free of deadlock, within its bounds.
+"""Proof that a schedule can run: complete, ordered, without deadlock, within its bounds.
 
 Six points, for generated and hand-written schedules alike:
 
@@ -6,9 +6,9 @@ Six points, for generated and hand-written schedules alike:
    ``W``, on the rank where the stage lives, and the lists hold nothing else;
 2. on its rank ``F`` comes before ``B``/``I`` before ``W``, slices ascend in ``F`` and descend in
    ``B``/``I``, and no operation of a block needs another of the same block;
-3. program order and data have no ring, so it runs where sends are asynchronous;
-4. nor do sends that wait for their receiver, with a channel for every ordered pair of ranks;
-5. memory: contexts, activation, weight gradients owed and unread messages stay within the caps;
+3. program order and data have no cycle: it runs with asynchronous sends;
+4. it also runs with sends that wait for the receiver, one channel an ordered pair of ranks;
+5. memory: contexts, activation, pending weight gradients and unread messages are within the caps;
 6. with an update rule, every operation uses the version of the weights that the rule declares.
 """
 
@@ -58,9 +58,8 @@ class Posted(NamedTuple):
 
 
 def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
-    """The blocked messages and waiting ranks, in words, if channels are shared like this; empty
-    without a deadlock. Expects a complete schedule, in order and free of deadlock with eager
-    sends."""
+    """Text with the blocked messages and waiting ranks of a deadlock, if `channels` are shared like
+    this; empty without one. The schedule must be complete, in order, and run with eager sends."""
     if channels not in get_args(ChannelKind):
         raise ValueError(f"channels {channels!r} are none of {', '.join(get_args(ChannelKind))}")
     by_producer = messages(schedule)
@@ -72,6 +71,7 @@ def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:
     queues = defaultdict[tuple[int, int, int], deque[Posted]](deque)
     # Receives posted and completed of each ordered pair.
     posted, completed = dict.fromkeys(sequence, 0), dict.fromkeys(sequence, 0)
+    # Index of the next entry of each rank, and ranks that may be able to continue.
     at, awake = [0] * schedule.num_ranks, list(range(schedule.num_ranks))
 
     def queue_of(item: Posted) -> deque[Posted]:
@@ -180,8 +180,8 @@ def check(
     """Prove the six points. Raises :class:`ScheduleError` with every finding.
 
     `activation` and `weight_memory` are M_a and M_w, see :func:`peak_memory`. `post_validation`
-    demands as well that no rank needs, before its first backward, anything that another rank makes
-    at or after its own first backward: until then the last optimizer step may be taken back.
+    also requires that no rank, before its first backward, depends on an operation of another rank
+    at or after that one's first backward: until then the last optimizer step may be undone.
     """
     findings = list(_shape(schedule))
     if findings:

@@ -54,11 +54,11 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
 
 
 def measured_costs(records: Sequence[WorkRecord]) -> Costs:
-    """Median time by kind and stage; of an overlapped block by its two stages.
+    """Median seconds of operations by kind and stage, and of overlapped blocks by their two stages.
 
-    A kind that a stage ran only inside blocks takes half the median of all blocks. If backwards ran
-    only whole, each half takes half of that; if only in halves, the whole takes their sum.
-    Operations of stages that are not in `records` take no time.
+    Half the median of all blocks for a kind that a stage ran only in blocks. Of whole backwards and
+    their halves, the missing ones follow from the others: half of the whole, or the sum. 0 for
+    stages that are not in `records`.
     """
     moments: dict[tuple[int, float, float], list[WorkRecord]] = {}
     for record in records:
@@ -97,8 +97,8 @@ def measured_costs(records: Sequence[WorkRecord]) -> Costs:
 
 
 def costs_of_run(folder: Path) -> tuple[Costs, int]:
-    """Seconds of each stage, measured in the last step of the run in `folder`; and how many stages.
-    Raises UserError when the folder has no timeline, or one without pipeline operations."""
+    """Seconds of each stage, measured in the last step of the run in `folder`, and the number of
+    stages. Raises UserError for a folder without a timeline, or one without pipeline operations."""
     path = folder / "timeline.json"
     try:
         timeline = Timeline.from_json(parse_json(path.read_text(encoding="utf-8")))

@@ -1,8 +1,8 @@
 """Positions and heads that a context-parallel rank holds.
 
-The positions of a sequence are cut into 2 c chunks; rank i of c holds chunk i and chunk 2c-1-i. A
-late position sees more keys than an early one, and every pair of chunks together about as many as
-another pair: causal attention is balanced. With c = 4::
+The positions of a sequence are cut into 2 c chunks; rank i of c holds chunk i and chunk 2c-1-i.
+Late positions see more keys than early ones, but all pairs of chunks about equally many, which
+balances causal attention. With c = 4::
 
     chunk   0   1   2   3   4   5   6   7
     rank    0   1   2   3   3   2   1   0
@@ -38,11 +38,11 @@ class HeadShare(NamedTuple):
     keys: range
 
     def is_even(self, group: int) -> bool:
-        """Whether equally many of these query heads read each of these key heads. `group`: query
-        heads of a key head in the whole model."""
+        """Whether each of these key heads is read by the same number of these query heads. `group`:
+        query heads of a key head in the whole model."""
         count = len(self.queries) // len(self.keys)
         reads = [head // group - self.keys.start for head in self.queries]
-        return reads == [place // count for place in range(len(reads))]
+        return reads == [i // count for i in range(len(reads))]
 
 
 def head_share(num_heads: int, num_kv_heads: int, ranks: int, index: int) -> HeadShare:

@@ -1,7 +1,7 @@
 """Every parameter tensor of our own model: its name, logical shape, shards and gradient sum.
 
-The order is that of the model's own list of parameters. It mirrors `moemesh.parallel.placement`
-without torch; tests hold the two together.
+The order is that of the model's own list of parameters. The module mirrors
+`moemesh.parallel.placement` without torch; tests compare the two.
 
 | parameter | sharded over | gradient summed over |
 |---|---|---|
@@ -358,7 +358,7 @@ def units_without_backward(first: str, model: ModelConfig) -> frozenset[str]:
 
 
 def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
-    """The first unit in which any parameter trains; the last one where none does."""
+    """The first unit in which any parameter trains; the last unit if none does."""
     if tuning.is_full:
         return "embedding"
     trained = {tensor.unit for tensor in tensors(model, plan) if tensor.trained_rows(tuning)}
@@ -366,7 +366,7 @@ def first_unit(tuning: Tuning, model: ModelConfig, plan: Plan) -> str:
 
 
 def first_stage(unit: str, layers: Sequence[range]) -> int:
-    """The stage of a unit, of a model whose stages have these `layers`."""
+    """Number of the stage with `unit`; `layers` are those of each stage."""
     last = len(layers) - 1
     if unit == "embedding":
         return 0

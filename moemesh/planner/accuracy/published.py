@@ -353,7 +353,7 @@ def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
 
 
 def _one_a_stage(row: Mapping[str, str]) -> str:
-    """Sequences of a microbatch when a replica's batch is cut in as many as there are stages."""
+    """Sequences of a microbatch when a replica's batch is cut into pp microbatches."""
     try:
         size, rest = divmod(
             whole_in(row, "gbs", 0), whole_in(row, "dp", 1) * whole_in(row, "pp", 1)
@@ -364,7 +364,7 @@ def _one_a_stage(row: Mapping[str, str]) -> str:
 
 
 def _world(row: Mapping[str, str], device: Accelerator | None) -> str:
-    """Devices of a row that prints nodes, with or without the devices of one."""
+    """Number of devices of a row that prints nodes, and maybe the devices of a node."""
     nodes, each = row.get("nodes", ""), row.get("node_gpus") or (device.node_size if device else 0)
     return str(int(nodes) * int(each)) if nodes.isdecimal() and str(each).isdecimal() else ""
 
@@ -415,7 +415,7 @@ def _whole_batch(sequences: float, multiple: int) -> str:
 _ROUNDED = 0.02
 #: Tokens of a binary M over those of a decimal one.
 _BINARY = 2**20 / 1e6
-#: Multiple of the peak from which on a time has another unit.
+#: Multiple of the peak from which a time must be in another unit.
 _IMPOSSIBLE_SHARE = 20
 
 

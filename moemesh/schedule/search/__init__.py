@@ -30,7 +30,7 @@ from moemesh.schedule.search.improve import State, evaluated, improve
 from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
 from moemesh.schedule.simulate import simulate
 
-#: Operations that list scheduling, and evaluations of moves, go through (about a second).
+#: Budgets, in scheduled operations, of list scheduling and of moves (about a second).
 GREEDY_OPERATIONS = 120_000
 IMPROVE_OPERATIONS = 2_500_000
 #: Most partial orders of the exact search, and most operations for which it is tried.
@@ -38,7 +38,7 @@ EXACT_NODES = 20_000
 EXACT_OPERATIONS = 96
 #: Operations of the largest schedule that is searched for: more would take minutes.
 LARGEST_SEARCHED = 200_000
-#: Number of states that are improved.
+#: Number of states from which moves start.
 STARTS = 3
 
 #: Hand-made schedules to start from: synchronous ones of one pipe and whole sequences.

@@ -331,7 +331,7 @@ def _write(
             # Layers that are not trained are copied: the folder has at least those of `origin`.
             stored[export.AHEAD_KEY] = max(ahead, int(theirs.get(export.AHEAD_KEY) or 0))
         theirs.pop("quantization_config", None)
-        # The keys of `origin` as they are; if they describe another model, those of ours over them.
+        # The keys of `origin`; if they describe another model, with our keys over them.
         added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
         choices = ({**added, **theirs, **stored}, {**theirs, **ours, **stored})
         fits = (
