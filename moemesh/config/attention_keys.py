@@ -14,7 +14,7 @@ from moemesh.config.toml import format_value
 Attention = Literal["gqa", "mla"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
-_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
+MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
 
 #: Condition of keys of grouped-query attention, which latent attention does not have.
 _GROUPED = UsedWith("attention", ("gqa",))
@@ -22,11 +22,17 @@ _YARN = UsedWith("rope_type", ("yarn",))
 
 
 class HeadSizes(Section):
-    """Sizes of a head that follow from the keys of its attention."""
+    """Sizes of heads and projections that follow from the keys of an attention, the same in a model
+    that is trained and in a shape that is only planned."""
 
     if TYPE_CHECKING:
         attention: Attention
+        hidden_size: int
+        num_heads: int
+        num_kv_heads: int
         head_dim: int
+        q_lora_rank: int
+        kv_lora_rank: int
         qk_nope_head_dim: int
         qk_rotary_head_dim: int
         v_head_dim: int
@@ -42,6 +48,41 @@ class HeadSizes(Section):
     def value_head_dim(self) -> int:
         """Width of a value head (d_v)."""
         return self.v_head_dim if self.attention == "mla" else self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads in the attention product; latent attention expands to all heads."""
+        return self.num_heads if self.attention == "mla" else self.num_kv_heads
+
+    @property
+    def query_width(self) -> int:
+        """Channels of all query heads of a layer together."""
+        return self.num_heads * self.query_head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Channels of all key heads of a layer together (h_kv)."""
+        return self.kv_heads * self.query_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads of a layer together."""
+        return self.kv_heads * self.value_head_dim
+
+    @property
+    def output_width(self) -> int:
+        """Channels of the attention output, the input of its last projection."""
+        return self.num_heads * self.value_head_dim
+
+    @property
+    def entering_widths(self) -> tuple[int, ...]:
+        """Channels of a token in each tensor that enters the heads of an attention block."""
+        if self.attention == "gqa":
+            return (self.hidden_size,)
+        latent = self.kv_lora_rank + self.qk_rotary_head_dim
+        if self.q_lora_rank:
+            return (self.q_lora_rank + latent,)
+        return (self.hidden_size, latent)
 
 
 class AttentionConfig(HeadSizes):
@@ -161,7 +202,7 @@ class AttentionConfig(HeadSizes):
     def attention_rules(self, num_layers: int) -> Iterator[Problem]:
         """The rules between these keys, for a model of `num_layers`."""
         if self.attention == "mla":
-            for name in _MLA_SIZES:
+            for name in MLA_SIZES:
                 if getattr(self, name) == 0:
                     message = f'attention = "mla" needs {name} of at least 1, not 0'
                     fix = f'{name} = {self.head_dim}, or attention = "gqa"'

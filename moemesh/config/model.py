@@ -88,16 +88,6 @@ class ModelConfig(ExpertConfig, AttentionConfig):
             expert_intermediate_size=self.expert_intermediate_size,
         )
 
-    @property
-    def entering_widths(self) -> tuple[int, ...]:
-        """Channels of a token in each tensor that enters the heads of an attention block."""
-        if self.attention == "gqa":
-            return (self.hidden_size,)
-        latent = self.kv_lora_rank + self.qk_rotary_head_dim
-        if self.q_lora_rank:
-            return (self.q_lora_rank + latent,)
-        return (self.hidden_size, latent)
-
     def window(self, layer: int) -> int:
         """Keys that a query of `layer` (from 0) sees, its own included; 0: all before it. Extra
         prediction layers are as the last layer is."""

@@ -46,7 +46,7 @@ def projections(model: ModelConfig) -> list[Projection]:
             for sizes in (part.shape(record.logical_shape, is_stack=record.is_expert),)
         ]
     hidden, heads, rank = model.hidden_size, model.num_heads, model.q_lora_rank
-    queries, keys = heads * model.query_head_dim, model.num_kv_heads * model.head_dim
+    queries, keys = model.query_width, model.num_kv_heads * model.head_dim
     latent = model.kv_lora_rank
     attention = [("q_proj", hidden, queries), ("k_proj", hidden, keys), ("v_proj", hidden, keys)]
     if model.attention == "mla":
@@ -56,7 +56,7 @@ def projections(model: ModelConfig) -> list[Projection]:
             ("kv_a_proj_with_mqa", hidden, latent + model.qk_rotary_head_dim),
             ("kv_b_proj", latent, heads * (model.qk_nope_head_dim + model.v_head_dim)),
         ]
-    attention.append(("o_proj", heads * model.value_head_dim, hidden))
+    attention.append(("o_proj", model.output_width, hidden))
     all_projections = [Projection(target, "attention", *sizes) for target, *sizes in attention]
     for block, width in (
         ("mlp", model.intermediate_size if model.num_dense_layers else 0),

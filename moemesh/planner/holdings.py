@@ -160,7 +160,7 @@ class Holdings:
         held, has_table, has_experts = self._held[at["pp"]]
         stages = tuple(placement.stages(at["pp"]))
         # Tensor parallelism cuts heads; with grouped queries those of keys and values.
-        groups = model.num_heads if model.attention == "mla" else model.num_kv_heads
+        groups = model.kv_heads
         kv_heads, each = shard_range(groups, plan.tp, at["tp"]), model.num_heads // groups
         place = at["pp"], at["tp"], at["ep"], at["etp"]
         if place not in self._parameters:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from moemesh.config.attention_keys import HeadSizes
+from moemesh.config.attention_keys import MLA_SIZES, HeadSizes
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.huggingface.sizes import read_sizes
 from moemesh.config.load import type_problems
@@ -126,7 +126,7 @@ class ModelShape(HeadSizes):
             raise ConfigError(type_problems(ModelShape, leaves, error).values()) from None
         needed = [*_SIZES]
         if self.attention == "mla":
-            needed += _MLA_SIZES
+            needed += MLA_SIZES
         if self.moe_layers:
             needed += _EXPERT_SIZES
         if self.num_layers > len(self.moe_layers):
@@ -218,30 +218,6 @@ class ModelShape(HeadSizes):
         """Whether the MLPs have a gate: three matrices instead of two."""
         return self.activation == "swiglu"
 
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads in the attention product; MLA expands to all heads."""
-        return self.num_heads if self.attention == "mla" else self.num_kv_heads
-
-    @property
-    def kv_width(self) -> int:
-        """Width of all key heads of a layer together (h_kv)."""
-        return self.kv_heads * self.query_head_dim
-
-    @property
-    def value_width(self) -> int:
-        """Width of all value heads of a layer together."""
-        return self.kv_heads * self.value_head_dim
-
-    @property
-    def query_width(self) -> int:
-        return self.num_heads * self.query_head_dim
-
-    @property
-    def output_width(self) -> int:
-        """Width of the attention output in front of its projection."""
-        return self.num_heads * self.value_head_dim
-
     def changed(self, **values: Any) -> ModelShape:
         """A copy with other values."""
         return ModelShape(**(self.to_json() | values))
@@ -305,5 +281,4 @@ def from_huggingface(config: Mapping[str, Any], name: str = "model") -> ModelSha
 
 
 _SIZES = ("num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim")
-_MLA_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rotary_head_dim", "v_head_dim")
 _EXPERT_SIZES = ("num_experts", "experts_per_token", "expert_intermediate_size")

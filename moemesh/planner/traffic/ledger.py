@@ -239,7 +239,7 @@ def _context(step: RankStep, sequences: int, times: int) -> Iterator[Transfer]:
     ranks, index = plan.cp, step.coordinates["cp"]
     sizes = context_sizes(step.placement.seq_len, ranks)
     num_heads = model.num_heads // plan.tp
-    kv_heads = num_heads if model.attention == "mla" else model.num_kv_heads // plan.tp
+    kv_heads = model.kv_heads // plan.tp
     #: Numbers of a key and its value.
     pair = model.query_head_dim + model.value_head_dim
     numbers = [size * sequences * kv_heads * pair for size in sizes]

@@ -143,7 +143,7 @@ class LayerMemory(RankStep):
         model, plan = self.model, self.plan
         self.is_selective = plan.recompute == "selective"
         #: Query heads and key/value heads of this rank.
-        self.heads, self.keys = model.num_heads / plan.tp, model.num_kv_heads / plan.tp
+        self.heads, self.keys = model.num_heads / plan.tp, model.kv_heads / plan.tp
         # The fused kernels of a CPU need equal head sizes; kernels that merge blocks do not pad.
         pads = plan.cp == 1 or plan.context == "all_to_all"
         self.is_padded = model.value_head_dim < model.query_head_dim and pads
@@ -251,8 +251,7 @@ class LayerMemory(RankStep):
         if self.swaps:
             # Whole sequences. Per token: queries, keys, values, outputs and log-sum-exp of the
             # heads of this cp rank.
-            heads = round(self.heads)
-            kv_heads = heads if model.attention == "mla" else round(self.keys)
+            heads, kv_heads = round(self.heads), round(self.keys)
             share = head_share(heads, kv_heads, plan.cp, self.coordinates["cp"])
             queries, keys = len(share.queries), len(share.keys)
             if not share.is_even(heads // kv_heads):
@@ -273,7 +272,7 @@ class LayerMemory(RankStep):
         yield Saved("attention", core, is_recomputed=recomputed)
         result, hidden = whole * w * self.heads * model.value_head_dim, model.hidden_size
         if plan.attention_exit == "all_to_all" and plan.tp > 1:
-            all_heads = local * w * model.num_heads * model.value_head_dim
+            all_heads = local * w * model.output_width
             if not recomputed and not self.is_padded:
                 yield Saved("attention", result)
             yield Saved("attention", all_heads, held=all_heads, gradient=local * w * hidden)

@@ -147,12 +147,7 @@ class _Volumes:
         layout, m = self.layout, self.m
         shared = self.moe if self.shape.shared_intermediate_size else 0
         mlps = self.layers - self.moe + shared
-        entering = self.stream
-        if self.shape.attention == "mla":
-            # The latents, and the stream if queries are not compressed.
-            width = self.shape.q_lora_rank or self.shape.hidden_size
-            width += self.shape.kv_lora_rank + self.shape.qk_rotary_head_dim
-            entering = layout.tokens * width * layout.element_bytes
+        entering = layout.tokens * sum(self.shape.entering_widths) * layout.element_bytes
         self._blocks("attention", self.layers * m, layout.attention_exit, entering)
         self._blocks("mlp", mlps * m, layout.mlp_exit, self.stream)
         # Rows of the table are summed into the stream, the stream is gathered for the logits.
@@ -215,8 +210,7 @@ class _Volumes:
             case "all_to_all":
                 # `copies` is the mean number of ranks that receive a key/value head.
                 heads, copies = shape.num_heads // layout.tp, 1.0
-                kv_heads = max(shape.num_kv_heads // layout.tp, 1)
-                kv_heads = heads if shape.attention == "mla" else kv_heads
+                kv_heads = max(shape.kv_heads // layout.tp, 1)
                 if not heads % c:
                     shares = (head_share(heads, kv_heads, c, index) for index in range(c))
                     copies = sum(len(share.keys) for share in shares) / kv_heads
