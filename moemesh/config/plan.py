@@ -56,6 +56,15 @@ DataStrategy = Literal["replicate", "zero1", "zero2", "zero3", "parameter_server
 Reshard = Literal["always", "step"]
 Offload = Literal["none", "optimizer"]
 Recompute = Literal["none", "selective", "full"]
+#: Value of `plan.recompute` -> recomputed parts (`moemesh.parallel.recompute`), all switches on.
+#: Published tables mean the attention core by "selective"; ours adds the product of a dense or
+#: shared SwiGLU, and gate and up of the routed experts. (The product of routed experts is never
+#: kept; "activation" covers it, too.)
+RECOMPUTED: dict[str, frozenset[str]] = {
+    "none": frozenset(),
+    "selective": frozenset({"attention", "activation", "experts"}),
+    "full": frozenset({"full"}),
+}
 SparePolicy = Literal["quota", "shadow"]
 #: Values of `data` that shard states.
 SHARDED_DATA = ("zero1", "zero2", "zero3")
@@ -151,6 +160,14 @@ class Plan(MeshDegrees, Section):
             ranks_per_node=self.ranks_per_node or 0,
             shard_group=self.shard_group or 0,
         )
+
+    @property
+    def recomputed_parts(self) -> frozenset[str]:
+        """Parts of a layer that are recomputed (`moemesh.planner.planned_layout.RECOMPUTABLE`)."""
+        if self.recompute != "selective":
+            return RECOMPUTED[self.recompute]
+        switches = {"attention": self.recompute_attention, "experts": self.recompute_experts}
+        return RECOMPUTED["selective"] - {part for part, is_on in switches.items() if not is_on}
 
     @property
     def without_offload(self) -> Plan:

@@ -27,7 +27,7 @@ from moemesh.planner.timing.columns import hardware_row
 from moemesh.planner.timing.links import Links, visited_nodes
 from moemesh.planner.timing.price import pricing
 from moemesh.planner.traffic.dispatch_traffic import Choices, DispatchTraffic, count_choices
-from moemesh.planner.traffic.ledger_lines import LedgerLines
+from moemesh.planner.traffic.exchanges import LedgerLines
 from moemesh.sharding.dispatchers import expected_distinct, packed_bytes, slots_per_pair
 from moemesh.trace.ledger import Ledger
 

@@ -17,7 +17,7 @@ from moemesh.config.errors import ConfigError, Problem, UserError, unknown_keys,
 from moemesh.config.load import build_section
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import DEGREES, Plan, Recompute
+from moemesh.config.plan import DEGREES, RECOMPUTED, Plan, Recompute
 from moemesh.config.rules import plan_problem
 from moemesh.config.run import RunConfig
 from moemesh.config.schedule_table import SCHEDULES
@@ -29,7 +29,6 @@ from moemesh.planner.planned_layout import (
     DATA,
     ELEMENT_BYTES,
     RECOMPUTABLE,
-    RECOMPUTED,
     TRAINED,
     PlannedLayout,
     Precision,
@@ -67,10 +66,7 @@ def from_plan(
             "schedule like it (1f1b, zb_h1, ...); `moemesh schedule` simulates a file or a search"
         )
     share = ceil(ceil(global_batch / plan.dp) / plan.microbatches)
-    recompute, layers_per_stage = RECOMPUTED[plan.recompute], plan.layers_per_stage
-    if plan.recompute == "selective":
-        switches = {"attention": plan.recompute_attention, "experts": plan.recompute_experts}
-        recompute -= {part for part, is_on in switches.items() if not is_on}
+    layers_per_stage = plan.layers_per_stage
     if model is not None and layers_per_stage is None and plan.num_stages > 1:
         layers_per_stage = tuple(len(cut) for cut in cut_layers(model, plan.num_stages))
     return PlannedLayout(
@@ -83,7 +79,7 @@ def from_plan(
         zero=DATA.index(plan.data) if plan.data in DATA else 0,
         zero_group=plan.shard_group or 0,
         parameter_server=plan.data == "parameter_server",
-        recompute=recompute,
+        recompute=plan.recomputed_parts,
         dtype=dtype,
         **widths(dtype),
         ranks_per_node=plan.ranks_per_node or 0,

@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.layout import Layout, MeshDegrees
-from moemesh.config.plan import DEGREES, AttentionExit, Context, DataStrategy, Offload, ScheduleName
+from moemesh.config.plan import (
+    DEGREES,
+    RECOMPUTED,
+    AttentionExit,
+    Context,
+    DataStrategy,
+    Offload,
+    ScheduleName,
+)
 from moemesh.config.rules import (
     V_SCHEDULES,
     CutSizes,
@@ -33,16 +41,6 @@ RECOMPUTABLE = (
     "full", "attention", "norm", "activation", "experts", "moe", "shared_expert", "mla_up",
     "operators",
 )  # fmt: skip
-
-#: Value of `plan.recompute` -> recomputed parts (`moemesh.parallel.recompute`), all switches on.
-#: Published tables mean the attention core by "selective"; ours adds the product of a dense or
-#: shared SwiGLU, and gate and up of the routed experts. (The product of routed experts is never
-#: kept; "activation" covers it, too.)
-RECOMPUTED: dict[str, frozenset[str]] = {
-    "none": frozenset(),
-    "selective": frozenset({"attention", "activation", "experts"}),
-    "full": frozenset({"full"}),
-}
 
 #: Fields on what trains; in a run these are keys of other sections than [plan].
 TRAINED = ("trained_dense", "trained_experts", "adapters", "base")

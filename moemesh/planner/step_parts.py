@@ -73,14 +73,14 @@ def pass_flops(config: RunConfig) -> dict[str, float]:
     passes = 2 if adapters else 3
     if shape.counted:
         return {parts.TOGETHER: tokens * training_flops(shape, seq_len, adapters=adapters)}
-    again, is_selective = plan.recompute == "full", plan.recompute == "selective"
+    again = "full" in plan.recomputed_parts
     flops = dict.fromkeys(parts.PASSES, 0.0)
     for kind, number in shape.kind_counts.items():
         core = core_flops(shape, seq_len, kind.window, "causal")
         attention = (passes + again) * 2.0 * sum(attention_products(shape)) + (3 + again) * core
-        attention += core * (is_selective and plan.recompute_attention)
+        attention += core * ("attention" in plan.recomputed_parts)
         mlp = 2.0 * mlp_matmul(shape, kind.moe)
-        gates = 2 / 3 * (kind.moe and is_selective and plan.recompute_experts)
+        gates = 2 / 3 * (kind.moe and "experts" in plan.recomputed_parts)
         flops[parts.ATTENTION] += number * tokens * attention
         flops[parts.EXPERTS if kind.moe else parts.DENSE_MLPS] += (
             number * tokens * mlp * (passes + again + gates)

@@ -41,12 +41,9 @@ def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
             # Only layers are recomputed, not the final norm, the head and the extra layers.
             inner -= last_stage_cost(model) - model.num_mtp_layers * layer_costs(model)[-1]
             moe_layers += sum(model.is_moe_layer(index) for index in model.mtp_layers)
-        recomputed = 0.0
-        if plan.recompute == "full":
-            recomputed = inner + scores
-        elif plan.recompute == "selective":
-            recomputed = scores * plan.recompute_attention
-            recomputed += moe_layers * routed * plan.recompute_experts
+        parts = plan.recomputed_parts
+        recomputed = (inner + scores) * ("full" in parts) + scores * ("attention" in parts)
+        recomputed += moe_layers * routed * ("experts" in parts)
         forward.append(weight + scores)
         inputs.append(weight + 2 * scores + recomputed)
         weights.append(weight)

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from moemesh.config.cluster import Cluster
 from moemesh.config.errors import ConfigError, Problem
-from moemesh.config.plan import DEGREES, ScheduleName
+from moemesh.config.plan import DEGREES, RECOMPUTED, ScheduleName
 from moemesh.config.suggest import choices_of, divisors
 from moemesh.planner.layout_sources import plan_table, read_plan
-from moemesh.planner.planned_layout import DATA, RECOMPUTED, TRAINED, PlannedLayout
+from moemesh.planner.planned_layout import DATA, TRAINED, PlannedLayout
 from moemesh.planner.search.search import Candidate, SearchSpace, difference, what_would_fit
 from moemesh.planner.search.space import EXITS, PROPOSED_SCHEDULES, Space, families
 from moemesh.planner.shapes.load_shape import Model

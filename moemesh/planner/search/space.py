@@ -17,13 +17,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from moemesh.config.dispatcher_table import PROPOSED
 from moemesh.config.names import Names
-from moemesh.config.plan import AttentionExit, ScheduleName
+from moemesh.config.plan import RECOMPUTED, AttentionExit, ScheduleName
 from moemesh.config.rules import V_SCHEDULES, experts_fit, uncut_by_tensor
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.suggest import divisors
 from moemesh.planner.arithmetic import FloatArray, Number
 from moemesh.planner.memory import needed_bytes
-from moemesh.planner.planned_layout import RECOMPUTED, PlannedLayout, Precision
+from moemesh.planner.planned_layout import PlannedLayout, Precision
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import with_values
 from moemesh.planner.timing.columns import LayoutColumns, layout_row

@@ -32,7 +32,7 @@ from moemesh.config.dispatcher_table import DISPATCHERS, ROW_HOPS, HopRows, disp
 from moemesh.config.layout import Layout, shard_range, shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.traffic.ledger_lines import BOTH, LedgerLines, Transfer
+from moemesh.planner.traffic.exchanges import BOTH, LedgerLines, Transfer
 from moemesh.sharding.dispatchers import packed_bytes, slots_per_pair, visit_probability
 
 # Token counts per expert and rank, expected or chosen, which determine the traffic.

@@ -41,7 +41,14 @@ from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, Routing, replicated
-from moemesh.planner.traffic.ledger_lines import BOTH, LedgerLines, Transfer
+from moemesh.planner.traffic.exchanges import (
+    BOTH,
+    LAYER_EXITS,
+    STATE_EXCHANGES,
+    LedgerLines,
+    Transfer,
+    repeated_callers,
+)
 from moemesh.planner.traffic.tensors import (
     ELEMENT_BYTES,
     RankStep,
@@ -52,24 +59,13 @@ from moemesh.planner.traffic.tensors import (
     owned,
 )
 from moemesh.schedule.action import messages
+from moemesh.sharding.buckets import Bucket
 from moemesh.sharding.context import context_sizes, head_share
 from moemesh.sharding.dispatchers import spare_rows
 from moemesh.sharding.matrices import exchanges, splits
 from moemesh.trace.ledger import Ledger
 
-#: Callers of context parallelism in a forward, the same in all layers.
-CONTEXT_CALLERS = ("context.keys", "context.heads", "context.positions")
-
-
 _INT64, _FLOAT64 = 8, 8
-
-
-#: Callers whose collectives full recomputation of a layer repeats. The exit of shared experts is
-#: repeated, too (`_forward`).
-_RECOMPUTED = (
-    "attention.enter", "attention.norm", "attention.leave", "mlp.enter", "moe.dispatch",
-    "moe.dispatch.weights", "moe.replicas",
-)  # fmt: skip
 
 
 def predict_ledger(
@@ -103,12 +99,7 @@ def predict_ledger(
     )
     spare = on_accelerator * spare_rows(model.hidden_size, exact=plan.combine == "exact")
     twice = plan.schedule == "ampnet" and plan.ampnet_backward == "recompute"
-    recomputed: tuple[str, ...] = ()
-    if plan.recompute == "full":
-        recomputed = (*_RECOMPUTED, *CONTEXT_CALLERS)
-    elif plan.recompute == "selective" and plan.recompute_attention:
-        # The core of attention, without the collectives at its exit.
-        recomputed = tuple(name for name in CONTEXT_CALLERS if name != "context.positions")
+    recomputed = repeated_callers(plan.recomputed_parts).difference(LAYER_EXITS)
     #: Lines of forwards and backwards, and lines of a whole step.
     lines = LedgerLines(plan.layout, rank, forwards=1 + twice, recomputed=recomputed)
     once = LedgerLines(plan.layout, rank)
@@ -169,7 +160,7 @@ def _forward(
             yield exists, _context(step, step.sequences(forward), len(layers))
         yield exists, [boundary("all_gather", "mlp.enter", mlps),
                        boundary("reduce_scatter", "mlp.leave", mlps)]  # fmt: skip
-        if plan.recompute == "full":
+        if "full" in plan.recomputed_parts:
             # Shared experts run before the routed experts, whose inputs are recomputed.
             leave = "tp", "reduce_scatter", "recompute", "mlp.leave", (step.blocks(tokens),)
             yield exists, [Transfer(*leave, shared)]
@@ -424,31 +415,28 @@ def _gradients(step: RankStep, times: int) -> Iterator[Transfer]:
         # Stage -> number of operations that are followed by a sum of its gradients.
         ops = step.schedule.ops(step.coordinates["pp"])
         backwards = Counter(op.stage for op in ops if op.kind in ("B", "W"))
-    gradients = "backward", "gradients"
-    for bucket in data_buckets(placement, step.rank, step.w):
-        axis, size, count = bucket.axis, bucket.gradient_bytes, bucket.numbers
-        if not bucket.trains:
-            continue
-        if plan.data == "replicate":
-            yield Transfer(axis, "all_reduce", *gradients, (count, size), times)
-        else:
-            shared, copies = layout.sharding_axes(axis)
-            sizes, index = owned(placement, bucket, step.rank)
-            count, sums = sizes[index], times
-            if backwards is not None:
-                sums = sum(backwards[stage] for stage in bucket.stages)
-            scattered = ([float(numbers * size) for numbers in sizes],)
-            yield Transfer(shared, "reduce_scatter", *gradients, scattered, sums)
-            yield Transfer(copies, "all_reduce", *gradients, (count, size), times)
-            if plan.data != "zero3":
-                weights = ([float(numbers * bucket.weight_bytes) for numbers in sizes],)
-                yield Transfer(shared, "all_gather", "optimizer", "weights", weights, times)
-        if bucket.mirrored:
-            yield Transfer("mirror", "all_reduce", *gradients, (count, size), times)
+    #: ZeRO 3: (bucket, phase) -> number of gathers of its weights.
+    gathers: Counter[tuple[Bucket, str]] = Counter()
     if plan.data == "zero3":
         gathers, _ = gathered_units(placement, step.rank, step.w)
-        for (bucket, phase), count in gathers.items():
-            sizes, _ = owned(placement, bucket, step.rank)
-            weights = ([float(numbers * bucket.weight_bytes) for numbers in sizes],)
-            shared, _ = layout.sharding_axes(bucket.axis)
-            yield Transfer(shared, "all_gather", phase, "weights", weights, count)
+    for bucket in data_buckets(placement, step.rank, step.w):
+        shared, copies = layout.sharding_axes(bucket.axis)
+        axes = {"all": bucket.axis, "shard": shared, "copies": copies}
+        sizes, count = (bucket.numbers,), bucket.numbers
+        if plan.data != "replicate":
+            sizes, index = owned(placement, bucket, step.rank)
+            count = sizes[index]
+        for ranks, op, phase, caller in STATE_EXCHANGES[plan.data]:
+            width = bucket.gradient_bytes if caller == "gradients" else bucket.weight_bytes
+            blocks = ([float(numbers * width) for numbers in sizes],)
+            amounts, number = (count, width) if op == "all_reduce" else blocks, times
+            if caller == "weights" and phase != "optimizer":
+                number = gathers[bucket, phase]
+            elif not bucket.trains:
+                continue
+            elif op == "reduce_scatter" and backwards is not None:
+                number = sum(backwards[stage] for stage in bucket.stages)
+            yield Transfer(axes[ranks], op, phase, caller, amounts, number)
+        if bucket.trains and bucket.mirrored:
+            numbers = count, bucket.gradient_bytes
+            yield Transfer("mirror", "all_reduce", "backward", "gradients", numbers, times)

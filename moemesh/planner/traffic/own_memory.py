@@ -141,14 +141,13 @@ class LayerMemory(RankStep):
     def __post_init__(self) -> None:
         super().__post_init__()
         model, plan = self.model, self.plan
-        self.is_selective = plan.recompute == "selective"
         #: Query heads and key/value heads of this rank.
         self.heads, self.keys = model.num_heads / plan.tp, model.kv_heads / plan.tp
         # The fused kernels of a CPU need equal head sizes; kernels that merge blocks do not pad.
         pads = plan.cp == 1 or plan.context == "all_to_all"
         self.is_padded = model.value_head_dim < model.query_head_dim and pads
         #: The core of attention, between its projections, is recomputed.
-        self.recomputes_core = self.is_selective and plan.recompute_attention
+        self.recomputes_core = "attention" in plan.recomputed_parts
         #: Heads are exchanged for positions: received projections are kept instead of sent ones.
         self.swaps = plan.cp > 1 and plan.context == "all_to_all"
 
@@ -366,7 +365,7 @@ class LayerMemory(RankStep):
         entered = hidden if owns_input else 0
         yield Saved("mlp", entered, held=entered, gradient=2 * inner)
         yield Saved("mlp", 0.0, gradient=self._narrow(whole, "gate_proj", "up_proj", "down_proj"))
-        if self.is_selective:
+        if "activation" in self.plan.recomputed_parts:
             yield Saved("mlp", 2 * inner, gradient=inner + hidden)
         else:
             yield Saved("mlp", 2 * inner)  # gate and up; silu(gate) is recomputed
@@ -418,7 +417,7 @@ class LayerMemory(RankStep):
         is_copied = plan.ep * plan.etp > 1 or plan.combine == "exact"
         copied = source * hidden if is_copied else 0.0
         width = self.w * self.model.expert_intermediate_size / plan.etp
-        inner = 0.0 if self.is_selective and plan.recompute_experts else 2 * kept * width
+        inner = 0.0 if "experts" in plan.recomputed_parts else 2 * kept * width
         narrow = 2 * self._narrow(rows, "gate_proj", "up_proj", "down_proj")
         gradient = rows * (hidden + 3 * width) + narrow
         size = copied + rows * self.wide + inner
@@ -487,7 +486,7 @@ def predict_activations(
         placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
     )
     plan, schedule, stages = placement.plan, placement.schedule, cache(memory.stage)
-    held = HeldMemory(is_full=plan.recompute == "full")
+    held = HeldMemory(is_full="full" in plan.recomputed_parts)
     for entry in schedule.orders[memory.coordinates["pp"]]:
         ops = sorted(entry, key=lambda op: op.kind != "F")
         runs = [

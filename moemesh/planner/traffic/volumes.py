@@ -39,10 +39,15 @@ from typing import NamedTuple
 from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.layout import AXES
 from moemesh.planner.memory import rank_weights
-from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.planned_layout import DATA, PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
-from moemesh.planner.traffic.ledger_lines import ledger_of
+from moemesh.planner.traffic.exchanges import (
+    EXIT_GRADIENTS,
+    STATE_EXCHANGES,
+    ledger_of,
+    repeated_callers,
+)
 from moemesh.sharding.context import head_share
 from moemesh.sharding.dispatchers import packed_bytes, rows_moved
 from moemesh.trace import wire
@@ -90,7 +95,7 @@ class _Volumes:
         if self.step.share < 1:
             # A rank runs two stages, each on half of the microbatches.
             self.m = layout.microbatches / 2
-        self.full = "full" in layout.recompute
+        self.repeated = repeated_callers(layout.recompute)
         self.stream = layout.tokens * shape.hidden_size * layout.element_bytes
         if layout.tp > 1:
             self._tensor()
@@ -143,6 +148,27 @@ class _Volumes:
             sent *= (2 if op == "all_reduce" else 1) * (members - 1) / members
         self.volumes.append(Volume(axis, op, phase, caller, count, payload, sent, sent))
 
+    def _layer(
+        self,
+        axis: str,
+        ops: tuple[str, str],
+        caller: str,
+        count: float,
+        size: float,
+        *,
+        back: float | None = None,
+        members: int = 0,
+    ) -> None:
+        """Events of the forward of a layer, of its recomputation, and of its backward, which moves
+        `back` bytes, by default as many. `ops`: collectives of forward and backward; "": none."""
+        forward, backward = ops
+        for phase in ("forward", "recompute") if caller in self.repeated else ("forward",):
+            if forward:
+                self._enter(axis, forward, phase, caller, count, size, members)
+        if backward:
+            size = size if back is None else back
+            self._enter(axis, backward, "backward", caller, count, size, members)
+
     def _tensor(self) -> None:
         layout, m = self.layout, self.m
         shared = self.moe if self.shape.shared_intermediate_size else 0
@@ -152,35 +178,25 @@ class _Volumes:
         self._blocks("mlp", mlps * m, layout.mlp_exit, self.stream)
         # Rows of the table are summed into the stream, the stream is gathered for the logits.
         is_cut = layout.sequence_parallel
-        summed, gathered = ("reduce_scatter", "all_gather") if is_cut else ("all_reduce",) * 2
+        summed, gathered = ("reduce_scatter", "all_gather") if is_cut else ("all_reduce", "")
         if self.content.has_embedding:
-            self._enter("tp", summed, "forward", "embedding", m, self.stream)
-            if is_cut:
-                self._enter("tp", gathered, "backward", "embedding", m, self.stream)
+            self._layer("tp", (summed, gathered), "embedding", m, self.stream)
         if self.content.has_head:
-            if is_cut:
-                self._enter("tp", gathered, "forward", "head", m, self.stream)
-            self._enter("tp", summed, "backward", "head", m, self.stream)
+            self._layer("tp", (gathered, summed), "head", m, self.stream)
             self._enter("tp", "all_reduce", "forward", "head.loss", m, 3 * 4 * layout.tokens)
 
     def _blocks(self, caller: str, count: float, exit_form: str, entering: float) -> None:
         """`count` blocks with a tensor-parallel entry of `entering` bytes and an exit."""
         layout, enter, leave = self.layout, f"{caller}.enter", f"{caller}.leave"
-        passes = ("forward", "recompute") if self.full else ("forward",)
         if not layout.sequence_parallel:
-            for phase in passes:
-                self._enter("tp", "all_reduce", phase, leave, count, self.stream)
-            self._enter("tp", "all_reduce", "backward", enter, count, entering)
+            self._layer("tp", ("all_reduce", ""), leave, count, self.stream)
+            self._layer("tp", ("", "all_reduce"), enter, count, entering)
             return
-        leaving, back = self.stream, "all_gather"
+        leaving = self.stream
         if exit_form == "all_to_all":
             leaving = layout.tokens * self.shape.output_width * layout.element_bytes / layout.tp
-            back = exit_form
-        for phase in passes:
-            self._enter("tp", "all_gather", phase, enter, count, entering)
-            self._enter("tp", exit_form, phase, leave, count, leaving)
-        self._enter("tp", layout.input_gradient, "backward", enter, count, entering)
-        self._enter("tp", back, "backward", leave, count, leaving)
+        self._layer("tp", ("all_gather", layout.input_gradient), enter, count, entering)
+        self._layer("tp", (exit_form, EXIT_GRADIENTS[exit_form]), leave, count, leaving)
         if layout.rebuild != "none":
             tensors = 2 if layout.rebuild == "input_and_gradient" else 1
             rebuilt = "backward", f"{caller}.rebuild", count, tensors * self.stream
@@ -192,20 +208,15 @@ class _Volumes:
         keys = shape.kv_width + shape.value_width
         whole = layout.microbatch * layout.seq_len * keys * width
         count = self.layers * self.m
-        is_recomputed = self.full or "attention" in layout.recompute
-        recompute = ("recompute",) if is_recomputed else ()
-        phases = ("forward", *recompute, "backward")
         match layout.context:
             case "ring":
                 # In the backward gradients travel with their keys and values, in fp32 at least.
                 hops, block = count * (c - 1), whole / c
-                for phase in phases:
-                    self._enter("cp", "send_receive", phase, "context.keys", hops, block)
+                self._layer("cp", ("send_receive",) * 2, "context.keys", hops, block)
                 block *= max(layout.element_bytes, 4) / layout.element_bytes
                 self._enter("cp", "send_receive", "backward", "context.gradients", hops, block)
             case "all_gather":
-                for phase in phases:
-                    self._enter("cp", "all_gather", phase, "context.keys", count, whole)
+                self._layer("cp", ("all_gather",) * 2, "context.keys", count, whole)
                 self._enter("cp", "reduce_scatter", "backward", "context.keys", count, whole)
             case "all_to_all":
                 # `copies` is the mean number of ranks that receive a key/value head.
@@ -215,21 +226,15 @@ class _Volumes:
                     shares = (head_share(heads, kv_heads, c, index) for index in range(c))
                     copies = sum(len(share.keys) for share in shares) / kv_heads
                 moved = (shape.query_width + keys * copies) * (layout.tokens * width)
-                for phase in phases:
-                    self._enter("cp", "all_to_all", phase, "context.heads", count, moved)
+                self._layer("cp", ("all_to_all",) * 2, "context.heads", count, moved)
                 moved = layout.tokens * shape.output_width * width
-                for phase in phases:
-                    # Recomputing only the core of attention does not repeat the exchange after it.
-                    if phase != "recompute" or self.full:
-                        self._enter("cp", "all_to_all", phase, "context.positions", count, moved)
+                self._layer("cp", ("all_to_all",) * 2, "context.positions", count, moved)
 
     def _experts(self) -> None:
         layout, shape = self.layout, self.shape
         count = self.moe * self.m
         plain = shape.hidden_size * layout.element_bytes
         coded = packed_bytes(shape.hidden_size) if layout.payload == "fp8" else plain
-        is_recomputed = self.full or "moe" in layout.recompute
-        phases = ("forward", "recompute") if is_recomputed else ("forward",)
         mesh, tokens = layout.mesh, layout.tokens / layout.tp * layout.imbalance
         table = rows_moved(
             tokens=tokens,
@@ -246,12 +251,11 @@ class _Volumes:
             rows = arriving * layout.etp if is_gathered else arriving
             width = plain if axis == "etp" else coded
             members = prod(mesh.dimensions(AXES[axis][0])[dim] for dim in AXES[axis][1])
-            there, back = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all",) * 2
-            for phase in phases:
-                self._enter(axis, there, phase, "moe.dispatch", count, rows * width, members)
-                self._enter(axis, back, phase, "moe.combine", count, rows * plain, members)
-            self._enter(axis, back, "backward", "moe.dispatch", count, rows * plain, members)
-            self._enter(axis, there, "backward", "moe.combine", count, rows * plain, members)
+            ops = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all",) * 2
+            ways = ("moe.dispatch", ops, width), ("moe.combine", ops[::-1], plain)
+            for caller, pair, sent in ways:
+                size, back = rows * sent, rows * plain
+                self._layer(axis, pair, caller, count, size, back=back, members=members)
 
     def _sums(
         self, axis: str, psi: float, share: float, replicas: int, shards: int, layers: int
@@ -279,21 +283,15 @@ class _Volumes:
                 Volume(axis, "all_gather", "optimizer", "weights", buckets, *pull),
             ]
             return
-        if layout.zero == 0:
-            self._enter(axis, "all_reduce", "backward", "gradients", sums, gradient, replicas)
-            return
-        if layout.zero < 3:
-            self._enter(axis, "all_gather", "optimizer", "weights", buckets, weight, shards)
-        elif layout.reshard == "step":
-            self._enter(axis, "all_gather", "forward", "weights", buckets, weight, shards)
-        else:
-            for phase in ("forward", "backward"):
-                self._enter(axis, "all_gather", phase, "weights", sums, weight, shards)
-        if not gradient:
-            return
-        self._enter(axis, "reduce_scatter", "backward", "gradients", sums, gradient, shards)
-        if shards < replicas:
-            # Shards inside a group are summed over the groups.
-            shard, groups = gradient / shards, replicas // shards
-            name = f"{axis}_groups"
-            self._enter(name, "all_reduce", "backward", "gradients", sums, shard, groups)
+        members = {"all": replicas, "shard": shards, "copies": replicas // shards}
+        for ranks, op, phase, caller in STATE_EXCHANGES[DATA[layout.zero]]:
+            count, size = sums, weight if caller == "weights" else gradient
+            if phase == "optimizer" or (caller == "weights" and layout.reshard == "step"):
+                if phase == "backward":
+                    continue  # weights stay gathered from the forward
+                count = buckets
+            if ranks == "copies":
+                size /= shards
+            if size:
+                name = f"{axis}_groups" if ranks == "copies" else axis
+                self._enter(name, op, phase, caller, count, size, members[ranks])

@@ -1,10 +1,14 @@
-"""A ledger under construction: predicted operations of one rank, with their counts."""
+"""Exchanges of a training step: tables that both predictions read, and a rank's sums of them.
+
+:mod:`moemesh.planner.traffic.ledger` predicts the bytes of a run of ours exactly,
+:mod:`moemesh.planner.traffic.volumes` those of any layout in closed form.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moemesh.config.layout import Layout
 from moemesh.trace import wire
@@ -18,6 +22,68 @@ _PAIRS = {
     "all_reduce": "all_reduce",
 }
 _MESSAGES = {"send": "send_receive", "receive": "send_receive"}
+#: Exit of a tensor-parallel block -> collective of the gradients that enter the block there.
+EXIT_GRADIENTS = {
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_gather",
+    "all_to_all": "all_to_all",
+}
+_LAYER = frozenset({"full"})
+_CORE, _EXPERTS = _LAYER | {"attention"}, _LAYER | {"moe"}
+#: Caller of collectives in a forward -> recomputed parts of a layer that contain them.
+REPEATED_BY: dict[str, frozenset[str]] = {
+    "attention.enter": _LAYER,
+    "attention.norm": _LAYER,
+    "attention.leave": _LAYER,
+    "context.keys": _CORE,
+    "context.heads": _CORE,
+    "context.positions": _LAYER,  # after the core of attention
+    "mlp.enter": _LAYER,
+    "mlp.leave": _LAYER,
+    "moe.replicas": _LAYER,
+    "moe.dispatch": _EXPERTS,
+    "moe.dispatch.weights": _EXPERTS,
+    "moe.combine": _EXPERTS,
+}
+#: Callers at the end of a layer. `moemesh train` does not repeat them, because nothing that the
+#: backward needs follows them; other trainers do.
+LAYER_EXITS = ("mlp.leave", "moe.combine")
+
+
+def repeated_callers(recompute: Collection[str]) -> frozenset[str]:
+    """Callers whose collectives the recomputation of these parts of a layer repeats."""
+    return frozenset(name for name, parts in REPEATED_BY.items() if not parts.isdisjoint(recompute))
+
+
+class StateExchange(NamedTuple):
+    """A collective of gradients or weights between ranks with the same weights: all of them, those
+    that share one copy of sharded states, or those with the same shard. The phase "optimizer" is
+    once an update, after it."""
+
+    ranks: Literal["all", "shard", "copies"]
+    op: str
+    phase: str
+    caller: Literal["gradients", "weights"]
+
+
+_SCATTERED = (
+    StateExchange("shard", "reduce_scatter", "backward", "gradients"),
+    StateExchange("copies", "all_reduce", "backward", "gradients"),
+)
+_UPDATED = (*_SCATTERED, StateExchange("shard", "all_gather", "optimizer", "weights"))
+#: `plan.data` -> its exchanges of a bucket. Gradients are summed once an update, under ZeRO 2 and 3
+#: after every backward. Servers own uneven shards.
+STATE_EXCHANGES: dict[str, tuple[StateExchange, ...]] = {
+    "replicate": (StateExchange("all", "all_reduce", "backward", "gradients"),),
+    "parameter_server": _UPDATED,
+    "zero1": _UPDATED,
+    "zero2": _UPDATED,
+    "zero3": (
+        StateExchange("shard", "all_gather", "forward", "weights"),
+        StateExchange("shard", "all_gather", "backward", "weights"),
+        *_SCATTERED,
+    ),
+}
 #: Phase of a collective in a forward that has its pair, for the gradients, in the backward.
 BOTH = "both"
 
