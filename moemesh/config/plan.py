@@ -68,6 +68,15 @@ RECOMPUTED: dict[str, frozenset[str]] = {
 SparePolicy = Literal["quota", "shadow"]
 #: Values of `data` that shard states.
 SHARDED_DATA = ("zero1", "zero2", "zero3")
+#: Value of `data` -> states of which each rank keeps a part; the others are whole on every rank.
+#: Sharded gradients are summed after every backward, others once an update.
+SHARDED_STATES: dict[str, tuple[str, ...]] = {
+    "replicate": (),
+    "parameter_server": ("optimizer",),
+    "zero1": ("optimizer",),
+    "zero2": ("optimizer", "gradients"),
+    "zero3": ("optimizer", "gradients", "weights"),
+}
 _AMPNET, _SEARCH = UsedWith("schedule", ("ampnet",)), UsedWith("schedule", ("search",))
 
 DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")

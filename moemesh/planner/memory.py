@@ -34,9 +34,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from moemesh.config.lora import NF4_BLOCK, NF4_BLOCK_BYTES, NF4_NUMBERS_AT_ONCE
+from moemesh.config.plan import SHARDED_STATES
 from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.parameters import WeightCounts, end_weights, layer_parts, layer_weights
-from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.planned_layout import DATA, PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
 from moemesh.schedule.step import alive, weight_copies
@@ -340,9 +341,10 @@ def _rank_states(
             for part in (parts[name] for name in _PACKED if name in parts):
                 packed = packed.plus(part, number)
     saved = [per_number * number for number in packed.on_rank(layout)]
-    # ZeRO 1 cuts optimizer states, ZeRO 2 also gradients, ZeRO 3 also weights.
-    shards = layout.dense_shards, layout.expert_shards
-    cut_w, cut_g, cut_o = (shards if layout.zero >= level else (1, 1) for level in (3, 2, 1))
+    shards, sharded = (layout.dense_shards, layout.expert_shards), SHARDED_STATES[DATA[layout.zero]]
+    cut_w, cut_g, cut_o = (
+        shards if state in sharded else (1, 1) for state in ("weights", "gradients", "optimizer")
+    )
     if layout.parameter_server:
         cut_o = min(layout.servers, layout.dense_replicas), min(layout.servers, layout.edp)
     numbers = trained[0] / cut_o[0] + trained[1] / cut_o[1]

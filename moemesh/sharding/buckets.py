@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moemesh.config.layout import EXPERT_AXES, shard_sizes
+from moemesh.config.plan import SHARDED_STATES
 
 #: Bytes of one bucket of gradients: large enough for bandwidth, small enough to start early.
 BUCKET_BYTES = 25 << 20
@@ -141,8 +142,8 @@ def buckets(
         gradients = sum(member.numbers * member.gradient_bytes for member in trained)
         share = max(int(gradients * SHARE_OF_GRADIENTS), LEAST_BUCKET_BYTES)
         bucket_bytes = min(bucket_bytes, share)
-    units = data == "zero3"
-    stages = data in ("zero2", "zero3")
+    units = "weights" in SHARDED_STATES[data]
+    stages = "gradients" in SHARDED_STATES[data]
     filled: list[list[tuple[int, Member]]] = []
     unfinished: dict[tuple[object, ...], list[tuple[int, Member]]] = {}
     for place, member in enumerate(reversed(members)):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.comm.mesh import Mesh
-from moemesh.config.plan import DataStrategy
+from moemesh.config.plan import SHARDED_STATES, DataStrategy
 from moemesh.parallel.data.buckets import (
     GatheredBucket,
     GatheredWeights,
@@ -143,7 +143,7 @@ class GradientReducer:
         self.gradients = {name: self.gradients[name] for name in order if name in self.gradients}
         self.weights = {name: self.weights[name] for name in order if name in self.weights}
         #: Whether gradients are summed over ranks after every backward, not once a step.
-        self.is_per_backward = data in ("zero2", "zero3")
+        self.is_per_backward = "gradients" in SHARDED_STATES[data]
         #: Ids of the parameters whose next gradient is their last before the next sum over ranks.
         self._armed: set[int] = set()
         #: Buckets whose sums have not started, in order; buckets whose started sums hold memory.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from moemesh.config.plan import SHARDED_STATES
 from moemesh.planner.traffic.tensors import StagePlacement, data_buckets, owned
 from moemesh.sharding.buckets import MOST_UNDER_WAY
 from moemesh.sharding.parameters import ParameterTensor, units
@@ -56,7 +57,7 @@ def most_gradient_buffers(placement: StagePlacement, rank: int, element: int) ->
     if plan.data == "replicate":
         return 0
     sums = _Sums(placement, rank, element)
-    if plan.data not in ("zero2", "zero3"):
+    if "gradients" not in SHARDED_STATES[plan.data]:
         # Gradients are summed in place, once a step.
         sums.start(range(len(sums.buckets)))
         return sums.most
@@ -95,7 +96,8 @@ class _Sums:
     def __init__(self, placement: StagePlacement, rank: int, element: int) -> None:
         self.buckets = [item for item in data_buckets(placement, rank, element) if item.trains]
         #: Gradients stay separate until their sum starts.
-        self.is_separate = placement.plan.data == "zero3"
+        sharded = SHARDED_STATES[placement.plan.data]
+        self.is_separate = "weights" in sharded
         #: Parameter name -> (index of its bucket, bytes of its gradient).
         self.bucket_of: dict[str, tuple[int, int]] = {}
         #: Bytes per bucket of the vector that is sent (0 if the rank keeps it anyway), and of the
@@ -104,7 +106,7 @@ class _Sums:
         self.received: list[int] = []
         for place, bucket in enumerate(self.buckets):
             sizes, index = owned(placement, bucket, rank)
-            is_copied = placement.plan.data in ("zero2", "zero3") and len(sizes) > 1
+            is_copied = "gradients" in sharded and len(sizes) > 1
             size = bucket.gradient_bytes
             self.vectors.append(bucket.numbers * size * is_copied)
             self.received.append(sizes[index] * (len(sizes) - 1) * size)

@@ -38,7 +38,7 @@ from itertools import chain
 
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
+from moemesh.config.plan import SHARDED_STATES, Plan
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import DispatchTraffic, Routing, replicated
 from moemesh.planner.traffic.exchanges import (
@@ -411,7 +411,7 @@ def _gradients(step: RankStep, times: int) -> Iterator[Transfer]:
     """Sums of gradients and, if states are sharded, gathers of updated weights."""
     plan, placement, layout = step.plan, step.placement, step.layout
     backwards: Counter[int] | None = None
-    if plan.data in ("zero2", "zero3"):
+    if "gradients" in SHARDED_STATES[plan.data]:
         # Stage -> number of operations that are followed by a sum of its gradients.
         ops = step.schedule.ops(step.coordinates["pp"])
         backwards = Counter(op.stage for op in ops if op.kind in ("B", "W"))

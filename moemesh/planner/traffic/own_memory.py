@@ -16,7 +16,7 @@ from typing import Any
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
 from moemesh.config.model import ModelConfig
-from moemesh.config.plan import Plan
+from moemesh.config.plan import SHARDED_STATES, Plan
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.planner.traffic.dispatch_traffic import Routing
@@ -42,9 +42,9 @@ from moemesh.trace.memory_profile import (
 
 # Model states: weights to snapshots.
 #
-# Every parameter's local shard times its bytes, or the part that the rank owns: of masters, moments
-# and snapshots unless `plan.data` is replicate, of gradients under zero2 and zero3, of weights
-# under zero3, which also gathers units of them. Frozen parameters have weights only.
+# Every parameter's local shard times its bytes, or the part that the rank owns of a state that
+# `plan.data` shards (:data:`moemesh.config.plan.SHARDED_STATES`); snapshots are sharded like the
+# optimizer. Sharded weights are gathered unit by unit. Frozen parameters have weights only.
 #
 # | state | bytes a number |
 # |---|---|
@@ -76,17 +76,17 @@ def predict_states(
     the number of tensors that the optimizer keeps of a parameter, by its name."""
     plan, pp_rank = placement.plan, placement.coordinates(rank)["pp"]
     model, schedule = placement.model, placement.schedule
-    weights = {True: 0, False: 0}
+    weights, sharded = {True: 0, False: 0}, SHARDED_STATES[plan.data]
     gradients = masters = updated = moments = 0
     for bucket in data_buckets(placement, rank, element):
         whole, share = range(bucket.numbers), owned_range(placement, bucket, rank)
-        kept = share if plan.data == "zero3" else whole
+        kept = share if "weights" in sharded else whole
         of_experts = bucket.expert_numbers(kept)
         weights[True] += of_experts * bucket.weight_bytes
         weights[False] += (len(kept) - of_experts) * bucket.weight_bytes
         if bucket.trains:
             wide = bucket.gradient_bytes
-            gradients += len(share if plan.data in ("zero2", "zero3") else whole) * wide
+            gradients += len(share if "gradients" in sharded else whole) * wide
             # A weight as wide as its gradient is its own master, and is copied like a master.
             masters += len(share) * wide if bucket.weight_bytes < wide else 0
             updated += len(share) * wide
@@ -104,7 +104,7 @@ def predict_states(
     # The host holds a master of every weight, and its gradient.
     is_offloaded = plan.offload == "optimizer"
     is_undone = plan.optimizer_validation == "after" and schedule.update is None
-    gathered = gathered_units(placement, rank, element)[1] if plan.data == "zero3" else 0
+    gathered = gathered_units(placement, rank, element)[1] if "weights" in sharded else 0
     return MemoryProfile(
         rank=rank,
         gathered_weights=gathered,

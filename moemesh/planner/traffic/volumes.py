@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.layout import AXES
+from moemesh.config.plan import SHARDED_STATES
 from moemesh.planner.memory import rank_weights
 from moemesh.planner.planned_layout import DATA, PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
@@ -262,7 +263,7 @@ class _Volumes:
     ) -> None:
         """Enter sums of gradients and gathers of weights, for `psi` parameters of a rank with a
         trained `share`."""
-        layout = self.layout
+        layout, data = self.layout, DATA[self.layout.zero]
         buckets = layers if layout.bucket_per_layer else 1
         if not psi or replicas == 1 or (not share and layout.zero < 3):
             return
@@ -271,7 +272,7 @@ class _Volumes:
             weight *= share
         gradient, weight = gradient / buckets, weight / buckets
         # ZeRO-2 has no buffer for unreduced gradients of several microbatches.
-        is_often = layout.reduce_every_microbatch or layout.zero >= 2
+        is_often = layout.reduce_every_microbatch or "gradients" in SHARDED_STATES[data]
         sums = buckets * (layout.microbatches if is_often else 1)
         if layout.parameter_server:
             servers = min(layout.servers, replicas)
@@ -284,7 +285,7 @@ class _Volumes:
             ]
             return
         members = {"all": replicas, "shard": shards, "copies": replicas // shards}
-        for ranks, op, phase, caller in STATE_EXCHANGES[DATA[layout.zero]]:
+        for ranks, op, phase, caller in STATE_EXCHANGES[data]:
             count, size = sums, weight if caller == "weights" else gradient
             if phase == "optimizer" or (caller == "weights" and layout.reshard == "step"):
                 if phase == "backward":
