@@ -14,10 +14,10 @@ w = 2, g = 4, o = 12 is Megatron's mixed precision (18 bytes), g = 2 the ZeRO pa
 dp cp for dense weights and D_e = dp cp tp / (ep etp) for experts, which are summed separately. S of
 the N ranks are servers; the most loaded rank is a server.
 
-Activations of a rank are its stages' (:class:`KeptTensor`) times the microbatches of each in
-flight, and weights are multiplied by the versions that it stores; both numbers come from the
-schedule (:mod:`moemesh.schedule.step`). Every number of a layout may be a numpy column, one entry
-per layout: a search evaluates the layouts of a family with the same formulas in one call.
+Activations of a rank are its stages' (:mod:`moemesh.planner.kept_tensors`) times the microbatches
+of each in flight, and weights are multiplied by the versions that it stores; both numbers come from
+the schedule (:mod:`moemesh.schedule.step`). Every number of a layout may be a numpy column, one
+entry per layout: a search evaluates the layouts of a family with the same formulas in one call.
 
 Sources: arXiv:1910.02054 (ZeRO), arXiv:2205.05198 (activations), arXiv:2104.04473 (interleaving),
 arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
@@ -26,145 +26,22 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property, lru_cache, partial, reduce
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, lru_cache, partial, reduce
 
 import numpy as np
 
 from moemesh.config.lora import NF4_BLOCK, NF4_BLOCK_BYTES, NF4_NUMBERS_AT_ONCE
 from moemesh.config.plan import SHARDED_STATES
 from moemesh.planner.arithmetic import Number, maximum, minimum, where
+from moemesh.planner.kept_tensors import KEEP_SCORES, ActivationBytes, ChunkBytes
 from moemesh.planner.parameters import WeightCounts, end_weights, layer_parts, layer_weights
 from moemesh.planner.planned_layout import DATA, PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
 from moemesh.schedule.step import alive, weight_copies
 from moemesh.trace.memory_profile import LOGITS, MemoryProfile, logits_per_token
-
-# Bytes that a layer keeps for its backward, per token and per microbatch of a rank.
-#
-# Per token and layer, with w bytes an element (2 in the 16-bit formulas of the sources) and t
-# tensor ranks; "tokens" are divided by t only with sequence parallelism. Each :class:`KeptTensor`
-# below is a row of the sources' tables. A GPT layer comes to s b h (34 + 5 a s / h) (Korthikanti et
-# al., arXiv:2205.05198, equation 1), a modern one to 12 h + 4 h_kv + 8 f a token. An MoE layer
-# replaces the MLP line by router logits 4 E, and for each of k copies: the permuted row w h, gate
-# and up 2 w f_e, product w f_e, the result w h; shared experts as an MLP. *Expert parallelism
-# divides none of these*: every rank brings its own tokens and a balanced exchange conserves them.
-# Expert-tensor parallelism gathers tokens (x) and cuts f_e (1/x): the width terms cancel, the terms
-# with h grow.
-
-
-#: Kind of division of bytes over ranks, a field of :class:`ActivationBytes`.
-Cut = Literal["tokens", "width", "routed"]
-
-
-class ActivationBytes(NamedTuple):
-    """Bytes per token by their division over ranks: `tokens` is divided by tp only with sequence
-    parallelism, `width` always by tp, `routed` like `tokens` and multiplied by the load imbalance.
-    """
-
-    tokens: float = 0.0
-    width: float = 0.0
-    routed: float = 0.0
-
-    def on_rank(self, layout: PlannedLayout) -> float:
-        """Bytes of one microbatch on one rank."""
-        shard = layout.tp if layout.sequence_parallel else 1
-        per_token = self.tokens / shard + self.width / layout.tp
-        routed = self.routed / shard * layout.imbalance
-        return layout.tokens * (per_token + routed)
-
-
-class KeptTensor(NamedTuple):
-    """Bytes per token that an operation keeps, with their division over ranks. They are recomputed
-    instead if the layout's recomputation includes one of `recomputed_by`."""
-
-    cut: Cut
-    size: float
-    recomputed_by: tuple[str, ...] = ()
-
-
-#: Kernels of the attention core that keep its scores for the backward.
-KEEP_SCORES = ("fused", "eager")
-
-
-def kept_tensors(shape: ModelShape, moe: bool, layout: PlannedLayout) -> Iterator[KeptTensor]:
-    """All kept tensors of the attention block and the MLP of one layer."""
-    w, hidden, heads = layout.element_bytes, shape.hidden_size, shape.num_heads
-    has_dropout = shape.dropout if layout.dropout is None else layout.dropout
-    for _ in ("attention", "mlp"):
-        # The residual stream before a block, and its norm.
-        yield KeptTensor("tokens", w * hidden)
-        yield KeptTensor("tokens", w * hidden, ("norm",))
-        if not layout.fused_norm:
-            yield KeptTensor("tokens", 4 * hidden)
-        if has_dropout:
-            yield KeptTensor("tokens", hidden)
-    is_latent = shape.attention == "mla"
-    projected = w * (shape.query_width + shape.kv_width + shape.value_width)
-    # The low ranks before and after their norms.
-    low = 2 * (shape.q_lora_rank + shape.kv_lora_rank) + shape.qk_rotary_head_dim
-    yield KeptTensor("tokens", w * low * is_latent)
-    yield KeptTensor("width", projected, ("mla_up",) if is_latent else ())
-    if shape.qk_norm != "none":
-        yield KeptTensor("width", w * (shape.query_width + shape.kv_width))
-    if shape.attention_gate:
-        yield KeptTensor("width", 2 * w * shape.query_width)
-    yield KeptTensor("width", w * shape.output_width)
-    if layout.attention_kernel not in KEEP_SCORES:
-        yield KeptTensor("width", 4 * heads)
-    else:
-        # The scores (masked by the window, if any), and dropout's copy and mask of them.
-        each = 2 * w + 1 if has_dropout else w
-        yield KeptTensor("width", each * layout.seq_len * heads, ("attention",))
-    #: MLPs without their input: (division over ranks, copies of a token, width, recomputed by).
-    mlps: list[tuple[Cut, float, int, tuple[str, ...]]] = []
-    if moe:
-        copies = routed_copies(shape, layout)
-        yield KeptTensor("tokens", 4 * shape.num_experts, ("moe",))
-        yield KeptTensor("routed", copies * (2 * w * hidden * layout.etp), ("moe",))
-        mlps.append(("width", 1, shape.shared_intermediate_size, ("moe", "shared_expert")))
-        mlps.append(("routed", copies, shape.expert_intermediate_size, ("moe", "experts")))
-    else:
-        mlps.append(("width", 1, shape.intermediate_size, ()))
-    unfused = shape.gated and not layout.fused_activation
-    for cut, copies, width, recomputed_by in mlps:
-        inner = copies * (w * width)
-        yield KeptTensor(cut, (2 if shape.gated else 1) * inner, recomputed_by)
-        yield KeptTensor(cut, (1 + unfused) * inner, (*recomputed_by, "activation"))
-
-
-def routed_copies(shape: ModelShape, layout: PlannedLayout) -> float:
-    """Rows per token at the experts: k, or at most the capacity if choices are dropped."""
-    k = float(shape.experts_per_token)
-    return min(k, k * layout.capacity_factor) if layout.capacity_factor else k
-
-
-def layer_kept(shape: ModelShape, kind: LayerKind, layout: PlannedLayout) -> ActivationBytes:
-    """Saved bytes of one layer under the layout's recomputation."""
-    w, hidden = layout.element_bytes, shape.hidden_size
-    if "full" in layout.recompute:
-        return ActivationBytes(tokens=w * hidden)
-    if "operators" in layout.recompute:
-        # The layer's input, every second matrix product and the attention output (torchtitan's
-        # selective operator checkpointing: of q, k, v, o, gate, up, down the 1st, 3rd, ...).
-        width = w * (shape.query_width + shape.value_width + shape.output_width)
-        width += 4 * shape.num_heads
-        if not kind.moe:
-            return ActivationBytes(tokens=2 * w * hidden, width=width + w * shape.intermediate_size)
-        routed = routed_copies(shape, layout) * w * (shape.expert_intermediate_size + hidden)
-        width += w * shape.shared_intermediate_size
-        return ActivationBytes(tokens=2 * w * hidden, width=width, routed=routed)
-    sums = dict.fromkeys(ActivationBytes._fields, 0.0)
-    for kept in kept_tensors(shape, kind.moe, layout):
-        if layout.recompute.isdisjoint(kept.recomputed_by):
-            sums[kept.cut] = sums[kept.cut] + kept.size
-    if shape.counted:
-        return ActivationBytes(tokens=shape.counted[kind.moe].kept_bytes, routed=sums["routed"])
-    return ActivationBytes(**sums)
-
 
 #: Bytes per logit of a loss with all logits: the logits, their fp32 softmax, its gradient.
 WHOLE_LOGIT_BYTES = {"fused": 6.0, "plain": 14.0}
@@ -275,50 +152,6 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
             now = now + count * size
         most = maximum(most, now)
     return most
-
-
-class ChunkBytes:
-    """Activation bytes of layers under one layout, computed once for each kind of layer.
-
-    ``once`` bytes of a layer are kept from its forward to its backward under the layout's
-    recomputation, ``whole`` bytes without recomputation: they exist while its backward runs.
-    `allocated` maps a layer's tensors to bytes of one microbatch on one rank; by default it is
-    their size.
-    """
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        layout: PlannedLayout,
-        allocated: Callable[[ActivationBytes], Number] | None = None,
-    ) -> None:
-        bare = with_values(layout, recompute=frozenset[str](), recompute_layers=None)
-        exact = partial(ActivationBytes.on_rank, layout=layout)
-        as_whole = allocated or exact
-        # A layer that is recomputed as a whole keeps only its input.
-        at_once = exact if "full" in layout.recompute else as_whole
-
-        @cache
-        def layer(kind: LayerKind) -> tuple[Number, Number]:
-            """(once, whole) of one layer on one rank."""
-            once = at_once(layer_kept(shape, kind, layout))
-            return once, as_whole(layer_kept(shape, kind, bare)) if layout.recompute else once
-
-        self.layer = layer
-        #: Cache of :func:`rank_memory`: rank -> bytes of its activations at its peak.
-        self.held: dict[int, Number] = {}
-
-    def chunk(self, layers: Mapping[LayerKind, int], limit: float | None = None) -> Number:
-        """Bytes kept by the layers of a chunk if at most `limit` layers of each kind are
-        recomputed; None: all are."""
-        total: Number = 0.0
-        for kind, number in layers.items():
-            once, whole = self.layer(kind)
-            if limit is None or number <= limit:
-                total = total + number * once
-            else:
-                total = total + (limit * once + (number - limit) * whole)
-        return total
 
 
 def _rank_states(
@@ -516,7 +349,7 @@ class PeakMemory:
 
 def peak_memory(shape: ModelShape, layout: PlannedLayout, allocation: Allocation) -> PeakMemory:
     """Peak memory of the worst pipeline rank."""
-    return max(_peaks(shape, layout, allocation, {}), key=lambda peak: peak.needed)
+    return max(_Peaks(shape, allocation).of_ranks(layout), key=lambda peak: peak.needed)
 
 
 def needed_bytes(
@@ -524,96 +357,122 @@ def needed_bytes(
 ) -> list[Number]:
     """Bytes that a device needs for each of `layouts`, which differ in ZeRO, attention exit and
     recomputation; their numbers may be columns."""
-    known: dict[object, Any] = {}
-    peaks = (_peaks(shape, layout, allocation, known) for layout in layouts)
+    peaks = map(_Peaks(shape, allocation).of_ranks, layouts)
     return [reduce(maximum, (peak.needed for peak in ranks), 0.0) for ranks in peaks]
 
 
-def _peaks(
-    shape: ModelShape, layout: PlannedLayout, allocation: Allocation, known: dict[object, Any]
-) -> Iterator[PeakMemory]:
-    """Peaks of the ranks that may be the worst. `known` is a cache shared by layouts: states for
-    equal ZeRO and exit, activations for equal recomputation."""
-    of_stack = ("gradient_bytes", "optimizer_bytes", "fused_activation")
-    layout = with_values(layout, **{name: getattr(allocation, name) for name in of_stack})
-    hidden, tokens, w = shape.hidden_size, layout.tokens, layout.element_bytes
-    is_full = "full" in layout.recompute
-    # Overhead of a stack per layer: norms, kept scores, and scores in the working set.
-    extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
-    shards = layout.tp if layout.sequence_parallel else 1
-    gathered = tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
-    score_bytes, score_work = 0.0, 0.0
-    if (name := layout.attention_kernel) in KEEP_SCORES:
-        each = getattr(allocation, f"{name}_score_work")
-        score_work = each * tokens * layout.seq_len * shape.num_heads / layout.tp
-        counted = tokens * layout.seq_len * shape.num_heads / layout.tp
-        score_bytes = (getattr(allocation, f"{name}_score_bytes") - w) * counted
+class _Peaks:
+    """Peaks under one software stack, of layouts that differ in ZeRO, attention exit and
+    recomputation; bytes that several of them share are computed once."""
 
-    def layer_bytes(tensors: ActivationBytes) -> Number:
-        size = tensors._replace(tokens=tensors.tokens + extra).on_rank(layout) + gathered
-        return allocation.activation_scale * (size + score_bytes)
+    def __init__(self, shape: ModelShape, allocation: Allocation) -> None:
+        self.shape, self.allocation = shape, allocation
+        #: (rank, ZeRO, exit) -> weights and states.
+        self._states: dict[tuple[int, int, str], tuple[WeightCounts, dict[str, Number]]] = {}
+        #: Recomputation -> layers with their tensors alone, and with the stack's overhead.
+        self._layers: dict[frozenset[str], tuple[ChunkBytes, ChunkBytes]] = {}
+        #: (rank, recomputation) -> bytes of activations, of logits and of the running layer.
+        self._parts: dict[tuple[int, frozenset[str]], tuple[Number, Number, Number]] = {}
 
-    if (recompute := layout.recompute) not in known:
-        known[recompute] = ChunkBytes(shape, layout), ChunkBytes(shape, layout, layer_bytes)
-    tensors, chunks = known[recompute]
-    stages = Stages.of(shape, layout, microbatches=1)
-    for rank in worst_ranks(stages):
+    def of_ranks(self, layout: PlannedLayout) -> Iterator[PeakMemory]:
+        """Peaks of the ranks that may be the worst."""
+        shape, allocation, recompute = self.shape, self.allocation, layout.recompute
+        of_stack = ("gradient_bytes", "optimizer_bytes", "fused_activation")
+        layout = with_values(layout, **{name: getattr(allocation, name) for name in of_stack})
+        if recompute not in self._layers:
+            chunks = ChunkBytes(shape, layout, partial(self._layer_bytes, layout))
+            self._layers[recompute] = ChunkBytes(shape, layout), chunks
+        tensors, chunks = self._layers[recompute]
+        stages = Stages.of(shape, layout, microbatches=1)
+        for rank in worst_ranks(stages):
+            if (key := (rank, layout.zero, layout.attention_exit)) not in self._states:
+                self._states[key] = _rank_states(shape, layout, rank)
+            exact = rank_memory(shape, layout, rank, tensors, self._states[key])
+            if (rank, recompute) not in self._parts:
+                self._parts[rank, recompute] = self._parts_of(layout, rank, stages, chunks)
+            activations, logits, working = self._parts[rank, recompute]
+            if layout.zero >= 3 and "full" in recompute:
+                # The loss is freed before the first layer runs backward.
+                logits, working = maximum(logits, working), 0.0
+            buffers = exact.buffers if layout.zero >= 3 else 0.0
+            allocated = exact.states + activations + logits + working + buffers
+            if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
+                whole = sum(self._states[key][0].on_rank(layout))
+                allocated = allocated + allocation.whole_bytes * whole
+            required = exact.total
+            if allocation.logit_bytes < Allocation.logit_bytes:  # as a compiled loss
+                required = required - exact.logits + logits
+            yield PeakMemory(
+                rank=rank,
+                allocated=allocated,
+                # The required tensors of a step are a lower bound.
+                needed=maximum(allocated + allocation.workspace_bytes, required),
+                states=exact.states,
+                activations=activations,
+                logits=logits,
+                working=working,
+            )
+
+    def _layer_bytes(self, layout: PlannedLayout, tensors: ActivationBytes) -> Number:
+        """Bytes of a layer with the stack's overhead: norms, and kept scores."""
+        allocation, w, hidden = self.allocation, layout.element_bytes, self.shape.hidden_size
+        extra = 0.0 if layout.fused_norm else allocation.unfused_norm_bytes * hidden
+        shards = layout.tp if layout.sequence_parallel else 1
+        norms = layout.tokens * (2 * w * hidden * allocation.gathered_norms * (1 - 1 / shards))
+        scores: Number = 0.0
+        if (name := layout.attention_kernel) in KEEP_SCORES:
+            counted = layout.tokens * layout.seq_len * self.shape.num_heads / layout.tp
+            scores = (getattr(allocation, f"{name}_score_bytes") - w) * counted
+        size = tensors._replace(tokens=tensors.tokens + extra).on_rank(layout) + norms
+        return allocation.activation_scale * (size + scores)
+
+    def _parts_of(
+        self, layout: PlannedLayout, rank: int, stages: Stages, chunks: ChunkBytes
+    ) -> tuple[Number, Number, Number]:
+        """Bytes of activations, of logits and of the running layer."""
         content = stages.contents[rank]
-        if (key := (rank, layout.zero, layout.attention_exit)) not in known:
-            known[key] = _rank_states(shape, layout, rank)
-        exact = rank_memory(shape, layout, rank, tensors, known[key])
-        if (rank, recompute) not in known:
-            kept = [chunks.chunk(chunk) for chunk in content.chunks]
-            working: Number = 0.0
-            for kind in content.kinds:
-                _, whole = chunks.layer(kind)
-                work = whole if is_full else 0.0
-                working = maximum(working, work + allocation.working_layers * whole + score_work)
-            if content.kinds and not layout.adapters:
-                # The gradient of the largest matrix of a layer exists twice.
-                matrix = (2 if shape.gated else 1) * hidden
-                if list(content.kinds)[-1].moe:
-                    matrix = matrix * shape.expert_intermediate_size / layout.etp
-                else:
-                    matrix = matrix * shape.intermediate_size / layout.tp
-                working = working + allocation.layer_gradient_bytes * matrix
-            logits: Number = 0.0
-            if content.has_head:
-                if layout.loss == "chunked":
-                    logits = chunk_bytes(shape, layout)
-                else:
-                    numbers = layout.tokens * shape.vocab_size
-                    gathered_logits = allocation.gathered_logit_bytes * numbers
-                    logits = allocation.logit_bytes * numbers / layout.tp
-                    logits = logits + where(layout.tp > 1, gathered_logits, 0.0)
-                head = 0 if layout.adapters else shape.vocab_size * hidden / layout.tp
-                logits = logits + allocation.head_gradient_bytes * head
-            activations = held(layout, rank, kept)
-            if layout.pp > 1:
-                activations = activations + allocation.extra_in_flight * sum(kept)
-            known[rank, recompute] = activations, logits, working
-        activations, logits, working = known[rank, recompute]
-        if layout.zero >= 3 and is_full:
-            # The loss is freed before the first layer runs backward.
-            logits, working = maximum(logits, working), 0.0
-        buffers = exact.buffers if layout.zero >= 3 else 0.0
-        allocated = exact.states + activations + logits + working + buffers
-        if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
-            whole = sum(known[key][0].on_rank(layout))
-            allocated = allocated + allocation.whole_bytes * whole
-        required = exact.total
-        if allocation.logit_bytes < Allocation.logit_bytes:  # as a compiled loss
-            required = required - exact.logits + logits
-        yield PeakMemory(
-            rank=rank,
-            allocated=allocated,
-            # The required tensors of a step are a lower bound.
-            needed=maximum(allocated + allocation.workspace_bytes, required),
-            states=exact.states,
-            activations=activations,
-            logits=logits,
-            working=working,
-        )
+        kept = [chunks.chunk(chunk) for chunk in content.chunks]
+        activations = held(layout, rank, kept)
+        if layout.pp > 1:
+            activations = activations + self.allocation.extra_in_flight * sum(kept)
+        logits = self._logits(layout) if content.has_head else 0.0
+        return activations, logits, self._working(layout, content.kinds, chunks)
+
+    def _working(
+        self, layout: PlannedLayout, kinds: Collection[LayerKind], chunks: ChunkBytes
+    ) -> Number:
+        """Bytes of the layer that runs: its tensors and scores, and a gradient."""
+        shape, allocation, scores = self.shape, self.allocation, 0.0
+        if (name := layout.attention_kernel) in KEEP_SCORES:
+            each = getattr(allocation, f"{name}_score_work")
+            scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
+        working: Number = 0.0
+        for kind in kinds:
+            _, whole = chunks.layer(kind)
+            work = whole if "full" in layout.recompute else 0.0
+            working = maximum(working, work + allocation.working_layers * whole + scores)
+        if kinds and not layout.adapters:
+            # The gradient of the largest matrix of a layer exists twice.
+            matrix = (2 if shape.gated else 1) * shape.hidden_size
+            if list(kinds)[-1].moe:
+                matrix = matrix * shape.expert_intermediate_size / layout.etp
+            else:
+                matrix = matrix * shape.intermediate_size / layout.tp
+            working = working + allocation.layer_gradient_bytes * matrix
+        return working
+
+    def _logits(self, layout: PlannedLayout) -> Number:
+        """Bytes of logits and of the additional gradient of the head."""
+        shape, allocation = self.shape, self.allocation
+        if layout.loss == "chunked":
+            logits = chunk_bytes(shape, layout)
+        else:
+            numbers = layout.tokens * shape.vocab_size
+            gathered = allocation.gathered_logit_bytes * numbers
+            logits = allocation.logit_bytes * numbers / layout.tp
+            logits = logits + where(layout.tp > 1, gathered, 0.0)
+        head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
+        return logits + allocation.head_gradient_bytes * head
 
 
 @lru_cache(maxsize=4096)

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from moemesh.config.plan import Plan
+from moemesh.planner.kept_tensors import layer_kept
 from moemesh.planner.layout_sources import from_plan
-from moemesh.planner.memory import layer_kept, rank_memory
+from moemesh.planner.memory import rank_memory
 from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model

@@ -14,8 +14,8 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.plan import RECOMPUTED, Plan
 from moemesh.planner.accuracy.published import recompute_from_words
 from moemesh.planner.estimate import estimate_named
+from moemesh.planner.kept_tensors import layer_kept
 from moemesh.planner.layout_sources import from_plan, plan_of, plan_table, read_plan
-from moemesh.planner.memory import layer_kept
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.search.command import plan_keys
 from moemesh.planner.shapes.load_shape import load_model

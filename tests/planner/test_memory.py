@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from moemesh.planner.kept_tensors import layer_kept
 from moemesh.planner.memory import (
     estimate_memory,
-    layer_kept,
     rank_memory,
     rank_weights,
 )
