@@ -102,7 +102,7 @@ def plan_of(layout: PlannedLayout) -> Plan:
         slices=layout.slices or None,
         microbatches=layout.microbatches,
         shard_group=layout.zero_group or None,
-        data="parameter_server" if layout.parameter_server else DATA[layout.zero],
+        data=layout.data,
         **recompute,
         # A plan without node borders has a single node.
         ranks_per_node=node if 0 < node < world else None,

@@ -37,7 +37,7 @@ from moemesh.config.plan import SHARDED_STATES
 from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.kept_tensors import KEEP_SCORES, ActivationBytes, ChunkBytes
 from moemesh.planner.parameters import WeightCounts, end_weights, layer_parts, layer_weights
-from moemesh.planner.planned_layout import DATA, PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
 from moemesh.schedule.step import alive, weight_copies
@@ -174,7 +174,7 @@ def _rank_states(
             for part in (parts[name] for name in _PACKED if name in parts):
                 packed = packed.plus(part, number)
     saved = [per_number * number for number in packed.on_rank(layout)]
-    shards, sharded = (layout.dense_shards, layout.expert_shards), SHARDED_STATES[DATA[layout.zero]]
+    shards, sharded = (layout.dense_shards, layout.expert_shards), SHARDED_STATES[layout.data]
     cut_w, cut_g, cut_o = (
         shards if state in sharded else (1, 1) for state in ("weights", "gradients", "optimizer")
     )

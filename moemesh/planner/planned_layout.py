@@ -226,6 +226,11 @@ class PlannedLayout(MeshDegrees, Shown):
         return min(self.edp, self.zero_group) if self.zero_group else self.edp
 
     @property
+    def data(self) -> DataStrategy:
+        """Value of `plan.data`."""
+        return "parameter_server" if self.parameter_server else DATA[self.zero]
+
+    @property
     def microbatches(self) -> int:
         """Microbatches of one step of one replica."""
         # Rounded up twice, for whole numbers and for columns of them.
@@ -287,13 +292,11 @@ class PlannedLayout(MeshDegrees, Shown):
             is_default = value == implied.get(name, field.default) and name != "microbatch"
             if is_default or name in ("seq_len", "global_batch"):
                 continue
-            if name == "zero":
-                name, value = "data", DATA[self.zero]
+            if name in ("zero", "parameter_server"):
+                name, value = "data", self.data
             elif name == "recompute":
                 words = (word for word, parts in RECOMPUTED.items() if parts == value)
                 value = next(words, "+".join(sorted(self.recompute)))
-            elif name == "parameter_server":
-                name, value = "data", name
             parts.append(f"{name}={shown(value)}")
         return ",".join(parts)
 

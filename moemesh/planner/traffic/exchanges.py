@@ -23,11 +23,7 @@ _PAIRS = {
 }
 _MESSAGES = {"send": "send_receive", "receive": "send_receive"}
 #: Exit of a tensor-parallel block -> collective of the gradients that enter the block there.
-EXIT_GRADIENTS = {
-    "reduce_scatter": "all_gather",
-    "all_reduce": "all_gather",
-    "all_to_all": "all_to_all",
-}
+EXIT_GRADIENTS = {**_PAIRS, "all_reduce": "all_gather"}
 _LAYER = frozenset({"full"})
 _CORE, _EXPERTS = _LAYER | {"attention"}, _LAYER | {"moe"}
 #: Caller of collectives in a forward -> recomputed parts of a layer that contain them.

@@ -40,7 +40,7 @@ from moemesh.config.dispatcher_table import DISPATCHERS
 from moemesh.config.layout import AXES
 from moemesh.config.plan import SHARDED_STATES
 from moemesh.planner.memory import rank_weights
-from moemesh.planner.planned_layout import DATA, PlannedLayout
+from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import Stages, pipeline_step
 from moemesh.planner.traffic.exchanges import (
@@ -263,7 +263,7 @@ class _Volumes:
     ) -> None:
         """Enter sums of gradients and gathers of weights, for `psi` parameters of a rank with a
         trained `share`."""
-        layout, data = self.layout, DATA[self.layout.zero]
+        layout, data = self.layout, self.layout.data
         buckets = layers if layout.bucket_per_layer else 1
         if not psi or replicas == 1 or (not share and layout.zero < 3):
             return
