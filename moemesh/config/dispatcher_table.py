@@ -31,6 +31,13 @@ class HopRows(NamedTuple):
         """Whether a row is a token with all its experts, not one (token, expert) pair."""
         return self.rows not in ("rows", "slots")
 
+    @property
+    def ops(self) -> tuple[str, str]:
+        """Collectives that carry rows to the experts, and results back."""
+        if self.is_gathered:
+            return "all_gather", "reduce_scatter"
+        return "all_to_all", "all_to_all"
+
 
 class UniformRows(NamedTuple):
     """Numbers of a dispatch under uniform routing: `tokens` of a rank, each with `chosen` experts

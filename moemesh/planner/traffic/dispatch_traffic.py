@@ -276,9 +276,8 @@ class DispatchTraffic:
         self, hop: HopRows, phase: str, caller: str, width: float, *, home: bool = False
     ) -> Transfer:
         """Rows of `width` bytes to the experts, or back from them (`home`)."""
-        there, back = ("all_gather", "reduce_scatter") if hop.is_gathered else ("all_to_all",) * 2
         rows = self._rows(hop)[::-1] if home else self._rows(hop)
-        return _sized(hop.axis, back if home else there, phase, caller, rows, width)
+        return _sized(hop.axis, hop.ops[home], phase, caller, rows, width)
 
     def _rows_of(self, hop: HopRows) -> tuple[list[float], ...]:
         """Rows to and from each member of the hop's axis; each member's rows if it is a gather."""

@@ -152,17 +152,16 @@ class _Volumes:
     def _layer(
         self,
         axis: str,
-        ops: tuple[str, str],
+        forward: str,
+        backward: str,
         caller: str,
         count: float,
         size: float,
-        *,
         back: float | None = None,
         members: int = 0,
     ) -> None:
         """Events of the forward of a layer, of its recomputation, and of its backward, which moves
-        `back` bytes, by default as many. `ops`: collectives of forward and backward; "": none."""
-        forward, backward = ops
+        `back` bytes, by default as many. `forward` and `backward` are collectives; "": none."""
         for phase in ("forward", "recompute") if caller in self.repeated else ("forward",):
             if forward:
                 self._enter(axis, forward, phase, caller, count, size, members)
@@ -181,23 +180,23 @@ class _Volumes:
         is_cut = layout.sequence_parallel
         summed, gathered = ("reduce_scatter", "all_gather") if is_cut else ("all_reduce", "")
         if self.content.has_embedding:
-            self._layer("tp", (summed, gathered), "embedding", m, self.stream)
+            self._layer("tp", summed, gathered, "embedding", m, self.stream)
         if self.content.has_head:
-            self._layer("tp", (gathered, summed), "head", m, self.stream)
+            self._layer("tp", gathered, summed, "head", m, self.stream)
             self._enter("tp", "all_reduce", "forward", "head.loss", m, 3 * 4 * layout.tokens)
 
     def _blocks(self, caller: str, count: float, exit_form: str, entering: float) -> None:
         """`count` blocks with a tensor-parallel entry of `entering` bytes and an exit."""
         layout, enter, leave = self.layout, f"{caller}.enter", f"{caller}.leave"
         if not layout.sequence_parallel:
-            self._layer("tp", ("all_reduce", ""), leave, count, self.stream)
-            self._layer("tp", ("", "all_reduce"), enter, count, entering)
+            self._layer("tp", "all_reduce", "", leave, count, self.stream)
+            self._layer("tp", "", "all_reduce", enter, count, entering)
             return
         leaving = self.stream
         if exit_form == "all_to_all":
             leaving = layout.tokens * self.shape.output_width * layout.element_bytes / layout.tp
-        self._layer("tp", ("all_gather", layout.input_gradient), enter, count, entering)
-        self._layer("tp", (exit_form, EXIT_GRADIENTS[exit_form]), leave, count, leaving)
+        self._layer("tp", "all_gather", layout.input_gradient, enter, count, entering)
+        self._layer("tp", exit_form, EXIT_GRADIENTS[exit_form], leave, count, leaving)
         if layout.rebuild != "none":
             tensors = 2 if layout.rebuild == "input_and_gradient" else 1
             rebuilt = "backward", f"{caller}.rebuild", count, tensors * self.stream
@@ -213,11 +212,11 @@ class _Volumes:
             case "ring":
                 # In the backward gradients travel with their keys and values, in fp32 at least.
                 hops, block = count * (c - 1), whole / c
-                self._layer("cp", ("send_receive",) * 2, "context.keys", hops, block)
+                self._layer("cp", "send_receive", "send_receive", "context.keys", hops, block)
                 block *= max(layout.element_bytes, 4) / layout.element_bytes
                 self._enter("cp", "send_receive", "backward", "context.gradients", hops, block)
             case "all_gather":
-                self._layer("cp", ("all_gather",) * 2, "context.keys", count, whole)
+                self._layer("cp", "all_gather", "all_gather", "context.keys", count, whole)
                 self._enter("cp", "reduce_scatter", "backward", "context.keys", count, whole)
             case "all_to_all":
                 # `copies` is the mean number of ranks that receive a key/value head.
@@ -227,9 +226,9 @@ class _Volumes:
                     shares = (head_share(heads, kv_heads, c, index) for index in range(c))
                     copies = sum(len(share.keys) for share in shares) / kv_heads
                 moved = (shape.query_width + keys * copies) * (layout.tokens * width)
-                self._layer("cp", ("all_to_all",) * 2, "context.heads", count, moved)
+                self._layer("cp", "all_to_all", "all_to_all", "context.heads", count, moved)
                 moved = layout.tokens * shape.output_width * width
-                self._layer("cp", ("all_to_all",) * 2, "context.positions", count, moved)
+                self._layer("cp", "all_to_all", "all_to_all", "context.positions", count, moved)
 
     def _experts(self) -> None:
         layout, shape = self.layout, self.shape
@@ -246,17 +245,17 @@ class _Volumes:
         )
         name = layout.dispatcher if layout.dispatcher in table else "all_to_all"
         arriving = 0.0
-        for axis, _, is_gathered in DISPATCHERS[name].hops:
-            arriving = table[name].by_axis.get(axis, arriving)
+        for hop in DISPATCHERS[name].hops:
+            arriving = table[name].by_axis.get(hop.axis, arriving)
             # Lanes of an ep index gather each other's rows.
-            rows = arriving * layout.etp if is_gathered else arriving
-            width = plain if axis == "etp" else coded
-            members = prod(mesh.dimensions(AXES[axis][0])[dim] for dim in AXES[axis][1])
-            ops = ("all_gather", "reduce_scatter") if is_gathered else ("all_to_all",) * 2
-            ways = ("moe.dispatch", ops, width), ("moe.combine", ops[::-1], plain)
-            for caller, pair, sent in ways:
-                size, back = rows * sent, rows * plain
-                self._layer(axis, pair, caller, count, size, back=back, members=members)
+            rows = arriving * layout.etp if hop.is_gathered else arriving
+            width, (view, dims) = plain if hop.axis == "etp" else coded, AXES[hop.axis]
+            members = prod(mesh.dimensions(view)[dim] for dim in dims)
+            there, back = hop.ops
+            sizes = count, rows * width, rows * plain, members
+            self._layer(hop.axis, there, back, "moe.dispatch", *sizes)
+            sizes = count, rows * plain, rows * plain, members
+            self._layer(hop.axis, back, there, "moe.combine", *sizes)
 
     def _sums(
         self, axis: str, psi: float, share: float, replicas: int, shards: int, layers: int
