@@ -160,8 +160,9 @@ class _Volumes:
         back: float | None = None,
         members: int = 0,
     ) -> None:
-        """Events of the forward of a layer, of its recomputation, and of its backward, which moves
-        `back` bytes, by default as many. `forward` and `backward` are collectives; "": none."""
+        """Enter the collective `forward` with `size` bytes, also for the recomputation of its
+        caller, and the collective `backward` with `back` bytes (None: `size`); "" is no collective.
+        """
         for phase in ("forward", "recompute") if caller in self.repeated else ("forward",):
             if forward:
                 self._enter(axis, forward, phase, caller, count, size, members)
