@@ -132,7 +132,7 @@ def _with_mesh(rank: int, layout: Layout, function: Callable[..., Any], *args: A
 
 def fork_the_server() -> None:
     """Start the fork server as a fork of this process instead of a new interpreter, which would
-    import torch, transformers and moemesh once more: four processor seconds in every worker.
+    import torch, transformers and moemesh: four processor seconds in every worker.
 
     Only native libraries may have started threads: after collection, before the first test.
     """

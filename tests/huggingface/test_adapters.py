@@ -30,7 +30,7 @@ from moemesh.sharding.load_run import load_run
 from moemesh.train.inference.evaluation import load as load_on
 from moemesh.train.preparation import check_inputs
 from moemesh.train.weights.conversion import convert
-from moemesh.train.weights.weight_sources import config_of
+from moemesh.train.weights.weight_sources import check_weights, config_of
 from tests.checkpoint.simulate import whole
 from tests.huggingface import ours
 from tests.huggingface.ours import assert_near
@@ -260,6 +260,8 @@ def test_a_folder_of_adapters_is_a_model(
     expected = ours.logits(model, TOKENS)[0]
     evaluated = load_on(config_of(written, []), Mesh.single("cpu"), written).model
     assert_near(ours.logits(evaluated, TOKENS)[0], expected)
+    with pytest.raises(ConfigError, match=r"holds adapters of PEFT, and no config.json"):
+        check_weights(written)  # of verbs that need a whole model
     convert(written, tmp_path / "merged", dtype="float32")
     assert_near(logits(load(tmp_path / "merged"), TOKENS), expected)
 

@@ -283,7 +283,6 @@ def test_a_base_model_with_tied_tables(tmp_path: Path) -> None:
 
 #: Content of a folder, by file -> the kind that a message names, and its remedy.
 OTHERS = {
-    "adapter_config.json": ("adapters of PEFT", "lora.path=[^ ]*other"),
     "model-Q4.gguf": ("weights in GGUF", "original weights, in safetensors"),
     "checkpoints/step-2": ("a run of moemesh", "moemesh convert [^ ]*other FOLDER"),
     "zero_to_fp32.py": ("a checkpoint of DeepSpeed", "python [^ ]*other/zero_to_fp32.py"),

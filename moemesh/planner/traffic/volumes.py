@@ -161,7 +161,7 @@ class _Volumes:
         members: int = 0,
     ) -> None:
         """Enter the collective `forward` with `size` bytes, also for the recomputation of its
-        caller, and the collective `backward` with `back` bytes (None: `size`); "" is no collective.
+        caller, and the collective `backward` with `back` bytes (None: `size`); "" is none.
         """
         for phase in ("forward", "recompute") if caller in self.repeated else ("forward",):
             if forward:
