@@ -158,6 +158,10 @@ def _serve_forks(program: str, descriptors: list[int]) -> NoReturn:
     threading.excepthook = threading.__excepthook__
     logging.getLogger().handlers.clear()
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    for name in logging.root.manager.loggerDict:  # of packages, with the streams of pytest
+        for handler in logging.getLogger(name).handlers:
+            if type(handler) is logging.StreamHandler:
+                handler.stream, handler.flush = sys.stderr, sys.stderr.flush
     limits = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
     for low, high in itertools.pairwise(limits):
         os.closerange(low + 1, high)

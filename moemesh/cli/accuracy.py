@@ -168,7 +168,7 @@ class CalibrateRequest:
     out: Annotated[Path, "File to write.", "CLUSTER.toml"]
     archs: _Shapes = None
     cluster: Annotated[
-        str | None, "What ran the folders, or the tables; of several in a table, one.", "NAME|FILE"
+        str | None, "The cluster of the folders, or of the tables (one of several).", "NAME|FILE"
     ] = None
     shared: Annotated[bool, "Fit all clusters and what they share."] = False
 

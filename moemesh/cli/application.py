@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -128,7 +129,8 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
     limit_spinning(os.environ)
     try:
         code = commands(words, prog_name=program, standalone_mode=False)
-        sys.stdout.flush()
+        with suppress(BrokenPipeError):  # the verb has done its work
+            sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:

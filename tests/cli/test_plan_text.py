@@ -56,7 +56,7 @@ def test_the_first_screen_has_twenty_lines(planned: PlannedAnswer) -> None:
         assert word in text
     assert "  moemesh train plan.toml\n  moemesh launch --slurm plan.toml" in text
     # The keys of the configuration and no words of our own.
-    for word in ("microbatches=", "data=zero1", "recompute=full"):
+    for word in ("microbatches=", "data=zero3", "recompute=full"):
         assert word in text
     longer = plan_text(planned, "", explain=True)
     for part in (

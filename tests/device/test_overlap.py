@@ -101,7 +101,8 @@ def queued(
     plan: dict[str, Any], batch: int, change: Callable[[RankModel], None] | None = None
 ) -> list[list[Queued]]:
     ranks = plan.get("dp", 1) * plan.get("pp", 1)
-    model = MODEL if "pp" in plan else SHALLOW
+    # The first gather of a step has no computation beside it: a small share of several.
+    model = MODEL if plan.keys() & {"pp", "data"} else SHALLOW
     counted = run_on_ranks(ranks, _step, model, plan, Shape(batch, LENGTH), 1, change)
     return [one.queued["gradients"] for one in counted]
 

@@ -260,22 +260,23 @@ def test_text_past_the_positions_of_a_model_gets_a_note(
 
 
 def test_the_next_command_of_adapters_is_accepted(tmp_path: Path) -> None:
-    """It has the rank of the run, where PEFT's is twice that: no module but stacks is adapted."""
+    """PEFT's rank is twice that of the run, and so is its alpha: stacks alone are adapted."""
     folder = save("mixtral", tmp_path / "model")
     (tmp_path / "a.txt").write_text("some text\n" * 80)
-    given = [f"model.path={folder}", f"data.path={tmp_path / 'a.txt'}", "data.seq_len=16"]
-    given += ["data.tokenizer=bytes", "data.global_batch=2", "train.steps=1"]
-    given += ["train.validation_batches=1", "train.warmup_steps=0"]
+    given = [f"data.path={tmp_path / 'a.txt'}", "data.seq_len=16", "data.global_batch=2"]
+    given += ["data.tokenizer=bytes", "train.steps=1", "train.validation_batches=1"]
+    given += ["train.warmup_steps=0"]
     lora = ["lora.rank=3", "lora.alpha=5", 'lora.targets=["gate_proj", "up_proj"]']
-    said("train", *sets(*given, *lora), "--out", tmp_path / "run")
-    done = moemesh("convert", str(tmp_path / "run"), str(tmp_path / "peft"), "--adapter")
+    said("train", *sets(f"model.path={folder}", *given, *lora), "--out", tmp_path / "run")
+    peft = tmp_path / "the adapters"
+    done = moemesh("convert", str(tmp_path / "run"), str(peft), "--adapter")
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("next: "))
-    _, words = line.split("CONFIG.toml ")
-    keys = shlex.split(words)[1::2]
-    config = load_run([], [*given, *keys]).config
-    assert (config.lora.rank, config.lora.alpha) == (3, 5.0)
-    assert config.lora.targets == ("gate_proj", "up_proj")
-    said("train", *sets(*given, *keys), "--out", tmp_path / "again")
+    _, *words = shlex.split(line.removeprefix("next: ").replace("TEXT", "a"))
+    said(*words, "--max-tokens", "1")
+    config = load_run([], [*given, f"lora.path={peft}"]).config
+    assert config.model_path == str(folder)
+    assert (config.lora.scaling, config.lora.targets) == (5 / 3, ("gate_proj", "up_proj"))
+    said("train", *sets(*given, f"lora.path={peft}"), "--out", tmp_path / "again")
 
 
 @pytest.mark.slow
