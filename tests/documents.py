@@ -60,6 +60,8 @@ DOCUMENTS = (
     "docs/dispatchers.md",
     "docs/schedules.md",
     "docs/planner.md",
+    "docs/formulas.md",
+    "docs/partition.md",
     "docs/models.md",
     "docs/attention.md",
     "docs/huggingface.md",

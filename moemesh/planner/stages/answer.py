@@ -137,7 +137,7 @@ class Partition(Shown):
         return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> dict[str, Any]:
-        """The object that ``moemesh partition --json`` prints; see docs/planner.md."""
+        """The object that ``moemesh partition --json`` prints; see docs/partition.md."""
         names = ("model", "cluster", "num_devices", "global_batch", "microbatches", "mesh")
         return {
             **{name: getattr(self, name) for name in names},
