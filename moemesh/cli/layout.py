@@ -295,10 +295,13 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
     machine = load_cluster(request.cluster)
     names = ("tokens", "hidden_size", "experts", "experts_per_token", "groups", "groups_kept")
     options = {name: value for name in names if (value := getattr(request, name)) is not None}
+    if "experts" in options:  # the default groups are those of the default experts
+        options.setdefault("groups", 0)
     load = DispatchLoad(**options, fp8=payload == "fp8")
+    sizes = [ranks for ranks in (8, 16, 32, 64) if load.experts % ranks == 0]
     times = [
         row
-        for ranks in request.ep or (8, 16, 32, 64)
+        for ranks in request.ep or sizes or [load.experts]
         for row in dispatch_times(machine, load, ranks, wanted)
     ]
 

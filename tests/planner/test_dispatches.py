@@ -200,3 +200,13 @@ def test_the_table_of_the_verb(invoke: Invoke) -> None:
     (priced,) = json.loads(text)
     assert (priced["ep"], priced["dispatcher"]) == (16, "low_latency")
     assert priced["copies"] == pytest.approx(2 * 8 / 16 * 15)
+
+
+@pytest.mark.parametrize(("experts", "ranks"), [(48, {8, 16}), (7, {7})])
+def test_other_experts_have_no_groups_and_their_own_ranks(
+    invoke: Invoke, experts: int, ranks: set[int]
+) -> None:
+    given = ("--cluster", "hgx_h800", "--experts", str(experts), "--experts-per-token", "2")
+    code, text, err = invoke("dispatch", "--compare", *given, "--json")
+    assert code == 0, err
+    assert {row["ep"] for row in json.loads(text)} == ranks
