@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moemesh.trace.memory_profile import ROW_POSITIONS
+
 _CPU_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data
@@ -157,15 +159,15 @@ def block_backward(
     )
 
 
-#: Queries of a product in :func:`backward_in_rows`, and positions for each channel of a head up to
-#: which its products are faster than the kernel of a CPU in bfloat16 (docs/results/step.md).
-ROWS, MOST_POSITIONS = 64, 16
+#: Queries of a product in :func:`backward_in_rows`.
+ROWS = 64
 
 
 def rows_pay(query_BNSD: Tensor) -> bool:
-    """Whether :func:`backward_in_rows` is faster than the kernel of the device."""
+    """Whether :func:`backward_in_rows` is faster than the kernel of the device
+    (docs/results/step.md)."""
     on_cpu = query_BNSD.device.type == "cpu" and query_BNSD.dtype == torch.bfloat16
-    return on_cpu and query_BNSD.shape[2] <= MOST_POSITIONS * query_BNSD.shape[3]
+    return on_cpu and query_BNSD.shape[2] <= ROW_POSITIONS * query_BNSD.shape[3]
 
 
 def backward_in_rows(

@@ -37,6 +37,9 @@ MEASURED_PEAKS = {
 #: Smallest number of elements for which a function runs in one compiled pass on a CPU and keeps
 #: only its input (:mod:`moemesh.ops.fusion`); below, torch's operations keep copies.
 ONE_PASS_NUMBERS = 1 << 16
+#: Positions for each channel of a head up to which attention in bfloat16 on a CPU has a backward by
+#: rows of products, which keeps no output (:func:`moemesh.ops.attention.backward_in_rows`).
+ROW_POSITIONS = 16
 
 #: Vocabulary rows of one chunk of our loss (:mod:`moemesh.ops.cross_entropy`).
 LOSS_ROWS = 8192

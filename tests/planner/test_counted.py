@@ -85,7 +85,8 @@ def test_layers_without_formulas_are_counted(kind: str) -> None:
 @pytest.mark.representative("qwen3_next")
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_next"])
 def test_layers_alike_are_counted_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {key: size for key, size in SIZES.items() if key != "head_dim"} | {"num_experts": 4}
+    sizes = {key: size for key, size in SIZES.items() if key != "head_dim"}
+    sizes |= {"num_experts": 4, "num_hidden_layers": 8}
     values = config(kind, **sizes)
     model, name = blueprint(values).build(torch.bfloat16), "model.layers"
     forwards: list[int] = []
@@ -95,7 +96,7 @@ def test_layers_alike_are_counted_once(kind: str, monkeypatch: pytest.MonkeyPatc
     quick, few = count_costs(model, model, name), len(forwards)
     monkeypatch.setattr(costs, "_kind", lambda layer, index, config: index)
     assert quick == count_costs(model, model, name)
-    assert few < len(forwards) - few == 4 * 6
+    assert few < len(forwards) - few == 8 * 6
 
 
 def test_layers_whose_mean_is_no_integer_are_counted_exactly() -> None:

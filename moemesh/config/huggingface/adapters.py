@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from moemesh.config.huggingface.folder import CONFIG, CONFIG_LIMIT, TOKENIZER, read_header
-from moemesh.config.limits import parse_json
+from moemesh.config.errors import ConfigError
+from moemesh.config.huggingface.folder import CONFIG, TOKENIZER, read_config, read_header
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.schema import PATH_KEY, PRESET_KEY
 from moemesh.config.sources import ConfigSource, Leaf
@@ -47,25 +47,10 @@ def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
         problem = given.problem("no-file", LORA_PATH, f"{folder} {state}", fix)
         return ConfigSource(leaves=leaves, problems=(problem,))
     try:
-        config = _read(file)
-    except (OSError, ValueError) as error:
-        problem = given.problem("syntax", LORA_PATH, f"{file}: {error}")
-        return ConfigSource(leaves=leaves, problems=(problem,))
-    values: dict[str, object] = {
-        f"lora.{key}": default if config.get(field) is None else config[field]
-        for field, (key, default) in _FIELDS.items()
-    }
-    rank, alpha = values[RANK_KEY], values[ALPHA_KEY]
-    largest = _largest_rank(config, rank)
-    if isinstance(rank, int) and isinstance(alpha, int | float) and largest > rank > 0:
-        # The same scaling, from which the others may differ.
-        more = largest / rank
-        more = math.sqrt(more) if values["lora.rslora"] else more
-        values |= {RANK_KEY: largest, ALPHA_KEY: alpha * more}
-    if targets := _targets(folder, config):
-        values["lora.targets"] = targets
-    if (folder / TOKENIZER).is_file():
-        values[TOKENIZER_KEY] = str(folder)
+        config = read_config(file, LORA_PATH)
+    except ConfigError as error:
+        return ConfigSource(leaves=leaves, problems=error.problems)
+    values = _settings(folder, config)
     notes: tuple[str, ...] = ()
     if not leaves.keys() & {PATH_KEY, PRESET_KEY}:
         base = config.get(BASE)
@@ -85,28 +70,29 @@ def is_adapter_folder(folder: Path) -> bool:
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / CONFIG).is_file()
 
 
-def _read(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        raw = stream.read(CONFIG_LIMIT + 1)
-    if len(raw) > CONFIG_LIMIT:
-        raise ValueError(f"has more than {CONFIG_LIMIT} bytes")
-    parsed: object = parse_json(raw)
-    if not isinstance(parsed, dict):
-        raise ValueError("is not a JSON object")
-    return cast("dict[str, Any]", parsed)
-
-
-def _largest_rank(config: Mapping[str, Any], rank: object) -> int:
-    """The largest rank of a pattern, 0 without one. A pattern of twice the rank for a stack of gate
-    and up is one adapter of the usual rank for each, as `moemesh convert --adapter` writes them."""
-    patterns: object = config.get("rank_pattern")
-    if not isinstance(patterns, dict) or not isinstance(rank, int):
-        return 0
-    ranks: list[int] = []
-    for module, value in cast("dict[str, object]", patterns).items():
-        if isinstance(value, int) and not (_PAIR in module and value == 2 * rank):
-            ranks.append(value)
-    return max(ranks, default=0)
+def _settings(folder: Path, config: Mapping[str, Any]) -> dict[str, object]:
+    """Key -> value of [lora], and of the tokenizer if the folder has one. The rank is the largest
+    of a module; other scalings than that of the usual rank are ratios of it."""
+    values: dict[str, object] = {
+        f"lora.{key}": default if config.get(field) is None else config[field]
+        for field, (key, default) in _FIELDS.items()
+    }
+    rank, alpha, patterns = values[RANK_KEY], values[ALPHA_KEY], config.get("rank_pattern")
+    if isinstance(rank, int) and isinstance(alpha, int | float) and isinstance(patterns, dict):
+        ranks = [rank]
+        for module, other in cast("dict[str, object]", patterns).items():
+            # `moemesh convert --adapter` writes one adapter of twice the rank for gate and up.
+            if isinstance(other, int) and not (_PAIR in module and other == 2 * rank):
+                ranks.append(other)
+        if max(ranks) > rank > 0:
+            more = max(ranks) / rank
+            more = math.sqrt(more) if values["lora.rslora"] else more
+            values |= {RANK_KEY: max(ranks), ALPHA_KEY: alpha * more}
+    if targets := _targets(folder, config):
+        values["lora.targets"] = targets
+    if (folder / TOKENIZER).is_file():
+        values[TOKENIZER_KEY] = str(folder)
+    return values
 
 
 def _targets(folder: Path, config: Mapping[str, Any]) -> list[str]:

@@ -110,10 +110,13 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         for leaf, parameter in module.named_parameters(recurse=False)
         if parameter.shape[0] == num_experts
     }
+    # Linear layers with several outputs, whose weight only their own forward reads, outside of
+    # routers (transformers calls these gate or router).
     layouts = {
         f"{path}.weight": "o i -> o i"
         for path, linear in layers.named_modules(prefix=name)
-        if _is_projection(path, linear)
+        if isinstance(linear, _Watched) and 0 < linear.num_forwards == linear.num_reads
+        if linear.out_features > 1 and not {"gate", "router"} & {*path.split(".")}
     }
     for path, module in experts.values():
         layouts |= {f"{path}.{leaf}": text for leaf, text in _stack_layouts(module).items()}
@@ -212,14 +215,6 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         notes=tuple(notes),
         costs=count_costs(model, plan.build(), name) if is_counted else {},
     )
-
-
-def _is_projection(path: str, module: nn.Module) -> bool:
-    """Whether the module is a plain linear layer with several outputs, whose weight only its own
-    forward reads, and which is not in a router (transformers calls these gate or router)."""
-    if not isinstance(module, _Watched) or not 0 < module.num_forwards == module.num_reads:
-        return False
-    return module.out_features > 1 and not {"gate", "router"} & {*path.split(".")}
 
 
 def _stack_layouts(module: Any) -> dict[str, str]:

@@ -257,10 +257,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         row["recompute"] = ""  # unknown words count as not published
     if row.get("rest") == "unstated":
         row["recompute"] = ""
-    if not row.get("gpus"):
-        row["gpus"] = _world(row, device)
-    if device is not None and (size := _node_size(row)):
-        device = replace(device, node_size=size)
+    row["gpus"], device = _machines(row, device)
     if row.get("microbatches") == "pp" and not row.get("mbs"):
         row["mbs"] = _one_a_stage(row)
     if row.get("shard_group") == "node" and device:
@@ -363,21 +360,19 @@ def _one_a_stage(row: Mapping[str, str]) -> str:
     return str(size) if size and not rest else ""
 
 
-def _world(row: Mapping[str, str], device: Accelerator | None) -> str:
-    """Number of devices of a row that prints nodes, and maybe the devices of a node."""
-    nodes, each = row.get("nodes", ""), row.get("node_gpus") or (device.node_size if device else 0)
-    return str(int(nodes) * int(each)) if nodes.isdecimal() and str(each).isdecimal() else ""
-
-
-def _node_size(row: Mapping[str, str]) -> int:
-    """Devices of a node that a row prints, or that follow from its devices and several nodes; 0 if
-    it prints none."""
+def _machines(row: Mapping[str, str], device: Accelerator | None) -> tuple[str, Accelerator | None]:
+    """Number of devices of a row, "" if unknown, and its device, with the devices of a node that
+    the row prints, or that follow from its devices and several nodes."""
     gpus, nodes, each = (row.get(name, "") for name in ("gpus", "nodes", "node_gpus"))
-    if each.isdecimal():
-        return int(each)
-    if not (gpus.isdecimal() and nodes.isdecimal()) or int(nodes) < 2 or int(gpus) % int(nodes):
-        return 0
-    return int(gpus) // int(nodes)
+    if gpus.isdecimal() and nodes.isdecimal() and not each:
+        size, rest = divmod(int(gpus), max(int(nodes), 1))
+        each = str(size) if int(nodes) > 1 and not rest else ""
+    if device is not None and each.isdecimal():
+        device = replace(device, node_size=int(each))
+    size = int(each) if each.isdecimal() else device.node_size if device else 0
+    if not gpus and nodes.isdecimal() and size and (not each or each.isdecimal()):
+        gpus = str(int(nodes) * size)
+    return gpus, device
 
 
 def _batch(row: Mapping[str, str]) -> str:

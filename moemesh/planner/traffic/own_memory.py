@@ -36,6 +36,7 @@ from moemesh.sharding.dispatchers import EXACT_ROWS, rows_at_once, slots_per_pai
 from moemesh.trace.memory_profile import (
     LOGITS,
     ONE_PASS_NUMBERS,
+    ROW_POSITIONS,
     MemoryProfile,
     logits_per_token,
 )
@@ -150,6 +151,13 @@ class LayerMemory(RankStep):
         self.recomputes_core = "attention" in plan.recomputed_parts
         #: Heads are exchanged for positions: received projections are kept instead of sent ones.
         self.swaps = plan.cp > 1 and plan.context == "all_to_all"
+        #: The backward of attention reads no output: it is by rows of products.
+        self.is_by_rows = (
+            self.w == 2
+            and (plan.cp == 1 or self.swaps)
+            and not (model.attention_sinks or model.sliding_window)
+            and self.placement.seq_len <= ROW_POSITIONS * model.query_head_dim
+        )
 
     def stage(self, stage: int, number: int) -> list[SavedTensors]:
         """Kept tensors of one forward on one stage, of all layers with a backward."""
@@ -257,22 +265,20 @@ class LayerMemory(RankStep):
                 keys = queries
             size = model.query_head_dim
             values = size if self.is_padded else model.value_head_dim
-            core = (queries + keys) * w * (size + values) + queries * self.wide
+            outputs = 0 if self.is_by_rows else queries * values
+            core = ((queries + keys) * size + keys * values + outputs) * w + queries * self.wide
             core *= self.sequences(number) * self.placement.seq_len
         else:
-            # The log-sum-exp, and outputs that are copied for the last product.
-            core = self.heads * self.wide
-            if self.is_padded:
-                core += self.heads * w * model.query_head_dim
-            elif recomputed:
-                # The recomputed output is a second tensor.
-                core += self.heads * w * model.value_head_dim
+            # The log-sum-exp, and outputs that are copied for the last product, or recomputed.
+            second = model.value_head_dim if recomputed else 0
+            second = model.query_head_dim if self.is_padded else second
+            core = self.heads * (self.wide + (0 if self.is_by_rows else w * second))
             core *= whole
         yield Saved("attention", core, is_recomputed=recomputed)
         result, hidden = whole * w * self.heads * model.value_head_dim, model.hidden_size
         if plan.attention_exit == "all_to_all" and plan.tp > 1:
             all_heads = local * w * model.output_width
-            if not recomputed and not self.is_padded:
+            if not (recomputed or self.is_padded or self.is_by_rows):
                 yield Saved("attention", result)
             yield Saved("attention", all_heads, held=all_heads, gradient=local * w * hidden)
         else:
