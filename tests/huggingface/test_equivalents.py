@@ -15,7 +15,7 @@ from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
 from moemesh.sharding.load_run import load_run
 from tests.huggingface import ours
-from tests.huggingface.tiny import load, logits
+from tests.huggingface.tiny import load, logits, make
 
 pytest.importorskip("transformers")
 
@@ -73,3 +73,17 @@ def test_what_no_family_computes_is_refused_with_the_nearest() -> None:
     config = load_run([], ["model.qk_norm=true"]).config.model
     with pytest.raises(ConfigError, match="no family of transformers computes this model"):
         exported(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "written"),
+    [("olmoe", "clip_qkv", None), ("granite", "attention_multiplier", 12**-0.5)],
+)
+def test_what_is_off_is_not_written_as_0(
+    tmp_path: Path, kind: str, key: str, written: float | None
+) -> None:
+    """The code of these families clips or multiplies by 0."""
+    make(kind).save_pretrained(tmp_path)
+    config = ours.config_of(tmp_path).model_copy(update={key: 0.0})
+    assert config_json(config, kind).get(key) == written
+    assert kind in families_for(config)

@@ -55,7 +55,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 _NEEDED = {"num_layers", "hidden_size", "vocab_size", "num_heads", "num_kv_heads", "head_dim"}
 _NEEDED_BY_EXPERTS = {"experts_per_token", "router_groups", "router_groups_kept"}
 #: Our keys for which 0 means off, whereas transformers' code multiplies or clips by 0.
-_ABOVE_0 = {"attention_multiplier", "clip_qkv", "swiglu_limit"}
+ABOVE_0 = {"attention_multiplier", "clip_qkv", "swiglu_limit"}
 _ROPE_ABOVE_0 = (
     "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "attention_factor",
 )  # fmt: skip
@@ -211,7 +211,7 @@ def model_values(config: Config) -> dict[str, object]:
         key = next((key for key in names if values.get(key) is not None), None)
         if key is None:
             continue
-        if values[key] == 0 and name in _ABOVE_0:
+        if values[key] == 0 and name in ABOVE_0:
             message = f"{key} = 0 sets to 0 what it multiplies or clips; known: above 0, or null"
             raise wrong("not-available", key, values[key], message)
         section[name] = values[key]
