@@ -28,6 +28,8 @@ from moemesh.config.section import Count, Positive, Section
 ALL_LINEAR = "all-linear"
 #: The two files of a folder of adapters, as PEFT writes it: sizes, and tensors.
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: Values of fields of PEFT's LoraConfig that adapter_config.json may leave out.
+PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False}
 #: Numbers of a block of NF4 (:mod:`moemesh.ops.nf4`), and its bytes: half a byte each, and a scale.
 NF4_BLOCK, NF4_BLOCK_BYTES = 64, 36
 #: Most packed numbers that are (de)quantized at a time; one expert or row may have more.
@@ -75,7 +77,8 @@ class LoraConfig(Section):
         problems = self.range_problems()
         if not self.rank and self.path is not None:
             message = f"path ({self.path}) names adapters, and rank = 0 means that there are none"
-            problems.append(self.problem("conflict", "path", message, "rank of the folder", "rank"))
+            fix = "leave rank out: it is that of the folder"
+            problems.append(self.problem("conflict", "path", message, fix, "rank"))
         if not self.rank and self.is_packed:
             message = "base = nf4 holds weights that do not train, and rank = 0 trains all of them"
             problems.append(self.problem("conflict", "base", message, "rank = 16", "rank"))

@@ -21,6 +21,8 @@ from moemesh.config.suggest import nearest_choice, nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
+#: Another file of the folder of a run.
+RUN_PLAN = "plan.json"
 #: Endings of files of data.
 _TEXTS = (".txt", *DATA_ENDINGS)
 #: The configuration in the folder of a run.
@@ -104,8 +106,11 @@ _NOUNS = {"model.path": "a model", "lora.path": "a folder of adapters", "data.pa
 
 def _setting_of(path: Path) -> tuple[str, str] | None:
     """Key and value of the setting for a path that was given in place of a configuration: a model,
-    adapters, data, a preset, a name of the hub. None if unknown."""
+    adapters, data, a preset, a name of the hub. None for a configuration with a fault, a folder of
+    a run, and anything else."""
     if path.is_dir():
+        if any((path / name).exists() for name in (RUN_CONFIG, RUN_PLAN)):
+            return None
         contents = {"config.json": "model.path", ADAPTER_CONFIG: "lora.path"}
         contents |= {f"*{ending}": "data.path" for ending in _TEXTS}
         keys = (key for pattern, key in contents.items() if any(path.glob(pattern)))

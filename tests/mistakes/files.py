@@ -43,6 +43,8 @@ def prepare(folder: Path) -> None:
         "broken_model/config.json": '{"model_type": ',
         "no_weights/config.json": json.dumps(MODEL),
         "adapters/adapter_config.json": json.dumps({"peft_type": "LORA", "r": 4}),
+        "broken_beside_texts/config.toml": "[plan\n",
+        "broken_beside_texts/a.txt": "a text\n",
         "broken_run/config.toml": "[plan\n",
         "broken_run/plan.json": "{}",
         "other_run/config.toml": resolved_toml(load_run([], ["model.num_layers=3"], {}).config),

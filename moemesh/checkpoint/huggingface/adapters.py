@@ -32,6 +32,7 @@ from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
 from moemesh.config.lora import (
     ALL_LINEAR,
+    PEFT_DEFAULTS,
     LoraConfig,
     TargetPart,
     factor_name,
@@ -71,8 +72,6 @@ KNOWN_FIELDS = frozenset(
 #: Initializations that leave the weights of the base as they are.
 SAME_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 _NO_BIAS = ("bias", "none")
-#: Values of fields of PEFT's LoraConfig that a file may leave out.
-_DEFAULTS: dict[str, Any] = {"r": 8, "lora_alpha": 8}
 _EVERY = LoraConfig(rank=1)
 
 
@@ -343,7 +342,7 @@ def check_adapter_folder(
     check_folder(path)
     lora, adapted = model.lora, list(adaptations(model, kind))
     file = path / CONFIG
-    given, written = _DEFAULTS | read_json(file, _CONFIG_LIMIT), peft_config(model, kind, None)
+    given, written = PEFT_DEFAULTS | read_json(file, _CONFIG_LIMIT), peft_config(model, kind, None)
     if given.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
     patterns = {

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import CONFIG, TOKENIZER, read_config, read_header
-from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_DEFAULTS
 from moemesh.config.schema import PATH_KEY, PRESET_KEY
 from moemesh.config.sources import ConfigSource, Leaf
 from moemesh.config.suggest import nearest_path
@@ -18,8 +18,8 @@ LORA_PATH, TOKENIZER_KEY = "lora.path", "data.tokenizer"
 RANK_KEY, ALPHA_KEY = "lora.rank", "lora.alpha"
 #: Field of PEFT's configurations with the folder or name of the base model.
 BASE = "base_model_name_or_path"
-#: Field of PEFT's LoraConfig -> key of [lora], and PEFT's default for a field that is left out.
-_FIELDS = {"r": ("rank", 8), "lora_alpha": ("alpha", 8), "use_rslora": ("rslora", False)}
+#: Field of PEFT's LoraConfig -> key of [lora].
+_FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
 #: The parameter of a stack of experts that holds two projections.
 _PAIR, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
 
@@ -72,10 +72,10 @@ def is_adapter_folder(folder: Path) -> bool:
 
 def _settings(folder: Path, config: Mapping[str, Any]) -> dict[str, object]:
     """Key -> value of [lora], and of the tokenizer if the folder has one. The rank is the largest
-    of a module; other scalings than that of the usual rank are ratios of it."""
+    of a module, with the alpha that leaves the scaling of the usual rank as it is."""
     values: dict[str, object] = {
-        f"lora.{key}": default if config.get(field) is None else config[field]
-        for field, (key, default) in _FIELDS.items()
+        f"lora.{key}": PEFT_DEFAULTS[field] if config.get(field) is None else config[field]
+        for field, key in _FIELDS.items()
     }
     rank, alpha, patterns = values[RANK_KEY], values[ALPHA_KEY], config.get("rank_pattern")
     if isinstance(rank, int) and isinstance(alpha, int | float) and isinstance(patterns, dict):

@@ -163,16 +163,10 @@ def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[s
     for key, names_of_key in trained_families()["keys"].items():
         name = next((name for name in names_of_key if name in reads), None)
         if name is not None and name not in values:
-            values[name] = getattr(model, key)
-            if key in ABOVE_0 and not values[name]:  # off here, a factor or bound of 0 there
-                is_scale = key == "attention_multiplier"
-                values[name] = _plain_scale(model) if is_scale else None
+            value = model.attention_scale if name == "attention_multiplier" else getattr(model, key)
+            # 0 is off here, and a bound of 0 in the code of the family.
+            values[name] = None if key in ABOVE_0 and not value else value
     return {key: value for key, value in values.items() if value is not None or key in _NULLS}
-
-
-def _plain_scale(model: ModelConfig) -> float:
-    """The scale of logits without an ``attention_multiplier``."""
-    return model.query_head_dim**-0.5
 
 
 def _meaning(model: ModelConfig) -> dict[str, object]:
@@ -185,7 +179,7 @@ def _meaning(model: ModelConfig) -> dict[str, object]:
     meaning["moe_layers"] = moe = [index for index in layers if model.is_moe_layer(index)]
     meaning["layer_types"] = [model.window(index) for index in layers]
     meaning["shared_intermediate_size"] = model.shared_width
-    meaning["attention_multiplier"] = model.attention_multiplier or _plain_scale(model)
+    meaning["attention_multiplier"] = model.attention_scale
     meaning["max_position_embeddings"] = model.max_position_embeddings or _NO_LIMIT
     stretched = {key for key in meaning if key.startswith(("rope_beta", "rope_low", "rope_high"))}
     experts = {"experts_per_token", "expert_intermediate_size", "num_experts"}
