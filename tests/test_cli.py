@@ -224,6 +224,18 @@ def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
     assert "moemesh.cli.machine" in done.stdout and "benchmarks.application" not in done.stdout
 
 
+def test_ctrl_c_in_an_import_prints_nothing() -> None:
+    script = (
+        "import os, signal, sys; from moemesh.__main__ import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder()); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_only_our_own_value_errors_are_the_users(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
