@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from glob import glob
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
@@ -96,7 +99,32 @@ def read_file(path: Path) -> ConfigSource:
                 leaves[f"{section}.{key}"] = Leaf(value=value, origin=origin(section, key))
         else:
             problems.append(_not_a_section(section, leaf))
+    if path.name == RUN_CONFIG:
+        leaves = {
+            key: replace(leaf, value=input_of_run(path.parent, leaf.value))
+            if key in INPUTS
+            else leaf
+            for key, leaf in leaves.items()
+        }
     return ConfigSource(leaves=leaves, problems=tuple(problems))
+
+
+#: Keys with the path of an input.
+INPUTS = ("model.path", "lora.path", "data.path", "data.validation", "data.tokenizer")
+
+
+def input_of_run(folder: Path, value: object) -> object:
+    """The path `value` in the configuration of the run in `folder`: if a relative path does not
+    exist here, the path from a directory in which the run was started, if it exists there."""
+    if not isinstance(value, str) or os.path.isabs(value) or Path(value).exists() or glob(value):
+        return value
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        starts = parse_json((folder / "provenance.json").read_text(encoding="utf-8"))["starts"]
+        for start in reversed(starts):
+            path = str(Path(start["directory"], value))
+            if Path(path).exists() or glob(path):
+                return path
+    return value
 
 
 #: Setting of what was given in place of a configuration -> its noun.

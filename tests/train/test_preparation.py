@@ -108,6 +108,25 @@ def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(folder: Path, invoke:
     assert "warmup" not in out
 
 
+def test_a_run_is_resumed_from_another_folder(
+    folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "kept/a/checkpoints/step-5").mkdir(parents=True)
+    recorded = load_run([], ["data.path=a.t*", "train.steps=10"]).config
+    (folder / "kept/a/config.toml").write_text(resolved_toml(recorded))
+    (folder / "kept/a/provenance.json").write_text(
+        json.dumps({"starts": [{"directory": str(folder)}]})
+    )
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    code, out, error = invoke("train", "../kept/a", "--dry-run")
+    assert code == 0 and "resume   from ../kept/a/checkpoints/step-5\n" in out, error
+    # A file of that name here is the one that is meant.
+    (folder / "elsewhere/a.txt").write_text("other")
+    code, _, error = invoke("train", "../kept/a", "--dry-run")
+    assert code == 2 and str(folder) not in error
+
+
 def test_a_folder_in_use_is_refused_before_any_data_is_read(folder: Path, invoke: Invoke) -> None:
     (folder / "run").mkdir()
     given = ["train", "--dry-run", "--out", "run", "--set", "data.path=gone"]

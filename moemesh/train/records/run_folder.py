@@ -33,6 +33,7 @@ from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
 from moemesh.config.limits import few, parse_json
 from moemesh.config.schema import all_keys, explain_unknown_key
+from moemesh.config.sources import INPUTS, input_of_run
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import has_chat_template
@@ -232,7 +233,11 @@ class RunFolder:
         keys are `allowed`."""
         if not self.has_run or self.recorded.config is None:
             return []
-        changes = compare(self.recorded.config, new)
+        changes = [
+            change
+            for change in compare(self.recorded.config, new)
+            if change.key not in INPUTS or input_of_run(self.path, change.old) != change.new
+        ]
         if _steps(self.checkpoints) == [0]:  # converted weights have no course of training yet
             allowed = [change.key for change in changes]
         refuse_changes(changes, frozenset(allowed), self.recorded.whose)
