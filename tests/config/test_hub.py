@@ -133,3 +133,14 @@ def test_a_name_is_a_source_of_weights(cache: Path, invoke: Invoke) -> None:
         assert code == 2 and (OLD in err or "--seq-len" in err)
         code, _, err = invoke(*verb, "tiny/none", *more)
         assert code == 2 and "`hf download tiny/none --local-dir none` where" in err
+
+
+def test_adapters_are_found_by_their_name(cache: Path) -> None:
+    base = add_revision(cache, "models--tiny--llama", OLD, {"config.json": json.dumps(LLAMA)})
+    adapters = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": "tiny/llama"}
+    files = {"adapter_config.json": json.dumps(adapters)}
+    folder = add_revision(cache, "models--tiny--adapters", NEW, files)
+    config = load_run([], ["lora.path=tiny/adapters"]).config
+    assert (config.lora.path, config.lora.rank, config.model_path) == (str(folder), 4, str(base))
+    with pytest.raises(ConfigError, match="hf download tiny/none"):
+        load_run([], ["lora.path=tiny/none"])

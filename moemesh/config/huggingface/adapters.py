@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError
+from moemesh.config.hub import local_folder
 from moemesh.config.huggingface.folder import CONFIG, TOKENIZER, read_config, read_header
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PEFT_DEFAULTS
 from moemesh.config.schema import PATH_KEY, PRESET_KEY
@@ -20,6 +22,8 @@ RANK_KEY, ALPHA_KEY = "lora.rank", "lora.alpha"
 BASE = "base_model_name_or_path"
 #: Field of PEFT's LoraConfig -> key of [lora].
 _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
+#: Files of an adapter's repository on the Hub.
+_FILES = ("adapter*", "*.json", "*.jinja", "*.txt", "*.model")
 #: The parameter of a stack of experts that holds two projections.
 _PAIR, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
 
@@ -36,7 +40,12 @@ def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
     given = leaves.get(LORA_PATH)
     if given is None or not isinstance(given.value, str):
         return ConfigSource(leaves=leaves)
-    folder = Path(given.value)
+    try:
+        folder = local_folder(given.value, "model", LORA_PATH, _FILES)
+    except ConfigError as error:
+        return ConfigSource(leaves=leaves, problems=error.problems)
+    if str(folder) != given.value:
+        leaves[LORA_PATH] = replace(given, value=str(folder))
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         if RANK_KEY in leaves:  # of a run, whose checkpoints hold its adapters
