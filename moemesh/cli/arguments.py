@@ -269,6 +269,8 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
     note on other verbs with this option."""
     if name.lstrip("-") in ("gpus", "num-gpus", "devices", "world-size") and "--nodes" in options:
         return "--nodes N: the devices of a node are in the description of the cluster"
+    if name in ("--scheduler", "--launcher", "--platform") and "--slurm" in options:
+        return f"--{value}" if f"--{value}" in options else "--torchrun, --slurm, --k8s or --sky"
     from moemesh.config.limits import few
     from moemesh.config.schema import SECTIONS, resembling_keys, sections_with
     from moemesh.config.suggest import alias_hint, aliases, spelled_hint

@@ -141,6 +141,7 @@ def preparation_text(prepared: "Preparation") -> str:
     from moemesh.config.plan import DEGREES
     from moemesh.planner.machine_memory import MOST_RANKS
     from moemesh.planner.traffic.own_memory import predicted_memory
+    from moemesh.report.document import plural
     from moemesh.train.preparation import warnings_before_ranks
     from moemesh.train.records.kept_schedules import has_name
 
@@ -160,7 +161,7 @@ def preparation_text(prepared: "Preparation") -> str:
     worst = max(each, key=lambda profile: profile.peak)
     whose = "the only rank" if plan.world_size == 1 else f"rank {worst.rank}, the fullest rank"
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
-    ends = f"{train.steps:,} steps" if train.epochs is None else f"{train.epochs:g} epoch(s)"
+    ends = plural(train.steps, "step") if train.epochs is None else f"{train.epochs:g} epoch(s)"
     facts: list[str] = []
     if (samples := prepared.samples) is not None:  # the data was read
         steps = train.steps
@@ -370,6 +371,7 @@ def repro(
     """
     import sys
 
+    from moemesh.report.document import plural
     from moemesh.train.repro import repro as repeat
 
     def log(text: str) -> None:
@@ -380,7 +382,10 @@ def repro(
         result = {**asdict(repeated), "differences": causes, "folder": str(folder)}
         typer.echo(strict_json(result, indent=1))
     else:
-        lines = ["", f"equal to the bit: losses and gradient norms of {repeated.steps} steps"]
+        lines = [
+            "",
+            f"equal to the bit: losses and gradient norms of {plural(repeated.steps, 'step')}",
+        ]
         if repeated.first_step is not None:
             lines[1:] = [
                 f"different: step {repeated.first_step} is the first, {repeated.key} "

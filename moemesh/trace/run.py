@@ -297,7 +297,10 @@ class Run(Shown):
 
         Raises RunError if the folder does not exist, or has no file of a run.
         """
-        folder = Path(folder)
+        try:
+            folder = Path(folder)
+        except TypeError:
+            raise RunError(f"the folder of a run is a path, not {folder!r}") from None
         if not folder.is_dir():
             near = "" if folder.exists() else f" ({nearest_path(folder)})"
             raise RunError(f"{folder} is not a folder{near}")

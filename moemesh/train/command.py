@@ -31,6 +31,7 @@ from moemesh.monitor.detector import FLOOR_SECONDS, Limits, Verdict
 from moemesh.monitor.lease import LeaseLost
 from moemesh.monitor.progress import FINISH, SETUP
 from moemesh.monitor.supervisor import STOPPING, StopRequest, SupervisorResult, describe
+from moemesh.report.document import plural
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train import preparation
 from moemesh.train.asynchronous import StreamedSteps
@@ -447,7 +448,7 @@ def train_rank(
     if warning := config.model.layout_warning:
         console.log(f"warning: {warning}", "warning")
     if done:
-        console.log(f"resumed from step {done}; {last - done} steps to go", "resumed")
+        console.log(f"resumed from step {done}; {plural(last - done, 'step')} to go", "resumed")
     steps: Steps = SynchronousSteps(session)
     if schedule.update is not None:
         steps = StreamedSteps(session)

@@ -19,6 +19,7 @@ from moemesh.config.tuning import FULL
 from moemesh.data.samples import Samples
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.shapes.counted import shape_of
+from moemesh.report.document import plural
 from moemesh.report.watch import View, facts
 from moemesh.sharding.parameters import num_trained
 from moemesh.trace.run import MetricsRow
@@ -106,7 +107,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
         lines.append(f"         validation {data.validation}: {samples.num_validation:,} samples")
     return "\n".join(
         [
-            f"model    {size:,} parameters, {model.num_layers} layers, "
+            f"model    {size:,} parameters, {plural(model.num_layers, 'layer')}, "
             f"{kind if model.num_experts else 'dense'}",
             *tuned,
             *([f"weights  from {config.model_path}"] if config.model_path is not None else []),

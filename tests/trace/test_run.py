@@ -87,6 +87,8 @@ def test_no_run(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(RunError, match="holds no run"):
         Run.load(tmp_path)
+    with pytest.raises(RunError, match="a path, not 3"):
+        Run.load(3)  # type: ignore[arg-type]
     with pytest.raises(RunError, match="is not a folder"):
         Run.load(tmp_path / "absent")
     assert issubclass(RunError, ValueError)

@@ -99,7 +99,7 @@ def measure_saved(model: Transformer) -> SavedForBackward:
 #: Files from the end of a start that describe its plan: a start with another plan deletes them.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory", "seconds")
 _A_START = (
-    "note: {steps} steps are a start: with more of them (train.steps) the loss falls below that of "
+    "note: {steps} a start: with more of them (train.steps) the loss falls below that of "
     "the unigram model, which has only the frequency of each token"
 )
 _NOT_LEARNED = (
@@ -354,7 +354,11 @@ class Artifacts:
         reason, (step, loss) = early_stop.reason, early_stop.best
         steps = self.config.train.steps
         is_start = steps < LEAST_STEPS and not reason
-        above = _A_START.format(steps=steps) if is_start else _NOT_LEARNED
+        above = (
+            _A_START.format(steps="1 step is" if steps == 1 else f"{steps} steps are")
+            if is_start
+            else _NOT_LEARNED
+        )
         data, run = self.config.data, shlex.quote(str(self.folder.path))
         explain = f"moemesh explain {run}"
         prompt = '"def "' if data.path is None and not data.sources else "TEXT"
