@@ -30,14 +30,14 @@ _POLL_SECONDS = 1.0
 RunFolder = Annotated[Path, "Folder of a run.", "<RUN>"]
 
 
-@app.command(short_help="Write the HTML page of a run, or of two.")
+@app.command(short_help="Write the HTML page of a run, or of several.")
 def report(
     run: RunFolder,
-    other: Annotated[Path | None, "Folder of a run to compare with.", "<[OTHER]>"] = None,
+    others: Annotated[list[Path] | None, "Folders of runs to compare with.", "<OTHER>"] = None,
     out: Annotated[Path | None, "The page, in place of RUN's own.", "FILE"] = None,
     cluster: Cluster = None,
 ) -> None:
-    """Write report.html into the folder of a run and print its path; of two runs, comparison.html:
+    """Write report.html into the folder of a run and print its path; of several, comparison.html:
     the keys that differ, curves over each other, speed, memory, traffic. With a cluster the page of
     one run has the communication that the planner expects not to be hidden. Examples:
 
@@ -48,18 +48,18 @@ def report(
     from moemesh.config.errors import UserError
     from moemesh.report import page
 
-    if other is not None and cluster is not None:
-        raise UserError("--cluster is for the page of one run: leave it out, or the second run")
+    if others and cluster is not None:
+        raise UserError("--cluster is for the page of one run: leave it out, or the other runs")
     if out is not None:
         from moemesh.report.files import check_target
 
         check_target(out, "<!DOCTYPE")
     gc.disable()  # saves a tenth of the time; the process exits after the page
     try:
-        if other is None:
-            path = page.write(_read(run, cluster), out)
+        if others:
+            path = page.write_comparison(run, *others, out=out)
         else:
-            path = page.write_comparison(run, other, out)
+            path = page.write(_read(run, cluster), out)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be written: {error.strerror}") from error
     typer.echo(str(path))

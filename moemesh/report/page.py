@@ -1,11 +1,11 @@
-"""Pages of a run, and of the comparison of two runs, as self-contained HTML files."""
+"""Pages of a run, and of the comparison of runs, as self-contained HTML files."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -154,26 +154,24 @@ def _cut(value: str, length: int) -> str:
     return value if len(value) <= length else f"{value[:length]} … ({len(value):,} characters)"
 
 
-def write_comparison(first: Path | str, second: Path | str, out: Path | None = None) -> Path:
-    """Write the comparison of two run folders to `out`, by default `comparison.html` in the first.
+def write_comparison(*folders: Path | str, out: Path | None = None) -> Path:
+    """Write the comparison of run folders to `out`, by default `comparison.html` in the first.
 
     Raises RunError (a ValueError) if a folder holds no run.
     """
-    runs = Run.load(first), Run.load(second)
+    runs = [Run.load(folder) for folder in folders]
     return replace_file(out or runs[0].folder / COMPARISON, comparison(*runs).to_html())
 
 
 def comparison(*runs: Run) -> PageDocument:
-    """Document of the differences between two runs."""
-    # Names of the folders, with their parents if both have the same name.
+    """Document of the differences between at least two runs."""
+    # Names of the folders, with their parents if two have the same name.
     folders = [run.folder.resolve() for run in runs]
     names = [folder.name for folder in folders]
-    if names[0] == names[1]:
+    if len({*names}) < len(names):
         names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
-    if names[0] == names[1]:
-        names = [
-            f"{name} ({place})" for name, place in zip(names, ("first", "second"), strict=True)
-        ]
+    if len({*names}) < len(names):
+        names = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
     names = [svg.clip(name, 40) for name in names]
     chapters = [
         replace(make(runs, names), identity=title.lower(), title=title)
@@ -187,8 +185,8 @@ def comparison(*runs: Run) -> PageDocument:
         )
     ]
     return PageDocument(
-        kind="Two moemesh runs",
-        title=" and ".join(names),
+        kind=f"{len(runs)} moemesh runs",
+        title=", ".join(names),
         lines=[str(folder) for folder in folders],
         boxes=[
             NoticeBox(
@@ -216,13 +214,17 @@ def comparison(*runs: Run) -> PageDocument:
 def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not all(run.config for run in runs):
         return Chapter(missing="A run has no config.toml, so nothing can be compared.")
-    changes = compare(*(run.config_text for run in runs))
-    follows = [following(run.config_text) for run in runs]
-    if not changes and follows[0] == follows[1]:
+    texts = [run.config_text for run in runs]
+    changes = [{change.key: change for change in compare(texts[0], text)} for text in texts]
+    rows: list[tuple[str, Sequence[object]]] = []
+    for key in sorted({key for changed in changes for key in changed}):
+        first = next(changed[key].old for changed in changes if key in changed)
+        rows.append((key, [ch[key].new if key in ch else first for ch in changes]))
+    follows = [following(text) for text in texts]
+    # Keys of [train] with equal values that follow from others in some of the runs only.
+    equal = {*chain(*follows)} - follows[0].intersection(*follows) - {key for key, _ in rows}
+    if not rows and not equal:
         return Chapter(note="Every key has the same value.")
-    rows = [(change.key, [change.old, change.new]) for change in changes]
-    # Keys of [train] with equal values that follow from others in one of the runs only.
-    equal = (follows[0] ^ follows[1]) - {change.key for change in changes}
     rows += [(key, [run.section("train").get(key[6:]) for run in runs]) for key in sorted(equal)]
     table = Table(
         caption="Keys that differ",
@@ -237,7 +239,7 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
             )
             for key, values in rows[:MAX_TABLE_ROWS]
         ],
-        num_names=3,
+        num_names=1 + len(names),
     )
     return Chapter(tables=[table], note=left_out(len(rows), "keys"))
 
@@ -274,8 +276,9 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
             rows.append((label, *shown, _change(*values)))
     units = [run.loss_unit for run in runs]
     note = f"Losses in {units[0]}."
-    if units[0] != units[1]:
-        note = f"Losses of {names[0]} in {units[0]}, of {names[1]} in {units[1]}: not comparable."
+    if len({*units}) > 1:
+        of_runs = (f"of {name} in {unit}" for name, unit in zip(names, units, strict=True))
+        note = f"Losses {', '.join(of_runs)}: not comparable."
     for name, run in zip(names, runs, strict=True):
         if run.of_steps:
             note += (
@@ -288,9 +291,9 @@ def _results(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     return Chapter(tables=[table], note=note)
 
 
-def _change(first: float | None, second: float | None) -> str:
-    """Relative change from the first run to the second, as text."""
-    if first is None or second is None:
+def _change(first: float | None, second: float | None, *others: float | None) -> str:
+    """Relative change from the first run to the second, as text; "" for more runs."""
+    if first is None or second is None or others:
         return ""
     if first == second:
         return "none"
@@ -299,7 +302,7 @@ def _change(first: float | None, second: float | None) -> str:
 
 def _training(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     if not any(run.metrics for run in runs):
-        return Chapter(missing="Neither run has finished a step.")
+        return Chapter(missing="No run has finished a step.")
     unit = " or ".join(dict.fromkeys(run.loss_unit for run in runs))
     marks = [
         (place, f"{svg.clip(name, 20)}: {plan}")
@@ -344,7 +347,7 @@ def _differences(
     columns: Sequence[Mapping[tuple[str, ...], float]],
     form: Callable[[float], str],
 ) -> Chapter:
-    """A table of two runs. `columns`: key -> number, of each run; `heads`: titles of the parts of a
+    """A table of the runs. `columns`: key -> number, of each run; `heads`: titles of the parts of a
     key; `form` formats a number."""
     keys = dict.fromkeys(key for column in columns for key in column)
     rows = [
@@ -363,7 +366,7 @@ def _differences(
 def _seconds(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     measured = [run.seconds.mean() if run.seconds is not None else {} for run in runs]
     if not any(measured):
-        return Chapter(missing="Neither run has a seconds.json.")
+        return Chapter(missing="No run has a seconds.json.")
     return _differences(
         "Seconds of a step by part, mean rank and mean step, in milliseconds",
         ("Part",),
@@ -375,9 +378,9 @@ def _seconds(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
 
 def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     totals = [bars.by_axis_and_phase(run.ledgers, steps=run.ledger_steps) for run in runs]
-    keys = sorted(totals[0].keys() | totals[1].keys())
+    keys = sorted({*chain(*totals)})
     if not keys:
-        return Chapter(missing="Neither run has a ledger.json.")
+        return Chapter(missing="No run has a ledger.json.")
     sent = [{key: total.get(key, 0.0) for key in keys} for total in totals]
     caption = "Bytes sent in one step by all ranks"
     return _differences(caption, ("Axis", "Phase"), names, sent, format_bytes)
@@ -386,7 +389,7 @@ def _traffic(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
 def _memory(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     profiles = [run.memory.ranks if run.memory else () for run in runs]
     if not any(profiles):
-        return Chapter(missing="Neither run has a memory.json.")
+        return Chapter(missing="No run has a memory.json.")
     sizes = [[{**profile.parts(), "peak": profile.peak} for profile in ranks] for ranks in profiles]
     filled = [part for part in (*PARTS, "peak") if any(x[part] for ranks in sizes for x in ranks)]
     return _differences(

@@ -1,4 +1,4 @@
-"""The page of two runs."""
+"""The page of several runs."""
 
 import html
 import json
@@ -58,19 +58,30 @@ def test_results_curves_traffic_and_memory(runs):
     assert len(identities) == len(set(identities))
 
 
+def test_three_runs(tmp_path, runs):
+    third = write_fake_run(tmp_path / "third", num_steps=20)
+    config = (third / "config.toml").read_text()
+    (third / "config.toml").write_text(config.replace("lr = 0.001", "lr = 0.003"))
+    sections = tables(read(page.write_comparison(*runs, third)))
+    keys = words(sections["Keys that differ"])
+    assert keys == "Key first second third plan.tp 2 4 2 train.lr 0.001 0.002 0.003"
+    results = words(sections["Results, speed, memory and traffic"])
+    assert "Steps 40 60 20 Tokens" in results and "Change" not in results
+
+
 def test_runs_with_little_in_them(tmp_path, runs):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "config.toml").write_text(CONFIG)
     Document(read(page.write_comparison(runs[0], empty)))
     text = read(page.write_comparison(empty, empty))
-    assert "Every key has the same value." in text and "Neither run has" in text
+    assert "Every key has the same value." in text and "No run has" in text
     with pytest.raises(RunError):
         page.write_comparison(runs[0], tmp_path / "none")
 
 
 def test_out(tmp_path, runs, capsys):
-    insight.report(runs[0], runs[1], tmp_path / "both.html")
+    insight.report(runs[0], [runs[1]], tmp_path / "both.html")
     assert capsys.readouterr().out.strip() == str(tmp_path / "both.html")
     assert not (runs[0] / page.COMPARISON).exists()
     insight.report(runs[0], None, tmp_path / "one.html")
