@@ -43,7 +43,9 @@ class BalanceSettings:
     nodes: Annotated[int, "Nodes of the GPUs (EPLB: num_nodes)."] = 1
     groups: Annotated[int, "Groups of experts that share a node (EPLB: num_groups)."] = 1
     previous: Annotated[Path | None, "Placement in use: move few replicas.", "FILE"] = None
-    tolerance: Annotated[float, "With --previous: distance from the bound that is accepted."] = 0.05
+    tolerance: Annotated[
+        float, "With --previous: distance from the bound that is accepted.", {"min": 0.0}
+    ] = 0.05
     shares: Annotated[
         bool, "Move nothing: split each expert's load over its replicas; with --previous."
     ] = False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
+from moemesh.cli.options import given
 from moemesh.trace.memory_profile import PREDICTED_HELD, format_bytes
 from moemesh.trace.strict_json import strict_json
 
@@ -240,7 +241,9 @@ class LaunchRequest:
     ranks_per_node: Annotated[
         int | None, "Ranks of a node. [default: that of the plan, or 8]", {"min": 1}
     ] = None
-    hours: Annotated[float, "Slurm: time limit.", {"min": 0.1}] = 24.0
+    hours: Annotated[
+        float | None, "Slurm: time limit. [default: 24]", {"min": 0.1, "max": 8760}
+    ] = None
     partition: Annotated[str | None, "Slurm."] = None
     account: Annotated[str | None, "Slurm."] = None
     image: Annotated[str | None, "Kubernetes: image with moemesh."] = None
@@ -268,6 +271,10 @@ def launch(request: LaunchRequest) -> None:
         message = "give one of --local, --torchrun, --slurm, --k8s, --sky"
         raise typer.BadParameter(f"{message}; fix: {fix}")
     (launcher,) = launchers
+    words = {"slurm": ("hours", "partition", "account"), "k8s": ("image",), "sky": ("accelerator",)}
+    for other, names in words.items():
+        if other != launcher and (options := given(request, *names)):
+            raise typer.BadParameter(f"{options[0]} goes with --{other}, not --{launcher}")
     resolved = load(config, overrides)
     run = resolved.config
     if problems := refusals(run):
@@ -276,13 +283,12 @@ def launch(request: LaunchRequest) -> None:
     folder = (request.out or Path("runs") / name).expanduser().absolute()
     arguments = ["train", *([str(config.absolute())] if config else [])]
     arguments += [word for override in overrides for word in ("--set", override)]
-    words = ("hours", "partition", "account", "image", "accelerator")
     job = ClusterJob.of(
         run,
         [*arguments, "--out", str(folder)],
         folder,
         run.plan.world_size if launcher == "local" else request.ranks_per_node,
-        **{word: getattr(request, word) for word in words},
+        **{word: getattr(request, word) for names in words.values() for word in names},
         programs=str(Path(sys.executable).parent),
         directory=str(Path.cwd()),
     )

@@ -142,7 +142,7 @@ class ClusterJob:
     def _comment(self, *texts: str) -> str:
         """Lines of comment: each of `texts` as a paragraph, and the sizes."""
         ranks = self.nodes * self.ranks_per_node
-        sizes = f"{ranks} ranks on {self.nodes} node(s), {self.ranks_per_node} on each."
+        sizes = f"{ranks} rank(s) on {self.nodes} node(s), {self.ranks_per_node} on each."
         paragraphs = (*texts, f"{sizes} {_SHARED} ({_printable(self.out)}).")
         return "".join(
             f"# {line}\n"
