@@ -22,7 +22,7 @@ import re
 import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
@@ -60,7 +60,7 @@ FUNCTIONS = "functions"
 SHAPES = {
     ("conversations",): ("system",),
     ("instruction", "output"): ("input", "system", "history"),
-    (PROMPT, COMPLETION): ("label",),
+    (PROMPT, COMPLETION): ("label", "system"),
 }
 #: Keys of questions and answers in unsupported records, for the advice on how to convert them.
 QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
@@ -388,10 +388,13 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
     """The record with the content of `fields`, whose format is identified by `key`."""
     if key == PROMPT:
         prompt, completion = fields[PROMPT], fields[COMPLETION]
-        if fields.get("label") is False:
+        if fields.get("label") in (False, "false"):  # 0, too
             reason = '"label": false marks a completion to avoid; preferences are not trained'
             raise BadRecordError(where, reason)
         if isinstance(prompt, str) and isinstance(completion, str):
+            if fields.get("system"):
+                reason = f'"system" needs "{PROMPT}" and "{COMPLETION}" as lists of messages'
+                raise BadRecordError(where, reason)
             _encoded(prompt + completion, where)
             return {PROMPT: prompt, COMPLETION: completion}
         if not (isinstance(prompt, list) and isinstance(completion, list)):
@@ -416,23 +419,32 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
             role, others = turn["from"], {k: turn[k] for k in turn if k not in ("from", "value")}
             if role == "function_call":
                 calls = _json(turn.get("value"), f"turn {number}", where)
-                calls = [
-                    {"type": "function", "function": call}
-                    for call in ([calls] if isinstance(calls, dict) else calls)
-                ]
+                calls = [calls] if isinstance(calls, dict) else calls
+                if not (isinstance(calls, list) and all(isinstance(x, dict) for x in calls)):
+                    reason = f'turn {number} is from "{role}"; its "value" must be an object'
+                    raise BadRecordError(where, f"{reason} or a list of objects")
+                calls = [{"type": "function", "function": call} for call in calls]
                 messages.append({"role": "assistant", "tool_calls": calls, **others})
-            elif role in ROLES:
-                messages.append({"role": ROLES[role], "content": turn.get("value", ""), **others})
+            elif isinstance(role, str) and role in ROLES:
+                content = {"content": turn["value"]} if "value" in turn else {}
+                messages.append({"role": ROLES[role], **content, **others})
             else:
                 known = _some([*ROLES, "function_call"], 99)
                 raise BadRecordError(where, f'turn {number} is from "{role}"; known are {known}')
     else:
-        question = "\n".join(filter(None, (fields[key], fields.get("input"))))
-        pairs = [*fields.get("history", ()), (question, fields["output"])]
+        earlier = fields.get("history", [])
+        given = [fields[key], fields.get("input", ""), fields["output"]]
+        are_pairs = isinstance(earlier, list) and all(
+            isinstance(pair, list) and len(pair) == 2 for pair in earlier
+        )
+        if not are_pairs or not all(isinstance(text, str) for text in chain(given, *earlier)):
+            reason = f'"{key}", "input" and "output" must be texts, "history" a list of pairs'
+            raise BadRecordError(where, reason)
+        *question, answer = given
+        texts = [*chain(*earlier), "\n".join(filter(None, question)), answer]
         messages = [
             {"role": role, "content": text}
-            for pair in pairs
-            for role, text in zip(("user", "assistant"), pair, strict=True)
+            for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
         ]
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": fields["system"]})
@@ -473,7 +485,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
         with parquet.ParquetFile(path, memory_map=True) as file:
             columns = _columns(file.schema_arrow.names, path, text_key)
             for batch in file.iter_batches(batch_size=ROWS, columns=columns):
-                yield batch.to_pylist()
+                yield _python(batch)
     except (ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
@@ -501,11 +513,38 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
             dataset = dataset["train"]
         table = dataset.select_columns(_columns(dataset.column_names, path, text_key))
         for batch in table.with_format("arrow").iter(ROWS):
-            yield batch.to_pylist()
+            yield _python(batch)
     except DataError:
         raise
     except Exception as error:  # the package raises many kinds for a damaged folder
         raise DataError(f"{path}: the dataset cannot be read ({error})") from error
+
+
+def _python(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a batch or table of Arrow. Texts of the type arrow.json, which datasets writes
+    for values of mixed types (its feature Json), become the values that they stand for."""
+
+    def parsed(value: Any, kind: Any) -> Any:
+        if value is None:
+            return None
+        if getattr(kind, "extension_name", "") == "arrow.json":
+            return parse_json(value)
+        if isinstance(value, list):
+            return [parsed(item, kind.value_type) for item in value]
+        if isinstance(value, dict):
+            is_map = hasattr(kind, "item_type")
+            return {
+                key: parsed(item, kind.item_type if is_map else kind.field(key).type)
+                for key, item in value.items()
+            }
+        return value
+
+    rows = batch.to_pylist(maps_as_pydicts="strict")
+    for field in batch.schema:
+        if "arrow.json" in str(field.type):
+            for row in rows:
+                row[field.name] = parsed(row[field.name], field.type)
+    return rows
 
 
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:

@@ -508,6 +508,24 @@ SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
             ]
         },
     ),
+    "prompt of messages with a system": (
+        {
+            "prompt": [{"role": "user", "content": "b"}],
+            "completion": [{"role": "assistant", "content": "c"}],
+            "system": "Be brief.",
+        },
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "b"},
+                {"role": "assistant", "content": "c"},
+            ]
+        },
+    ),
+    "a turn without a value": (
+        {"conversations": [{"from": "gpt", "value": None, "text": "a"}]},
+        {"messages": [{"role": "assistant", "text": "a"}]},
+    ),
     "tools and values in a text": (
         {
             "messages": [{"role": "assistant", "content": "a"}],
@@ -560,6 +578,18 @@ def test_a_completion_carries_the_loss(folder: Path, tmp_path: Path) -> None:
             '"audio" is not empty; only text is trained',
         ),
         ({"conversations": [{"from": "function_call", "value": "{"}]}, "turn 1: not valid JSON"),
+        ({"conversations": [{"from": "function_call", "value": 5}]}, "object or a list of objects"),
+        ({"conversations": [{"from": "function_call", "value": '["f"]'}]}, "a list of objects"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "turn 1 is from"),
+        ({"instruction": 3, "output": "b"}, "must be texts"),
+        ({"instruction": "a", "output": ["b"]}, "must be texts"),
+        ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "must be texts"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": ["cd"]}, "a list of pairs"),
+        ({"instruction": "a", "output": "b", "history": [{"c": "d", "e": "f"}]}, "list of pairs"),
+        ({"instruction": "a", "output": "b", "history": 4}, "a list of pairs"),
+        ({"prompt": "a", "completion": "b", "label": 0}, "a completion to avoid"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "as lists of messages"),
     ],
 )
 def test_records_that_are_no_such(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
@@ -579,3 +609,25 @@ def test_nulls_are_missing_keys(tmp_path: Path) -> None:
     call = {"function": {"name": "f", "arguments": {"zone": "UTC"}}}
     turn = {"role": "assistant", "tool_calls": [call]}
     assert line == row == {"messages": [turn], "tools": [{"name": "f"}]}
+
+
+@pytest.mark.parametrize("form", ["parquet", "dataset"])
+def test_json_in_a_table_is_what_it_stands_for(tmp_path: Path, form: str) -> None:
+    """Values of mixed types, which datasets writes as texts of the type arrow.json, and maps."""
+    datasets = pytest.importorskip("datasets")
+    turns = [{"role": "assistant", "content": "a", "arguments": {"b": [1, {"c": "d"}]}}]
+    tools = [{"name": "f"}, {"name": 1}]
+    text, as_json = datasets.Value("string"), datasets.Json()
+    turn = {"role": text, "content": text, "arguments": as_json}
+    features = {"messages": datasets.List(turn), "tools": datasets.List(as_json)}
+    features = datasets.Features(features)
+    made = datasets.Dataset.from_list([{"messages": turns, "tools": tools}], features=features)
+    if form == "dataset":
+        made.save_to_disk(str(tmp_path / "a"))
+    else:
+        table = made.with_format("arrow")[:]
+        values = pa.array([[("think", "no")]], pa.map_(pa.string(), pa.string()))
+        pq.write_table(table.append_column("chat_template_kwargs", values), tmp_path / "a.parquet")
+    (_, record), *_ = all_of(next(tmp_path.iterdir()))
+    more = {} if form == "dataset" else {"chat_template_kwargs": {"think": "no"}}
+    assert record == {"messages": turns, "tools": tools, **more}
