@@ -159,6 +159,24 @@ def test_a_folder_of_the_base_model_has_no_prefix(tmp_path: Path) -> None:
         changed(folder, lambda tensors: (tensors.clear(), tensors.update(before)))
 
 
+@pytest.mark.parametrize("name", ["mistral3", "kimi_k25", "nemotron_h_omni"])
+def test_the_text_part_of_a_larger_model(name: str, tmp_path: Path) -> None:
+    """Names that only the renamings of the larger model explain, and a head beside the base."""
+    folder = tiny_folder(name, tmp_path)
+    weights, whole = HubWeights(folder), random_model(name)
+    part = next(
+        module
+        for module in whole.modules()
+        if type(module) is type(weights.tensors.model.base_model)
+    )
+    expected = {f"model.{key}": tensor for key, tensor in part.state_dict().items()}
+    if name == "nemotron_h_omni":  # the others have tied tables
+        expected["lm_head.weight"] = whole.language_model.lm_head.weight
+    assert expected.keys() == weights.tensors.meta.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(weights.read(key, [range(size) for size in tensor.shape]), tensor), key
+
+
 def test_tensors_of_no_part_are_carried_and_named(tmp_path: Path) -> None:
     bias = "model.layers.0.self_attn.q_proj.bias"
     folder, config = tiny_folder("qwen3_moe", tmp_path), ["model.implementation=transformers"]

@@ -14,12 +14,13 @@ from transformers import CONFIG_MAPPING
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.architecture import _read, read_architecture
+from moemesh.config.huggingface.model import model_values
 from moemesh.config.trainable import refusals
 from moemesh.model.hub.architecture import read
 from moemesh.model.hub.build import blueprint
 from moemesh.model.hub.experts import adds_up, is_experts
 from moemesh.sharding.load_run import load_run
-from tests.hub.families import random_model
+from tests.hub.families import random_model, tiny_config
 from tests.hub.training import values_of
 
 
@@ -230,6 +231,18 @@ def test_a_folder_that_transformers_cannot_train_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         blueprint({**values_of("qwen3_next"), **changes})
+
+
+def test_a_text_part_is_computed_as_in_the_larger_model() -> None:
+    """The code of aya_vision does not scale its logits, and that of its text part does."""
+    words = "Cohere2ForCausalLM and AyaVisionForConditionalGeneration compute other logits"
+    with pytest.raises(ConfigError, match=words):
+        read(tiny_config("aya_vision").to_dict())
+    with pytest.raises(ConfigError, match="MllamaForCausalLM has no base model"):
+        read(CONFIG_MAPPING["mllama"]().to_dict())
+    config = {"text_config": values_of("qwen3_moe"), "vision_config": {}, "model_type": "any"}
+    with pytest.raises(ConfigError, match="text part of a larger model"):
+        model_values(config)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ class HubTensors:
     @classmethod
     def of(cls, values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> HubTensors:
         """The tensors `stored` of a model of the ``config.json`` `values`."""
-        model = blueprint(values).build()
+        plan = blueprint(values)
+        model = plan.build()
         base = f"{model.base_model_prefix}."
         # The text part of a larger model may have its names in a part of their own.
         matches = filter(None, map(_BEFORE_LAYERS.match, stored))
@@ -143,7 +144,7 @@ class HubTensors:
         for prefix in ("", *sorted(prefixes)):
             # `inner`: name in the model -> stored name. `prefix` is that of the base model in the
             # folder; other tensors (the head) have only what surrounds the text model, `outer`.
-            outer = prefix.removesuffix(base) if f".{prefix}".endswith(f".{base}") else prefix
+            outer = prefix[: -len(prefix.split(".")[-2]) - 1] if prefix else ""
             inner = {
                 base + name.removeprefix(prefix)
                 if prefix and name.startswith(prefix)
@@ -153,6 +154,10 @@ class HubTensors:
             candidates.append(_grouped(model, stored, inner))
             if not candidates[-1].problems:
                 break
+        else:
+            if plan.around is not None:
+                inner = _inside(plan.around.build(), model, stored)
+                candidates.append(_grouped(model, stored, inner))
         return min(candidates, key=lambda candidate: len(candidate.problems))
 
     def irreversible(self) -> list[str]:
@@ -194,6 +199,25 @@ class HubTensors:
             for rows in (slice(index, index + 1) if group.merges else slice(None),)
             if any(holds(output, rows) for output in group.outputs)
         )
+
+
+def _inside(
+    whole: PreTrainedModel, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
+) -> dict[str, str]:
+    """Name in the text part `model` of the model `whole` -> stored name, by the renamings of the
+    latter."""
+    part = type(getattr(model, model.base_model_prefix))
+    path = next((name for name, module in whole.named_modules() if type(module) is part), "")
+    names: dict[str, Any] = dict(whole.state_dict())
+    changes = get_model_conversion_mapping(whole)
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    inner: dict[str, str] = {}
+    for name in stored:
+        target, _ = rename_source_key(name, renamings, [], whole.base_model_prefix, names)
+        if path and target.startswith(f"{path}."):
+            target = model.base_model_prefix + target.removeprefix(path)
+        inner[target] = name
+    return inner
 
 
 def _grouped(

@@ -165,6 +165,9 @@ def model_values(config: Config) -> dict[str, object]:
     if str(config.get("model_type")) in known_families()["family"]:
         family_of(config)  # a family that cannot be trained is refused before its sizes are read
     sizes = read_sizes(config)
+    if sizes.notes:
+        message = "only the code of transformers computes the text part of a larger model"
+        raise wrong("not-available", "model_type", config.get("model_type"), message, _UNTRAINED)
     row = trained_families()["family"][family_of(config)]
     fields = sizes.fields
     for name, value in _FIXED.items():

@@ -88,11 +88,18 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     plan = blueprint(values)
     model = plan.build(torch.bfloat16)
     kind = str(values["model_type"])
+    if plan.around is not None and _differs(model, plan.around.build()):
+        kinds = f"{plan.kind.__name__} and {plan.around.kind.__name__}"
+        message = f"{kinds} compute other logits from the same hidden states"
+        raise wrong("not-available", "model_type", kind, message, "the folder of a text model")
     try:
         name, layers = decoder_layers(model)
     except ValueError as error:
         fix = "model.implementation = moemesh, where it knows the family"
         raise wrong("not-available", "model_type", kind, str(error), fix) from None
+    if model.base_model is model:
+        message = f"{plan.kind.__name__} has no base model of the name {model.base_model_prefix}"
+        raise wrong("not-available", "model_type", kind, message, "another family")
     experts = {
         int(path.removeprefix(name + ".").split(".")[0]): (path, module)
         for path, module in model.named_modules()
@@ -370,6 +377,24 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
         return False
     finally:
         model.set_output_embeddings(head)
+
+
+@torch.no_grad()
+def _differs(part: PreTrainedModel, whole: PreTrainedModel) -> bool:
+    """Whether the code after the last layer of a text part gives other logits, such as scaled ones,
+    than that of the model around it; False if the latter does not run alone."""
+    small = nn.Linear(part.config.hidden_size, 8, bias=False)
+    hidden = torch.randn(1, 3, small.in_features)
+    logits: list[Tensor] = []
+    try:
+        for model in (part, whole):
+            head: Any = model.get_output_embeddings()
+            model.set_output_embeddings(small)
+            logits.append(tail(model, hidden))
+            model.set_output_embeddings(head)
+    except Exception:
+        return False
+    return not torch.equal(*logits)
 
 
 @torch.no_grad()

@@ -31,11 +31,13 @@ Slices = Callable[[str, tuple[int, ...]], Sequence[range] | None]
 
 
 class Blueprint(NamedTuple):
-    """The class and the configuration of a model, and a sentence for each change of the latter."""
+    """The class and the configuration of a model, and a sentence for each change of the latter;
+    `around`: those of the larger model whose text part it is."""
 
     kind: type[PreTrainedModel]
     config: PretrainedConfig
     notes: tuple[str, ...]
+    around: Blueprint | None = None
 
     def build(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The model on the meta device, in the mode of training."""
@@ -103,6 +105,10 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     else:
         message = f"transformers {installed} has no language model of this family"
         raise wrong("not-available", "model_type", kind, message, "a decoder-only language model")
+    around = None
+    if config is not whole and type(whole) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        larger: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)]
+        around = Blueprint(larger, whole, ())
     config = copy.deepcopy(config)
     notes: list[str] = []
     if text is not whole:
@@ -123,7 +129,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
                 setattr(part, key, 0.0 if is_dropout else value)
                 notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
     family: Any = known[type(config)]
-    return Blueprint(family, config, tuple(notes))
+    return Blueprint(family, config, tuple(notes), around)
 
 
 def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
