@@ -125,7 +125,6 @@ class ClosedForm:
     row: ScheduleRow
     bubble: float | None
     peak_activation: tuple[float, ...] | None
-    weight_copies: tuple[int, ...]
 
 
 def closed_form(
@@ -144,14 +143,9 @@ def closed_form(
         held=held,
         slice_share=1 / schedule.num_slices,
     )
-    ranks, bubble, peak = range(schedule.num_ranks), None, None
+    bubble, peak = None, None
     if not row.is_asynchronous and holds(row.bubble_where, numbers):
         bubble = value_of(row.bubble, numbers)
     if holds(row.peak_where, numbers):
-        peak = tuple(value_of(row.peak, numbers, rank) for rank in ranks)
-    return ClosedForm(
-        row=row,
-        bubble=bubble,
-        peak_activation=peak,
-        weight_copies=tuple(int(value_of(row.copies, numbers, rank)) for rank in ranks),
-    )
+        peak = tuple(value_of(row.peak, numbers, rank) for rank in range(schedule.num_ranks))
+    return ClosedForm(row=row, bubble=bubble, peak_activation=peak)

@@ -1,10 +1,13 @@
-"""Generators of the schedules that follow one rule per rank, with their papers."""
+"""Generators of the schedules that follow one rule per rank, with their papers.
+
+The numbers for which a schedule is defined are in its row of
+:data:`~moemesh.config.schedule_table.SCHEDULES`; :func:`~moemesh.schedule.build.build` checks them.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
-from typing import Literal
 
 from moemesh.config.schedule_table import require_numbers
 from moemesh.schedule.action import (
@@ -33,7 +36,6 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Stage r on rank r; rank r is p-1-r forwards ahead.
 
     The bubble of GPipe, (p-1)(tF+tB), with less memory: rank r holds min(m, p-r) microbatches.
-    Raises ValueError unless m >= 1.
 
     >>> print(draw(simulate(one_f_one_b(4, 4)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0--- .  B1--- .  B2--- .  B3---
@@ -41,7 +43,6 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- .  B3---
     rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3---
     """
-    require_numbers("1f1b", ranks=num_ranks, microbatches=num_microbatches)
     orders = one_f_one_b_orders(num_ranks, num_microbatches)
     return one_pipe("1f1b", linear(num_ranks), orders, num_microbatches)
 
@@ -70,18 +71,12 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, stages_per_rank: int
     """Chunk c of rank r is stage c*p + r; microbatches pass in groups of p.
 
     Bubble (p-1)(tF+tB)/v for v chunks a rank, and v times the messages; rank r holds
-    min(mv, 2(p-1-r) + (v-1)p + 1)/v microbatches. Raises ValueError unless m % p == 0 and v >= 1.
+    min(mv, 2(p-1-r) + (v-1)p + 1)/v microbatches.
 
     >>> print(draw(simulate(interleaved_1f1b(2, 4, 2)).timeline))
     rank 0: F0 F1 f0 f1 F2 .  b0--- F3 b1--- f2 B0--- f3 B1--- .  b2--- .  b3--- B2--- B3---
     rank 1: .  F0 F1 f0 b0--- f1 b1--- F2 B0--- F3 B1--- f2 b2--- f3 b3--- B2--- B3---
     """
-    require_numbers(
-        "interleaved_1f1b",
-        ranks=num_ranks,
-        microbatches=num_microbatches,
-        stages_per_rank=stages_per_rank,
-    )
     chunks, total = stages_per_rank, num_microbatches * stages_per_rank
     # Number each rank's forwards and backwards: groups of p microbatches, in them chunk by chunk.
     # Then the order is that of 1F1B over these numbers.
@@ -170,15 +165,10 @@ def forward_only(schedule: Schedule, num_microbatches: int) -> Schedule:
 # 2019, arXiv:1811.06965.
 
 
-def gpipe(
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    backward_order: Literal["last_first", "first_first"] = "last_first",
-) -> Schedule:
-    """Stage r on rank r. The last forward is the first backward, or in order of arrival.
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """Stage r on rank r. The last forward is the first backward.
 
-    Bubble (p-1)(tF+tB); rank r holds all m microbatches. Raises ValueError unless m >= 1.
+    Bubble (p-1)(tF+tB); rank r holds all m microbatches.
 
     >>> print(draw(simulate(gpipe(4, 4)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  .  .  .  .  .  .  B3--- B2--- B1--- B0---
@@ -186,18 +176,15 @@ def gpipe(
     rank 2: .  .  F0 F1 F2 F3 .  .  .  B3--- B2--- B1--- B0---
     rank 3: .  .  .  F0 F1 F2 F3 B3--- B2--- B1--- B0---
     """
-    require_numbers("gpipe", ranks=num_ranks, microbatches=num_microbatches)
-    forwards = range(num_microbatches)
-    backwards = forwards[::-1] if backward_order == "last_first" else forwards
+    microbatches = range(num_microbatches)
     orders = tuple(
         single(
-            *(Op("F", rank, microbatch) for microbatch in forwards),
-            *(Op("B", rank, microbatch) for microbatch in backwards),
+            *(Op("F", rank, microbatch) for microbatch in microbatches),
+            *(Op("B", rank, microbatch) for microbatch in reversed(microbatches)),
         )
         for rank in range(num_ranks)
     )
-    parameters = {} if backward_order == "last_first" else {"backward_order": backward_order}
-    return one_pipe("gpipe", linear(num_ranks), orders, num_microbatches, parameters=parameters)
+    return one_pipe("gpipe", linear(num_ranks), orders, num_microbatches)
 
 
 # PipeDream: 1F1B that never drains, every backward updates, weights are stashed.
@@ -210,8 +197,7 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
     """The order of 1F1B over the microbatches of the whole run.
 
     Microbatch k uses version max(0, k-(p-1-s)) on stage s in both directions. No bubble in the
-    steady state; rank r holds p-r microbatches and p-r copies of its weights. Raises
-    ValueError unless m >= 1.
+    steady state; rank r holds p-r microbatches and p-r copies of its weights.
 
     >>> print(draw(simulate(pipedream(4, 6)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---
@@ -219,7 +205,6 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  .  F0 F1 .  .  B0--- F2 B1--- F3 B2--- F4 B3--- F5 B4--- .  B5---
     rank 3: .  .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- F4 B4--- F5 B5---
     """
-    require_numbers("pipedream", ranks=num_ranks, microbatches=num_microbatches)
     orders = one_f_one_b_orders(num_ranks, num_microbatches)
     rule = UpdateRule(kind="stash")
     return one_pipe("pipedream", linear(num_ranks), orders, num_microbatches, update=rule)
@@ -236,8 +221,8 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Half of the microbatches go through each pipe, in blocks of p/2. Bubble (p-2)tF where tF = tB;
     rank r holds p/2 + 1 + min(r, p-1-r) microbatches and two copies of weights, whose gradients are
-    summed. With tB = 2tF the idle time is 2(p-2)tF for m = p and larger for more blocks. Raises
-    ValueError unless p is even and m % p == 0. Pipe 1 is drawn in small letters:
+    summed. With tB = 2tF the idle time is 2(p-2)tF for m = p and larger for more blocks. Pipe 1 is
+    drawn in small letters:
 
     >>> print(draw(simulate(chimera(4, 4)).timeline))
     rank 0: F0 F1 .  f0 b0--- f1 b1--- .  B0--- .  .  B1---
@@ -245,7 +230,6 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  f0 F0 f1 F1 .  B0--- b0--- B1--- b1---
     rank 3: f0 f1 .  F0 B0--- F1 B1--- .  b0--- .  .  b1---
     """
-    require_numbers("chimera", ranks=num_ranks, microbatches=num_microbatches)
     half = num_ranks // 2
     # Per rank: time slot -> operation, where all operations take one slot.
     slots: list[dict[int, Op]] = [{} for _ in range(num_ranks)]
@@ -278,7 +262,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """ZB-H1 with stage r on rank r, which runs its k-th ``W`` after its (k+r)-th ``I``.
 
     Span bubble (p-1)(tF+tI-tW), exact for m >= p and tW <= tF; rank r holds p-r microbatches and
-    what r weight gradients need. Raises ValueError unless m >= 1.
+    what r weight gradients need.
 
     >>> print(draw(simulate(zb_h1(4, 4)).timeline))
     rank 0: F0 F1 F2 F3 .  .  .  I0 W0 I1 W1 I2 W2 I3 W3
@@ -286,7 +270,6 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     rank 2: .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
     rank 3: .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
     """
-    require_numbers("zb_h1", ranks=num_ranks, microbatches=num_microbatches)
     orders = tuple(
         put_off(rank, num_microbatches, warm_up=num_ranks - rank, delay=rank)
         for rank in range(num_ranks)
@@ -319,15 +302,13 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Span bubble (p-1)(tF+tI-2tW), exact for m >= 2p-1 and tW <= min(tF, tI): none for equal times.
     Rank r holds 2p-2r-1 microbatches and what 2r weight gradients need. Ranks end one after the
-    other, so that the optimizer must not wait for all of them (post-validation). Raises ValueError
-    unless m >= 1.
+    other, so that the optimizer must not wait for all of them (post-validation).
 
     >>> print(draw(simulate(zb_h2(3, 5)).timeline))
     rank 0: F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4
     rank 1: .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4
     rank 2: .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
     """
-    require_numbers("zb_h2", ranks=num_ranks, microbatches=num_microbatches)
     orders = tuple(
         put_off(rank, num_microbatches, warm_up=2 * (num_ranks - rank) - 1, delay=2 * rank)
         for rank in range(num_ranks)
@@ -343,66 +324,53 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r: first and last layers meet on rank 0.
 
-    No span bubble for m >= 2p-1 and tF = tI = tW; every rank holds p microbatches. Raises
-    ValueError unless m >= 1. Chunk 1 is drawn in small letters:
+    No span bubble for m >= 2p-1 and tF = tI = tW; every rank holds p microbatches. Chunk 1 is drawn
+    in small letters:
 
     >>> print(draw(simulate(zb_v(2, 4)).timeline))
     rank 0: F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3
     rank 1: .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3
     """
-    require_numbers("zb_v", ranks=num_ranks, microbatches=num_microbatches)
-    orders = tuple(_Chunks(rank, num_ranks, num_microbatches).order() for rank in range(num_ranks))
+    orders = tuple(_zb_v_order(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
     return one_pipe("zb_v", v_shape(num_ranks), orders, num_microbatches)
 
 
-class _Chunks:
+def _zb_v_order(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Entry, ...]:
     """One rank of ZB-V: each kind of operation of both chunks in order of its microbatches."""
+    stages, ops = (rank, 2 * num_ranks - 1 - rank), list[Op]()
+    issued = Counter[tuple[Kind, int]]()
 
-    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
-        self.rank, self.num_ranks, self.total = rank, num_ranks, num_microbatches
-        kinds: tuple[Kind, ...] = ("F", "I", "W")
-        self.issued = {(kind, chunk): 0 for kind in kinds for chunk in (0, 1)}
-        self.ops: list[Op] = []
-
-    def put(self, chunk: int, *kinds: Kind) -> None:
+    def put(chunk: int, *kinds: Kind) -> None:
         """Append the chunk's next operation of each of `kinds`, if its input exists."""
-        before: dict[Kind, Kind] = {"I": "F", "W": "I"}
         for kind in kinds:
-            microbatch = self.issued[kind, chunk]
-            limit = self.issued[before[kind], chunk] if kind in before else self.total
-            if microbatch < limit:
-                stage = 2 * self.num_ranks - 1 - self.rank if chunk else self.rank
-                self.ops.append(Op(kind, stage, microbatch))
-                self.issued[kind, chunk] += 1
+            inputs = {"F": num_microbatches, "I": issued["F", chunk], "W": issued["I", chunk]}
+            if issued[kind, chunk] < inputs[kind]:
+                ops.append(Op(kind, stages[chunk], issued[kind, chunk]))
+                issued[kind, chunk] += 1
 
-    def left(self, kind: Kind) -> bool:
-        """Whether an operation of that kind is still to be issued."""
-        return any(self.issued[kind, chunk] < self.total for chunk in (0, 1))
-
-    def order(self) -> tuple[Entry, ...]:
-        # Warm-up: chunk 0 fills, then chunk 1 as its microbatches come back.
-        for _ in range(2 * (self.num_ranks - self.rank) - 1):
-            self.put(0, "F")
-        for _ in range(self.rank):
-            self.put(1, "F")
-            self.put(0, "F")
-        for _ in range(self.num_ranks - self.rank):
-            self.put(1, "F", "I", "W")
-        # Stable phase.
-        while self.left("F"):
-            self.put(0, "F", "I", "W")
-            self.put(1, "F", "I", "W")
-        # Drain: input gradients first, others wait for them.
-        for _ in range(self.rank):
-            self.put(0, "I")
-            self.put(1, "I")
-        while self.left("I"):
-            self.put(1, "I")
-            self.put(0, "I", "W")
-        for chunk in (1, 0):
-            for _ in range(self.total):
-                self.put(chunk, "W")
-        return single(*self.ops)
+    # Warm-up: chunk 0 fills, then chunk 1 as its microbatches come back.
+    for _ in range(2 * (num_ranks - rank) - 1):
+        put(0, "F")
+    for _ in range(rank):
+        put(1, "F")
+        put(0, "F")
+    for _ in range(num_ranks - rank):
+        put(1, "F", "I", "W")
+    # Stable phase.
+    while min(issued["F", 0], issued["F", 1]) < num_microbatches:
+        put(0, "F", "I", "W")
+        put(1, "F", "I", "W")
+    # Drain: input gradients first, others wait for them.
+    for _ in range(rank):
+        put(0, "I")
+        put(1, "I")
+    while min(issued["I", 0], issued["I", 1]) < num_microbatches:
+        put(1, "I")
+        put(0, "I", "W")
+    for chunk in (1, 0):
+        for _ in range(num_microbatches):
+            put(chunk, "W")
+    return single(*ops)
 
 
 # DualPipe and its V form: forward and backward of two microbatches run as one block.
@@ -418,22 +386,21 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Stage s of pipe 0 on rank s, of pipe 1 on rank p-1-s; half of the microbatches through each.
 
     Rank idle (p/2-1)(tFB+tB-3tW) where tF = tI, tW <= tI, tB <= tFB <= tF+tB; every rank holds p+1
-    microbatches and two copies of weights, whose gradients are summed. Raises ValueError unless p
-    and m are even and m >= 2p. Pipe 1 is drawn in small letters:
+    microbatches and two copies of weights, whose gradients are summed. Pipe 1 is drawn in small
+    letters:
 
     >>> print(draw(simulate(dualpipe(2, 4)).timeline))
     rank 0: F0 f0 F1 b0--- f1+B0--- b1--- I1 W1
     rank 1: f0 F0 f1 B0--- F1+b0--- B1--- i1 w1
     """
-    require_numbers("dualpipe", ranks=num_ranks, microbatches=num_microbatches)
     half, orders = num_ranks // 2, list[tuple[Entry, ...]]()
     for rank in range(num_ranks):
         # (pipe, stage) of the pipe that enters at this rank's end of the pipeline, and of the
         # other.
         ends = [(0, rank), (1, num_ranks - 1 - rank)]
         near, far = ends if rank < half else reversed(ends)
-        depth = min(rank, num_ranks - 1 - rank)
-        orders.append(_RankEntries(near, far).phases(half, depth, num_microbatches // 2))
+        depth, each = min(rank, num_ranks - 1 - rank), num_microbatches // 2
+        orders.append(_dualpipe_order(near, far, num_half=half, depth=depth, num_each=each))
     return Schedule(
         name="dualpipe",
         num_ranks=num_ranks,
@@ -448,87 +415,77 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Chunk 0 of rank r is stage r, chunk 1 is stage 2p-1-r: first and last layers meet on rank 0.
 
     Rank idle (p-1)/2 (tFB+tB-3tW) where tF = tI, tW <= tI, tB <= tFB <= tF+tB; every rank holds
-    p + 1/2 microbatches. Raises ValueError unless m >= 2p. Chunk 1 is drawn in small letters:
+    p + 1/2 microbatches. Chunk 1 is drawn in small letters:
 
     >>> print(draw(simulate(dualpipe_v(2, 4)).timeline))
     rank 0: F0 F1 F2 f0 i0 w0 f1 F3+b1--- .  f2+B0--- b2--- .  f3+B1--- b3--- I2 W2 I3 W3
     rank 1: .  F0 f0 F1 f1 F2 b0--- f2+B0--- F3+b1--- f3+B1--- b2--- B2--- .  i3 I3 w3 W3
     """
-    require_numbers("dualpipe_v", ranks=num_ranks, microbatches=num_microbatches)
-    orders: list[tuple[Entry, ...]] = []
-    for rank in range(num_ranks):
-        entries = _RankEntries((0, rank), (0, 2 * num_ranks - 1 - rank))
-        orders.append(entries.phases(num_ranks, rank, num_microbatches))
-    return one_pipe("dualpipe_v", v_shape(num_ranks), tuple(orders), num_microbatches)
+    numbers = {"num_half": num_ranks, "num_each": num_microbatches}
+    orders = tuple(
+        _dualpipe_order((0, rank), (0, 2 * num_ranks - 1 - rank), depth=rank, **numbers)
+        for rank in range(num_ranks)
+    )
+    return one_pipe("dualpipe_v", v_shape(num_ranks), orders, num_microbatches)
 
 
-class _RankEntries:
-    """One rank's entries. A direction is the (pipe, stage) its microbatches pass on this rank."""
+#: (pipe, stage) that microbatches pass on one rank.
+_Direction = tuple[int, int]
 
-    def __init__(self, near: tuple[int, int], far: tuple[int, int]) -> None:
-        self.near, self.far = near, far
-        self.forwards = {near: 0, far: 0}
-        self.backwards = {near: 0, far: 0}
-        #: Every ``I`` whose ``W`` has no entry yet.
-        self.pending: deque[Op] = deque()
-        self.entries: list[Entry] = []
 
-    def forward(self, direction: tuple[int, int]) -> Op:
-        """The next forward of a direction."""
+def _dualpipe_order(
+    near: _Direction, far: _Direction, *, num_half: int, depth: int, num_each: int
+) -> tuple[Entry, ...]:
+    """Entries of one rank: eight phases, a loop each. `depth`: ranks between this one and the end
+    where `near` enters; `num_half`: ranks from that end to the middle, where the directions
+    meet; `num_each`: microbatches of each direction."""
+    numbers = Counter[tuple[bool, _Direction]]()
+    #: Every ``I`` whose ``W`` has no entry yet.
+    pending = deque[Op]()
+    entries: list[Entry] = []
+
+    def op(kind: Kind, direction: _Direction) -> Op:
+        """The next forward or backward of a direction."""
         pipe, stage = direction
-        self.forwards[direction] += 1
-        return Op("F", stage, self.forwards[direction] - 1, pipe)
+        numbers[kind == "F", direction] += 1
+        return Op(kind, stage, numbers[kind == "F", direction] - 1, pipe)
 
-    def backward(self, direction: tuple[int, int], kind: Kind = "B") -> Op:
-        """The next backward of a direction, whole or its input-gradient half."""
-        pipe, stage = direction
-        op = Op(kind, stage, self.backwards[direction], pipe)
-        self.backwards[direction] += 1
-        if kind == "I":
-            self.pending.append(op)
-        return op
-
-    def put(self, *ops: Op) -> None:
+    def put(*ops: Op) -> None:
         """One entry: a block when there are several operations."""
-        self.entries.append(ops)
+        entries.append(ops)
+        pending.extend(op for op in ops if op.kind == "I")
 
-    def weight_gradient(self) -> None:
+    def put_weight_gradient() -> None:
         """The oldest deferred weight gradient."""
-        self.put(self.pending.popleft()._replace(kind="W"))
+        put(pending.popleft()._replace(kind="W"))
 
-    def phases(self, num_half: int, depth: int, num_each: int) -> tuple[Entry, ...]:
-        """Entries of the eight phases, a loop each. `depth`: ranks between this one and the end
-        where `near` enters; `num_half`: ranks from that end to the middle, where the directions
-        meet; `num_each`: microbatches of each direction."""
-        near, far = self.near, self.far
-        to_middle = num_half - depth - 1
-        for _ in range(2 * to_middle):
-            self.put(self.forward(near))
-        for _ in range(depth + 1):
-            self.put(self.forward(near))
-            self.put(self.forward(far))
-        for _ in range(to_middle):
-            self.put(self.backward(far, "I"))
-            self.weight_gradient()
-            self.put(self.forward(far))
-        for index in range(num_each - 2 * num_half + depth + 1):
-            if index == 0 and to_middle == 0:
-                # Here the first block would wait for the middle rank's own forward.
-                self.put(self.forward(near))
-                self.put(self.backward(far))
-            else:
-                self.put(self.forward(near), self.backward(far))
-            self.put(self.forward(far), self.backward(near))
-        for _ in range(to_middle):
-            self.put(self.backward(far))
-            self.put(self.forward(far), self.backward(near))
-        for index in range(2 * (depth + 1)):
-            direction = near if index % 2 else far
-            self.put(self.backward(direction, "B" if index <= depth else "I"))
-        for _ in range(to_middle):
-            self.weight_gradient()
-            self.put(self.backward(near, "I"))
-        for _ in range(depth + 1):
-            self.weight_gradient()
-        assert not self.pending, "a weight gradient was left over"
-        return tuple(self.entries)
+    to_middle = num_half - depth - 1
+    for _ in range(2 * to_middle):
+        put(op("F", near))
+    for _ in range(depth + 1):
+        put(op("F", near))
+        put(op("F", far))
+    for _ in range(to_middle):
+        put(op("I", far))
+        put_weight_gradient()
+        put(op("F", far))
+    for index in range(num_each - 2 * num_half + depth + 1):
+        if index == 0 and to_middle == 0:
+            # Here the first block would wait for the middle rank's own forward.
+            put(op("F", near))
+            put(op("B", far))
+        else:
+            put(op("F", near), op("B", far))
+        put(op("F", far), op("B", near))
+    for _ in range(to_middle):
+        put(op("B", far))
+        put(op("F", far), op("B", near))
+    for index in range(2 * (depth + 1)):
+        put(op("B" if index <= depth else "I", near if index % 2 else far))
+    for _ in range(to_middle):
+        put_weight_gradient()
+        put(op("I", near))
+    for _ in range(depth + 1):
+        put_weight_gradient()
+    assert not pending, "a weight gradient was left over"
+    return tuple(entries)

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from moemesh.config.conditions import at_least, at_most, divisible, require
+from moemesh.config.conditions import at_most, require
 from moemesh.config.layout import shard_sizes
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.config.schedule_table import require_numbers
 from moemesh.schedule.action import Op, Schedule, linear, one_pipe, single
 from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 
@@ -35,19 +34,12 @@ class Slicing(NamedTuple):
 def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Schedule:
     """GPipe over (sequence, slice); a microbatch is a sequence.
 
-    Bubble (p-1)(max tF + max tB) over the slices; every rank holds all of them. Raises ValueError
-    unless there is a slice.
+    Bubble (p-1)(max tF + max tB) over the slices; every rank holds all of them.
 
     >>> print(draw(simulate(terapipe(2, 2, 2)).timeline))
     rank 0: F0.0 F0.1 F1.0 F1.1 .    .    .    B1.1----- B1.0----- B0.1----- B0.0-----
     rank 1: .    F0.0 F0.1 F1.0 F1.1 B1.1----- B1.0----- B0.1----- B0.0-----
     """
-    require_numbers(
-        "terapipe",
-        ranks=num_ranks,
-        microbatches=num_microbatches,
-        num_slices=num_slices,
-    )
     pieces = [(m, part) for m in range(num_microbatches) for part in range(num_slices)]
     orders = tuple(
         single(
@@ -63,40 +55,27 @@ def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Schedule
 def best_slices(
     cost: Callable[[int, int], float],
     length: int,
-    granularity: int,
     num_stages: int,
     num_sequences: int,
-    num_slices: int | None = None,
+    num_slices: int,
 ) -> Slicing:
-    """The best cuts of a sequence of `length` tokens, at multiples of `granularity`.
+    """The best cuts of a sequence of `length` tokens into `num_slices`.
 
     ``cost(n, c)`` is the time (forward plus backward) of `n` tokens after a context of `c`, on one
-    stage. Minimises ``num_sequences * sum + (num_stages - 1) * max`` of the slices' times over all
-    ways to cut, or over those into exactly `num_slices`. The formula is the time of a pass when the
-    slowest forward and the slowest backward fall on the same slice, and a lower bound otherwise:
-    simulate the result.
+    stage. Minimises ``num_sequences * sum + (num_stages - 1) * max`` of the slices' times. The
+    formula is the time of a pass when the slowest forward and the slowest backward fall on the same
+    slice, and a lower bound otherwise: simulate the result.
 
     Dynamic program of section 3.3 of the paper. It bounds the slowest slice from above by ever
     smaller times and drops to the slowest slice really used, since no solution lies in between.
-    Raises ValueError when the granularity does not divide the length or there are fewer positions
-    than slices.
+    Raises ValueError when there are fewer tokens than slices.
 
-    >>> best_slices(lambda n, c: 1 + n * (n / 2 + c) / 8, 16, 2, 4, 1).lengths
-    (8, 2, 2, 2, 2)
+    >>> best_slices(lambda n, c: 1 + n * (n / 2 + c) / 2, 8, 4, 1, 4).lengths
+    (4, 2, 1, 1)
     """
-    numbers = {"length": length, "granularity": granularity}
-    rules = [at_least("length", 1), at_least("granularity", 1), divisible("length", "granularity")]
-    if num_slices is not None:
-        numbers["num_slices"] = num_slices
-        units = max(length // max(granularity, 1), 1)
-        rules += [at_least("num_slices", 1), at_most("num_slices", units)]
-    require("best_slices", rules, **numbers)
-    units = length // granularity
-    # table[i][n]: n units that end at unit i, n >= 1.
-    table = [
-        [math.inf, *(cost(n * granularity, (i - n) * granularity) for n in range(1, i + 1))]
-        for i in range(units + 1)
-    ]
+    require("best_slices", [at_most("num_slices", length)], num_slices=num_slices)
+    # table[i][n]: n tokens that end at token i, n >= 1.
+    table = [[math.inf, *(cost(n, i - n) for n in range(1, i + 1))] for i in range(length + 1)]
     best, limit = Slicing((), math.inf), math.inf
     while True:
         pieces = _shortest(table, limit, num_slices)
@@ -110,41 +89,31 @@ def best_slices(
             break
         seconds = busy + (num_stages - 1) * max(costs)
         if seconds < best.seconds:
-            best = Slicing(tuple(piece * granularity for piece in pieces), seconds)
+            best = Slicing(tuple(pieces), seconds)
         limit = max(costs)
     return best
 
 
-def _shortest(table: list[list[float]], limit: float, num_slices: int | None) -> list[int]:
-    """Units of each slice with the least total time, all below `limit`; [] when there is none."""
-    units = len(table) - 1
-    layers = 1 if num_slices is None else num_slices
-    least = [0.0] + [math.inf] * units
+def _shortest(table: list[list[float]], limit: float, num_slices: int) -> list[int]:
+    """Lengths of the slices with the least total time, all below `limit`; [] when there is none."""
+    length = len(table) - 1
+    least = [0.0] + [math.inf] * length
     choices: list[list[int]] = []
-    for _ in range(layers):
-        # Without a given number of slices one row serves all: a slice follows one of the same row.
-        before = least
-        least = [0.0 if num_slices is None else math.inf] + [math.inf] * units
-        if num_slices is None:
-            before = least
-        choice = [0] * (units + 1)
-        for end in range(1, units + 1):
+    for _ in range(num_slices):
+        before, least = least, [math.inf] * (length + 1)
+        choice = [0] * (length + 1)
+        for end in range(1, length + 1):
             row = table[end]
             for piece in range(1, end + 1):
                 if row[piece] < limit and before[end - piece] + row[piece] < least[end]:
                     least[end] = before[end - piece] + row[piece]
                     choice[end] = piece
         choices.append(choice)
-    if math.isinf(least[units]):
+    if math.isinf(least[length]):
         return []
     pieces: list[int] = []
-    end = units
-    for layer in reversed(range(layers)):
-        while end > 0:
-            pieces.append(choices[layer][end])
-            end -= pieces[-1]
-            if num_slices is not None:
-                break
+    for choice in reversed(choices):
+        pieces.append(choice[length - sum(pieces)])
     return pieces[::-1]
 
 
@@ -170,7 +139,7 @@ def slice_lengths(model: ModelConfig, plan: Plan, seq_len: int) -> tuple[int, ..
         n, c = (count * seq_len / places for count in (places_here, places_before))
         return max(weights * n + scores * n * (c + (n + 1) / 2) for weights, scores in stages)
 
-    pieces = best_slices(cost, places, 1, len(stages), plan.microbatches, num_slices).lengths
+    pieces = best_slices(cost, places, len(stages), plan.microbatches, num_slices).lengths
     ends = [sum(pieces[: index + 1]) * seq_len // places for index in range(num_slices)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 
