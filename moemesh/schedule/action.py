@@ -116,13 +116,12 @@ class Schedule(Shown):
 
     def stages_of(self, rank: int) -> tuple[tuple[int, int], ...]:
         """(pipe, stage) of everything placed on `rank`, ordered by stage, then pipe."""
-        placed = (
-            (stage, pipe)
-            for pipe, ranks in enumerate(self.placement)
-            for stage, owner in enumerate(ranks)
+        return tuple(
+            (pipe, stage)
+            for stage, owners in enumerate(zip(*self.placement, strict=True))
+            for pipe, owner in enumerate(owners)
             if owner == rank
         )
-        return tuple((pipe, stage) for stage, pipe in sorted(placed))
 
     def ops(self, rank: int) -> Iterator[Op]:
         """Operations of `rank` in order, blocks flattened."""

@@ -330,38 +330,22 @@ class Compared:
     answer: ScheduleAnswer | None
     refused: str = ""
 
-    @property
-    def peak_activation(self) -> float:
-        """Most activation of any rank, in microbatches on a rank's share of the layers."""
-        assert self.answer is not None
-        return max(self.answer.simulation.peak_activation)
-
-    @property
-    def sent(self) -> float:
-        """Most that a rank sends to others, in activations of a microbatch, or slices of one."""
-        assert self.answer is not None
-        schedule = self.answer.schedule
-        count = Counter(message.source for message in messages(schedule).values())
-        return max(count.values(), default=0) / schedule.num_slices
-
-    @property
-    def gradients(self) -> str:
-        """Whether the gradients of a step are all of one version of the weights."""
-        assert self.answer is not None
-        return "one version" if self.answer.schedule.update is None else "of older weights"
-
     def to_json(self) -> dict[str, Any]:
+        """`peak_activation`: the most of any rank, in microbatches on a rank's share of layers;
+        `sent`: the most that a rank sends, in activations of a microbatch; `synchronous`: whether
+        the gradients of a step are all of one version of the weights."""
         if self.answer is None:
             return {"name": self.name, "refused": self.refused}
-        simulation = self.answer.simulation
+        schedule, simulation = self.answer.schedule, self.answer.simulation
+        count = Counter(message.source for message in messages(schedule).values())
         return {
             "name": self.name,
             "makespan": simulation.makespan,
             "bubble_rate": simulation.bubble_rate,
-            "peak_activation": self.peak_activation,
+            "peak_activation": max(simulation.peak_activation),
             "weight_copies": max(self.answer.copies),
-            "sent": self.sent,
-            "synchronous": self.answer.schedule.update is None,
+            "sent": max(count.values(), default=0) / schedule.num_slices,
+            "synchronous": schedule.update is None,
         }
 
 
@@ -394,14 +378,13 @@ def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
     weight copies, sent, gradients."""
     return [
         (
-            row.name,
-            short(row.answer.simulation.makespan),
-            f"{row.answer.simulation.bubble_rate:.4f}",
-            short(row.peak_activation),
-            str(max(row.answer.copies)),
-            short(row.sent),
-            row.gradients,
+            row["name"],
+            short(row["makespan"]),
+            f"{row['bubble_rate']:.4f}",
+            short(row["peak_activation"]),
+            str(row["weight_copies"]),
+            short(row["sent"]),
+            "one version" if row["synchronous"] else "of older weights",
         )
-        for row in compared
-        if row.answer is not None
+        for row in (row.to_json() for row in compared if row.answer is not None)
     ]

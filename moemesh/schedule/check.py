@@ -215,9 +215,7 @@ def check(
     peaks = peak_memory(schedule, activation=activation, weight_memory=weight_memory)
     unread = unread_messages(program, order)
     for rank, peak in enumerate(peaks):
-        values = (peak.contexts, peak.activation, peak.weight_backlog, unread[rank])
-        names = ("contexts", "activation", "weight_backlog", "unread_messages")
-        for name, value in zip(names, values, strict=True):
+        for name, value in {**peak._asdict(), "unread_messages": unread[rank]}.items():
             cap: float | None = getattr(caps, name, None)
             if cap is not None and value > cap * (1 + ROUNDING):
                 findings.append(ScheduleFault(f"{name} reaches {value}, the cap is {cap}", rank))

@@ -48,7 +48,6 @@ class Simulation(Shown):
     ends: tuple[tuple[float, ...], ...]
     busy: tuple[float, ...]
     peaks: tuple[HeldActivations, ...]
-    transport: Transport
     relaxed: bool
     unit: Unit
 
@@ -99,19 +98,9 @@ class Simulation(Shown):
             for entry, start, end in times:
                 wait = max(start - free, 0)
                 for op in entry:
+                    times_of_op = {"start": float(start), "end": float(end), "wait": float(wait)}
                     records.append(
-                        WorkRecord(
-                            rank=rank,
-                            start=float(start),
-                            end=float(end),
-                            name=str(op),
-                            wait=float(wait),
-                            kind=op.kind,
-                            stage=op.stage,
-                            microbatch=op.microbatch,
-                            pipe=op.pipe,
-                            slice=op.slice,
-                        )
+                        WorkRecord(rank=rank, name=str(op), **times_of_op, **op._asdict())
                     )
                     wait = 0.0  # A block waits once.
                 free = end
@@ -159,7 +148,6 @@ def simulate(
         ends=tuple(tuple(ends[a:b]) for a, b in cuts),
         busy=tuple(busy),
         peaks=peak_memory(schedule, activation=activation, weight_memory=weight_memory),
-        transport=transport,
         relaxed=relax_wrap,
         unit=unit,
     )

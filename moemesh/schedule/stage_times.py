@@ -12,7 +12,7 @@ from moemesh.config.limits import parse_json
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.schedule.action import Entry, Kind, Op
-from moemesh.schedule.costs import Cost, Costs
+from moemesh.schedule.costs import Costs
 from moemesh.schedule.terapipe import stage_costs
 from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.trace.timeline import Timeline, WorkRecord
@@ -110,16 +110,12 @@ def costs_of_run(folder: Path) -> tuple[Costs, int]:
     if not records:
         raise UserError(f"{path} has no operation of a pipeline stage")
     num_stages = 1 + max(record.stage or 0 for record in records)
-    costs = measured_costs(records)
-
-    def by_stage(cost: Cost | None, kind: Kind) -> list[float]:
-        assert callable(cost)
-        return [cost(Op(kind, stage, 0)) for stage in range(num_stages)]
-
-    stage_costs_ = Costs(
-        forward=by_stage(costs.forward, "F"),
-        input_gradient=by_stage(costs.input_gradient, "I"),
-        weight_gradient=by_stage(costs.weight_gradient, "W"),
-        backward=by_stage(costs.backward, "B"),
+    measured = measured_costs(records).forward  # one function for all kinds of operations
+    assert callable(measured)
+    forward, backward, inputs, weights = (
+        [measured(Op(kind, stage, 0)) for stage in range(num_stages)] for kind in KINDS
     )
-    return stage_costs_, num_stages
+    costs = Costs(
+        forward=forward, input_gradient=inputs, weight_gradient=weights, backward=backward
+    )
+    return costs, num_stages

@@ -23,6 +23,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
@@ -73,6 +74,7 @@ _OP = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})(?:p(\d{1,9}))?(?:\.(\d{1,9}))?", r
 _BARE = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 _PARAMETER = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _INTEGER = re.compile(r"[+-]?\d{1,4000}", re.ASCII)
+_COUNT = re.compile(r"\d{1,9}", re.ASCII)
 
 
 class TextError(UserError):
@@ -166,10 +168,9 @@ def from_csv(text: str) -> Schedule:
                     if owner.setdefault((op.pipe, op.stage), rank) != rank:
                         other = lines[owner[op.pipe, op.stage]].number
                         raise line.error(f"stage {op.stage} is also on line {other}", index)
-        for pipe in range(pipes):
-            for stage in range(stages):
-                if (pipe, stage) not in owner:
-                    raise TextError(f"no operation of stage {stage} in pipe {pipe}")
+        for pipe, stage in product(range(pipes), range(stages)):
+            if (pipe, stage) not in owner:
+                raise TextError(f"no operation of stage {stage} in pipe {pipe}")
         counts = [1 + max(op.microbatch for op in ops if op.pipe == pipe) for pipe in range(pipes)]
         return Schedule(
             name="table",
@@ -257,13 +258,13 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
 
     def count(key: str) -> int:
         index, value = tokens.get(key, (0, "1"))
-        if not re.fullmatch(r"\d{1,9}", value, re.ASCII) or int(value) < 1:
+        if not _COUNT.fullmatch(value) or int(value) < 1:
             raise first.error("expected a whole number of at least 1", index)
         return int(value)
 
     ranks, stages = count("ranks"), count("stages")
     index, value = tokens["microbatches"]
-    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in value.split(",")):
+    if not all(map(_COUNT.fullmatch, value.split(","))):
         raise first.error("expected a count for each pipe, such as 8 or 4,4", index)
     counts = tuple(map(int, value.split(",")))
     slices, update = count("slices"), None
@@ -291,7 +292,7 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
     for pipe in range(len(counts)):
         line = parts["place"][pipe]
         for index, token in enumerate(line.tokens):
-            if not re.fullmatch(r"\d{1,9}", token, re.ASCII):
+            if not _COUNT.fullmatch(token):
                 raise line.error("expected the rank of a stage", index)
         if len(line.tokens) != stages:
             raise line.error(f"has {len(line.tokens)} ranks for {stages} stages")

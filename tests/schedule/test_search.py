@@ -19,7 +19,7 @@ from moemesh.schedule.search import SearchResult, search
 from moemesh.schedule.search.bound import lower_bound, shortest_times
 from moemesh.schedule.search.greedy import greedy, policies
 from moemesh.schedule.search.improve import critical_blocks, evaluated, improve
-from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
+from moemesh.schedule.search.problem import Objective, SearchProblem, SearchQuestion
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.text import to_text
 
@@ -141,15 +141,16 @@ def problem_of(
     objective: Objective = "span",
 ) -> SearchProblem:
     ranks = max(placement) + 1
-    return make_problem(
-        placement,
-        microbatches,
-        costs,
-        objective=objective,
-        memory_cap=(math.inf if cap is None else cap,) * ranks,
+    question = SearchQuestion(
+        num_ranks=ranks,
+        num_microbatches=microbatches,
+        costs=costs,
+        caps=(math.inf if cap is None else cap,) * ranks,
         activation=1,
         weight_memory=kept,
+        objective=objective,
     )
+    return SearchProblem(question, placement)
 
 
 def bound_of(problem: SearchProblem) -> float:

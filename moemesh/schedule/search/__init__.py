@@ -27,7 +27,7 @@ from moemesh.schedule.search.bound import lower_bound, shortest_times
 from moemesh.schedule.search.exact import applies, branch_and_bound
 from moemesh.schedule.search.greedy import greedy, policies
 from moemesh.schedule.search.improve import State, evaluated, improve
-from moemesh.schedule.search.problem import Objective, SearchProblem, make_problem
+from moemesh.schedule.search.problem import Objective, SearchProblem, SearchQuestion
 from moemesh.schedule.simulate import simulate
 
 #: Budgets, in scheduled operations, of list scheduling and of moves (about a second).
@@ -79,28 +79,6 @@ class _Fitting(NamedTuple):
     origin: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Question:
-    """The arguments of a search, with defaults filled in."""
-
-    num_ranks: int
-    num_microbatches: int
-    costs: Costs
-    caps: tuple[float, ...]
-    activation: Amount
-    weight_memory: Amount
-    objective: Objective
-
-    def fits(self, schedule: Schedule) -> bool:
-        peaks = peak_memory(schedule, activation=self.activation, weight_memory=self.weight_memory)
-        pairs = zip(peaks, self.caps, strict=True)
-        return all(peak.activation <= cap * (1 + ROUNDING) for peak, cap in pairs)
-
-    def cost(self, schedule: Schedule) -> float:
-        simulation = simulate(schedule, self.costs)
-        return simulation.span if self.objective == "span" else simulation.makespan
-
-
 def search(
     num_ranks: int,
     num_microbatches: int,
@@ -134,7 +112,7 @@ def search(
     caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * num_ranks
     if len(caps) != num_ranks:
         raise UserError(f"memory_cap has {len(caps)} caps for {num_ranks} ranks")
-    question = _Question(
+    question = SearchQuestion(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         costs=costs or Costs(),
@@ -164,8 +142,11 @@ def search(
                 schedule = build(name, num_ranks, num_microbatches, stages_per_rank=num_chunks)
             except ValueError:
                 continue  # Its conditions on ranks and microbatches do not hold.
-            if question.fits(schedule):
-                candidates.append(_Fitting(question.cost(schedule), schedule, schedule.name))
+            peaks = peak_memory(schedule, activation=activation, weight_memory=weight_memory)
+            pairs = zip(peaks, caps, strict=True)
+            if all(peak.activation <= cap * (1 + ROUNDING) for peak, cap in pairs):
+                cost = _cost(question, schedule)
+                candidates.append(_Fitting(cost, schedule, schedule.name))
     hand_made = {candidate.origin: candidate.cost for candidate in candidates}
     bounds: list[float] = []
     for problem in problems:
@@ -188,8 +169,13 @@ def search(
     )
 
 
+def _cost(question: SearchQuestion, schedule: Schedule) -> float:
+    simulation = simulate(schedule, question.costs)
+    return simulation.span if question.objective == "span" else simulation.makespan
+
+
 def _search_placement(
-    question: _Question, problem: SearchProblem, candidates: Sequence[_Fitting], effort: float
+    question: SearchQuestion, problem: SearchProblem, candidates: Sequence[_Fitting], effort: float
 ) -> tuple[_Fitting | None, float]:
     """The best schedule of one placement, None when none was found, and a lower bound on it."""
     # Shortest times, with the full backwards and blocks that hand-made schedules may use.
@@ -243,10 +229,10 @@ def _search_placement(
             if exact.complete and question.costs.backward is None:
                 bound = exact.cost
     schedule = problem.schedule("searched", best.letters)
-    return _Fitting(question.cost(schedule), schedule, origin), bound
+    return _Fitting(_cost(question, schedule), schedule, origin), bound
 
 
-def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]:
+def _problems(question: SearchQuestion, chunks: Sequence[int]) -> list[SearchProblem]:
     """A problem for every placement that the costs fit. Raises ValueError when there is none, or
     when a rank cannot hold one microbatch."""
     if not chunks or min(chunks) < 1:
@@ -262,19 +248,9 @@ def _problems(question: _Question, chunks: Sequence[int]) -> list[SearchProblem]
     errors: list[ValueError] = []
     for placement in placements:
         try:
-            problem = make_problem(
-                placement,
-                question.num_microbatches,
-                question.costs,
-                objective=question.objective,
-                memory_cap=question.caps,
-                activation=question.activation,
-                weight_memory=question.weight_memory,
-            )
+            problems.append(SearchProblem(question, placement))
         except ValueError as error:
             errors.append(error)
-            continue
-        problems.append(problem)
     if not problems:
         raise UserError(f"search: {errors[0]}") from errors[0]
     for rank in range(ranks):

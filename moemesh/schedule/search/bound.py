@@ -41,7 +41,7 @@ def shortest_times(problem: SearchProblem, full: list[float], block: float = mat
     for hand-made schedules that do not split it."""
     m, stages = problem.num_microbatches, problem.num_stages
 
-    def least(values: tuple[float, ...], kind: int) -> list[float]:
+    def least(values: list[float], kind: int) -> list[float]:
         starts = range(kind * stages * m, (kind + 1) * stages * m, m)
         return [min(values[start : start + m]) for start in starts]
 

@@ -45,7 +45,7 @@ def branch_and_bound(problem: SearchProblem, best: float, *, max_nodes: int) -> 
     arrivals = tuple((0.0,) * m if letter == 0 else () for letter in range(2 * stages))
     zeros = (0.0,) * problem.num_ranks
     tree = _Tree(problem, best)
-    stack = [_Node((0,) * 3 * stages, zeros, zeros, problem.busy, arrivals, None, -1)]
+    stack = [_Node((0,) * 3 * stages, zeros, zeros, tuple(problem.busy), arrivals, None, -1)]
     while stack and tree.nodes < max_nodes:
         node = stack.pop()
         tree.nodes += 1

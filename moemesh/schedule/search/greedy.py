@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from moemesh.schedule.search.problem import Letters, SearchProblem
@@ -49,23 +50,21 @@ def policies(problem: SearchProblem) -> Iterator[GreedyPolicy]:
             trip += problem.cost[op] + problem.delay[op - m]
         away.append(math.ceil(trip / pace) if pace else 1)
     # How many microbatches each rank may have in flight.
-    profiles: list[list[int]] = []
-    for extra in (0, 1, 2):
-        profiles.append([trip + 1 + extra for trip in away])
-        profiles.append([2 * (ranks - rank) - 1 + extra for rank in range(ranks)])
-        profiles.append([ranks - rank + extra for rank in range(ranks)])
-        profiles.append([ranks + extra] * ranks)
-    profiles.append([m] * ranks)
+    shapes = (
+        [trip + 1 for trip in away],
+        [2 * (ranks - rank) - 1 for rank in range(ranks)],
+        [ranks - rank for rank in range(ranks)],
+        [ranks] * ranks,
+    )
+    profiles = [[n + extra for n in shape] for extra in (0, 1, 2) for shape in shapes]
     limit_settings = dict.fromkeys(
         tuple(min(max(n, 1), m) * chunk for n, chunk in zip(profile, chunks, strict=True))
-        for profile in profiles
+        for profile in [*profiles, [m] * ranks]
     )
-    has_chunks = any(chunk > 1 for chunk in chunks)
-    for gap in (1.0, 0.5):
-        for deepest in (False, True) if has_chunks else (False,):
-            for prefer in ("I", "alternate", "F"):
-                for limits in limit_settings:
-                    yield GreedyPolicy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
+    orders = (False, True) if max(chunks) > 1 else (False,)
+    preferences: tuple[Literal["I", "alternate", "F"], ...] = ("I", "alternate", "F")
+    for gap, deepest, prefer, limits in product((1.0, 0.5), orders, preferences, limit_settings):
+        yield GreedyPolicy(limits=limits, prefer=prefer, gap=gap, deepest=deepest)
 
 
 def greedy(problem: SearchProblem, policy: GreedyPolicy) -> Letters | None:

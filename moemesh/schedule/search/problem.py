@@ -7,13 +7,13 @@ its n-th occurrence is microbatch n, so that microbatches of one kind keep their
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Literal, NamedTuple
 
 from moemesh.schedule.action import Kind, Op, Schedule, one_pipe, single
-from moemesh.schedule.costs import Costs
+from moemesh.schedule.costs import BoundCosts, Costs
 from moemesh.schedule.held_activations import ROUNDING, Amount, amounts
 
 Objective = Literal["span", "makespan"]
@@ -34,70 +34,84 @@ class TimedOrders(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SearchQuestion:
+    """The arguments of a search, with defaults filled in; `caps` of each rank are infinite without
+    a cap."""
+
+    num_ranks: int
+    num_microbatches: int
+    costs: Costs
+    caps: tuple[float, ...]
+    activation: Amount
+    weight_memory: Amount
+    objective: Objective
+
+
 class SearchProblem:
     """One pipe, one placement, whole sequences, split backwards.
 
     Per operation: `cost`, `source` (the operation that it waits for, -1 for none) and `delay` (time
     from the end of the source until its output arrives). ``whole[s]`` and ``kept[s]`` are M_a and
     M_w of a stage, ``caps[r]`` what a rank may hold (infinite without a cap), all in the pieces of
-    :func:`~moemesh.schedule.held_activations.amounts`.
+    :func:`~moemesh.schedule.held_activations.amounts`; `rooms` are the caps and what sums of
+    fractions may exceed them by rounding. ``stages[r]`` are those of a rank, ascending, ``busy[r]``
+    is the time that it works.
     """
 
-    placement: tuple[int, ...]
-    num_ranks: int
-    num_microbatches: int
-    objective: Objective
-    cost: tuple[float, ...]
-    source: tuple[int, ...]
-    delay: tuple[float, ...]
-    whole: tuple[float, ...]
-    kept: tuple[float, ...]
-    caps: tuple[float, ...]
-
-    @property
-    def num_stages(self) -> int:
-        return len(self.placement)
-
-    @property
-    def num_operations(self) -> int:
-        return len(self.cost)
-
-    @cached_property
-    def rooms(self) -> tuple[float, ...]:
-        """The caps and what sums of fractions may exceed them by rounding."""
-        return tuple(cap * (1 + ROUNDING) for cap in self.caps)
-
-    @cached_property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """Stages of each rank, ascending."""
-        return tuple(
-            tuple(s for s, owner in enumerate(self.placement) if owner == rank)
+    def __init__(self, question: SearchQuestion, placement: tuple[int, ...]) -> None:
+        """Raises ValueError when the costs do not fit the stages."""
+        self.placement, self.objective = placement, question.objective
+        self.num_ranks, self.num_microbatches = question.num_ranks, question.num_microbatches
+        self.num_stages = len(placement)
+        shape = one_pipe("searched", placement, ((),) * self.num_ranks, self.num_microbatches)
+        self.whole, self.kept, parts = amounts(shape, question.activation, question.weight_memory)
+        self.caps = [cap * parts for cap in question.caps]
+        self.rooms = [cap * (1 + ROUNDING) for cap in self.caps]
+        self.stages = [
+            [stage for stage, owner in enumerate(placement) if owner == rank]
             for rank in range(self.num_ranks)
-        )
+        ]
+        self.cost: list[float] = []
+        self.source: list[int] = []
+        self.delay: list[float] = []
+        self.busy: list[float] = [0] * self.num_ranks
+        self._add_operations(question.costs.bind(shape))
+        self.num_operations = len(self.cost)
+
+    def _add_operations(self, costs: BoundCosts) -> None:
+        m, inner = self.num_microbatches, self.num_stages * self.num_microbatches
+        for (kind, name), stage in product(enumerate(KINDS), range(self.num_stages)):
+            # F waits for the stage before, I for the next stage or its own F; W follows I on the
+            # same rank anyway.
+            step = -1 if kind == 0 else 1
+            neighbour = stage + step
+            for microbatch in range(m):
+                op, number = Op(name, stage, microbatch), len(self.cost)
+                source: int = number + step * m
+                delay: float = 0
+                if kind == 2 or neighbour < 0:
+                    source = -1
+                elif neighbour == self.num_stages:
+                    source = number - inner
+                elif self.placement[neighbour] != self.placement[stage]:
+                    delay = costs.message(Op(name, neighbour, microbatch), op)
+                self.cost.append(costs.op(op))
+                self.busy[self.placement[stage]] += self.cost[-1]
+                self.source.append(source)
+                self.delay.append(delay)
 
     @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Time that every rank works."""
-        total: list[float] = [0] * self.num_ranks
-        for op, cost in enumerate(self.cost):
-            total[self.placement[op // self.num_microbatches % self.num_stages]] += cost
-        return tuple(total)
-
-    @cached_property
-    def origins(self) -> tuple[float, ...]:
+    def origins(self) -> list[float]:
         """Subtracted from each rank's last end: its first start, or 0 for the makespan. The first
         operation of a rank is the forward of microbatch 0 on its first stage, and every rank before
         it starts with that microbatch too: the first start is the same in any order."""
-        if self.objective == "makespan":
-            return (0,) * self.num_ranks
-        first_starts: list[float] = []
-        for rank in range(self.num_ranks):
-            start: float = 0
+        origins: list[float] = [0] * self.num_ranks
+        for rank in range(self.num_ranks if self.objective == "span" else 0):
             for stage in range(1, self.stages[rank][0] + 1):
                 op = stage * self.num_microbatches
-                start = start + self.cost[op - self.num_microbatches] + self.delay[op]
-            first_starts.append(start)
-        return tuple(first_starts)
+                before = origins[rank] + self.cost[op - self.num_microbatches]
+                origins[rank] = before + self.delay[op]
+        return origins
 
     def operations(self, rank: int, letters: list[int]) -> list[int] | None:
         """Operations of a rank's letters; None when one comes too early or memory is exceeded."""
@@ -189,58 +203,3 @@ class SearchProblem:
                     order.append(letter)
             orders.append(order)
         return orders
-
-
-def make_problem(
-    placement: tuple[int, ...],
-    num_microbatches: int,
-    costs: Costs,
-    *,
-    objective: Objective,
-    memory_cap: Sequence[float],
-    activation: Amount,
-    weight_memory: Amount,
-) -> SearchProblem:
-    """The problem of a placement; `memory_cap` per rank, infinite without one. Raises ValueError
-    when the costs do not fit its stages."""
-    stages, ranks = len(placement), max(placement) + 1
-    shape = one_pipe("searched", placement, ((),) * ranks, num_microbatches)
-    bound = costs.bind(shape)
-    cost: list[float] = []
-    source: list[int] = []
-    delay: list[float] = []
-    inner = stages * num_microbatches
-    for kind, name in enumerate(KINDS):
-        for stage in range(stages):
-            for microbatch in range(num_microbatches):
-                op = Op(name, stage, microbatch)
-                cost.append(bound.op(op))
-                # F waits for the stage before, I for the next stage or its own F; W follows I
-                # on the same rank anyway.
-                step = -1 if kind == 0 else 1
-                neighbour = stage + step
-                number = kind * inner + stage * num_microbatches + microbatch
-                if kind == 2 or (kind == 0 and stage == 0):
-                    source.append(-1)
-                    delay.append(0)
-                elif neighbour == stages:
-                    source.append(number - inner)
-                    delay.append(0)
-                else:
-                    source.append(number + step * num_microbatches)
-                    producer = Op(name, neighbour, microbatch)
-                    crosses = placement[neighbour] != placement[stage]
-                    delay.append(bound.message(producer, op) if crosses else 0)
-    whole, kept, parts = amounts(shape, activation, weight_memory)
-    return SearchProblem(
-        placement=placement,
-        num_ranks=ranks,
-        num_microbatches=num_microbatches,
-        objective=objective,
-        cost=tuple(cost),
-        source=tuple(source),
-        delay=tuple(delay),
-        whole=tuple(whole),
-        kept=tuple(kept),
-        caps=tuple(cap * parts for cap in memory_cap),
-    )
