@@ -36,9 +36,7 @@ def quick_bound(weight: Floats, num_slots: int, num_gpus: int) -> float:
     if bound <= 0.0 or slots_at(weight, bound) <= num_slots:
         return bound * (1.0 - SLACK)  # all replicas can be at most as heavy as the mean
     counts = counts_by_quotient(weight, num_slots, num_slots)
-    for expert in range(len(weight)):
-        bound = max(bound, weight[expert] / counts[expert])
-    return bound * (1.0 - SLACK)
+    return max(bound, (weight / counts).max()) * (1.0 - SLACK)
 
 
 @compiled
@@ -103,9 +101,7 @@ def light_shares(weight: Floats, most: float) -> Floats:
     for place in range(NUM_SHRINKING):
         shares[NUM_EQUAL + place] = 0.7 ** (place + 1) + 1e-3
     ascending = np.argsort(weight, kind="mergesort")
-    light = 0
-    while light < len(weight) and weight[ascending[light]] <= most:
-        light += 1
+    light = (weight <= most).sum()
     num_tried = min(NUM_OWN, light)
     for place in range(num_tried):
         expert = ascending[place * (light - 1) // max(num_tried - 1, 1)]

@@ -120,13 +120,10 @@ def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slot
     per_gpu = num_slots // num_gpus
     if per_gpu >= num_experts:
         # All GPUs hold the same experts, so all loads are the mean; duplicates are unavoidable.
-        for slot in range(num_slots):
-            slots[slot] = slot % per_gpu % num_experts
+        slots[:] = np.arange(num_slots) % per_gpu % num_experts
         return total(weight) / num_gpus
     counts = counts_by_quotient(weight, num_slots, num_gpus)
-    bound = max(floor, total(weight) / num_gpus)
-    for expert in range(num_experts):
-        bound = max(bound, weight[expert] / counts[expert])
+    bound = max(floor, total(weight) / num_gpus, (weight / counts).max())
     return pack(weight, counts, num_gpus, bound * (1.0 + tolerance), slots)
 
 
@@ -206,18 +203,8 @@ def pack_with_companions(
 @compiled
 def heaviest_pair(weight: Floats, counts: Ints) -> float:
     """Largest load of a pair if these replicas are folded."""
-    value = np.empty(counts.sum())
-    slot = 0
-    for expert in range(len(weight)):
-        for _ in range(counts[expert]):
-            value[slot] = weight[expert] / counts[expert]
-            slot += 1
-    ascending = np.argsort(value, kind="mergesort")
-    top = 0.0
-    for place in range(slot // 2):
-        pair = value[ascending[place]] + value[ascending[slot - 1 - place]]
-        top = max(top, float(pair))
-    return top
+    loads = np.sort(np.repeat(weight / counts, counts))
+    return (loads + loads[::-1]).max()
 
 
 #: Largest number of slots of a box with a complete search.
@@ -236,16 +223,10 @@ def exact_box(
     num_experts = len(weight)
     extra = np.zeros(num_experts, np.int64)
     extra[0] = len(slots) - num_experts
-    unit = np.empty(num_experts)
     steps = MAX_EXACT_STEPS
     while True:
-        heaviest = 0.0
-        most = 0
-        for expert in range(num_experts):
-            unit[expert] = weight[expert] / (extra[expert] + 1)
-            heaviest = max(heaviest, unit[expert])
-            most = max(most, extra[expert] + 1)
-        if (twins or most <= num_gpus) and heaviest < top:
+        unit = weight / (extra + 1)
+        if (twins or extra.max() < num_gpus) and unit.max() < top:
             top, steps = exact_packing(extra, unit, num_gpus, top, steps, twins, slots)
         if steps <= 0:
             return top, False
@@ -277,12 +258,8 @@ def exact_packing(
     nothing better exists) and the number of remaining steps."""
     num_slots = len(slots)
     per_gpu = num_slots // num_gpus
-    replicas = np.empty(num_slots, np.int64)
-    place = 0
-    for expert in np.argsort(-unit, kind="mergesort"):
-        for _ in range(extra[expert] + 1):
-            replicas[place] = expert
-            place += 1
+    order = np.argsort(-unit, kind="mergesort")
+    replicas = np.repeat(order, extra[order] + 1)
     chosen = np.full(num_slots, -1)
     load = np.zeros(num_gpus)
     held = np.zeros(num_gpus, np.int64)
@@ -319,11 +296,9 @@ def exact_packing(
         if depth < num_slots - 1:
             depth += 1
             continue
-        top = 0.0
+        top = load.max()
         held[:] = 0
         for slot in range(num_slots):
             slots[chosen[slot] * per_gpu + held[chosen[slot]]] = replicas[slot]
             held[chosen[slot]] += 1
-        for index in range(num_gpus):
-            top = max(top, load[index])
     return top, steps

@@ -102,11 +102,8 @@ def fit_groups(
 @compiled
 def slots_needed(weight: Floats, num_groups: int, limit: float) -> Ints:
     """Number of slots that each group needs so that no replica is heavier than `limit`."""
-    size = len(weight) // num_groups
-    need = np.zeros(num_groups, np.int64)
-    for expert in range(len(weight)):
-        need[expert // size] += max(1, int(np.ceil(weight[expert] / limit - 1e-12)))
-    return need
+    need = np.maximum(np.ceil(weight / limit - 1e-12), 1.0)
+    return need.reshape(num_groups, -1).sum(axis=1).astype(np.int64)
 
 
 @compiled

@@ -20,7 +20,7 @@ from moemesh.balance.inputs import (
     like,
     scaled,
 )
-from moemesh.balance.packing import holds, largest
+from moemesh.balance.packing import holds
 from moemesh.balance.polish import placed, polish, shift
 from moemesh.balance.rebalance import balance_of, gpu_loads, maps_of
 from moemesh.balance.search import numbered, solve
@@ -224,7 +224,7 @@ def undo_moves(
         if not home or counts[past] >= len(slots):
             continue
         shift(replicas, slot, past)
-        if largest(replicas.load) > limit:
+        if replicas.load.max() > limit:
             shift(replicas, slot, present)
 
 

@@ -60,11 +60,8 @@ def sift_down(heap: Ints, key: Floats, place: int) -> None:
 @compiled
 def slots_at(weight: Floats, threshold: float) -> int:
     """Number of slots that are needed so that no replica is heavier than `threshold`."""
-    used = len(weight)
-    for expert in range(len(weight)):
-        if weight[expert] > threshold:
-            used += int(np.ceil(weight[expert] / threshold - 1e-9)) - 1
-    return used
+    heavy = weight[weight > threshold]
+    return len(weight) - len(heavy) + int(np.ceil(heavy / threshold - 1e-9).sum())
 
 
 @compiled
@@ -84,16 +81,6 @@ def counts_with_companions(
             num_free -= 1
         step += 1
     return counts
-
-
-@compiled
-def largest(values: Floats) -> float:
-    """The largest of nonnegative values, without numpy's call overhead."""
-    top = 0.0
-    for index in range(len(values)):
-        if values[index] > top:
-            top = values[index]
-    return top
 
 
 @compiled
@@ -118,7 +105,9 @@ def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) 
     load = np.empty(num_gpus)
     fold(counts, unit, num_gpus, slots, load)
     if not separate(slots, unit, load):
-        spread(counts, num_gpus, slots)
+        # Deal replicas round robin: up to `num_gpus` copies in a row land on different GPUs.
+        replicas = np.repeat(np.arange(len(counts)), counts)
+        slots.reshape(num_gpus, -1)[:] = replicas.reshape(-1, num_gpus).T
         add_up(slots, unit, load)
     swap_opposite(slots, unit, load, goal)
     return swap_hottest(slots, unit, load, goal)
@@ -158,17 +147,6 @@ def sort_gpus(load: Floats, lightest: Ints) -> None:
             lightest[place] = lightest[place - 1]
             place -= 1
         lightest[place] = gpu
-
-
-@compiled
-def spread(counts: Ints, num_gpus: int, slots: Ints) -> None:
-    """Deal replicas round robin: up to `num_gpus` copies in a row land on different GPUs."""
-    per_gpu = len(slots) // num_gpus
-    turn = 0
-    for expert in range(len(counts)):
-        for _ in range(counts[expert]):
-            slots[(turn % num_gpus) * per_gpu + turn // num_gpus] = expert
-            turn += 1
 
 
 @compiled
@@ -287,10 +265,7 @@ def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
     num_slots = len(slots)
     per_gpu = num_slots // len(load)
     for _ in range(4 * num_slots):
-        hot = 0
-        for gpu in range(len(load)):
-            if load[gpu] > load[hot]:
-                hot = gpu
+        hot = int(np.argmax(load))
         if load[hot] <= goal:
             break
         best = load[hot] * (1.0 - SMALLEST_GAIN)
@@ -309,4 +284,4 @@ def swap_hottest(slots: Ints, unit: Floats, load: Floats, goal: float) -> float:
         if give < 0:
             break
         swap(slots, unit, load, take, give)
-    return largest(load)
+    return load.max()

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moemesh.balance.compiled import Flags, Floats, Ints, compiled
-from moemesh.balance.packing import add_up, holds, is_second, largest, separate, swap
+from moemesh.balance.compiled import Floats, Ints, compiled
+from moemesh.balance.packing import add_up, holds, is_second, separate, swap, total
 
 NO_MOVE, SWAP, SHIFT = 0, 1, 2
 #: Difference below which potentials count as equal, relative to T squared.
@@ -56,10 +56,8 @@ def over(load: float, limit: float) -> float:
 @compiled
 def potential(load: Floats, limit: float) -> float:
     """Potential of all GPUs."""
-    result = 0.0
-    for gpu in range(len(load)):
-        result += over(load[gpu], limit)
-    return result
+    excess = np.maximum(load - limit, 0.0)
+    return total(excess * excess)
 
 
 @compiled
@@ -82,10 +80,10 @@ def polish(
     load = replicas.load
     stuck = np.zeros(num_gpus, np.bool_)
     best_slots = slots.copy()
-    best = largest(load)
+    best = load.max()
     for _ in range(max_moves):
-        hot = hottest(load, stuck, limit)
-        if hot < 0 or best <= goal:
+        hot = int(np.argmax(np.where(stuck, -1.0, load)))
+        if stuck[hot] or load[hot] <= limit or best <= goal:
             break
         kind, first, second = best_move(replicas, hot, limit, swap_price)
         third, fourth = -1, -1
@@ -108,22 +106,12 @@ def polish(
             if potential(load, limit) >= before - EQUAL * limit * limit:
                 shift(replicas, first, loser)
                 stuck[hot] = True
-        top = largest(load)
+        top = load.max()
         if top < best:
             best = top
             best_slots[:] = slots
     slots[:] = best_slots
     return heaviest_gpu(weight, slots, num_gpus)
-
-
-@compiled
-def hottest(load: Floats, stuck: Flags, limit: float) -> int:
-    """The hottest GPU over `limit` that is not stuck, or -1."""
-    hot = -1
-    for gpu in range(len(load)):
-        if not stuck[gpu] and load[gpu] > limit and (hot < 0 or load[gpu] > load[hot]):
-            hot = gpu
-    return hot
 
 
 @compiled
@@ -148,13 +136,8 @@ def relocate(replicas: PlacedReplicas, expert: int, source: int, target: int) ->
 @compiled
 def measured(weight: Floats, num_gpus: int, slots: Ints) -> tuple[Ints, Floats, Floats]:
     """`counts`, `unit` and `load` of the experts in the slots."""
-    counts = np.zeros(len(weight), np.int64)
-    unit = np.empty(len(weight))
-    load = np.empty(num_gpus)
-    for slot in range(len(slots)):
-        counts[slots[slot]] += 1
-    for expert in range(len(weight)):
-        unit[expert] = weight[expert] / counts[expert]
+    counts = np.bincount(slots, minlength=len(weight))
+    unit, load = weight / counts, np.empty(num_gpus)
     add_up(slots, unit, load)
     return counts, unit, load
 
@@ -162,7 +145,7 @@ def measured(weight: Floats, num_gpus: int, slots: Ints) -> tuple[Ints, Floats, 
 @compiled
 def heaviest_gpu(weight: Floats, slots: Ints, num_gpus: int) -> float:
     """Largest load of a GPU, with every expert's load split evenly over its replicas."""
-    return largest(measured(weight, num_gpus, slots)[2])
+    return measured(weight, num_gpus, slots)[2].max()
 
 
 @compiled
@@ -330,7 +313,7 @@ def part_twins(weight: Floats, num_gpus: int, limit: float, by_swaps: bool, slot
             if replicas.counts[expert] >= num_gpus or holds(slots, gpu, per_gpu, expert):
                 continue
             shift(replicas, slot, expert)
-            top = largest(replicas.load)
+            top = replicas.load.max()
             shift(replicas, slot, twin)
             if top < best:
                 best = top

@@ -11,15 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from moemesh.balance.compiled import Floats, Ints, compiled
-from moemesh.balance.groups import experts_in
+from moemesh.balance.groups import experts_in, group_sums
 from moemesh.balance.packing import sift_down, total
 from moemesh.balance.polish import heaviest_gpu
-
-
-@compiled
-def single(value: float) -> float:
-    """`value` rounded to float32."""
-    return float(np.float32(value))
 
 
 @compiled
@@ -38,7 +32,7 @@ def pack_greedily(values: Floats, num_packs: int, pack_of: Ints, rank_of: Ints) 
             best = item
         pack_of[item] = best
         rank_of[item] = held[best]
-        load[best] = single(load[best] + values[item])
+        load[best] = np.float32(load[best] + values[item])
         held[best] += 1
 
 
@@ -59,16 +53,12 @@ def published_box(loads: Floats, num_gpus: int, slots: Ints) -> None:
         expert = heap[0]
         replicas[slot] = expert
         counts[expert] += 1
-        key[expert] = single(float(loads[expert] / counts[expert]))
+        key[expert] = np.float32(loads[expert] / counts[expert])
         sift_down(heap, key, 0)
-    values = np.empty(num_slots)
-    for slot in range(num_slots):
-        values[slot] = key[replicas[slot]]
     pack_of = np.empty(num_slots, np.int64)
     rank_of = np.empty(num_slots, np.int64)
-    pack_greedily(values, num_gpus, pack_of, rank_of)
-    for slot in range(num_slots):
-        slots[pack_of[slot] * per_gpu + rank_of[slot]] = replicas[slot]
+    pack_greedily(key[replicas], num_gpus, pack_of, rank_of)
+    slots[pack_of * per_gpu + rank_of] = replicas
 
 
 @compiled
@@ -87,22 +77,14 @@ def published_layers(
     The global policy is one group and one node. A layer is left incomplete once one of its nodes
     has a load of `enough` [layers] or more.
     """
-    loads = np.empty(weights.shape[1])  # rounded to float32
-    sums = np.empty(num_groups)
     node_of = np.empty(num_groups, np.int64)
     rank_of = np.empty(num_groups, np.int64)
     members = np.empty((num_nodes, num_groups // num_nodes), np.int64)
-    per_node = slots.shape[1] // num_nodes
+    size, per_node = weights.shape[1] // num_groups, slots.shape[1] // num_nodes
     heat = np.zeros(num_nodes)
     for layer in range(len(weights)):
-        for expert in range(len(loads)):
-            loads[expert] = single(weights[layer, expert])
-        size = len(loads) // num_groups
-        for group in range(num_groups):
-            whole = 0.0
-            for expert in range(group * size, (group + 1) * size):
-                whole += loads[expert]
-            sums[group] = single(whole)
+        loads = weights[layer].astype(np.float32).astype(np.float64)
+        sums = group_sums(loads, num_groups).astype(np.float32).astype(np.float64)
         pack_greedily(sums, num_nodes, node_of, rank_of)
         for group in range(num_groups):
             members[node_of[group], rank_of[group]] = group

@@ -191,16 +191,8 @@ def spill(
     spare_quota = np.zeros((num_ranks, spares), np.int64)
     home_quota = totals.copy()
     results = (spare_expert, spare_quota, home_quota)
-    queue = np.empty(num_ranks, np.int64)  # receivers, most room first
-    room = np.empty(num_ranks, np.int64)  # room of each receiver in `queue`
-    length = 0
-    for place in range(num_ranks):
-        rank = order[place]
-        if load[rank] >= target:
-            break
-        queue[length] = rank
-        room[length] = target - load[rank]
-        length += 1
+    # The first `length` are receivers, most room first, and their rooms.
+    queue, room, length = order.copy(), target - load[order], (load < target).sum()
     head = 0
     used = np.zeros(num_ranks, np.int64)
     for place in range(num_ranks - 1, -1, -1):
