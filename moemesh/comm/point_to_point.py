@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 
 from moemesh.comm import staged
 from moemesh.comm.mesh import Axis, Mesh, new_group
-from moemesh.comm.transfers import pair_of, record, watched
+from moemesh.comm.staged import PendingWork
+from moemesh.comm.transfers import pair_of, record
 from moemesh.monitor.progress import Ticket
 from moemesh.trace.wire import WireBytes
 
@@ -47,12 +48,10 @@ def _start(
     caller: str,
     tag: int = 0,
     group: ProcessGroup | None = None,
-) -> dist.Work:
+) -> PendingWork:
     ticket = _enter(is_sent, x, axis, index, phase, caller)
     operation = staged.send if is_sent else staged.receive
-    work = operation(x, axis, index, group=group, tag=tag)
-    assert work is not None
-    return watched(work, ticket)
+    return PendingWork([operation(x, axis, index, group=group, tag=tag)], ticket=ticket)
 
 
 #: Asynchronous :func:`send`: keep `x` (contiguous) unchanged until ``wait()``. `group`: the process
@@ -70,7 +69,7 @@ def exchange(
     phase: str,
     caller: str,
     tag: int = 0,
-) -> list[dist.Work]:
+) -> list[PendingWork]:
     """Start all `sends` (tensor, destination index) and `receives` (tensor, source index) at once.
     Wait for every work returned. The only safe way on NCCL when two ranks send to each other."""
     if any(staged.is_staged(x, axis) for x, _ in (*sends, *receives)):
@@ -86,7 +85,9 @@ def exchange(
             operations.append(dist.P2POp(operation, x, axis.ranks[index], axis.group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
     # NCCL returns one work for all of them.
-    return [watched(work, ticket) for work, ticket in zip(works, tickets, strict=False)]
+    return [
+        PendingWork([work], ticket=ticket) for work, ticket in zip(works, tickets, strict=False)
+    ]
 
 
 def _enter(
@@ -156,13 +157,13 @@ class Channels:
                 if ranks == self.axis.ranks and self.axis.index in (source, destination):
                     self._groups[source, destination] = group
 
-    def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> dist.Work:
+    def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> PendingWork:
         """Start to send to index `destination`; keep `x` (contiguous) as it is until ``wait``."""
         tag, group = self._next(self._num_sent, destination), (self.axis.index, destination)
         labels = {"phase": phase, "caller": caller}
         return start_send(x, self.axis, destination, **labels, tag=tag, group=self._groups[group])
 
-    def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> dist.Work:
+    def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> PendingWork:
         """Start to receive the next message of index `source`; it is in `into` after ``wait()``."""
         tag, group = self._next(self._num_received, source), (source, self.axis.index)
         labels = {"phase": phase, "caller": caller}

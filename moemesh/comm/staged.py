@@ -7,7 +7,8 @@ copied to the host and back; on every other axis a call is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,26 +17,40 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moemesh.comm.mesh import Axis
+from moemesh.monitor import progress
+from moemesh.monitor.progress import Ticket
 
 
-class StagedWork:
-    """Pending work on host copies. :meth:`wait` copies `copy` to the device tensor `into`, None for
-    a send."""
+class PendingWork:
+    """Pending operations of the backend as one. `kept`: tensors that it reads until they end;
+    `then` is called after their end; `ticket`: the operation that a rank that waits shows in its
+    progress record."""
 
-    def __init__(self, work: Any, sent: Tensor | None, into: Tensor | None, copy: Tensor) -> None:
-        # `sent` is only kept alive: the backend reads it until the work ends.
-        self._work, self._sent, self._into, self._copy = work, sent, into, copy
+    def __init__(
+        self,
+        works: Sequence[Any],
+        *,
+        kept: Sequence[Tensor] = (),
+        then: Callable[[], object] | None = None,
+        ticket: Ticket | None = None,
+    ) -> None:
+        self._works, self._kept, self._then, self._ticket = list(works), kept, then, ticket
 
     def wait(self) -> None:
-        """Wait for the end of the operation."""
-        self._work.wait()
-        if self._into is not None:
-            self._into.copy_(self._copy)
-        self._into = None
+        """Wait for the end of the operations."""
+        progress.waiting(self._ticket)
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        if self._then is not None:
+            self._then()
+            self._then = None
+        if self._ticket is not None:
+            progress.left()
 
     def is_completed(self) -> bool:
-        """Whether the operation is over."""
-        return self._work.is_completed()
+        """Whether the operations are over."""
+        return all(work.is_completed() for work in self._works)
 
 
 def is_staged(x: Tensor, axis: Axis) -> bool:
@@ -49,7 +64,7 @@ def all_reduce(tensor: Tensor, op: Any, axis: Axis) -> Any:
         return dist.all_reduce(tensor, op, group=axis.group, async_op=True)
     copy = tensor.cpu()
     work = dist.all_reduce(copy, op, group=axis.group, async_op=True)
-    return StagedWork(work, None, tensor, copy)
+    return PendingWork([work], then=lambda: tensor.copy_(copy))
 
 
 def all_to_all_single(
@@ -61,7 +76,7 @@ def all_to_all_single(
         return dist.all_to_all_single(into, x, *splits, group=axis.group, async_op=True)
     sent, copy = x.cpu(), torch.empty(into.shape, dtype=into.dtype)
     work = dist.all_to_all_single(copy, sent, *splits, group=axis.group, async_op=True)
-    return StagedWork(work, sent, into, copy)
+    return PendingWork([work], kept=[sent], then=lambda: into.copy_(copy))
 
 
 def broadcast(tensor: Tensor, axis: Axis, source_index: int) -> None:
@@ -72,23 +87,24 @@ def broadcast(tensor: Tensor, axis: Axis, source_index: int) -> None:
         tensor.copy_(copy)
 
 
-def send(
-    x: Tensor, axis: Axis, index: int, *, group: ProcessGroup | None = None, tag: int = 0
+def _message(
+    is_sent: bool,
+    x: Tensor,
+    axis: Axis,
+    index: int,
+    *,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
 ) -> Any:
-    """Pending ``dist.isend`` to rank `index` of the axis."""
-    group = group or axis.group
+    start = partial(dist.isend if is_sent else dist.irecv, group=group or axis.group, tag=tag)
     if not is_staged(x, axis):
-        return dist.isend(x, axis.ranks[index], group=group, tag=tag)
-    copy = x.cpu()
-    return StagedWork(dist.isend(copy, axis.ranks[index], group=group, tag=tag), copy, None, copy)
+        return start(x, axis.ranks[index])
+    copy = x.cpu() if is_sent else torch.empty(x.shape, dtype=x.dtype)
+    then = None if is_sent else lambda: x.copy_(copy)
+    return PendingWork([start(copy, axis.ranks[index])], kept=[copy], then=then)
 
 
-def receive(
-    into: Tensor, axis: Axis, index: int, *, group: ProcessGroup | None = None, tag: int = 0
-) -> Any:
-    """Pending ``dist.irecv`` from rank `index` of the axis."""
-    group = group or axis.group
-    if not is_staged(into, axis):
-        return dist.irecv(into, axis.ranks[index], group=group, tag=tag)
-    copy = torch.empty(into.shape, dtype=into.dtype)
-    return StagedWork(dist.irecv(copy, axis.ranks[index], group=group, tag=tag), None, into, copy)
+#: Pending ``dist.isend`` of `x` to rank `index` of the axis.
+send = partial(_message, True)
+#: Pending ``dist.irecv`` into `x` from rank `index` of the axis.
+receive = partial(_message, False)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,37 +29,13 @@ from torch import Tensor
 
 from moemesh.comm import staged
 from moemesh.comm.mesh import Axis
+from moemesh.comm.staged import PendingWork
 from moemesh.config.layout import shard_sizes
 from moemesh.monitor import progress
 from moemesh.monitor.progress import Ticket
 from moemesh.ops.exact_experts import tree_sum
 from moemesh.trace import wire
 from moemesh.trace.wire import WireBytes
-
-# Work of the backend whose waits are shown in the rank's progress word.
-
-
-class WatchedWork:
-    """Pending work whose :meth:`wait` records in the progress word what it waits for."""
-
-    def __init__(self, work: Any, ticket: Ticket) -> None:
-        self._work, self._ticket = work, ticket
-
-    def wait(self) -> None:
-        """Wait for the end of the operation."""
-        progress.waiting(self._ticket)
-        self._work.wait()
-        progress.left()
-
-    def is_completed(self) -> bool:
-        """Whether the operation is over."""
-        return self._work.is_completed()
-
-
-def watched(work: Any, ticket: Ticket | None) -> Any:
-    """`work` itself if no progress word is written, or if it is None."""
-    return work if ticket is None or work is None else WatchedWork(work, ticket)
-
 
 # All-gather and all-to-all from single messages, so that both directions of a link are used.
 
@@ -72,22 +48,9 @@ _EXCHANGE_TAG = 7402
 FIRST_FREE_TAG = 1 << 21
 
 
-class Messages:
-    """Several messages as one piece of work; holds the rows that are being sent."""
-
-    def __init__(self, works: list[Any], sent: Sequence[Tensor]) -> None:
-        self._works, self._sent = works, sent
-
-    def wait(self) -> None:
-        for work in self._works:
-            assert work is not None
-            work.wait()
-        self._works.clear()
-
-
 def send_and_receive(
     blocks: Sequence[Tensor], into: Sequence[Tensor], axis: Axis, tag: int
-) -> Messages:
+) -> PendingWork:
     """Start to receive ``into[i]`` from each rank i, then to send it ``blocks[i]``; both sides skip
     empty blocks. This rank's block is copied, unless its `into` is empty."""
     works: list[Any] = []
@@ -101,7 +64,7 @@ def send_and_receive(
             works.append(staged.send(blocks[to], axis, to, tag=tag))
     if into[axis.index].numel():
         into[axis.index].copy_(blocks[axis.index])
-    return Messages(works, blocks)
+    return PendingWork(works, kept=blocks)
 
 
 # torch 2.13 renamed both and warns about the old names.
@@ -121,11 +84,18 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-def all_gather(
-    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
-) -> Tensor:
-    """[own rows, ...] to [all rows, ...] in rank order; `sizes`: each rank's rows, None = equal."""
-    return all_gather_start(x, axis, sizes, phase=phase, caller=caller)()
+_Arguments = ParamSpec("_Arguments")
+
+
+def _waited(
+    start: Callable[_Arguments, Callable[[], Tensor]],
+) -> Callable[_Arguments, Tensor]:
+    """`start`, and then the wait for its result."""
+
+    def run(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> Tensor:
+        return start(*arguments, **keywords)()
+
+    return run
 
 
 def all_gather_start(
@@ -137,8 +107,9 @@ def all_gather_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """Asynchronous all_gather: call the returned function exactly once for the result. `into`:
-    where it goes, contiguous; `x` may be this rank's rows of it. None makes a new tensor."""
+    """[own rows, ...] to [all rows, ...] in rank order; `sizes`: each rank's rows, None = equal.
+    Call the returned function exactly once for the result. `into`: where it goes, contiguous; `x`
+    may be this rank's rows of it. None makes a new tensor."""
     if axis.size == 1:
         return lambda: x if into is None else into.copy_(x)
     blocks = _blocks(x.shape[0] * axis.size, axis, sizes)
@@ -162,11 +133,7 @@ def all_gather_start(
     return partial(_after, ticket, work, lambda: gathered)
 
 
-def reduce_scatter(
-    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
-) -> Tensor:
-    """[all rows, ...] of partial sums to [own rows, ...] summed; `sizes` as in all_gather."""
-    return reduce_scatter_start(x, axis, sizes, phase=phase, caller=caller)()
+all_gather = _waited(all_gather_start)
 
 
 def reduce_scatter_start(
@@ -179,9 +146,10 @@ def reduce_scatter_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """Asynchronous reduce_scatter: call the returned function exactly once for the result.
-    `in_tree`: added in a balanced binary tree over the ranks, as in :func:`all_reduce_in_tree_`.
-    `in_place`: the result may be a view of all received blocks, whose memory it then keeps."""
+    """[all rows, ...] of partial sums to [own rows, ...] summed; `sizes` as in all_gather. Call the
+    returned function exactly once for the result. `in_tree`: added in a balanced binary tree over
+    the ranks, as in :func:`all_reduce_in_tree_`. `in_place`: the result may be a view of all
+    received blocks, whose memory it then keeps."""
     if axis.size == 1:
         return lambda: x
     blocks = _blocks(x.shape[0], axis, sizes)
@@ -225,6 +193,9 @@ def reduce_scatter_start(
     return partial(_after, ticket, work, sum_in_rank_order)
 
 
+reduce_scatter = _waited(reduce_scatter_start)
+
+
 def _after(ticket: Ticket | None, work: Work | None, result: Callable[[], Tensor]) -> Tensor:
     """Wait for `work`; returns ``result()``."""
     assert work is not None
@@ -260,7 +231,7 @@ def all_reduce_(
     ticket = record(axis, "all_reduce", phase, caller, moved)
     if async_op:
         assert tensor.is_contiguous(), "an asynchronous all_reduce_ needs a contiguous tensor"
-        return watched(staged.all_reduce(tensor, _OPS[op], axis), ticket)
+        return PendingWork([staged.all_reduce(tensor, _OPS[op], axis)], ticket=ticket)
     dense = tensor.contiguous()
     progress.waiting(ticket)
     staged.all_reduce(dense, _OPS[op], axis).wait()
@@ -287,19 +258,6 @@ def all_reduce_in_tree_(tensor: Tensor, axis: Axis, *, phase: str, caller: str) 
         flat.copy_(all_gather(total, axis, blocks, phase=phase, caller=caller))
 
 
-def all_to_all(
-    x: Tensor,
-    axis: Axis,
-    input_splits: Sequence[int] | None = None,
-    output_splits: Sequence[int] | None = None,
-    *,
-    phase: str,
-    caller: str,
-) -> Tensor:
-    """`input_splits[i]` rows go to rank i, `output_splits[i]` come from it; None = equal splits."""
-    return all_to_all_start(x, axis, input_splits, output_splits, phase=phase, caller=caller)()
-
-
 def all_to_all_start(
     x: Tensor,
     axis: Axis,
@@ -309,7 +267,8 @@ def all_to_all_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """Asynchronous all_to_all: call the returned function exactly once for the result."""
+    """`input_splits[i]` rows go to rank i, `output_splits[i]` come from it; None = equal splits.
+    Call the returned function exactly once for the result."""
     if axis.size == 1:
         return lambda: x
     if (input_splits is None) != (output_splits is None):
@@ -336,6 +295,9 @@ def all_to_all_start(
         sent, parts = _raw(x).split(inputs), _raw(received).split(outputs)
         work = send_and_receive(sent, parts, axis, _EXCHANGE_TAG)
     return partial(_after, ticket, work, lambda: received)
+
+
+all_to_all = _waited(all_to_all_start)
 
 
 def exchange_start(

@@ -11,7 +11,7 @@ all_to_all          direct, by splits
 broadcast           minimum spanning tree (recursive halving of the ranks)
 send_receive        one message
 
-`tests/comm/algorithms.py` simulates the ring and the tree message by message; tests compare both.
+`tests/trace/test_wire.py` follows the ring and the tree message by message.
 """
 
 from __future__ import annotations
