@@ -72,23 +72,13 @@ class RankStatus:
     def has_left(self, now: float) -> bool:
         """Whether the rank has ended, or announced its end more than END_SECONDS ago: NCCL may
         hang while it closes its communicators."""
-        if self.exit_code is not None:
-            return True
-        return self.is_done and self.record is not None and now - self.record.moved > END_SECONDS
-
-    @property
-    def code(self) -> int | None:
-        """The exit code of the rank, or the one that it has announced."""
-        if self.exit_code is None and self.is_done and self.record is not None:
-            return self.record.code
-        return self.exit_code
+        done = self.record if self.is_done else None
+        return self.exit_code is not None or (done is not None and now - done.moved > END_SECONDS)
 
     @property
     def has_failed(self) -> bool:
         """Whether the rank shows a failure, its own or one that follows from another rank's."""
-        if self.is_done:
-            return False
-        return self.error is not None or self.exit_code is not None
+        return not self.is_done and (self.error is not None or self.exit_code is not None)
 
     @property
     def has_lost_a_peer(self) -> bool:
@@ -117,44 +107,14 @@ def weakness(status: RankStatus, *, aborts_follow: bool = False) -> int:
     `aborts_follow`: a watchdog of the backend aborts ranks whose peers do not come, on every host.
     """
     if status.exit_code is not None and status.exit_code < 0:
-        if -status.exit_code != signal.SIGABRT:
-            return 0
-        return 2 if status.is_inside or aborts_follow else 0
+        follows = -status.exit_code == signal.SIGABRT and (status.is_inside or aborts_follow)
+        return 2 if follows else 0
     if status.exit_code is not None and status.error is None:
         # A rank that loses a peer reports an exception before it exits.
         return 0 if status.exit_code == GONE else 1
-    if status.has_lost_a_peer:
-        return 2
     # An error of the device appears where the host waits for it.
-    return (
-        2 if status.is_inside and status.record is not None and not status.record.on_device else 1
-    )
-
-
-class StepTimes:
-    """Seconds of the last 100 steps; ``num_seen`` counts all steps."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=100)
-        self._step: int | None = None
-        self._at = 0.0
-        self.num_seen = 0
-        self.longest = 0.0
-        self.median: float | None = None
-
-    def poll(self, now: float, records: Sequence[ProgressRecord]) -> None:
-        """Read the step of the slowest rank."""
-        step = min((record.step for record in records), default=0)
-        if not step or step == self._step:
-            return
-        if self._step is not None and step > self._step:
-            if self.num_seen:  # the first step may have begun long before
-                seconds = (now - self._at) / (step - self._step)
-                self._times.append(seconds)
-                self.longest = max(self._times)
-                self.median = statistics.median(self._times)
-            self.num_seen += step - self._step
-        self._step, self._at = step, now
+    on_device = status.record is not None and status.record.on_device
+    return 2 if status.has_lost_a_peer or (status.is_inside and not on_device) else 1
 
 
 Kind = Literal[
@@ -182,6 +142,8 @@ STOPPED_SECONDS = 1.0
 CUT_SECONDS = 3.0
 #: Shortest limit of a step, however short the others were; the verdict comes within 3 s.
 FLOOR_SECONDS = 2.9
+#: First steps of a process, in which code is compiled, files are read and memory grows.
+FIRST_STEPS = 2
 #: Longest time between two snapshots that counts as observed: a suspended supervisor sees nothing.
 LONGEST_GAP = 0.5
 #: Parts of messages of errors that follow from a peer that is gone.
@@ -198,8 +160,6 @@ class Limits:
 
     patience: float
     floor: float = FLOOR_SECONDS
-    #: Number of first steps of this process.
-    first_steps: int = 2
     #: See :func:`moemesh.monitor.detector.weakness`.
     aborts_follow: bool = False
 
@@ -252,7 +212,9 @@ class FailureDetector:
         self._still = 0.0
         self._changes: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
-        self._steps = StepTimes()
+        #: Seconds of the last steps, number of steps so far, the last one and its time.
+        self._step_seconds: deque[float] = deque(maxlen=100)
+        self._num_steps, self._step, self._step_at = 0, 0, 0.0
 
     @property
     def is_deciding(self) -> bool:
@@ -341,18 +303,13 @@ class FailureDetector:
         for status in alive:
             if status.state == "T":
                 return self._verdict("stopped", status, statuses, 0.0)
-        records = [status.record for status in statuses if status.record is not None]
-        stale = [
-            status
-            for status in alive
-            if status.record is not None and now - status.record.moved >= 2.0
-        ]
-        outside = [status for status in stale if not status.is_inside]
-        if outside and (culprit := find_culprit(records)) is not None:
-            for status in outside:
-                if status.rank == culprit.rank and status.record is not None:
-                    kind = "busy" if status.state == "R" else "hung"
-                    return self._verdict(kind, status, statuses, now - status.record.moved)
+        culprit = find_culprit([status.record for status in statuses if status.record is not None])
+        for status in alive:
+            still = 0.0 if status.record is None else now - status.record.moved
+            is_culprit = culprit is not None and culprit.rank == status.rank
+            if is_culprit and still >= 2.0 and not status.is_inside:
+                kind = "busy" if status.state == "R" else "hung"
+                return self._verdict(kind, status, statuses, still)
         return None
 
     # Ranks that are alive.
@@ -376,7 +333,7 @@ class FailureDetector:
             return None
         running = [status for status in statuses if not status.is_done]
         records = [status.record for status in running if status.record is not None]
-        self._steps.poll(now, records)
+        limit = self._limit(now, records)
         changes = {record.rank: record.changes for record in records}
         counted = passed * min((self._share(status, passed) for status in running), default=0.0)
         self._still = self._still + counted if changes == self._changes else 0.0
@@ -384,12 +341,6 @@ class FailureDetector:
         lost = self.lost if self._still >= CUT_SECONDS else ()
         if (cut := _network_cut(running, lost, self._still)) is not None:
             return cut
-        limits, steps = self.limits, self._steps
-        limit = limits.patience
-        in_steps = bool(records) and all(record.phase == STEP for record in records)
-        if in_steps and steps.num_seen >= limits.first_steps and steps.median is not None:
-            by_steps = max(10 * steps.median, 3 * steps.longest)
-            limit = min(max(limits.floor, by_steps), limits.patience)
         if not running or self._still < limit:
             return None
         if (differing := _differing_calls(running)) is not None:
@@ -411,6 +362,22 @@ class FailureDetector:
                 return None
         kind: Kind = "busy" if at_fault.state == "R" and not at_fault.is_inside else "hung"
         return self._verdict(kind, at_fault, statuses, self._still)
+
+    def _limit(self, now: float, records: Sequence[ProgressRecord]) -> float:
+        """Seconds without progress after which the run hangs, by the steps of the slowest rank."""
+        step = min((record.step for record in records), default=0)
+        if step and step != self._step:
+            if 0 < self._step < step:
+                if self._num_steps:  # the first step may have begun long before
+                    self._step_seconds.append((now - self._step_at) / (step - self._step))
+                self._num_steps += step - self._step
+            self._step, self._step_at = step, now
+        seconds, limits = self._step_seconds, self.limits
+        in_steps = bool(records) and all(record.phase == STEP for record in records)
+        if not in_steps or not seconds or self._num_steps < FIRST_STEPS:
+            return limits.patience
+        by_steps = max(10 * statistics.median(seconds), 3 * max(seconds))
+        return min(max(limits.floor, by_steps), limits.patience)
 
     def _share(self, status: RankStatus, passed: float) -> float:
         """The share of the time since the last snapshot in which a rank could have moved: time in

@@ -70,7 +70,7 @@ class Lease:
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._holder = holder_now()
         try:
-            self._claim_epoch()
+            self._write(held=True)
         except RunFolderError:
             os.close(handle)
             raise
@@ -157,14 +157,14 @@ class Lease:
         """Write the claim of this run to an external checkpoint folder into the lease."""
         with self._lock:
             self._claim = number
-            self._claim_epoch()
+            self._write(held=True)
 
     def raise_epoch(self) -> None:
         """Begin a new start of the same run: ranks of the previous start may no longer write.
         Raises RunFolderError if the file cannot be written."""
         with self._lock:
             self.epoch += 1
-            self._claim_epoch()
+            self._write(held=True)
 
     def release(self) -> None:
         """Release the lease; no-op if released."""
@@ -172,27 +172,18 @@ class Lease:
             return
         self._ended.set()
         self._thread.join()
-        with suppress(OSError):  # if the write fails, the lock is free anyway
+        with suppress(OSError, RunFolderError):  # if the write fails, the lock is free anyway
             if _read(self.handle).get("epoch") == self.epoch:  # holds in a renamed folder, too
                 self._write(held=False)
         os.close(self.handle)
 
     def _beat(self) -> None:
         while not self._ended.wait(_HEARTBEAT_SECONDS):
-            with self._lock, suppress(OSError):
+            with self._lock, suppress(OSError, RunFolderError):
                 # Never overwrite the body of a new holder.
                 if why_lost(self.file.parent, self.run, self.epoch) is None:
                     self._beats += 1
                     self._write(held=True)
-
-    def _claim_epoch(self) -> None:
-        try:
-            self._write(held=True)
-        except OSError as error:
-            raise RunFolderError(
-                f"{self.file}: cannot be written ({error.strerror}): a run needs a folder in which "
-                "it can write"
-            ) from error
 
     def _write(self, *, held: bool) -> None:
         body = {
@@ -205,7 +196,13 @@ class Lease:
         }
         if self._claim is not None:
             body["claim"] = self._claim
-        os.pwrite(self.handle, json.dumps(body).encode().ljust(_BYTES), 0)
+        try:
+            os.pwrite(self.handle, json.dumps(body).encode().ljust(_BYTES), 0)
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.file}: cannot be written ({error.strerror}): a run needs a folder in which "
+                "it can write"
+            ) from error
 
 
 def read_start(folder: Path) -> tuple[str | None, int | None]:

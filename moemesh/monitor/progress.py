@@ -30,16 +30,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 #: Phases of a rank; "run" is that of a process without finer phases, such as a benchmark.
-RUN, SETUP, DATA, STEP, VALIDATE, CHECK, SAVE, FINISH = (
-    "run",
-    "setup",
-    "data",
-    "step",
-    "validate",
-    "check",
-    "save",
-    "finish",
-)
+RUN, SETUP, DATA, STEP = "run", "setup", "data", "step"
+VALIDATE, CHECK, SAVE, FINISH = "validate", "check", "save", "finish"
 #: Value of `code` after a reported exception.
 FAILED = -1
 #: Value of `inside` while a rank waits for its device.
@@ -493,34 +485,35 @@ def entered(
     return ticket
 
 
+def _foreground_writer() -> _Writer | None:
+    """The writer; None in a background thread."""
+    writer = _writer
+    if writer is not None and writer.background and threading.get_ident() in writer.background:
+        return None
+    return writer
+
+
 def waiting(ticket: Ticket | None) -> None:
     """The rank waits for the end of an operation until :func:`left`. After an exception the record
     still shows the operation: the supervisor recognizes errors inside of operations by that."""
-    writer = _writer
-    if writer is None or ticket is None:
-        return
-    if writer.background and threading.get_ident() in writer.background:
-        return
-    writer.show(ticket)
-    writer.inside, writer.since = 1, time.monotonic()
-    writer.write()
+    if ticket is not None and (writer := _foreground_writer()) is not None:
+        writer.show(ticket)
+        writer.inside, writer.since = 1, time.monotonic()
+        writer.write()
 
 
 def waiting_for_device() -> None:
     """The host waits, until :func:`left`, for work queued on its device. Operations of several
     ranks are in that queue, too: the record names the one that was entered last."""
-    writer = _writer
-    if writer is None or (writer.background and threading.get_ident() in writer.background):
-        return
-    writer.show(writer.newest)
-    writer.inside = ON_DEVICE
-    writer.write()
+    if (writer := _foreground_writer()) is not None:
+        writer.show(writer.newest)
+        writer.inside = ON_DEVICE
+        writer.write()
 
 
 def left() -> None:
     """The operation is over."""
-    writer = _writer
-    if writer is None or (writer.background and threading.get_ident() in writer.background):
+    if (writer := _foreground_writer()) is None:
         return
     if writer.inside == ON_DEVICE:
         writer.inside = 0

@@ -22,7 +22,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-from moemesh.monitor.detector import FailureDetector, Limits, RankStatus, ReportedError, Verdict
+from moemesh.monitor.detector import (
+    FIRST_STEPS,
+    FailureDetector,
+    Limits,
+    RankStatus,
+    ReportedError,
+    Verdict,
+)
 from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED, settings_for_gpus
 from moemesh.monitor.lease import RunFolderError
 from moemesh.monitor.progress import RANK_BYTES, SETUP, ProgressFile, ProgressRecord
@@ -48,8 +55,6 @@ _MIDDLE_HALF = 1.1
 _MAD_TO_DEVIATION = 1.4826
 #: Least lateness that is reported, in seconds a step.
 _LEAST_SECONDS = 0.002
-#: First steps of a process, in which code is compiled, files are read and memory grows.
-_FIRST_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +87,9 @@ class StragglerDetector:
 
     def __init__(self) -> None:
         self._first: dict[int, int] = {}
-        self._stages: dict[int, _StageRanks] = {}
+        #: Per stage: the newest records of its ranks, and their seconds of work a step.
+        self._before: dict[int, dict[int, ProgressRecord]] = {}
+        self._rows: dict[int, deque[dict[int, float]]] = {}
         self._named: set[int] = set()
 
     def poll(self, records: Sequence[ProgressRecord]) -> list[Straggler]:
@@ -91,44 +98,33 @@ class StragglerDetector:
         for record in records:
             if record.step:
                 first = self._first.setdefault(record.rank, record.step)
-                if record.step >= first + _FIRST_STEPS:
+                if record.step >= first + FIRST_STEPS:
                     by_stage.setdefault(record.stage, []).append(record)
-        stages = {stage: self._stages.setdefault(stage, _StageRanks()) for stage in by_stage}
-        results = (ranks.poll(by_stage[stage]) for stage, ranks in stages.items())
         stragglers = [
             straggler
-            for straggler in results
-            if straggler is not None and straggler.rank not in self._named
+            for stage, of_stage in by_stage.items()
+            if (straggler := self._compare(stage, of_stage)) is not None
+            and straggler.rank not in self._named
         ]
         self._named.update(straggler.rank for straggler in stragglers)
         return stragglers
 
-
-class _StageRanks:
-    """Comparisons of the ranks of one stage, by their seconds of work a step."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, ProgressRecord] = {}
-        self._rows: deque[dict[int, float]] = deque(maxlen=_COMPARISONS)
-
-    def poll(self, records: Sequence[ProgressRecord]) -> Straggler | None:
-        """Compare the ranks once all have finished a step since the last comparison."""
-        now = {record.rank: record for record in records}
-        if now.keys() != self._before.keys():
-            self._before = now
-            self._rows.clear()
+    def _compare(self, stage: int, records: Sequence[ProgressRecord]) -> Straggler | None:
+        """Compare the ranks of a stage once all have finished a step since the last comparison."""
+        now, before = {record.rank: record for record in records}, self._before.get(stage, {})
+        if now.keys() != before.keys():
+            self._before[stage], self._rows[stage] = now, deque(maxlen=_COMPARISONS)
             return None
-        steps = {rank: record.step - self._before[rank].step for rank, record in now.items()}
+        steps = {rank: record.step - before[rank].step for rank, record in now.items()}
         if len(now) < 2 or min(steps.values()) < 1:
             return None
-        row = {r: (now[r].worked - self._before[r].worked) / steps[r] for r in now}
-        self._before = now
+        row = {r: (now[r].worked - before[r].worked) / steps[r] for r in now}
+        self._before[stage], rows = now, self._rows[stage]
         if min(row.values()) <= 0:
             return None
-        self._rows.append(row)
-        if len(self._rows) < _COMPARISONS:
+        rows.append(row)
+        if len(rows) < _COMPARISONS:
             return None
-        rows = list(self._rows)
         # Per rank against the median of the others: log ratios, median difference in seconds.
         late: dict[int, list[float]] = {}
         seconds: dict[int, float] = {}
@@ -338,16 +334,12 @@ class RankWatcher:
             ):
                 break
             time.sleep(POLL_SECONDS)
-        errors = {rank: read_error(self.folder, rank) for rank in self.ranks}
+        reported = ((rank, read_error(self.folder, rank)) for rank in self.ranks)
         return SupervisorResult(
             code=verdict.exit_code,
             verdict=verdict,
             stacks={rank: stack for rank, stack in stacks.items() if stack},
-            traces={
-                rank: error.trace
-                for rank, error in errors.items()
-                if error is not None and error.trace
-            },
+            traces={rank: error.trace for rank, error in reported if error and error.trace},
         )
 
 
@@ -507,7 +499,7 @@ class Supervisor:
         """The result of ranks that have left, or are to be killed, without a failure."""
         # The announced exit code of a finished rank counts: a signal may kill its interpreter.
         codes = [
-            status.record.code if status.is_done and status.record else status.code
+            status.record.code if status.is_done and status.record else status.exit_code
             for status in statuses
         ]
         code = max((code or 0 for code in codes), default=0)

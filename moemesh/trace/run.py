@@ -100,12 +100,9 @@ class MetricsRow:
     dropped_share: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        row: dict[str, Any] = {"schema": SCHEMA}
-        for name in _STORES:
-            value = getattr(self, name)
-            if value is not None or name in _NEEDED:
-                row[name] = finite(value)
-        return row
+        values = {name: getattr(self, name) for name in _STORES}
+        shown = {name: v for name, v in values.items() if v is not None or name in _NEEDED}
+        return {"schema": SCHEMA, **finite(shown)}
 
     def to_line(self) -> str:
         """The row on one line, newline included, floats in full precision."""
