@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moemesh.balance import lower_bound, rebalance_experts
-from tests.balance.cases import hottest, least_possible, shapes
+from moemesh.balance import lower_bound, rebalance_experts, rebalance_published
+from tests.balance.cases import hottest, least_possible, num_twins, shapes
 
 
 def bound(weight: list[float], replicas: int, gpus: int, groups: int = 1, nodes: int = 1) -> float:
@@ -48,16 +48,39 @@ def test_a_heavy_expert_needs_slots_of_its_node() -> None:
     assert bound(weight, 6, 6) == pytest.approx(30)
 
 
-@pytest.mark.representative("72-8")
-@pytest.mark.parametrize(("replicas", "gpus"), [(96, 48), (96, 32), (80, 20), (72, 8)])
-def test_tight_enough_to_be_of_use(replicas: int, gpus: int) -> None:
-    """The mean gap of placements over all shapes: 2 % with two slots per GPU, less with more."""
+#: Places of experts (experts, replicas, groups, nodes, GPUs) -> most mean gap over all shapes: 2 %
+#: with two slots per GPU, less with more. The figures that the balancer is held to take minutes.
+GAPS = {
+    ((64, 96, 1, 1, 48),): 0.025,
+    ((64, 96, 1, 1, 32),): 0.015,
+    ((64, 80, 1, 1, 20),): 0.015,
+    ((64, 72, 1, 1, 8),): 0.003,
+    ((256, 288, 1, 1, 144), (128, 160, 1, 1, 80), (256, 320, 8, 2, 160)): 0.02,
+    ((256, 288, 1, 1, 96), (128, 192, 1, 1, 64), (64, 96, 4, 2, 32)): 0.015,
+    ((256, 288, 8, 4, 72), (128, 160, 1, 1, 40), (60, 64, 1, 1, 16)): 0.015,
+    ((256, 320, 1, 1, 64), (256, 320, 8, 4, 64), (64, 80, 1, 1, 16)): 0.003,
+    ((256, 288, 8, 4, 32), (256, 288, 1, 1, 32), (64, 72, 4, 2, 8)): 0.003,
+}
+
+
+@pytest.mark.representative("places3")
+@pytest.mark.parametrize(
+    "places",
+    [pytest.param(places, marks=[pytest.mark.slow] if len(places) > 1 else []) for places in GAPS],
+)
+def test_tight_enough_to_be_of_use(places: tuple[tuple[int, ...], ...]) -> None:
+    """No placement is worse than the published one or has an expert twice on a GPU."""
     gaps = []
-    for loads in shapes(1, 64, seed=7).values():
-        slots = rebalance_experts(loads, replicas, 1, 1, gpus)[0]
-        gaps.append(hottest(loads, slots, gpus) / lower_bound(loads, replicas, 1, 1, gpus) - 1)
-    per_gpu = replicas // gpus
-    assert np.mean(gaps) <= (0.025 if per_gpu == 2 else 0.015 if per_gpu < 5 else 0.003)
+    for experts, *sizes in places:
+        for loads in shapes(1 if len(places) == 1 else 3, experts, seed=7).values():
+            slots, theirs = (
+                balance(loads, *sizes)[0] for balance in (rebalance_experts, rebalance_published)
+            )
+            top = hottest(loads, slots, sizes[-1])
+            assert (top <= hottest(loads, theirs, sizes[-1]) * (1 + 1e-12)).all()
+            assert num_twins(slots, sizes[-1]) == 0
+            gaps.append((top / lower_bound(loads, *sizes) - 1).mean())
+    assert np.mean(gaps) <= GAPS[places]
 
 
 def test_layers_without_load() -> None:
