@@ -67,15 +67,15 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
         with progress("comparing schedules", quiet=as_json):
             compared = compare(request)
         if as_json:
-            typer.echo(strict_json([row.to_json() for row in compared]))
+            typer.echo(strict_json(compared))
             return
         header = (
             "schedule", "makespan", "bubble rate", "activation", "weights", "sent", "gradients are"
         )  # fmt: skip
         typer.echo(f"{table(header, comparison_rows(compared))}\n\n{_LEGEND}")
         for row in compared:
-            if row.answer is None:
-                typer.echo("\n".join(wrapped(f"{row.name}: {row.refused}")))
+            if "refused" in row:
+                typer.echo("\n".join(wrapped(f"{row['name']}: {row['refused']}")))
         return
     from moemesh.report import timeline_text
     from moemesh.report.files import check_target, kind_of, write_texts

@@ -24,6 +24,7 @@ from typing import Any
 from moemesh.config.errors import UserError
 from moemesh.config.limits import parse_json
 from moemesh.trace.machine import boot_name
+from moemesh.trace.run import is_locked
 
 FILE = "lease"
 _HEARTBEAT_SECONDS = 2.0
@@ -117,18 +118,8 @@ class Lease:
     def refuse_held(folder: Path) -> None:
         """Raises RunFolderError, as :meth:`take` would, if a process holds the lease of `folder`
         and its lock is visible on this host; takes and writes nothing."""
-        try:
-            handle = os.open(folder / FILE, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(folder, describe_holder(_read(handle))) from None
-        except OSError:
-            return
-        finally:
-            os.close(handle)
+        if is_locked(folder / FILE):
+            raise _in_use(folder, describe_holder(body_of(folder)))
 
     @staticmethod
     def _take_over(file: Path, epoch: int) -> Lease:

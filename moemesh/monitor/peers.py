@@ -112,11 +112,6 @@ class _Peer:
     has_left: bool = False
     next_attempt: float = 0.0
 
-    @property
-    def name(self) -> str:
-        """The host's name and address, for messages."""
-        return f"{self.host} ({self.address})"
-
 
 @dataclass(kw_only=True, eq=False)
 class _Link:
@@ -162,7 +157,10 @@ class Peers:
         for link in [link for link in self._greeting if now > link.until]:
             self._drop(link, errno.ETIMEDOUT, now)
         return tuple(
-            LostHost(name=peer.name, ranks=tuple(range(peer.first, peer.first + peer.num_ranks)))
+            LostHost(
+                name=f"{peer.host} ({peer.address})",
+                ranks=tuple(range(peer.first, peer.first + peer.num_ranks)),
+            )
             for peer in self._peers.values()
             if peer.lost
         )

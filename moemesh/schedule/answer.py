@@ -322,37 +322,16 @@ def short(value: float) -> str:
     return f"{value:.6g}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """One schedule of the comparison: its `answer`, or in `refused` why it has none."""
+def compare(request: ScheduleRequest) -> list[dict[str, Any]]:
+    """The figures of every named schedule for the numbers of `request` (whose name is not read),
+    with a reason in `refused` for one that has none.
 
-    name: str
-    answer: ScheduleAnswer | None
-    refused: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """`peak_activation`: the most of any rank, in microbatches on a rank's share of layers;
-        `sent`: the most that a rank sends, in activations of a microbatch; `synchronous`: whether
-        the gradients of a step are all of one version of the weights."""
-        if self.answer is None:
-            return {"name": self.name, "refused": self.refused}
-        schedule, simulation = self.answer.schedule, self.answer.simulation
-        count = Counter(message.source for message in messages(schedule).values())
-        return {
-            "name": self.name,
-            "makespan": simulation.makespan,
-            "bubble_rate": simulation.bubble_rate,
-            "peak_activation": max(simulation.peak_activation),
-            "weight_copies": max(self.answer.copies),
-            "sent": max(count.values(), default=0) / schedule.num_slices,
-            "synchronous": schedule.update is None,
-        }
-
-
-def compare(request: ScheduleRequest) -> list[Compared]:
-    """Every named schedule for the numbers of `request` (whose name is not read). Raises
-    UserError when no schedule can be made of the request."""
-    compared: list[Compared] = []
+    `peak_activation`: the most of any rank, in microbatches on a rank's share of layers; `sent`:
+    the most that a rank sends, in activations of a microbatch; `synchronous`: whether the gradients
+    of a step are all of one version of the weights. Raises UserError when no schedule can be made
+    of the request.
+    """
+    compared: list[dict[str, Any]] = []
     for name in SCHEDULES:
         # Leave out the options that this schedule does not have.
         options = SCHEDULES[name].options
@@ -364,16 +343,27 @@ def compare(request: ScheduleRequest) -> list[Compared]:
         others = {"num_slices", "window", "max_in_flight"} - {*options}
         single = replace(request, name=name, stages_per_rank=chunks, **dict.fromkeys(others))
         try:
-            row = Compared(name=name, answer=answer(single))
+            result = answer(single)
         except UserError as error:
-            row = Compared(name=name, answer=None, refused=str(error).replace("\n", "; "))
-        compared.append(row)
-    if all(row.answer is None for row in compared):
-        raise UserError(compared[0].refused)
+            compared.append({"name": name, "refused": str(error).replace("\n", "; ")})
+            continue
+        simulation, schedule = result.simulation, result.schedule
+        count = Counter(message.source for message in messages(schedule).values())
+        figures = {
+            "makespan": simulation.makespan,
+            "bubble_rate": simulation.bubble_rate,
+            "peak_activation": max(simulation.peak_activation),
+            "weight_copies": max(result.copies),
+            "sent": max(count.values(), default=0) / schedule.num_slices,
+            "synchronous": schedule.update is None,
+        }
+        compared.append({"name": name, **figures})
+    if all("refused" in row for row in compared):
+        raise UserError(compared[0]["refused"])
     return compared
 
 
-def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
+def comparison_rows(compared: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Cells of each schedule that could be simulated: name, makespan, bubble rate, peak activation,
     weight copies, sent, gradients."""
     return [
@@ -386,5 +376,6 @@ def comparison_rows(compared: Sequence[Compared]) -> list[tuple[str, ...]]:
             short(row["sent"]),
             "one version" if row["synchronous"] else "of older weights",
         )
-        for row in (row.to_json() for row in compared if row.answer is not None)
+        for row in compared
+        if "refused" not in row
     ]

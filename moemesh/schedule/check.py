@@ -51,10 +51,8 @@ class Posted(NamedTuple):
     producer: Op
 
     def __str__(self) -> str:
-        """``send of 1F0 to rank 2 (on rank 1)``."""
-        if self.send:
-            return f"send of {self.producer} to rank {self.peer} (on rank {self.rank})"
-        return f"receive of {self.producer} from rank {self.peer} (on rank {self.rank})"
+        what, way = ("send", "to") if self.send else ("receive", "from")
+        return f"{what} of {self.producer} {way} rank {self.peer} (on rank {self.rank})"
 
 
 def rendezvous_deadlock(schedule: Schedule, channels: ChannelKind) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
 
 from moemesh.config.conditions import at_most, require
 from moemesh.config.layout import shard_sizes
@@ -22,13 +21,6 @@ from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 
 #: Places at which a sequence may be cut. The dynamic program takes the square of it.
 MOST_PLACES = 64
-
-
-class Slicing(NamedTuple):
-    """Lengths of the slices in tokens, and the time of a pass as the sum formula has it."""
-
-    lengths: tuple[int, ...]
-    seconds: float
 
 
 def terapipe(num_ranks: int, num_microbatches: int, num_slices: int) -> Schedule:
@@ -58,8 +50,8 @@ def best_slices(
     num_stages: int,
     num_sequences: int,
     num_slices: int,
-) -> Slicing:
-    """The best cuts of a sequence of `length` tokens into `num_slices`.
+) -> tuple[int, ...]:
+    """The lengths of the best `num_slices` slices of a sequence of `length` tokens.
 
     ``cost(n, c)`` is the time (forward plus backward) of `n` tokens after a context of `c`, on one
     stage. Minimises ``num_sequences * sum + (num_stages - 1) * max`` of the slices' times. The
@@ -70,28 +62,25 @@ def best_slices(
     smaller times and drops to the slowest slice really used, since no solution lies in between.
     Raises ValueError when there are fewer tokens than slices.
 
-    >>> best_slices(lambda n, c: 1 + n * (n / 2 + c) / 2, 8, 4, 1, 4).lengths
+    >>> best_slices(lambda n, c: 1 + n * (n / 2 + c) / 2, 8, 4, 1, 4)
     (4, 2, 1, 1)
     """
     require("best_slices", [at_most("num_slices", length)], num_slices=num_slices)
     # table[i][n]: n tokens that end at token i, n >= 1.
     table = [[math.inf, *(cost(n, i - n) for n in range(1, i + 1))] for i in range(length + 1)]
-    best, limit = Slicing((), math.inf), math.inf
-    while True:
-        pieces = _shortest(table, limit, num_slices)
-        if not pieces:
-            break
+    best, least, limit = list[int](), math.inf, math.inf
+    while pieces := _shortest(table, limit, num_slices):
         ends = [sum(pieces[: index + 1]) for index in range(len(pieces))]
         costs = [table[end][piece] for end, piece in zip(ends, pieces, strict=True)]
         busy = num_sequences * math.fsum(costs)
-        if busy >= best.seconds:
+        if busy >= least:
             # Tighter bounds only make the sum grow.
             break
         seconds = busy + (num_stages - 1) * max(costs)
-        if seconds < best.seconds:
-            best = Slicing(tuple(pieces), seconds)
+        if seconds < least:
+            best, least = pieces, seconds
         limit = max(costs)
-    return best
+    return tuple(best)
 
 
 def _shortest(table: list[list[float]], limit: float, num_slices: int) -> list[int]:
@@ -139,7 +128,7 @@ def slice_lengths(model: ModelConfig, plan: Plan, seq_len: int) -> tuple[int, ..
         n, c = (count * seq_len / places for count in (places_here, places_before))
         return max(weights * n + scores * n * (c + (n + 1) / 2) for weights, scores in stages)
 
-    pieces = best_slices(cost, places, len(stages), plan.microbatches, num_slices).lengths
+    pieces = best_slices(cost, places, len(stages), plan.microbatches, num_slices)
     ends = [sum(pieces[: index + 1]) * seq_len // places for index in range(num_slices)]
     return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
 

@@ -75,16 +75,14 @@ class _Stage:
     """Weight versions of one stage while its operations go by."""
 
     def __init__(self, schedule: Schedule, rule: UpdateRule, pipe: int, stage: int) -> None:
-        self.kind, self.window = rule.kind, rule.window
-        distance = schedule.num_stages - 1 - stage
-        if rule.kind == "stash":
-            self.window, self.allowed_copies, self.allowed_lag = 1, distance + 1, distance
-        elif rule.kind == "two_versions":
-            self.allowed_copies, self.allowed_lag = 2, 1
-        else:
-            others = in_flight(schedule, pipe) - 1
-            self.allowed_copies, self.allowed_lag = 1, -(-others // rule.window)
-        self.distance = distance
+        self.kind, self.window = rule.kind, 1 if rule.kind == "stash" else rule.window
+        self.distance = schedule.num_stages - 1 - stage
+        others = in_flight(schedule, pipe) - 1
+        self.allowed_copies, self.allowed_lag = {
+            "stash": (self.distance + 1, self.distance),
+            "two_versions": (2, 1),
+            "newest": (1, -(-others // rule.window)),
+        }[rule.kind]
         self.gradients_per_update = self.window * schedule.num_slices
         self.newest = self.gradients = self.lag = 0
         self.copies = 1

@@ -474,7 +474,7 @@ def _reason(error: BaseException) -> str:
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a process holds the lock of `file`; False if it cannot be opened.
+    """Whether a process holds the lock of `file`; False if it cannot be opened or locked.
 
     The check briefly takes a shared lock, so that concurrent checks do not see each other as
     owners.
@@ -485,8 +485,8 @@ def is_locked(file: Path) -> bool:
         return False
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     finally:
         os.close(handle)
     return False
