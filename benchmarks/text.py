@@ -170,7 +170,7 @@ def pipeline_text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def balancers_text(found: dict[str, Any]) -> str:
+def balance_text(found: dict[str, Any]) -> str:
     """The tables of static placement, exact loads and drift."""
     lines = ["static placement: gap to the bound in %, time in us a layer"]
     for policy in ("hierarchical", "global"):

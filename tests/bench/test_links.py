@@ -161,23 +161,6 @@ def test_no_term_is_negative() -> None:
         fit("send", 2, SIZES, (1e-3,))
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"ranks": 1}, "joins at least 2"),
-        ({"operations": "all_gather,broadcst"}, "no operation 'broadcst'"),
-        ({"sizes": "4m,many"}, "'many' must be a size"),
-        ({"sizes": ","}, "at least one"),
-        ({"device": "tpu"}, "choose from cpu, cuda"),
-        ({"device": "cuda", "hosts": 2}, "on the CPU"),
-    ],
-)
-def test_settings_that_do_not_fit(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError) as error:
-        LinksSettings(**keys)
-    assert words in str(error.value)
-
-
 def measured(mesh: Mesh, stride: int) -> tuple[list[dict[str, Any]], int]:
     shape = GroupShape(ranks=2, members=2, stride=stride)
     return measure_shape(mesh, shape, OPERATIONS, (1000, 4096), 1), len(mesh.ledger)

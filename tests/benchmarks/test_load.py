@@ -7,7 +7,6 @@ import pytest
 from benchmarks.load import measure
 from benchmarks.settings import LoadSettings
 from benchmarks.text import load_text
-from moemesh.bench.settings import BenchError
 from moemesh.comm.mesh import Mesh
 from tests.ranks import run_on_ranks
 
@@ -29,10 +28,3 @@ def test_bytes_and_memory_of_a_load(tp: int) -> None:
         assert rank["peak_bytes_beyond_model"] < 32 << 20
     text = load_text(result)
     assert "warm" in text and "cold" in text and "2 ranks" in text
-
-
-def test_settings_that_do_not_fit() -> None:
-    with pytest.raises(BenchError, match=r"tp \(3\) must divide ranks \(4\)"):
-        LoadSettings(tp=3)
-    with pytest.raises(BenchError, match=r"ranks / tp \(3\) must divide 32 experts"):
-        LoadSettings(ranks=3)

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import memory
 from benchmarks.settings import STRATEGIES, MemorySettings
 from benchmarks.text import memory_text
-from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.config.plan import DataStrategy
 from tests.ranks import mesh_on_ranks
@@ -50,17 +49,3 @@ def test_all_strategies_are_there() -> None:
 
 def test_wanted_begins_with_what_others_are_compared_with() -> None:
     assert MemorySettings(strategy="parameter_server").wanted == ("replicate", "parameter_server")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"servers": 4}, "at most 3"),
-        ({"hidden": 10}, "must divide"),
-        ({"sequences": 3}, r"\(4\)"),
-        ({"strategy": "zero4"}, "zero4"),
-    ],
-)
-def test_wrong_options_are_refused(wrong: dict[str, object], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        MemorySettings(**wrong)  # type: ignore[arg-type]

@@ -1,11 +1,8 @@
 """`benchmarks.replicas` measures ranks with equal loads, and steps of the same model."""
 
-import pytest
-
 from benchmarks import replicas
 from benchmarks.settings import ReplicasSettings
 from benchmarks.text import replicas_text
-from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from tests.ranks import mesh_on_ranks
 
@@ -33,18 +30,3 @@ def test_replicas_even_out_a_hot_rank() -> None:
     assert min(*row["seconds"].values(), *row["busiest_rank_cpu_seconds"].values()) > 0
     assert result["settings"]["workloads"] == ("W2",) and "ranks" not in result["settings"]
     assert len(replicas_text([result]).splitlines()) == 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"ranks": "3"}, "divide 32"),
-        ({"ranks": "1"}, "nowhere"),
-        ({"workload": "W9"}, "W9"),
-        ({"spare_slots": 0}, "at least 1"),
-    ],
-)
-def test_wrong_options_are_refused(wrong: dict[str, object], says: str) -> None:
-    options = {"ranks": "2", "workload": "W2", "spare_slots": 2, "policy": "quota", "rounds": 3}
-    with pytest.raises(UserError, match=says):
-        ReplicasSettings(**options | wrong)  # type: ignore[arg-type]

@@ -19,7 +19,6 @@ from benchmarks.step_peer import peer_step, write_model
 from benchmarks.text import step_text
 from benchmarks.turns import tokens_of_round
 from moemesh.comm.mesh import Mesh
-from moemesh.config.errors import UserError
 from moemesh.trace.machine import OPENMP_WAITING, limit_spinning
 from tests.ranks import mesh_on_ranks
 from tests.waiting import PATIENCE
@@ -97,16 +96,3 @@ def test_the_peer_has_none_of_our_environment(monkeypatch: pytest.MonkeyPatch) -
         _, environment = step.peer_command(StepSettings(turns=turns))
     assert not OPENMP_WAITING.keys() & environment.keys()
     assert environment["OMP_NUM_THREADS"] == "2"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"plan": "dp=2", "work": "generate"}, "one rank"),
-        ({"hidden": 96}, "hidden"),
-        ({"plan": "dp=4", "sequences": 6}, "sequences"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(wrong: dict[str, object], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        StepSettings(**wrong)  # type: ignore[arg-type]

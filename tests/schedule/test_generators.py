@@ -15,7 +15,7 @@ from moemesh.schedule.ampnet import ampnet
 from moemesh.schedule.build import build, closed_form
 from moemesh.schedule.check import check
 from moemesh.schedule.costs import Costs
-from moemesh.schedule.generators import pipedream_2bw, zb_h1
+from moemesh.schedule.generators import pipedream_2bw
 from moemesh.schedule.simulate import simulate
 from moemesh.schedule.terapipe import terapipe
 from moemesh.schedule.text import from_text, to_text
@@ -91,17 +91,6 @@ def test_formulas_equal_the_simulator(name: str) -> None:
 
 
 class TestOrders:
-    def test_zb_h1_of_the_definition(self) -> None:
-        """Two ranks, three microbatches, written out by hand."""
-        assert to_text(zb_h1(2, 3)).splitlines()[1:] == [
-            "place 0: 0 1",
-            "rank 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
-            "rank 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
-        ]
-
-    def test_the_last_forward_of_gpipe_is_the_first_backward(self) -> None:
-        assert [op.microbatch for op in build("gpipe", 3, 4).ops(0)] == [0, 1, 2, 3, 3, 2, 1, 0]
-
     @pytest.mark.parametrize("name", ["chimera", "dualpipe"])
     def test_two_pipes_are_mirror_images(self, name: str) -> None:
         schedule = build(name, 4, 16)

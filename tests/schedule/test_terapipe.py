@@ -7,9 +7,7 @@ import random
 
 import pytest
 
-from moemesh.schedule.costs import Costs
-from moemesh.schedule.simulate import simulate
-from moemesh.schedule.terapipe import best_slices, terapipe
+from moemesh.schedule.terapipe import best_slices
 
 
 def every_cut(units: int) -> list[tuple[int, ...]]:
@@ -48,14 +46,6 @@ def test_later_slices_are_shorter_when_context_costs() -> None:
     """Attention over the context makes late tokens dearer: equal times mean unequal lengths."""
     lengths = best_slices(lambda n, c: n * (1 + (c + n / 2) / 4), 16, 8, 1, 4)
     assert list(lengths) == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
-
-
-def test_the_value_is_the_simulated_time() -> None:
-    """A third of a slice's time forward: both maxima fall on one slice, the formula is exact."""
-    parts = [3.0, 5.0, 4.0]
-    costs = Costs(forward=lambda op: parts[op.slice], backward=lambda op: 2 * parts[op.slice])
-    value = 3 * (2 * sum(parts) + (4 - 1) * max(parts))
-    assert simulate(terapipe(4, 2, len(parts)), costs).makespan == pytest.approx(value)
 
 
 def test_more_slices_than_tokens_are_refused() -> None:
