@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from moemesh.schedule.action import Entry, Op, Schedule
 from moemesh.schedule.check import ScheduleError, check
@@ -70,12 +71,4 @@ def _one(
             entry = (op, source.choice(partner))
         orders[shape.rank_of(op)].append(entry)
         done.update(entry)
-    return Schedule(
-        name=shape.name,
-        num_ranks=ranks,
-        num_stages=stages,
-        placement=placement,
-        orders=tuple(map(tuple, orders)),
-        num_microbatches=counts,
-        num_slices=num_slices,
-    )
+    return replace(shape, orders=tuple(map(tuple, orders)))

@@ -43,10 +43,6 @@ def random_costs(random_: random.Random, stages: int) -> Costs:
     )
 
 
-def value(simulation: object, objective: Objective) -> float:
-    return getattr(simulation, objective)
-
-
 def best_hand_made(
     ranks: int,
     microbatches: int,
@@ -65,20 +61,23 @@ def best_hand_made(
             continue
         peaks = [peak.activation for peak in peak_memory(schedule)]
         if cap is None or max(peaks) <= cap:
-            best = min(best, value(simulate(schedule, costs), objective))
+            best = min(best, getattr(simulate(schedule, costs), objective))
     return best
 
 
 def verify(result: SearchResult, costs: Costs, cap: float | None) -> None:
     check(result.schedule, Caps(activation=cap))
-    assert result.cost == value(simulate(result.schedule, costs), result.objective)
+    assert result.cost == getattr(simulate(result.schedule, costs), result.objective)
     assert result.lower_bound <= result.cost
     assert result.proven == (result.cost == result.lower_bound)
     assert all(result.cost <= cost for cost in result.hand_made.values())
 
 
-def compare(seed: int) -> None:
-    """One random setting."""
+@pytest.mark.parametrize(
+    "seed",
+    [1, 2, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 3, 4, *range(1000, 1200)))],
+)
+def test_never_worse_than_hand_made(seed: int) -> None:
     random_ = random.Random(seed)
     ranks, microbatches = random_.randint(1, 8), random_.randint(1, 24)
     chunks = random_.choice([1, 1, 2])
@@ -92,14 +91,6 @@ def compare(seed: int) -> None:
     hand_made = best_hand_made(ranks, microbatches, costs, cap, objective, chunks)
     assert result.cost <= hand_made
     assert min(result.hand_made.values(), default=math.inf) == hand_made
-
-
-@pytest.mark.parametrize(
-    "seed",
-    [1, 2, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 3, 4, *range(1000, 1200)))],
-)
-def test_never_worse_than_hand_made(seed: int) -> None:
-    compare(seed)
 
 
 def all_orders(problem: SearchProblem, rank: int) -> Iterator[list[int]]:
@@ -164,9 +155,17 @@ def bound_of(problem: SearchProblem) -> float:
     return lower_bound(problem, shortest_times(problem, full))
 
 
-def equals_brute_force(seed: int, shapes: list[tuple[int, int, int]]) -> None:
+#: (ranks, microbatches, stages per rank).
+SMALL = [(2, 2, 1), (2, 3, 1), (3, 2, 1), (4, 1, 1), (2, 1, 2)]
+LARGER = [(3, 3, 1), (2, 4, 1), (4, 2, 1), (3, 1, 2), (2, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(s, marks=pytest.mark.slow) for s in range(300, 330))]
+)
+def test_equals_the_optimum_of_small_cases(seed: int) -> None:
     random_ = random.Random(seed)
-    ranks, microbatches, chunks = random_.choice(shapes)
+    ranks, microbatches, chunks = random_.choice(SMALL if seed < 300 else LARGER)
     costs = random_costs(random_, ranks * chunks)
     kept = random_.choice([1, 0.5, 0.3, 0])
     cap = random_.choice([1, 1 + kept, 1.5, 2, 3, None])
@@ -188,22 +187,6 @@ def equals_brute_force(seed: int, shapes: list[tuple[int, int, int]]) -> None:
     )
     assert result.cost == pytest.approx(best, rel=1e-9)
     assert result.proven
-
-
-#: (ranks, microbatches, stages per rank).
-SMALL = [(2, 2, 1), (2, 3, 1), (3, 2, 1), (4, 1, 1), (2, 1, 2)]
-LARGER = [(3, 3, 1), (2, 4, 1), (4, 2, 1), (3, 1, 2), (2, 1, 3)]
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_equals_the_optimum_of_small_cases(seed: int) -> None:
-    equals_brute_force(seed, SMALL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(300, 330))
-def test_equals_the_optimum_of_larger_small_cases(seed: int) -> None:
-    equals_brute_force(seed, LARGER)
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -243,16 +243,11 @@ def test_outputs_of_a_block_leave_one_after_the_other_when_blocking() -> None:
         "rank 0: 0F0+1F0p1\nrank 1: 0F0p1 1F0\n"
     )
     with pytest.raises(Deadlock):
-        simulate(from_text_swapped(schedule))
+        orders = (schedule.orders[0], schedule.orders[1][::-1])
+        simulate(replace(schedule, orders=orders))
     simulation = simulate(schedule, Costs(message=2), transport="blocking")
     # 0F0p1 ends at 1, arrives at 3; the block runs 3-5, its message to rank 1 leaves until 7.
     assert simulation.starts == ((3,), (0, 7))
-
-
-def from_text_swapped(schedule: Schedule) -> Schedule:
-    """The same with rank 1's entries the other way round."""
-    orders = (schedule.orders[0], schedule.orders[1][::-1])
-    return replace(schedule, orders=orders)
 
 
 def test_relaxed_wrap_around_is_the_same_without_latency_and_shorter_with() -> None:
@@ -318,11 +313,8 @@ def test_nothing_takes_no_time() -> None:
         "pipeline-schedule v1 name=x ranks=1 stages=1 microbatches=0\nplace 0: 0\nrank 0:"
     )
     simulation = simulate(empty)
-    assert (simulation.makespan, simulation.bubble_rate, simulation.timeline.records) == (
-        0,
-        0.0,
-        (),
-    )
+    assert simulation.makespan == simulation.bubble_rate == 0
+    assert simulation.timeline.records == ()
     free = simulate(from_text(TWO_RANKS), Costs(forward=0, backward=0))
     assert free.bubble_rate == 0.0
 
