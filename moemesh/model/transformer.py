@@ -29,6 +29,7 @@ from moemesh.model.seams import (
 )
 from moemesh.monitor.progress import at_layer
 from moemesh.ops.linear import linear
+from moemesh.sharding.buckets import unit_of
 
 
 class Layer(nn.Module):
@@ -98,12 +99,13 @@ class ModelPart(NamedTuple):
     first: bool = True
     last: bool = True
 
-    def units(self, *, tied: bool) -> frozenset[str]:
-        """Units of :mod:`moemesh.sharding.buckets` that it reads; a `tied` head reads the
-        embedding."""
-        layers = {f"layers.{index}" for index in self.layers}
-        ends = {"embedding": self.first or (self.last and tied), "head": self.last}
-        return frozenset(layers | {unit for unit, is_read in ends.items() if is_read})
+    def units(self, config: ModelConfig) -> frozenset[str]:
+        """Units of :mod:`moemesh.sharding.buckets` that it reads; a tied head and extra prediction
+        layers read the embedding."""
+        layers = (*self.layers, *(config.mtp_layers if self.last else ()))
+        reads_embedding = self.first or (self.last and config.ends_share_a_table)
+        ends = ["embedding"] * reads_embedding + ["head"] * self.last
+        return frozenset([*ends, *(f"layers.{index}" for index in layers)])
 
 
 class Output(NamedTuple):
@@ -287,15 +289,12 @@ class Transformer(nn.Module):
 
     def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
         """Parameters that the forward of `part` reads."""
-        ahead = self.config.mtp_layers if part.last else range(0)
-        modules: list[nn.Module | None] = [
-            self.layers[str(index)] for index in (*part.layers, *ahead)
-        ]
-        if part.first or ahead or (part.last and self.head is None):
-            modules.append(self.embedding)
-        if part.last:
-            modules += [self.norm, self.ahead_norms, self.head]
-        return [p for module in modules if module is not None for p in module.parameters()]
+        units = part.units(self.config)
+        return [p for name, p in self.named_parameters() if self.unit_of(name) in units]
+
+    def unit_of(self, name: str) -> str:
+        """The unit of the parameter `name`."""
+        return unit_of(name)
 
     def selection_biases(self) -> dict[int, tuple[str, Tensor]]:
         """Global layer index -> name and values of the bias that steers its router's choice alone,

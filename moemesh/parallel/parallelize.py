@@ -11,10 +11,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 
 import torch
 
@@ -46,7 +45,6 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.schedule.terapipe import slice_lengths
 from moemesh.sharding.parameters import (
-    chosen_experts,
     first_stage,
     first_unit,
     places,
@@ -63,39 +61,9 @@ from moemesh.sharding.parameters import (
 # (:mod:`moemesh.parallel.expert.homes`): ids become places right before the dispatcher.
 
 
-def split_experts(
-    model: Transformer,
-    placements: MutableMapping[str, Placement],
-    plan: Plan,
-    tuning: Tuning,
-    mesh: Mesh,
-) -> None:
-    """Split the stacks of every layer in which only some experts train: the local parameters, whose
-    weights must be initialized, and the `placements` of all ranks (in place)."""
-    whole, chosen_of = list(placements.values()), chosen_experts(model.config, tuning)
-    placements.clear()
-    for module, stacks in groupby(whole, key=lambda where: where.name.rpartition(".")[0]):
-        # In the order of the module: its own parameters first, then those of `rest`.
-        rest: dict[str, Placement] = {}
-        for where in stacks:
-            leaf, chosen = where.name.rpartition(".")[2], chosen_of.get(where.name)
-            if chosen is None:
-                placements[where.name] = where
-                continue
-            shares = places(chosen, where.shape[0], plan.ep)
-            for index, (name, into) in enumerate(
-                ((where.name, placements), (f"{module}.rest.{leaf}", rest))
-            ):
-                ids = [share[index] for share in shares]  # by rank of ep
-                into[name] = replace(
-                    where,
-                    name=name,
-                    shape=(sum(map(len, ids)), *where.shape[1:]),
-                    places=tuple(expert for experts in ids for expert in experts),
-                    per_rank=tuple(map(len, ids)),
-                    trains=where.trains and not index,
-                )
-        placements |= rest
+def split_experts(model: Transformer, plan: Plan, tuning: Tuning, mesh: Mesh) -> None:
+    """Split the local stacks of every layer in which only some experts train, after their
+    initialization."""
     for layer, moe in model.moe_layers().items():
         chosen = tuning.chosen(model.config.expert_stacks(layer), model.config.num_experts)
         if chosen is None:
@@ -185,9 +153,9 @@ def parallelize(
     set_seams(model, plan, mesh)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
     set_recompute(model, plan, mesh.ledger)
-    where = placements(config, plan, holders(config, schedule, parts), tuning)
-    fill(model, where, mesh, seed=seed, dtype=dtype)
-    split_experts(model, where, plan, tuning, mesh)
+    fill(model, placements(config, plan), mesh, seed=seed, dtype=dtype)
+    split_experts(model, plan, tuning, mesh)
+    where = placements(config, plan, holders(config, plan, schedule, parts), tuning)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(where[name].trains)
     reducer = GradientReducer(

@@ -1,7 +1,10 @@
 """Every parameter tensor of our own model: its name, logical shape, shards and gradient sum.
 
-The order is that of the model's own list of parameters. The module mirrors
-`moemesh.parallel.placement` without torch; tests compare the two.
+The order is that of the model's own list of parameters; tests compare names and shapes.
+
+The residual stream is always token-sharded, so the local gradient of every parameter is *partial*
+on every axis on which the parameter is replicated: the true gradient is the SUM over those axes.
+From that one rule everything follows (no averaging, no factor):
 
 | parameter | sharded over | gradient summed over |
 |---|---|---|
@@ -11,6 +14,7 @@ The order is that of the model's own list of parameters. The module mirrors
 | other norms, router, output bias | - | stage (dp, cp, tp) |
 | down to latents (MLA), whole W_o after the all_to_all exit | - | stage (dp, cp, tp) |
 | routed experts | ep, etp | edp |
+| factors of adapters | as their weight, in the dims they have | see `config.lora` |
 
 The second half of the module is about parameters that train (:mod:`moemesh.config.tuning`). The
 units of the model, in the order of its forward, are the embedding, the layers, the head with its
@@ -20,9 +24,8 @@ norms, and extra prediction layers. The backward ends at the first unit in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, pairwise
 from math import prod
 
@@ -36,9 +39,11 @@ from moemesh.sharding.buckets import unit_of
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterTensor:
-    """One parameter. `shards`: axis -> sharded dim. `trains`: whether any of it trains. `per_rank`:
-    number of experts on each rank of ep, for a stack of some experts of a layer. `is_packed`: its
-    values are stored in NF4. `recorded_unit`, `is_fp32`, `is_idle` and `blocks` are those of a
+    """One parameter. `shards`: axis -> sharded dim. `trains`: whether any of it trains. `places`:
+    logical ids of a stack's experts; None: in order. `per_rank`: number of experts on each rank of
+    ep, for a stack of some experts of a layer. `is_packed`: its values are stored in NF4. `blocks`:
+    equal blocks of the dim that etp shards; a rank holds its part of each. `recorded_unit`,
+    `is_fp32`, `is_idle` and `blocks` are those of a
     :class:`~moemesh.config.architecture.ParameterRecord`."""
 
     name: str
@@ -46,6 +51,7 @@ class ParameterTensor:
     shards: dict[str, int] = field(default_factory=dict[str, int])
     summed_over: str = "stage"
     trains: bool = True
+    places: tuple[int, ...] | None = None
     per_rank: tuple[int, ...] = ()
     recorded_unit: str = ""
     is_fp32: bool = False
@@ -76,37 +82,24 @@ class ParameterTensor:
         is_fp32 = self.is_fp32 if self.recorded_unit else ".router." in self.name
         return max(element_bytes, 4) if is_fp32 else element_bytes
 
-    def slices(self, layout: Layout, at: Mapping[str, int]) -> tuple[range, ...]:
-        """:func:`held_slices` of the rank with these coordinates."""
-        degree = partial(getattr, layout)
-        return held_slices(self.shape, self.shards, self.per_rank, degree, at.__getitem__)
+    def slices_at(self, layout: Layout, at: Mapping[str, int]) -> tuple[range, ...]:
+        """The range of each dim that the rank with these coordinates holds. Ranges of experts are
+        positions in the stack, not ids. For a sharded dim of several blocks only the length is
+        right."""
+        parts = [range(size) for size in self.shape]
+        for axis, dim in self.shards.items():
+            parts[dim] = shard_range(self.shape[dim], getattr(layout, axis), at[axis])
+            if axis == "ep" and self.per_rank:
+                first = sum(self.per_rank[: at[axis]])
+                parts[dim] = range(first, first + self.per_rank[at[axis]])
+        return tuple(parts)
 
     def local_elements(self, layout: Layout, at: Mapping[str, int]) -> int:
         """Elements held by the rank with these coordinates: numbers, or packed bytes."""
-        sizes = [len(part) for part in self.slices(layout, at)]
+        sizes = [len(part) for part in self.slices_at(layout, at)]
         if self.is_packed:
             sizes[-1] = packed_bytes(sizes[-1])
         return prod(sizes)
-
-
-def held_slices(
-    shape: tuple[int, ...],
-    shards: Mapping[str, int],
-    per_rank: Sequence[int] | None,
-    degree: Callable[[str], int],
-    index: Callable[[str], int],
-) -> tuple[range, ...]:
-    """The range of each dim that a rank holds. `degree`: axis -> its size, `index`: axis -> the
-    rank's index on it. Ranges of experts are positions in the stack, not ids. For a sharded dim of
-    several blocks only the length is right."""
-    parts = [range(size) for size in shape]
-    for axis, dim in shards.items():
-        at = index(axis)
-        parts[dim] = shard_range(shape[dim], degree(axis), at)
-        if axis == "ep" and per_rank:
-            first = sum(per_rank[:at])
-            parts[dim] = range(first, first + per_rank[at])
-    return tuple(parts)
 
 
 def tensors(model: ModelConfig, plan: Plan) -> Iterator[ParameterTensor]:
@@ -314,15 +307,18 @@ def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[Pa
         if chosen is None:
             yield replace(tensor, trains=bool(tensor.trained_rows(tuning)))
             continue
-        shares = places(chosen, tensor.shape[0], plan.ep)
-        # Numbers of chosen experts, and of others, on each rank of ep.
-        counts = [tuple(len(part[i]) for part in shares) for i in range(2)]
-        rest = f"{module}.rest.{leaf}"
-        shapes = [(sum(per_rank), *tensor.shape[1:]) for per_rank in counts]
-        yield replace(
-            tensor, shape=shapes[0], per_rank=counts[0], trains=bool(tensor.trained_rows(tuning))
+        # Chosen experts, and others, by rank of ep.
+        own, rest = (
+            replace(
+                tensor,
+                shape=(sum(map(len, ids)), *tensor.shape[1:]),
+                places=tuple(chain.from_iterable(ids)),
+                per_rank=tuple(map(len, ids)),
+            )
+            for ids in zip(*places(chosen, tensor.shape[0], plan.ep), strict=True)
         )
-        frozen.append(replace(tensor, name=rest, shape=shapes[1], per_rank=counts[1], trains=False))
+        yield replace(own, trains=bool(tensor.trained_rows(tuning)))
+        frozen.append(replace(rest, name=f"{module}.rest.{leaf}", trains=False))
     yield from frozen
 
 

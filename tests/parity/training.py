@@ -252,7 +252,7 @@ def owned(parallel: RankModel, tensors: Mapping[str, Tensor]) -> list[Part]:
         where = parallel.placements[name]
         if where.is_packed:  # compared byte by byte
             where = replace(where, shape=(*where.shape[:-1], packed_bytes(where.shape[-1])))
-        if name in tensors and where.per_rank is not None and where.counts(own, parallel.mesh):
+        if name in tensors and where.per_rank and where.counts(own, parallel.mesh):
             parts += chosen(parallel, where, own, tensors[name])
         elif name in tensors and where.counts(own, parallel.mesh):
             slices = where.slices(parallel.mesh)

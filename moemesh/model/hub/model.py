@@ -104,7 +104,7 @@ class HubModel(Transformer):
         #: The part that runs now, and the tensors that it has received.
         self._part, self._received = whole(config), list[Tensor]()
         parts = [self._part] if parts is None else parts
-        units = {unit for part in parts for unit in part.units(tied=config.tied_embeddings)}
+        units = {unit for part in parts for unit in part.units(config)}
         #: The parameters that are held, in the order of the record, and the unit of each.
         self._units = {
             one.name: one.unit for one in self.architecture.parameters if one.unit in units
@@ -219,13 +219,8 @@ class HubModel(Transformer):
                 biases[layer] = name, tensor.view(-1)
         return biases
 
-    def parameters_of(self, part: ModelPart) -> list[nn.Parameter]:
-        units = part.units(tied=self.config.tied_embeddings)
-        return [
-            parameter
-            for name, parameter in self.named_parameters()
-            if self._units[name.replace(".experts.rest.", ".experts.")] in units
-        ]
+    def unit_of(self, name: str) -> str:
+        return self._units[name.replace(".experts.rest.", ".experts.")]
 
     def forward(
         self,

@@ -38,6 +38,7 @@ from moemesh.parallel.pipeline.program import (
 from moemesh.schedule.action import Op, Schedule, messages
 from moemesh.schedule.generators import forward_only
 from moemesh.schedule.text import digest
+from moemesh.sharding.parameters import tensors
 from moemesh.sharding.stages import cut_layers
 from moemesh.trace.timeline import TimelineRecorder
 
@@ -65,25 +66,18 @@ def stages_of(model: Transformer, parts: Mapping[int, ModelPart]) -> dict[str, t
     }
 
 
-def names_of(config: ModelConfig, parts: Sequence[ModelPart]) -> list[str]:
-    """The parameters that a rank with these `parts` holds."""
-    if config.architecture is None:
-        return [name for name, _ in Transformer(config, parts).named_parameters()]
-    units = {unit for part in parts for unit in part.units(tied=config.tied_embeddings)}
-    return [
-        parameter.name for parameter in config.architecture.parameters if parameter.unit in units
-    ]
-
-
 def holders(
-    config: ModelConfig, schedule: Schedule, parts: tuple[ModelPart, ...]
+    config: ModelConfig, plan: Plan, schedule: Schedule, parts: tuple[ModelPart, ...]
 ) -> dict[str, tuple[int, ...]]:
     """Parameter name -> the pipeline ranks that hold it, ascending."""
-    ranks: dict[str, tuple[int, ...]] = {}
-    for rank in range(schedule.num_ranks):
-        for name in names_of(config, list(parts_of(schedule, parts, rank).values())):
-            ranks[name] = (*ranks.get(name, ()), rank)
-    return ranks
+    units = [
+        {unit for part in parts_of(schedule, parts, rank).values() for unit in part.units(config)}
+        for rank in range(schedule.num_ranks)
+    ]
+    return {
+        tensor.name: tuple(rank for rank, held in enumerate(units) if tensor.unit in held)
+        for tensor in tensors(config, plan)
+    }
 
 
 # TeraPipe slices: the state that one slice of a sequence leaves for the next.

@@ -221,7 +221,7 @@ def matrix_parts(placement: StagePlacement, rank: int, element: int) -> Iterator
             if not (member.trains and has_matrices(member.name)):
                 continue
             tensor = tensors[member.name]
-            slices, shape, experts = tensor.slices(layout, at), tensor.shape, None
+            slices, shape, experts = tensor.slices_at(layout, at), tensor.shape, None
             if tensor.is_expert:
                 experts, slices, shape = slices[0], slices[1:], shape[1:]
             for part, _ in logical_parts(member.name, shape, [slices], numbers, experts):
