@@ -8,7 +8,7 @@ Legend: T tokens, H hidden, F MLP width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -58,16 +58,16 @@ class AdaptedModule(nn.Module):
         return Adapted(weight, tuple(self.adapters(leaf)), self.scaling)
 
     def adapters(self, leaf: str) -> list[Adapter]:
-        return [
-            Adapter(
-                getattr(self, factor_name(part.target, "A")),
-                getattr(self, factor_name(part.target, "B")),
-                part.dim,
-                part.start,
-                part.size,
-            )
-            for part in self._adapted.get(leaf, ())
-        ]
+        return adapters_of(self, self._adapted.get(leaf, ()))
+
+
+def adapters_of(module: nn.Module, parts: Iterable[TargetPart]) -> list[Adapter]:
+    """The adapters of `parts` of a weight, whose factors are parameters of `module`."""
+    adapters: list[Adapter] = []
+    for part in parts:
+        a, b = (getattr(module, factor_name(part.target, factor)) for factor in "AB")
+        adapters.append(Adapter(a, b, part.dim, part.start, part.size))
+    return adapters
 
 
 class RMSNorm(nn.Module):

@@ -68,23 +68,6 @@ class ExpertExchange(Protocol):
         ...
 
 
-def exchange_in_steps(
-    dispatcher: Dispatcher,
-    flow: Flow,
-    experts: Experts,
-    tokens: RoutedTokens,
-    *,
-    meanwhile: Callable[[], Tensor] | None = None,
-    is_complete: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """An :class:`ExpertExchange` that dispatches, computes and combines, one after the other."""
-    x_TH, weights_TK, experts_TK = tokens
-    plan = flow.once(dispatcher.plan_complete if is_complete else dispatcher.plan, experts_TK)
-    rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
-    result = None if meanwhile is None else meanwhile()
-    return dispatcher.combine(experts(rows), plan).wait(), result
-
-
 def plain_exchange(
     dispatcher: Dispatcher,
     flow: Flow,
@@ -94,14 +77,16 @@ def plain_exchange(
     meanwhile: Callable[[], Tensor] | None = None,
     is_complete: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The default :class:`ExpertExchange`: in steps, or one operation if all experts are local."""
-    if not isinstance(dispatcher, LocalDispatcher):
-        where = dispatcher, flow, experts
-        return exchange_in_steps(*where, tokens, meanwhile=meanwhile, is_complete=is_complete)
+    """The default :class:`ExpertExchange`: dispatch, compute and combine, one after the other; one
+    operation if all experts are local, and ours (a :class:`LocalRows` is for our products)."""
     x_TH, weights_TK, experts_TK = tokens
-    slots = flow.once(dispatcher.plan_complete if is_complete else dispatcher.plan, experts_TK)
+    plan = flow.once(dispatcher.plan_complete if is_complete else dispatcher.plan, experts_TK)
+    if isinstance(dispatcher, LocalDispatcher) and isinstance(experts, Experts):
+        result = None if meanwhile is None else meanwhile()
+        return experts(LocalRows(x_TH, plan.tokens, weights_TK, plan)), result
+    rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()
     result = None if meanwhile is None else meanwhile()
-    return experts(LocalRows(x_TH, slots.tokens, weights_TK, slots)), result
+    return dispatcher.combine(experts(rows), plan).wait(), result
 
 
 #: (gates [T, K], experts [T, K]) of a forward.

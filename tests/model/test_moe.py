@@ -2,7 +2,8 @@
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from moemesh.model.batch import Batch
 from moemesh.model.dispatcher import DispatchedRows, LocalDispatcher
 from moemesh.model.initialization import initialize
 from moemesh.model.layers import MLP
-from moemesh.model.moe import MoE, exchange_in_steps, plain_exchange
+from moemesh.model.moe import MoE, plain_exchange
 from moemesh.model.seams import PLAIN_FLOW
 from moemesh.model.transformer import Transformer
 from moemesh.ops import expert_blocks
@@ -122,10 +123,14 @@ def test_local_experts_give_the_bits_of_the_single_steps(without: str, through_q
     experts_TK = routing.experts_TK
     if without != "none":
         experts_TK = torch.full_like(experts_TK, -1) if without == "all" else experts_TK - 1
-    for exchange in (plain_exchange, exchange_in_steps):
+    local = moe.dispatcher
+    calls = {
+        name: getattr(local, name) for name in ("plan", "plan_complete", "dispatch", "combine")
+    }
+    for dispatcher in (local, cast("Any", SimpleNamespace(**calls))):
         x, weights_TK = x_TH.clone().requires_grad_(), routing.weights_TK.detach().requires_grad_()
-        where, tokens = (moe.dispatcher, PLAIN_FLOW, moe.experts), (x, weights_TK, experts_TK)
-        y_TH, _ = exchange(*where, tokens, is_complete=without == "none")
+        where, tokens = (dispatcher, PLAIN_FLOW, moe.experts), (x, weights_TK, experts_TK)
+        y_TH, _ = plain_exchange(*where, tokens, is_complete=without == "none")
         queue = WeightGradientQueue()
         with queue if through_queue else nullcontext():
             y_TH.backward(upstream_TH)

@@ -27,7 +27,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from moemesh.config.lora import LoraConfig, TargetPart, factor_name, parts_of
 from moemesh.model.batch import Context
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, LocalDispatcher
-from moemesh.model.moe import ExpertExchange, Observer, exchange_in_steps
+from moemesh.model.layers import adapters_of
+from moemesh.model.moe import ExpertExchange, Observer, plain_exchange
 from moemesh.model.seams import Flow, Tokens
 from moemesh.ops.expert_mlp import DeferredProducts
 from moemesh.ops.expert_weights import ExpertWeights, rows_of
@@ -215,16 +216,7 @@ class HeldExperts:
         )
 
     def _adapters(self, name: str) -> list[Adapter]:
-        return [
-            Adapter(
-                getattr(self.module, factor_name(part.target, "A")),
-                getattr(self.module, factor_name(part.target, "B")),
-                part.dim,
-                part.start,
-                part.size,
-            )
-            for part in self._adapted.get(name, ())
-        ]
+        return adapters_of(self.module, self._adapted.get(name, ()))
 
     def __call__(self, rows: DispatchedRows, deferred: DeferredProducts | None = None) -> Tensor:
         """Weighted outputs [R, H]."""
@@ -320,7 +312,7 @@ class HubMoE:
         self.module, self.num_experts = module, num_experts
         self.experts = HeldExperts(module)
         self.dispatcher: Dispatcher = LocalDispatcher(num_experts)
-        self.exchange: ExpertExchange = exchange_in_steps
+        self.exchange: ExpertExchange = plain_exchange
         self.place_E: Tensor | None = None
         self.tokens = Tokens()
         #: Context of the running forward, and choices of each expert in it.

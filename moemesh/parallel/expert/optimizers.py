@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moemesh.parallel.expert.spread import LayerError, Spread, SpreadGradient, own_part, share_of
-from moemesh.parallel.expert.transformers_trainer import caller, of_experts
+from moemesh.parallel.expert.transformers_trainer import caller, with_experts
 
 #: Module of torch whose functions of this name save and load the state of an optimizer.
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -44,10 +43,10 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _share(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """Make each rank's states of experts local parts of DTensors: `torch.distributed.checkpoint`
-    writes plain tensors from one rank only."""
+    """While torch saves a model, make each rank's states of experts local parts of DTensors:
+    `torch.distributed.checkpoint` writes plain tensors from one rank only."""
 
-    def shared(experts: Spread, value: Tensor) -> Tensor:
+    def shared(experts: Spread, name: str, value: Tensor) -> Tensor:
         if len(value) != len(experts.held):
             raise LayerError(
                 f"{type(optimizer).__name__} keeps {list(value.shape)} for the "
@@ -56,29 +55,13 @@ def _share(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None
             )
         return share_of(experts, value)
 
-    return _mapped("_get_optim_state_dict", optimizer, state, shared)
+    frame = caller("_get_optim_state_dict", _STATE_DICT)
+    return frame and with_experts(frame.f_locals["model"], optimizer, state, shared)
 
 
 def _take_own(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-    """The inverse of :func:`_share`."""
-    return _mapped("_load_optim_state_dict", optimizer, state, own_part)
-
-
-def _mapped(
-    function: str,
-    optimizer: Optimizer,
-    state: Mapping[str, Any],
-    change: Callable[[Spread, Tensor], Tensor],
-) -> dict[str, Any] | None:
-    """`state` with `change` applied to the tensors of spread experts, while `function` of torch
-    saves or loads their model; None (no change) outside of it."""
-    if (frame := caller(function, _STATE_DICT)) is None:
-        return None
-    model: nn.Module = frame.f_locals["model"]
-    entries = dict(state["state"])
-    for key, experts, entry in of_experts(model, optimizer, state):
-        entries[key] = {
-            name: change(experts, value) if isinstance(value, Tensor) and value.ndim else value
-            for name, value in entry.items()
-        }
-    return {**state, "state": entries}
+    """The inverse of :func:`_share`, while torch loads a model."""
+    frame = caller("_load_optim_state_dict", _STATE_DICT)
+    return frame and with_experts(
+        frame.f_locals["model"], optimizer, state, lambda experts, _, x: own_part(experts, x)
+    )

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from moemesh.comm import transfers
 from moemesh.parallel.expert.layer_block import TransformersBlock
-from moemesh.parallel.expert.spread import LayerError, Spread
+from moemesh.parallel.expert.spread import LayerError, Spread, own_part
 
 
 def caller(function: str, module: str) -> FrameType | None:
@@ -99,21 +99,18 @@ def _load_best(trainer: Any, inner: Callable[[], None]) -> None:
 def _save_optimizer(trainer: Any, inner: Callable[[str], None], output_dir: str) -> None:
     """`Trainer._save_optimizer_and_scheduler` with the optimizer's state of all ranks."""
     optimizer = _optimizer(trainer)
-    whole = optimizer.state_dict()
-    for index, experts, entry in of_experts(trainer.model, optimizer, whole):
-        for key, value in entry.items():
-            if isinstance(value, Tensor) and value.ndim:
-                if len(value) != len(experts.held):
-                    raise LayerError(
-                        f"{type(optimizer).__name__} keeps {key} {list(value.shape)} for the "
-                        f"{len(experts.held)} experts of a rank, with no part of each expert's: "
-                        "TrainingArguments(save_only_model=True)"
-                    )
-                value = transfers.all_gather(
-                    value, experts.ranks, phase="control", caller="moe.save"
-                )
-            if trainer.args.should_save:
-                whole["state"][index] = {**whole["state"][index], key: value}
+
+    def gathered(experts: Spread, name: str, value: Tensor) -> Tensor:
+        if len(value) != len(experts.held):
+            raise LayerError(
+                f"{type(optimizer).__name__} keeps {name} {list(value.shape)} for the "
+                f"{len(experts.held)} experts of a rank, with no part of each expert's: "
+                "TrainingArguments(save_only_model=True)"
+            )
+        whole = transfers.all_gather(value, experts.ranks, phase="control", caller="moe.save")
+        return whole if trainer.args.should_save else value
+
+    whole = with_experts(trainer.model, optimizer, optimizer.state_dict(), gathered)
     handle = optimizer.register_state_dict_post_hook(lambda *_: whole)
     try:
         inner(output_dir)
@@ -127,14 +124,9 @@ def _load_optimizer(
     """`Trainer._load_optimizer_and_scheduler`; each rank keeps the states of its experts."""
 
     def take_own(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        own = {**state, "state": dict(state["state"])}
-        for index, experts, entry in of_experts(trainer.model, optimizer, state):
-            held = slice(experts.held.start, experts.held.stop)
-            own["state"][index] = {
-                key: value[held].clone() if isinstance(value, Tensor) and value.ndim else value
-                for key, value in entry.items()
-            }
-        return own
+        return with_experts(
+            trainer.model, optimizer, state, lambda experts, _, x: own_part(experts, x).clone()
+        )
 
     handle = _optimizer(trainer).register_load_state_dict_pre_hook(take_own)
     try:
@@ -148,11 +140,14 @@ def _optimizer(trainer: Any) -> torch.optim.Optimizer:
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
-def of_experts(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-) -> list[tuple[Any, Spread, dict[str, Any]]]:
-    """Entries of spread parameters in the state of an optimizer: key, module, values by name. Keys,
-    numbers or names, are in the order of the optimizer's groups."""
+def with_experts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    change: Callable[[Spread, str, Tensor], Tensor],
+) -> dict[str, Any]:
+    """The `state` of an optimizer with ``change(module, name, value)`` of each tensor that it keeps
+    for spread experts. Keys of the state, numbers or names, are in the order of the groups."""
     modules = {
         id(parameter): module
         for module in model.modules()
@@ -161,8 +156,12 @@ def of_experts(
     }
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [key for group in state["param_groups"] for key in group["params"]]
-    return [
-        (key, modules[id(parameter)], state["state"][key])
-        for key, parameter in zip(keys, parameters, strict=True)
-        if id(parameter) in modules and key in state["state"]
-    ]
+    entries = dict(state["state"])
+    for key, parameter in zip(keys, parameters, strict=True):
+        experts = modules.get(id(parameter))
+        if experts is not None and key in entries:
+            entries[key] = {
+                name: change(experts, name, x) if isinstance(x, Tensor) and x.ndim else x
+                for name, x in entries[key].items()
+            }
+    return {**state, "state": entries}
