@@ -61,18 +61,14 @@ def auxiliary_sums(
 
 def no_sums(config: ModelConfig, context: Context) -> Tensor:
     """Zeros in the shape of :func:`auxiliary_sums`."""
-    shape = num_scopes(config, context.num_sequences), width_of_sums(config)
+    shape = shape_of_sums(config, context.num_sequences)
     return torch.zeros(shape, dtype=torch.float64, device=context.position_T.device)
 
 
-def num_scopes(config: ModelConfig, num_sequences: int) -> int:
-    """Scopes of a microbatch of `num_sequences`."""
-    return num_sequences if config.aux_loss_scope == "sequence" else 1
-
-
-def width_of_sums(config: ModelConfig) -> int:
-    """Width of :func:`auxiliary_sums`: counts, probabilities, squares."""
-    return 2 * config.num_experts + 1
+def shape_of_sums(config: ModelConfig, num_sequences: int) -> tuple[int, int]:
+    """Shape of :func:`auxiliary_sums`: scopes; counts, probabilities and squares."""
+    num_scopes = num_sequences if config.aux_loss_scope == "sequence" else 1
+    return num_scopes, 2 * config.num_experts + 1
 
 
 def joint_loss(sums_QX: Tensor, config: ModelConfig, context: Context, tokens: Tokens) -> Tensor:
@@ -99,7 +95,7 @@ def layer_sums(
     scope_T, probabilities_TE = context.sequence_T, routing.probabilities_TE
     if config.aux_loss_scope != "sequence":
         scope_T = torch.zeros_like(scope_T)
-    size = num_scopes(config, context.num_sequences)
+    size, _ = shape_of_sums(config, context.num_sequences)
     squares_Q = probabilities_TE.new_zeros(size)
     if config.z_loss_coefficient:
         square_T = routing.logits_TE.logsumexp(1).square()

@@ -284,28 +284,18 @@ class Router(nn.Module):
         return logits_TE if self.bias is None else logits_TE + self.bias
 
     @torch.no_grad()
-    def _choose_together(
-        self, logits_TE: Tensor, context: Context, tokens: Tokens
-    ) -> Tensor | None:
-        """Choices [T, K] that compare the tokens of a sequence; None under token_choice."""
-        config = self.config
-        match config.router_selection:
-            case "expert_choice":
-                whole = WholeSequences(context, tokens)
-                capacity_B = capacity_per_sequence(
-                    whole.valid_BS, config, config.capacity_factor or 1.0
-                )
-                scores_BSE = comparable(whole.gather(score(logits_TE, config)))
-                chosen_TE = whole.own(expert_choice(scores_BSE, whole.valid_BS, capacity_B))
-                # Number of slots: the most experts of a token on any rank (at least 1).
-                most = torch.cat([chosen_TE.sum(1), chosen_TE.new_ones(1, dtype=torch.int64)]).max()
-                return slots(chosen_TE, int(tokens.max_over_ranks(most)))
-            case "sinkhorn":
-                whole = WholeSequences(context, tokens)
-                balanced_BSE = sinkhorn(whole.gather(logits_TE), whole.valid_BS)
-                return stable_top_k(whole.own(balanced_BSE), config.experts_per_token)
-            case "token_choice":
-                return None
+    def _choose_together(self, logits_TE: Tensor, context: Context, tokens: Tokens) -> Tensor:
+        """Choices [T, K] that compare the tokens of a sequence: expert choice, or Sinkhorn."""
+        config, whole = self.config, WholeSequences(context, tokens)
+        if config.router_selection == "sinkhorn":
+            balanced_BSE = sinkhorn(whole.gather(logits_TE), whole.valid_BS)
+            return stable_top_k(whole.own(balanced_BSE), config.experts_per_token)
+        capacity_B = capacity_per_sequence(whole.valid_BS, config, config.capacity_factor or 1.0)
+        scores_BSE = comparable(whole.gather(score(logits_TE, config)))
+        chosen_TE = whole.own(expert_choice(scores_BSE, whole.valid_BS, capacity_B))
+        # Number of slots: the most experts of a token on any rank (at least 1).
+        most = torch.cat([chosen_TE.sum(1), chosen_TE.new_ones(1, dtype=torch.int64)]).max()
+        return slots(chosen_TE, int(tokens.max_over_ranks(most)))
 
     @torch.no_grad()
     def update_selection_bias(self, counts_E: Tensor) -> None:

@@ -25,6 +25,7 @@ from moemesh.config.huggingface.keys import wrong
 from moemesh.config.lora import packed_bytes
 from moemesh.model.hub.experts import IMPLEMENTATION, adopt
 from moemesh.model.hub.precision import exactly
+from moemesh.model.initialization import whole
 
 #: (parameter name, logical shape) -> this rank's range of each dim; None: it does not hold it.
 Slices = Callable[[str, tuple[int, ...]], Sequence[range] | None]
@@ -130,11 +131,6 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
                 notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
     family: Any = known[type(config)]
     return Blueprint(family, config, tuple(notes), around)
-
-
-def whole(name: str, shape: tuple[int, ...]) -> Sequence[range]:
-    """Whole dims, for one device."""
-    return [range(size) for size in shape]
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ tree.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ _SUMS: dict[str, Any] = {"phase": "backward", "caller": "gradients"}
 class ReplicatedBucket:
     """Every rank keeps all gradients and weights, and all-reduces the gradients once a step."""
 
+    #: Whether each rank of the axis owns a range of its own.
+    is_sharded = False
+
     def __init__(
         self,
         rule: Bucket,
@@ -53,20 +56,21 @@ class ReplicatedBucket:
         owners: int,
         exact: bool,
     ) -> None:
-        """`owners`: the first `owners` ranks of the axis own the sharded states."""
+        """`owners`: the first `owners` ranks of the axis own states, if these are sharded."""
         self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
         #: Axis of the ranks that divide the states of this bucket, and axis of those that hold the
         #: same part of them.
         self.axis, self.copies = (mesh[name] for name in mesh.layout.sharding_axes(rule.axis))
-        self.owners = owners
+        #: If states are sharded: count of the numbers that each rank of the axis owns.
+        self.sizes = owned_sizes(rule.numbers, self.axis.size, owners)
+        #: The numbers of the flat vector that this rank owns.
+        self.own = self._range(self.axis.index)
         self.in_tree = exact and rule.axis == "edp"
         #: Whether the sums of :meth:`launch` are the last ones of a step.
         self.sums_once = self.copies.size == 1 and not rule.mirrored
         #: Number of members whose last gradient before the next sum over ranks is pending.
         self.waiting = 0
         self.names = [member.name for member in rule.members]
-        #: Start of each member in a flat vector of the bucket.
-        self.offsets = [0, *accumulate(member.numbers for member in rule.members)][:-1]
         self.device = parameters[0].device
         self.dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         self.allocate()
@@ -103,20 +107,34 @@ class ReplicatedBucket:
         parts = flat.split([member.numbers for member in self.rule.members])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
+    def _range(self, index: int) -> range:
+        """The numbers that rank `index` of the axis owns."""
+        start = sum(self.sizes[:index])
+        own = range(start, start + self.sizes[index])
+        return own if self.is_sharded else range(self.rule.numbers)
+
     # Parts of members that this rank owns: by name, without empty parts.
+
+    def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
+        """(name, range of its flattened tensor, slice of `own`) of each member that overlaps the
+        range `own` of the flat vector."""
+        start = 0
+        for member, part in self.rule.parts(own):
+            if part:
+                yield member.name, part, slice(start, start + len(part))
+                start += len(part)
 
     def owned(self) -> dict[str, OwnRange]:
         """Ranges of the members' flattened tensors that this rank owns."""
-        first = self.axis.index == 0 and self.copies.index == 0
+        first = self.copies.index == 0 and (self.is_sharded or self.axis.index == 0)
         return {
-            member.name: OwnRange(numbers=range(member.numbers), is_first=first)
-            for member in self.rule.members
+            name: OwnRange(numbers=numbers, is_first=first)
+            for name, numbers, _ in self.ranges(self.own)
         }
 
     def own_places(self) -> dict[str, slice]:
         """Slice of :meth:`own_sums` with the owned gradients of every member."""
-        pairs = zip(self.rule.members, self.offsets, strict=True)
-        return {member.name: slice(start, start + member.numbers) for member, start in pairs}
+        return {name: place for name, _, place in self.ranges(self.own)}
 
     def own_gradients(self) -> dict[str, Tensor]:
         """Views of the gradients that this rank owns: complete after :meth:`wait`."""
@@ -222,10 +240,9 @@ class ReplicatedBucket:
 class ShardedBucket(ReplicatedBucket):
     """Optimizer states are sharded: a rank updates its range and sends it to the others."""
 
+    is_sharded = True
+
     def allocate(self) -> None:
-        #: Numbers of the flat vector that each rank of the axis owns, and the range of this rank.
-        self.sizes = owned_sizes(self.rule.numbers, self.axis.size, self.owners)
-        self.own = self._range(self.axis.index)
         super().allocate()
         #: Flat weights, of which the parameters are views.
         self.weights = torch.empty(
@@ -233,29 +250,6 @@ class ShardedBucket(ReplicatedBucket):
         )
         for parameter, view in zip(self.parameters, self.split(self.weights), strict=True):
             parameter.data = view.copy_(parameter.data)
-
-    def _range(self, index: int) -> range:
-        """The numbers that rank `index` of the axis owns."""
-        start = sum(self.sizes[:index])
-        return range(start, start + self.sizes[index])
-
-    def ranges(self, own: range) -> Iterator[tuple[str, range, slice]]:
-        """(name, range of its flattened tensor, slice of `own`) of each member that overlaps the
-        range `own` of the flat vector."""
-        for member, offset in zip(self.rule.members, self.offsets, strict=True):
-            start, stop = max(own.start, offset), min(own.stop, offset + member.numbers)
-            if start < stop:
-                place = slice(start - own.start, stop - own.start)
-                yield member.name, range(start - offset, stop - offset), place
-
-    def owned(self) -> dict[str, OwnRange]:
-        return {
-            name: OwnRange(numbers=numbers, is_first=self.copies.index == 0)
-            for name, numbers, _ in self.ranges(self.own)
-        }
-
-    def own_places(self) -> dict[str, slice]:
-        return {name: place for name, _, place in self.ranges(self.own)}
 
     def own_gradients(self) -> dict[str, Tensor]:
         sums = self.own_sums()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from moemesh.comm.collectives import all_reduce_, gather_json
+from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis
 from moemesh.config.errors import check_kind, public
 from moemesh.config.plan import Dispatcher as DispatcherName
@@ -242,12 +242,8 @@ class _Exchange:
         refuse_misuse(module, self.ranks.size, self.reduction.replicas.size)
         connection = Connection.over(self.ranks, x_TH.device)
         (_, hidden), slots = x_TH.shape, experts_TK.shape[1]
-        state = {"call": f"{self.plan} {hidden} {slots} {x_TH.dtype}", "tokens": len(x_TH)}
-        states = gather_json(state, connection.mesh.control)
-        for rank, rank_state in enumerate(states):
-            if rank_state["call"] != states[0]["call"]:
-                raise LayerError(f"ranks 0 and {rank} of the group have different models or dtypes")
-        tokens = max(1, *(rank_state["tokens"] for rank_state in states))
+        call = f"{self.plan} {hidden} {slots} {x_TH.dtype}"
+        tokens = connection.agree(len(x_TH), {"have different models or dtypes": call})
         config = model_config(hidden, 1, module.num_experts, slots, {})
         self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
         self._connection = connection

@@ -116,6 +116,16 @@ class Connection:
             connection = _CONNECTIONS[key] = cls(mesh)
         return connection
 
+    def agree(self, num_tokens: int, states: Mapping[str, str]) -> int:
+        """The largest number of tokens of a rank, at least 1; all ranks call. `states`: sentence ->
+        state of this rank. Raises LayerError with the sentence of the first one that differs."""
+        ranks = gather_json([num_tokens, *states.values()], self.mesh.control)
+        for place, words in enumerate(states, start=1):
+            for rank, state in enumerate(ranks):
+                if state[place] != ranks[0][place]:
+                    raise LayerError(f"ranks 0 and {rank} of the group {words}")
+        return max(1, *(state[0] for state in ranks))
+
     def dispatcher(
         self, config: ModelConfig, plan: Plan, dtype: torch.dtype, num_tokens: int
     ) -> Dispatcher:
@@ -575,31 +585,24 @@ class MoELayer(nn.Module):
         """At the first forward: check that the ranks agree, then choose and test a dispatcher."""
         refuse_misuse(self, self.ranks.size, self.replicas.size)
         connection = Connection.over(self.ranks, x.device)
-        mesh, block = connection.mesh, self._block[0]
+        block = self._block[0]
         # A copy: FSDP2 resizes the memory of the weight, which numpy would forbid from now on.
         weight = self.router.weight.detach().cpu().clone().reshape(-1).view(torch.uint8)
-        state = {
-            "options": f"{self.config} {self.plan} {self.gradients} {dtype} {self.max_tokens}",
-            "router": hashlib.blake2b(weight.numpy().tobytes()).hexdigest(),
-            "tokens": x.numel() // x.shape[-1],
-        }
-        states = gather_json(state, mesh.control)
-        for key, words in (
-            ("options", "were built or called with different options or dtypes"),
-            (
-                "router",
+        most = connection.agree(
+            x.numel() // x.shape[-1],
+            {
+                "were built or called with different options or dtypes": (
+                    f"{self.config} {self.plan} {self.gradients} {dtype} {self.max_tokens}"
+                ),
                 "have different router weights: build the layer with the same torch.manual_seed on "
-                "all ranks, load a state dict, or wrap the model in DDP, which broadcasts",
-            ),
-        ):
-            differing = [
-                rank for rank, rank_state in enumerate(states) if rank_state[key] != states[0][key]
-            ]
-            if differing:
-                raise LayerError(f"ranks 0 and {differing[0]} of the group {words}")
-        tokens = self.max_tokens or max(1, *(rank_state["tokens"] for rank_state in states))
+                "all ranks, load a state dict, or wrap the model in DDP, which broadcasts": (
+                    hashlib.blake2b(weight.numpy().tobytes()).hexdigest()
+                ),
+            },
+        )
+        tokens = self.max_tokens or most
         block.dispatcher = connection.dispatcher(self.config, self.plan, dtype, tokens)
-        block.tokens = ShardedTokens(mesh, "world")
+        block.tokens = ShardedTokens(connection.mesh, "world")
         self._num_tokens = tokens
         self._connection = connection
 

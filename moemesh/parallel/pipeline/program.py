@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from moemesh.model.balance_loss import num_scopes, width_of_sums
+from moemesh.model.balance_loss import shape_of_sums
 from moemesh.model.batch import Batch
 from moemesh.model.seams import PLAIN_FLOW, Flow
 from moemesh.model.transformer import ModelPart, Output, Transformer
@@ -199,7 +199,7 @@ def stream_specs(model: Transformer, batch: Batch) -> Sequence[TensorSpec]:
     config = model.config
     specs = [TensorSpec(*spec) for spec in model.stream_specs(batch)]
     if config.has_joint_aux_loss:
-        shape = num_scopes(config, model.num_sequences(batch)), width_of_sums(config)
+        shape = shape_of_sums(config, model.num_sequences(batch))
         specs.append(TensorSpec(shape, torch.float64))
     return specs
 
