@@ -218,12 +218,12 @@ def make_context(
     length = seq_len if batch.length is None else batch.length
     runs = (range(length),) if batch.runs is None else batch.runs
     positions_S = position_ids(runs, device)
-    starts_BL = starts_on_host = None
+    starts_BL = host_starts_BL = None
     rotary = positions_S
     if batch.documents_BS is not None:
         starts_BL = document_starts(batch.documents_BS)
         if batch.on_host is not None and batch.on_host.documents_BS is not None:
-            starts_on_host = document_starts(batch.on_host.documents_BS)
+            host_starts_BL = document_starts(batch.on_host.documents_BS)
         rotary = positions_S - starts_BL[:, positions_S]
     # With slices, the keys of all earlier positions are cached.
     keys = runs if batch.slices is NO_SLICES else (range(runs[-1].stop),)
@@ -244,7 +244,7 @@ def make_context(
         seq_len=seq_len,
         num_tokens=num_sequences * seq_len,
         length=length,
-        visible=Visibility(runs, keys, starts_BL=starts_BL, length=length).known(starts_on_host),
+        visible=Visibility(runs, keys, None, starts_BL, length, host_starts_BL),
         sequence_T=sequence_T,
         position_T=position_T,
         valid_T=valid_T,

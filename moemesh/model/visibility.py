@@ -27,13 +27,15 @@ class Visibility:
     ``window``: a query sees the last `window` positions, its own included (None: all).
     ``starts_BL``: first position of the document of each position of the whole sequence (int64;
     None: a sequence is one document). ``length``: of whole sequences, if other ranks hold other
-    positions."""
+    positions. ``host_starts_BL``: ``starts_BL`` on the CPU, if the caller has it: tiles are chosen
+    there, and a copy would wait for the device."""
 
     queries: Runs
     keys: Runs
     window: int | None = None
     starts_BL: Tensor | None = None
     length: int = 0
+    host_starts_BL: Tensor | None = None
 
     @cached_property
     def is_whole(self) -> bool:
@@ -60,16 +62,17 @@ class Visibility:
 
     @cached_property
     def starts_on_host(self) -> Tensor | None:
-        """``starts_BL`` on the CPU: tiles are chosen there."""
-        return None if self.starts_BL is None else self.starts_BL.cpu()
+        if self.starts_BL is None or self.host_starts_BL is not None:
+            return self.host_starts_BL
+        return self.starts_BL.cpu()
 
     def between(self, queries: Runs, keys: Runs) -> Visibility:
         """The same rules for other queries and keys."""
-        return self._with_starts(replace(self, queries=queries, keys=keys))
+        return replace(self, queries=queries, keys=keys)
 
     def within(self, window: int) -> Visibility:
         """The same rules with a window of at most `window` positions."""
-        narrowed = self._with_starts(replace(self, window=window))
+        narrowed = replace(self, window=window)
         narrowed.__dict__["_documents"] = self._documents  # all layers share them
         return narrowed
 
@@ -91,18 +94,6 @@ class Visibility:
                 starts_BS = (starts_BS[:, run.start : run.stop] - run.start).clamp(min=0)
             self._documents[key] = documents(starts_BS, key[0], len(run), key[1])
         return self._documents[key]
-
-    def known(self, starts_on_host: Tensor | None) -> Visibility:
-        """Set :attr:`starts_on_host`, if the host has it: its default waits for a copy."""
-        if starts_on_host is not None:
-            self.__dict__["starts_on_host"] = starts_on_host
-        return self
-
-    def _with_starts(self, other: Visibility) -> Visibility:
-        """`other`, with the cached copy of ``starts_BL`` on the host."""
-        if "starts_on_host" in self.__dict__:
-            other.__dict__["starts_on_host"] = self.starts_on_host
-        return other
 
     def lowest(self, queries: range) -> tuple[int, int]:
         """(least, largest) of the lowest positions that the `queries` see, over all sequences: that

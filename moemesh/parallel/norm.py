@@ -69,15 +69,6 @@ class Addends:
             start += where.shape[0] if where.is_expert else 1
         return cls(num_rows=start, rows=tuple(elements), pieces=tuple(pieces), owned=owned)
 
-    def of_gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
-        """The pieces of `gradients`, views [rows, numbers]."""
-        return [
-            gradients[name].view(num_rows, -1)
-            if numbers is None
-            else part_of(gradients[name], self.owned[name], numbers)[None]
-            for name, num_rows, numbers in self.pieces
-        ]
-
 
 def gradient_norm(
     gradients: Mapping[str, Tensor],
@@ -113,7 +104,12 @@ def gradient_squares(
     # The sums stay where the gradients are: no rank waits for its device, tensor by tensor.
     squares = torch.zeros(addends.num_rows, dtype=torch.float64, device=mesh.device)
     if addends.pieces:
-        pieces = addends.of_gradients(gradients)
+        pieces = [  # views [rows, numbers]
+            gradients[name].view(num_rows, -1)
+            if numbers is None
+            else part_of(gradients[name], addends.owned[name], numbers)[None]
+            for name, num_rows, numbers in addends.pieces
+        ]
         squares[constant(addends.rows, mesh.device)] = sums_of_squares(pieces)
     if others is not None and addends.num_rows:
         # Finite numbers add nothing: 0 x is 0, 0 NaN and 0 infinity are NaN.

@@ -17,13 +17,13 @@ from moemesh.config.train import TrainConfig
 from moemesh.config.tuning import FULL, Tuning
 from moemesh.model.batch import Batch
 from moemesh.model.experts import Experts
-from moemesh.parallel.parallelize import RankModel, parallelize
+from moemesh.parallel.parallelize import RankModel
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from tests.parallel.dispatching import NUM_EXPERTS, NUM_SLOTS, make
-from tests.parity.training import Shape, microbatches, model_of
+from tests.parity.training import Shape, build, microbatches, model_of
 
 HIDDEN, WIDTH, TOKENS = 32, 16, 16
 
@@ -68,17 +68,8 @@ def steps_on_rank(
         world = plan.layout.world_size
         on_one = Mesh.single("cuda:0") if world == 1 else None
         mesh = on_one or Mesh.create(plan.layout, "cuda:0")
-        tokens = plan.tokens_per_rank(shape.seq_len, shape.global_batch)
-        parallel = parallelize(
-            config,
-            plan,
-            mesh,
-            seed=0,
-            dtype=torch.bfloat16,
-            tokens_per_rank=tokens,
-            schedule=build_step(plan, config, shape.seq_len),
-            tuning=tuning,
-        )
+        schedule = build_step(plan, config, shape.seq_len)
+        parallel = build(mesh, config, plan, shape, "bfloat16", schedule=schedule, tuning=tuning)
         if change is not None:
             change(parallel)
         optimizer = Optimizer.of(parallel, train)

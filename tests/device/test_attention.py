@@ -35,7 +35,7 @@ def visibility(packed: bool, window: int | None, device: str = "cpu") -> Visibil
     begins[1, 17] = 1
     starts = document_starts(begins.cumsum(1)) if packed else None
     there = None if starts is None else starts.to(device)
-    visible = Visibility((range(L),), (range(L),), starts_BL=there).known(starts)
+    visible = Visibility((range(L),), (range(L),), starts_BL=there, host_starts_BL=starts)
     return visible if window is None else visible.within(window)
 
 

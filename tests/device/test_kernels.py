@@ -9,7 +9,6 @@ from benchmarks.simulated_device import Kernel, SimulatedDevice
 from benchmarks.simulated_device.timeline import LAUNCH_SECONDS
 from moemesh.config.cluster import load_cluster
 from moemesh.config.train import TrainConfig
-from moemesh.ops.fusion import or_else
 from moemesh.train.optimizer import Optimizer
 
 
@@ -31,23 +30,6 @@ def test_the_roofline_takes_the_slower_of_products_and_memory() -> None:
     copy = Kernel("clone", 0, int(3 * bandwidth), torch.bfloat16, "")
     seconds = roofline_seconds([product, copy], machine)
     assert seconds == pytest.approx(5 + 2 * LAUNCH_SECONDS)
-
-
-def test_what_does_not_compile_runs_as_written(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[int] = []
-
-    def fast(x: int) -> int:
-        calls.append(x)
-        raise RuntimeError("no compiler\nand more")
-
-    def plain(x: int) -> int:
-        return x + 1
-
-    function = or_else(fast, plain)
-    assert [function(1), function(2)] == [2, 3] and calls == [1]
-    assert [record.getMessage() for record in caplog.records] == [
-        "plain could not be compiled and runs operation by operation: no compiler"
-    ]
 
 
 def test_resumed_adamw_has_its_step_on_the_device() -> None:

@@ -16,7 +16,7 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.parallel.data.buckets import ReplicatedBucket
-from moemesh.parallel.parallelize import RankModel, parallelize
+from moemesh.parallel.parallelize import RankModel
 from moemesh.planner.traffic.own_memory import predict_memory
 from moemesh.schedule.plan_schedule import build_step
 from moemesh.trace.timeline import TimelineRecorder
@@ -24,7 +24,7 @@ from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
 from moemesh.train.weights import saving
 from tests.device.test_waits import SMALL
-from tests.parity.training import Shape, microbatches, model_of
+from tests.parity.training import Shape, build, microbatches, model_of
 from tests.ranks import run_on_ranks
 
 SHAPE = Shape(global_batch=4, seq_len=8)
@@ -52,15 +52,8 @@ def train_on_rank(
     with SimulatedDevice() as device:
         mesh = Mesh.single("cuda:0") if plan.world_size == 1 else Mesh.create(plan.layout, "cuda:0")
         config = model_of(SMALL)
-        parallel = parallelize(
-            config,
-            plan,
-            mesh,
-            seed=0,
-            dtype=getattr(torch, dtype),
-            tokens_per_rank=plan.tokens_per_rank(SHAPE.seq_len, SHAPE.global_batch),
-            schedule=build_step(plan, config, SHAPE.seq_len),
-        )
+        schedule = build_step(plan, config, SHAPE.seq_len)
+        parallel = build(mesh, config, plan, SHAPE, dtype, schedule=schedule)
         optimizer = Optimizer.of(parallel, train, offload=offload)
         began: list[str] = []
         if (copy := parallel.reducer.on_complete) is not None:
@@ -187,15 +180,8 @@ def test_a_checkpoint_is_read_with_and_without_offload(offload: bool, tmp_path: 
         mesh = Mesh.single("cuda:0")
 
         def opened(offload: bool) -> tuple[RankModel, Optimizer]:
-            parallel = parallelize(
-                config,
-                plan,
-                mesh,
-                seed=0,
-                dtype=torch.bfloat16,
-                tokens_per_rank=plan.tokens_per_rank(**SHAPE_SIZES),
-                schedule=build_step(plan, config, SHAPE.seq_len),
-            )
+            schedule = build_step(plan, config, SHAPE.seq_len)
+            parallel = build(mesh, config, plan, SHAPE, "bfloat16", schedule=schedule)
             return parallel, Optimizer.of(parallel, train, offload=offload)
 
         def step(number: int, parallel: RankModel, optimizer: Optimizer) -> None:

@@ -130,7 +130,10 @@ def test_compiled_rotations_and_cross_entropy_are_those_as_written() -> None:
 def test_what_fails_to_compile_runs_as_written_with_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(*_: object) -> Tensor:
+    calls: list[object] = []
+
+    def broken(*given: object) -> Tensor:
+        calls.append(given)
         raise RuntimeError("no compiler here\nat all")
 
     function = or_else(broken, swiglu.swiglu_on_device)
@@ -139,7 +142,10 @@ def test_what_fails_to_compile_runs_as_written_with_one_line(
         for _ in range(2):
             assert torch.equal(function(h, weights), swiglu.swiglu_on_device(h, weights))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "runs operation by operation: no compiler here" in line
+    assert line == (
+        "swiglu_on_device could not be compiled and runs operation by operation: no compiler here"
+    )
+    assert len(calls) == 1
 
 
 def test_a_device_that_fails_is_not_taken_for_a_compiler_that_does() -> None:

@@ -12,8 +12,9 @@ from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import UserError
 from moemesh.config.layout import Layout
 from moemesh.ops.permute import permute
-from moemesh.parallel.expert.low_latency import LowLatencyDispatcher, slots_per_rank
+from moemesh.parallel.expert.low_latency import LowLatencyDispatcher
 from moemesh.parallel.expert.site import FP8_CODEC
+from moemesh.sharding.dispatchers import slots_per_pair
 from tests.ranks import mesh_on_ranks
 
 NUM_EXPERTS, NUM_SLOTS, HIDDEN, MAX_TOKENS = 8, 2, 16, 6
@@ -102,7 +103,7 @@ def test_groups_without_an_overflow_keep_their_slots() -> None:
 def test_slots_hold_uniform_routing_and_never_more_than_can_come(
     tokens: int, slots: int, num_experts: int, ep: int, factor: float
 ) -> None:
-    count = slots_per_rank(tokens, slots, num_experts, ep, factor)
+    count = slots_per_pair(tokens, slots, num_experts, ep, factor)
     most = tokens * min(slots, num_experts // ep)
     assert 1 <= count <= most
     if factor >= 1:
@@ -113,5 +114,6 @@ def test_slots_hold_uniform_routing_and_never_more_than_can_come(
 
 @pytest.mark.parametrize(("tokens", "factor"), [(0, 2.0), (4, 0.0), (4, float("inf"))])
 def test_sizes_without_a_slot_are_refused(tokens: int, factor: float) -> None:
+    mesh, sizes = Mesh.single("cpu"), {"experts_per_token": 2, "max_tokens": tokens}
     with pytest.raises(UserError, match=r"max_tokens >= 1 and a capacity factor > 0, got"):
-        slots_per_rank(tokens, 2, 8, 2, factor)
+        LowLatencyDispatcher(mesh["ep"], mesh["etp"], 8, capacity_factor=factor, **sizes)

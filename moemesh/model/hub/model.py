@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from itertools import groupby
@@ -32,7 +33,7 @@ from transformers import PreTrainedModel
 from moemesh.config.lora import is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.model.balance_loss import auxiliary_loss, auxiliary_sums, joint_loss, no_sums
-from moemesh.model.batch import Batch, Context
+from moemesh.model.batch import Batch, Context, token_context
 from moemesh.model.faults import NO_FAULT
 from moemesh.model.hub.build import blueprint, set_mode
 from moemesh.model.hub.experts import HubMoE, add_adapter, is_experts, unpack
@@ -49,7 +50,7 @@ from moemesh.model.seams import (
     WeightGate,
 )
 from moemesh.model.transformer import ModelPart, Output, Transformer, whole
-from moemesh.model.visibility import Visibility, document_starts
+from moemesh.model.visibility import document_starts
 from moemesh.monitor.progress import at_layer
 from moemesh.ops.cross_entropy import cross_entropy
 
@@ -308,21 +309,14 @@ class HubModel(Transformer):
             return self._hidden_states(rows, wants_logits=False, slices=batch.slices)[0][0]
 
     def _make_context(self, batch: Batch, rows: Rows, flow: Flow) -> Context:
-        num_rows, length = rows.ids_BS.shape
-        device = rows.ids_BS.device
-        place_T = torch.arange(num_rows * length, device=device)
         for moe in self._moes.values():
             moe.counts_E = None
-        return Context(
+        valid_T = None if rows.valid_BS is None else rows.valid_BS.flatten()
+        context = token_context(rows.ids_BS, *rows.ids_BS.shape, valid_T=valid_T)
+        return replace(
+            context,
             num_sequences=self.num_sequences(batch),
-            seq_len=length,
-            num_tokens=num_rows * length,
-            length=length,
-            visible=Visibility((), ()),
             sequence_T=rows.sequence_T,
-            position_T=place_T % length,
-            valid_T=None if rows.valid_BS is None else rows.valid_BS.flatten(),
-            token_ids_T=place_T,
             training=batch.training,
             flow=flow,
         )

@@ -52,19 +52,6 @@ from moemesh.parallel.expert.site import DispatcherSite
 from moemesh.sharding.dispatchers import CAPACITY_FACTOR, slots_per_pair
 
 
-def slots_per_rank(
-    max_tokens: int, experts_per_token: int, num_experts: int, ep: int, capacity_factor: float
-) -> int:
-    """C: `capacity_factor` times the rows that `max_tokens` tokens send to one of `ep` ranks under
-    uniform routing, and at most the rows that they can send to it. The same on every rank."""
-    if max_tokens < 1 or not 0 < capacity_factor < math.inf:
-        raise UserError(
-            f"the low_latency dispatcher needs max_tokens >= 1 and a capacity factor > 0, "
-            f"got {max_tokens} and {capacity_factor}"
-        )
-    return slots_per_pair(max_tokens, experts_per_token, num_experts, ep, capacity_factor)
-
-
 class SlotPlan(NamedTuple):
     """An exchange of slots for `num_tokens` tokens, or of rows if the slots do not suffice.
 
@@ -95,7 +82,14 @@ class LowLatencyDispatcher(Dispatcher):
     ) -> None:
         self.ep, self.etp, self.num_experts = ep, etp, num_experts
         self.num_local = num_experts // ep.size
-        self.num_slots = slots_per_rank(
+        if max_tokens < 1 or not 0 < capacity_factor < math.inf:
+            raise UserError(
+                f"the low_latency dispatcher needs max_tokens >= 1 and a capacity factor > 0, "
+                f"got {max_tokens} and {capacity_factor}"
+            )
+        #: C: rows that `max_tokens` tokens send to one of the ranks under uniform routing, times
+        #: `capacity_factor`, and at most those that they can send; the same on every rank.
+        self.num_slots = slots_per_pair(
             max_tokens, experts_per_token, num_experts, ep.size, capacity_factor
         )
         self.two_phase = AllToAllDispatcher(ep, etp, num_experts, codec=codec)

@@ -32,6 +32,9 @@ class Messenger(Protocol):
     def send(self, op: Op, tensors: list[Tensor]) -> None:
         """Start to send the outputs of `op`; never waits."""
 
+    def finish(self) -> None:
+        """End a step: wait for sends, and check that nothing is left over."""
+
 
 def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
     """The tensors that `producer` sends: outputs, or gradients of the floating inputs."""
@@ -136,7 +139,6 @@ class OrderedMessenger:
         self._wire.send(tensors, message.destination, op.kind)
 
     def finish(self) -> None:
-        """End a step: wait for sends, and check that nothing is left over."""
         self._wire.flush()
         left = [*self._inbox, *self._posted]
         assert not left, f"left over at the end of a step: {left}"
