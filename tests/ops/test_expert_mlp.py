@@ -1,7 +1,9 @@
 """The blocks of the expert MLP: any cut gives the loop's result, and nothing whole is kept."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -40,18 +42,25 @@ def make(dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     return [random(*shape) for shape in shapes], (experts_TK, random(num_rows, HIDDEN))
 
 
-def run(function, leaves: list[Tensor], experts_TK: Tensor, upstream: Tensor, queue=None):
-    """Output and gradients, those of the weights through `queue` if there is one."""
+def drawn(*shape: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+def backward(y: Tensor, upstream: Tensor, weights: Sequence[Tensor], *, is_queued: bool) -> None:
+    """The backward; a queue takes the gradients of weights."""
+    queue = WeightGradientQueue()
+    with queue if is_queued else nullcontext():
+        y.backward(upstream)
+    assert not is_queued or all(weight.grad is None for weight in weights)
+    queue.run()
+
+
+def run(function, leaves: list[Tensor], experts_TK: Tensor, upstream: Tensor, is_queued=False):
+    """Output and gradients, those of the weights through a queue or not."""
     rows, _, counts = group_by_expert(experts_TK, NUM_EXPERTS)
     source, weights, gate_up, down = (leaf.clone().requires_grad_() for leaf in leaves)
     y = function(source, rows, weights, counts, ExpertWeights(gate_up, down))
-    if queue is None:
-        y.backward(upstream)
-    else:
-        with queue:
-            y.backward(upstream)
-        assert gate_up.grad is None and down.grad is None
-        queue.run()
+    backward(y, upstream, (gate_up, down), is_queued=is_queued)
     return [y.detach(), source.grad, weights.grad, gate_up.grad, down.grad]
 
 
@@ -71,7 +80,7 @@ def test_any_cut_into_blocks_gives_the_loops_result(
     slow = run(expert_mlp_loop, leaves, experts, upstream)
     mlp = partial(expert_mlp, max_rows=max_rows, recomputes=recomputes)
     fast = run(mlp, leaves, experts, upstream)
-    later = run(mlp, leaves, experts, upstream, WeightGradientQueue())
+    later = run(mlp, leaves, experts, upstream, is_queued=True)
     for got, deferred, expected in zip(fast, later, slow, strict=True):
         assert_close(got, expected)
         assert torch.equal(got, deferred)
@@ -176,12 +185,9 @@ def test_several_calls_share_one_weight_gradient(through_queue: bool, max_rows: 
     loss = outputs([3, 0, 4], together=True)
     for twice in (False, True):
         queue = WeightGradientQueue()
-        if through_queue:
-            with queue:
-                loss.backward(retain_graph=True)
-            queue.run()
-        else:
+        with queue if through_queue else nullcontext():
             loss.backward(retain_graph=True)
+        queue.run()
         for leaf, once in zip((source, gate_up, down), expected, strict=True):
             assert leaf.grad is not None and once is not None
             assert_close(leaf.grad, once * (1 + twice))
@@ -190,51 +196,40 @@ def test_several_calls_share_one_weight_gradient(through_queue: bool, max_rows: 
 GPT_OSS = SwigluForm(limit=0.7, alpha=1.702, offset=1.0)
 
 
-@pytest.mark.parametrize("form", [PLAIN, GPT_OSS, SwigluForm(limit=0.5)], ids=str)
+FORMS = [PLAIN, GPT_OSS, SwigluForm(limit=0.5)]
+#: Kind of experts, dtype, form: with biases, or with adapters of up and down.
+EXPERTS = [("biases", *pair) for pair in product((torch.float64, torch.float32), FORMS)]
+EXPERTS += [("adapters", torch.float64, PLAIN)]
+
+
 @pytest.mark.parametrize("how", ["kept", "bounded", "recomputed", "deferred", "queue", "exact"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_biases_and_other_forms_equal_autograd(
-    form: SwigluForm, how: str, dtype: torch.dtype
-) -> None:
-    """Forward and backward; the limit bites, and an expert has no row."""
-    generator = torch.Generator().manual_seed(5)
+@pytest.mark.parametrize(("kind", "dtype", "form"), EXPERTS, ids=str)
+def test_experts_equal_autograd(kind: str, dtype: torch.dtype, form: SwigluForm, how: str) -> None:
+    """Forward and backward equal the loop's; the limit bites, and an expert has no row."""
+    draw = partial(drawn, dtype=dtype, generator=torch.Generator().manual_seed(5))
     near = {"rtol": 1e-10, "atol": 1e-12} if dtype == torch.float64 else {}
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
-
-    leaves = drawn(11, 6), drawn(11), drawn(4, 2, 5, 6), drawn(4, 6, 5), drawn(4, 2, 5), drawn(4, 3)
-    counts = torch.tensor([3, 0, 6, 2])
-    source, weights, *tensors = leaves
-    # As of the second of two ranks that share the width: its bias is that of the last channels.
-    experts = ExpertWeights(*tensors, form=form, column=3)
-    rows, upstream = identity(11, source.device), drawn(11, 6).detach()
+    source, weights, *stacks = draw(11, 6), draw(11), draw(4, 2, 5, 6), draw(4, 6, 5)
+    if kind == "biases":
+        # As of the second of two ranks that share the width: its bias is that of the last channels.
+        experts = ExpertWeights(*stacks, draw(4, 2, 5), draw(4, 3), form=form, column=3)
+    else:
+        of_up, of_down = (draw(4, 3, 6), draw(4, 1, 5, 3)), (draw(4, 3, 5), draw(4, 6, 3))
+        adapters = Adapter(*of_up, 0, 1, 1), Adapter(*of_down)
+        experts = ExpertWeights(*stacks, adapters=adapters, scale=0.7)
+    counts, rows = torch.tensor([3, 0, 6, 2]), identity(11, source.device)
+    leaves, upstream = (source, weights, *experts.tensors), draw(11, 6).detach()
     expected_y = expert_mlp_loop(source, rows, weights, counts, experts)
     expected = torch.autograd.grad(expected_y, leaves, upstream)
     if how == "exact":
         owners = torch.tensor([[1, 2], [0, 0], [6, 0], [1, 1]])
         y = exact_experts(source, weights, owners, experts)
     else:
-        y = expert_mlp(
-            source,
-            rows,
-            weights,
-            counts,
-            experts,
-            deferred=module.defer(experts) if how == "deferred" else None,
-            max_rows=4 if how == "bounded" else None,
-            recomputes=how == "recomputed",
-        )
+        deferred = module.defer(experts) if how == "deferred" else None
+        limits = {"max_rows": 4 if how == "bounded" else None, "recomputes": how == "recomputed"}
+        y = expert_mlp(source, rows, weights, counts, experts, deferred, **limits)
     assert_close(y, expected_y, **near)
-    if how == "queue":
-        with WeightGradientQueue() as queue:
-            y.backward(upstream)
-        assert all(weight.grad is None for weight in tensors)
-        queue.run()
-    else:
-        y.backward(upstream)
+    backward(y, upstream, experts.tensors, is_queued=how == "queue")
     for leaf, gradient in zip(leaves, expected, strict=True):
-        assert leaf.grad is not None
         assert_close(leaf.grad, gradient, **near)
 
 
@@ -265,52 +260,13 @@ def test_a_dense_swiglu_of_any_form_equals_autograd(form: SwigluForm) -> None:
         assert_close(run(function), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["kept", "bounded", "recomputed", "deferred", "queue", "exact"])
-def test_adapters_of_experts_equal_autograd(how: str) -> None:
-    """Adapters of up and down equal a merged weight under plain autograd; one expert has no row."""
-    generator = torch.Generator().manual_seed(6)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
-
-    source, weights, gate_up, down = drawn(11, 6), drawn(11), drawn(4, 2, 5, 6), drawn(4, 6, 5)
-    of_up, of_down = (drawn(4, 3, 6), drawn(4, 1, 5, 3)), (drawn(4, 3, 5), drawn(4, 6, 3))
-    adapters = Adapter(*of_up, 0, 1, 1), Adapter(*of_down)
-    experts = ExpertWeights(gate_up, down, adapters=adapters, scale=0.7)
-    counts, rows = torch.tensor([3, 0, 6, 2]), identity(11, source.device)
-    leaves, upstream = (source, weights, *experts.tensors), drawn(11, 6).detach()
-    expected_y = expert_mlp_loop(source, rows, weights, counts, experts)
-    expected = torch.autograd.grad(expected_y, leaves, upstream)
-    if how == "exact":
-        owners = torch.tensor([[1, 2], [0, 0], [6, 0], [1, 1]])
-        y = exact_experts(source, weights, owners, experts)
-    else:
-        deferred = module.defer(experts) if how == "deferred" else None
-        limits = {"max_rows": 4 if how == "bounded" else None, "recomputes": how == "recomputed"}
-        y = expert_mlp(source, rows, weights, counts, experts, deferred, **limits)
-    assert_close(y, expected_y)
-    if how == "queue":
-        with WeightGradientQueue() as queue:
-            y.backward(upstream)
-        assert all(weight.grad is None for weight in experts.tensors)
-        queue.run()
-    else:
-        y.backward(upstream)
-    for leaf, gradient in zip(leaves, expected, strict=True):
-        assert_close(leaf.grad, gradient)
-
-
 @pytest.mark.parametrize("is_queued", [False, True])
 @pytest.mark.parametrize("is_product", [False, True])
 def test_adapters_of_a_product_equal_the_merged_weight(is_queued: bool, is_product: bool) -> None:
-    generator = torch.Generator().manual_seed(7)
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
-
+    draw = partial(drawn, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
     width = 8 if is_product else 4
-    x, weight, upstream = drawn(9, width), drawn(2, 3, 5, 4), drawn(9, 30).detach()
-    (a, b), (c, d) = (drawn(3, 4), drawn(2, 2, 5, 3)), (drawn(3, 4), drawn(2, 1, 5, 3))
+    x, weight, upstream = draw(9, width), draw(2, 3, 5, 4), draw(9, 30).detach()
+    (a, b), (c, d) = (draw(3, 4), draw(2, 2, 5, 3)), (draw(3, 4), draw(2, 1, 5, 3))
     delta = torch.cat([b @ a, d @ c], dim=1)
     entered = swiglu(x) if is_product else x
     expected_y = entered @ (weight + 0.7 * delta).reshape(30, 4).t()
@@ -319,13 +275,7 @@ def test_adapters_of_a_product_equal_the_merged_weight(is_queued: bool, is_produ
     adapted = Adapted(weight, (Adapter(a, b, 1, 0, 2), Adapter(c, d, 1, 2, 1)), 0.7)
     y = linear(SwigluOf(x) if is_product else x, adapted)
     assert_close(y, expected_y)
-    if is_queued:
-        with WeightGradientQueue() as queue:
-            y.backward(upstream)
-        assert a.grad is None and weight.grad is None
-        queue.run()
-    else:
-        y.backward(upstream)
+    backward(y, upstream, (weight, a), is_queued=is_queued)
     for leaf, gradient in zip(leaves, expected, strict=True):
         assert_close(leaf.grad, gradient)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moemesh.comm.mesh import Mesh
 from moemesh.config.layout import Layout
-from moemesh.model.dispatcher import DispatchedRows, Dispatcher
+from moemesh.model.dispatcher import DispatchedRows
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import map_from_sources
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher
@@ -22,21 +22,12 @@ from tests.ranks import mesh_on_ranks
 LAYOUT = Layout(dp=4, ep=4)
 
 
-class _Faulty(Dispatcher):
+class _Faulty(AllToAllDispatcher):
     """A right dispatcher, for a fault to be planted in."""
 
     def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh["ep"], mesh["etp"], NUM_EXPERTS)
         self.mesh = mesh
-        self.right = AllToAllDispatcher(mesh["ep"], mesh["etp"], NUM_EXPERTS)
-
-    def plan(self, experts_TK: Tensor) -> Any:
-        return self.right.plan(experts_TK)
-
-    def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: Any) -> Pending[DispatchedRows]:
-        return self.right.dispatch(x_TH, weights_TK, plan)
-
-    def combine(self, y_RH: Tensor, plan: Any) -> Pending[Tensor]:
-        return self.right.combine(y_RH, plan)
 
 
 class SwapsRows(_Faulty):
