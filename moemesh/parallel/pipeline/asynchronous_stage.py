@@ -29,7 +29,7 @@ from moemesh.config.errors import UserError
 from moemesh.model.batch import Batch
 from moemesh.model.transformer import ModelPart, Output, Transformer
 from moemesh.parallel.data.reducer import GradientReducer
-from moemesh.parallel.pipeline.executor import EntryRunner
+from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.program import (
     BackwardState,
@@ -172,10 +172,10 @@ class StreamExecutor:
         self.schedule, self._rank = schedule, channels.axis.index
         #: Last result of `Stream.end`: number of microbatches that exist.
         self._num_existing = 0
-        self._messenger = OrderedMessenger(
+        messenger = OrderedMessenger(
             schedule, channels, may_receive=lambda op: op.microbatch < self._num_existing
         )
-        self._runner = EntryRunner(schedule, self._rank, self._messenger)
+        self._executor = Executor(schedule, channels, messenger)
 
     def run(self, program: AsynchronousProgram, recorder: TimelineRecorder) -> None:
         """Run the whole stream until all microbatches have ended."""
@@ -185,6 +185,5 @@ class StreamExecutor:
             if any(op.kind == "F" for op in entry):
                 self._num_existing = program.stream.end(first)
             if first < self._num_existing:
-                self._runner.run_entry(program, entry, recorder)
-        self._messenger.finish()
-        self._runner.finish()
+                self._executor.run_entry(program, entry, recorder)
+        self._executor.finish()

@@ -6,9 +6,8 @@
 | B, I | gradients of its outputs | the backward, or its input half | gradients of its inputs |
 | W | nothing | weight gradients that its I has deferred | nothing |
 
-:class:`EntryRunner` runs one entry. Its callers choose the entries and their order: a fixed list
-(:class:`Executor`), a list whose stream may end early, a list whose warm-up may be rolled back, or
-the messages that arrive (AMPNet).
+Other callers than :meth:`Executor.run` choose the entries and their order: a list whose stream may
+end early, a list whose warm-up may be rolled back, or the messages that arrive (AMPNet).
 """
 
 from __future__ import annotations
@@ -65,46 +64,38 @@ def record(
 
 
 class Executor:
-    """Runs one schedule, step after step, on one pipeline rank."""
+    """Runs the entries of one pipeline rank, and keeps the states of forwards for their backwards.
+    `messenger`: by default messages in the order of the schedule. `has_backward`: whether states
+    are kept; by default, whether the rank's list has a backward."""
 
     def __init__(
-        self, schedule: Schedule, channels: Channels, messenger: OrderedMessenger | None = None
+        self,
+        schedule: Schedule,
+        channels: Channels,
+        messenger: Messenger | None = None,
+        *,
+        has_backward: bool | None = None,
     ) -> None:
-        self._entries = schedule.orders[channels.axis.index]
+        self._schedule, self._rank = schedule, channels.axis.index
         self._messenger = messenger or OrderedMessenger(schedule, channels)
-        self._runner = EntryRunner(schedule, channels.axis.index, self._messenger)
+        if has_backward is None:
+            has_backward = any(op.kind != "F" for op in schedule.ops(self._rank))
+        self._has_backward = has_backward
+        #: State of each forward with a pending backward, by (stage, microbatch, ...) of its `Op`.
+        self._contexts: dict[tuple[int, int, int, int], BackwardState] = {}
 
     def run(self, program: Program, recorder: TimelineRecorder) -> None:
         """One step: every entry of this rank, in order.
 
         Raises PipelineError, naming the operation, when one fails.
         """
-        self._runner.run(program, self._entries, recorder)
-        self._messenger.finish()
-        self._runner.finish()
+        self.run_entries(program, self._schedule.orders[self._rank], recorder)
+        self.finish()
 
-
-class EntryRunner:
-    """Runs entries on one pipeline rank, and keeps the states of forwards for their backwards.
-    `has_backward` False keeps none; default: whether the rank's list has a backward."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        messenger: Messenger,
-        *,
-        has_backward: bool | None = None,
+    def run_entries(
+        self, program: Program, entries: Iterable[Entry], recorder: TimelineRecorder
     ) -> None:
-        self._schedule, self._rank, self._messenger = schedule, rank, messenger
-        if has_backward is None:
-            has_backward = any(op.kind != "F" for op in schedule.ops(rank))
-        self._has_backward = has_backward
-        #: State of each forward with a pending backward, by (stage, microbatch, ...) of its `Op`.
-        self._contexts: dict[tuple[int, int, int, int], BackwardState] = {}
-
-    def run(self, program: Program, entries: Iterable[Entry], recorder: TimelineRecorder) -> None:
-        """All `entries`, in order."""
+        """A part of a step; :meth:`finish` ends it."""
         for entry in entries:
             self.run_entry(program, entry, recorder)
 
@@ -138,7 +129,8 @@ class EntryRunner:
         program.finished(op)
 
     def finish(self) -> None:
-        """Check at the end of a step that every forward has had its backward."""
+        """End a step: wait for sends, and check that every forward has had its backward."""
+        self._messenger.finish()
         left = list(self._contexts)
         assert not left, f"without a backward at the end of a step: {left}"
 

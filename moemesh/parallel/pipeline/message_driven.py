@@ -24,7 +24,7 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import Channels, start_receive, start_send
 from moemesh.parallel.pipeline.asynchronous_stage import AsynchronousProgram
-from moemesh.parallel.pipeline.executor import EntryRunner
+from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.messenger import Wire, message_specs
 from moemesh.parallel.pipeline.program import Program
 from moemesh.schedule.action import Op, Schedule, UpdateRule, linear, predecessor, single
@@ -64,7 +64,7 @@ class MessageDrivenExecutor:
             parameters={"max_in_flight": max_in_flight},
         )
         self.rank, self._wire = channels.axis.index, Wire(channels)
-        self._runner = EntryRunner(self.schedule, self.rank, self, has_backward=True)
+        self._executor = Executor(self.schedule, channels, self, has_backward=True)
         self._mesh, self._peers = mesh, mesh["stage"]
         self._leads = self._peers.index == 0
         self._policy = OldestFirst(self.rank, size, num_microbatches, max_in_flight=max_in_flight)
@@ -82,7 +82,7 @@ class MessageDrivenExecutor:
             self._listener.listen(*self._neighbours)
             while (op := self._decide(program)) is not None:
                 self._order.append(op)
-                self._runner.run_entry(program, (op,), recorder)
+                self._executor.run_entry(program, (op,), recorder)
                 self._policy.finish(op)
                 self._num_forwards += op.kind == "F"
                 self._end_forwards()
@@ -93,9 +93,7 @@ class MessageDrivenExecutor:
             for source in self._neighbours:
                 while source not in self._ended:
                     self._accept(program, source, self._listener.next_of(source))
-        self._wire.flush()
-        self._runner.finish()
-        assert not self._arrived, f"left over at the end of a stream: {list(self._arrived)}"
+        self._executor.finish()
 
     def recorded(self) -> Schedule:
         """The operations of all ranks as a schedule; all ranks of the mesh call."""
@@ -200,6 +198,11 @@ class MessageDrivenExecutor:
             kind = _FORWARD if op.kind == "F" else _BACKWARD
             self._send_header(destination, kind, op.microbatch)
             self._wire.send(tensors, destination, op.kind)
+
+    def finish(self) -> None:
+        """See :class:`Messenger`: the end of the stream."""
+        self._wire.flush()
+        assert not self._arrived, f"left over at the end of a stream: {list(self._arrived)}"
 
     def _send_header(self, destination: int, kind: int, number: int) -> None:
         header = torch.tensor([kind, number])

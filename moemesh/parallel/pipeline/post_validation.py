@@ -25,7 +25,7 @@ from torch import Tensor
 from moemesh.comm.mesh import Mesh
 from moemesh.comm.point_to_point import Channels
 from moemesh.model.batch import Batch
-from moemesh.parallel.pipeline.executor import EntryRunner
+from moemesh.parallel.pipeline.executor import Executor
 from moemesh.parallel.pipeline.messenger import OrderedMessenger
 from moemesh.parallel.pipeline.pipeline import Pipeline
 from moemesh.parallel.pipeline.program import Objective, Program
@@ -117,24 +117,23 @@ class ValidatedExecutor:
         self._messenger = OrderedMessenger(
             schedule, channels, may_receive=lambda op: self._confirmed or op in early
         )
-        self._runner = EntryRunner(schedule, rank, self._messenger)
+        self._executor = Executor(schedule, channels, self._messenger)
 
     def warm_up(self, program: Program, recorder: TimelineRecorder) -> None:
         """The first part of a step. :meth:`take_back` or :meth:`finish` comes next."""
         self._confirmed = False
-        self._runner.run(program, self._warm_up, recorder)
+        self._executor.run_entries(program, self._warm_up, recorder)
 
     def take_back(self, program: Program) -> None:
         """Undo the warm-up, and drop the messages of other ranks' warm-ups; all ranks call."""
         self._messenger.drop(program)
-        self._runner.forget()
+        self._executor.forget()
 
     def finish(self, program: Program, recorder: TimelineRecorder) -> None:
         """The rest of the step."""
         self._confirmed = True
-        self._runner.run(program, self._rest, recorder)
-        self._messenger.finish()
-        self._runner.finish()
+        self._executor.run_entries(program, self._rest, recorder)
+        self._executor.finish()
 
 
 class ValidatedPipeline:
