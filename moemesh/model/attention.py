@@ -24,6 +24,36 @@ from moemesh.model.seams import (
 from moemesh.ops.linear import linear
 
 
+class AttentionBlock(AdaptedModule):
+    """The parts that both kinds of attention have. `layer` is the global index of the layer."""
+
+    sinks: nn.Parameter | None
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.layer, self.config = layer, config
+        #: Keys that a query sees, its own included (0: all before it); factor of the scores.
+        self.window, self.scale = config.window(layer), config.attention_scale
+        self.boundary = Boundary()
+        self.key_values = KeyValues()
+        self.memory = Memory()
+
+    def attend(
+        self, query_BSND: Tensor, key_BSMD: Tensor, value_BSMD: Tensor, context: Context
+    ) -> Tensor:
+        """Attention [T, A] of rotated queries over the keys of this slice and earlier ones. The
+        heads of a token are contiguous in memory: the reshape does not copy."""
+        visible = context.visible.within(self.window) if self.window else context.visible
+        key_BMCD, value_BMCD = context.slices.extend(
+            self.layer, key_BSMD.transpose(1, 2), value_BSMD.transpose(1, 2)
+        )
+        query_BNSD = query_BSND.transpose(1, 2)
+        y_BNSD = self.key_values.attend(
+            query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=self.sinks, scale=self.scale
+        )
+        return y_BNSD.transpose(1, 2).reshape(context.num_tokens, y_BNSD.shape[1] * y_BNSD.shape[3])
+
+
 class Projected(NamedTuple):
     """``qkv_TA``: queries, keys and values, packed as in ``Attention.qkv``; ``squares_T2``: sums of
     squares over all query heads and over all key heads of a token, for a norm over heads."""
@@ -32,19 +62,15 @@ class Projected(NamedTuple):
     squares_T2: Tensor | None
 
 
-class Attention(AdaptedModule):
+class Attention(AttentionBlock):
     """Grouped-query attention (Ainslie et al., 2023).
 
     ``qkv`` [M, G+2, D, H] keeps a key/value head together with its query heads: a tensor-parallel
     shard is a slice of dim 0, as it is of ``qkv_bias`` [M*(G+2)*D]. ``output`` is [H, N*D].
-    `layer` is the global index of the layer.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__()
-        self.layer, self.config = layer, config
-        #: Keys that a query sees, its own included (0: all before it); factor of the scores.
-        self.window, self.scale = config.window(layer), config.attention_scale
+        super().__init__(config, layer)
         heads, size = config.num_kv_heads, config.head_dim
         self.num_groups = config.num_heads // heads
         self.qkv = nn.Parameter(torch.empty(heads, self.num_groups + 2, size, config.hidden_size))
@@ -57,9 +83,6 @@ class Attention(AdaptedModule):
         self.query_norm, self.key_norm = (
             query_key_norm(config, number) for number in (config.num_heads, heads)
         )
-        self.boundary = Boundary()
-        self.key_values = KeyValues()
-        self.memory = Memory()
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         x_TH = self.boundary.enter(x_TH, context.num_tokens)
@@ -102,7 +125,7 @@ class Attention(AdaptedModule):
                 part.clamp(-limit, limit) for part in (query_BSND, key_BSMD, value_BSMD)
             )
         query_BSND, key_BSMD = rotate(query_BSND, key_BSMD, context.rotary(qkv.dtype))
-        return attend(self, query_BSND, key_BSMD, value_BSMD, context)
+        return self.attend(query_BSND, key_BSMD, value_BSMD, context)
 
 
 class Expanded(NamedTuple):
@@ -114,7 +137,7 @@ class Expanded(NamedTuple):
     key_TR: Tensor
 
 
-class LatentAttention(AdaptedModule):
+class LatentAttention(AttentionBlock):
     """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434, section 2.1).
 
     ``query_down`` [P, H] and ``key_value_down`` [L+R, H] project this rank's rows of the residual
@@ -125,10 +148,7 @@ class LatentAttention(AdaptedModule):
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
-        super().__init__()
-        self.layer, self.config = layer, config
-        #: Keys that a query sees, its own included (0: all before it); factor of the scores.
-        self.window, self.scale = config.window(layer), config.attention_scale
+        super().__init__(config, layer)
         hidden, heads, size = config.hidden_size, config.num_heads, config.query_head_dim
         rank, latent = config.q_lora_rank, config.kv_lora_rank
         down = latent + config.qk_rotary_head_dim
@@ -150,9 +170,6 @@ class LatentAttention(AdaptedModule):
         if rank:
             self.query_latent_norm = RMSNorm(rank, config.latent_norm_eps)
         self.key_value_latent_norm = RMSNorm(latent, config.latent_norm_eps)
-        self.boundary = Boundary()
-        self.key_values = KeyValues()
-        self.memory = Memory()
 
     def forward(self, x_TH: Tensor, context: Context) -> Tensor:
         config, enter = self.config, self.boundary.enter
@@ -191,27 +208,7 @@ class LatentAttention(AdaptedModule):
         query_BSNR, key_BS1R = rotate(query_BSNR, key_BS1R, context.rotary(query_BSNR.dtype))
         query_BSND = torch.cat([query_BSND, query_BSNR], dim=3)
         key_BSND = torch.cat([key_BSND, key_BS1R.expand(-1, -1, heads, -1)], dim=3)
-        return attend(self, query_BSND, key_BSND, value_BSND, context)
-
-
-def attend(
-    block: Attention | LatentAttention,
-    query_BSND: Tensor,
-    key_BSMD: Tensor,
-    value_BSMD: Tensor,
-    context: Context,
-) -> Tensor:
-    """Attention [T, A] of rotated queries over the keys of this slice and earlier ones. The heads
-    of a token are contiguous in memory: the reshape does not copy."""
-    visible = context.visible.within(block.window) if block.window else context.visible
-    key_BMCD, value_BMCD = context.slices.extend(
-        block.layer, key_BSMD.transpose(1, 2), value_BSMD.transpose(1, 2)
-    )
-    query_BNSD = query_BSND.transpose(1, 2)
-    y_BNSD = block.key_values.attend(
-        query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=block.sinks, scale=block.scale
-    )
-    return y_BNSD.transpose(1, 2).reshape(context.num_tokens, y_BNSD.shape[1] * y_BNSD.shape[3])
+        return self.attend(query_BSND, key_BSND, value_BSND, context)
 
 
 class ProjectionNorm(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moemesh.config.model import ModelConfig
-from moemesh.model.attention import Attention, LatentAttention
+from moemesh.model.attention import Attention, AttentionBlock, LatentAttention
 from moemesh.model.balance_loss import joint_loss, no_sums
 from moemesh.model.batch import Batch, Context, make_context
 from moemesh.model.faults import of_tokens
@@ -41,7 +41,7 @@ class Layer(nn.Module):
         self.multiplier = config.residual_multiplier
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         kind = LatentAttention if config.attention == "mla" else Attention
-        self.attention: Attention | LatentAttention = kind(config, index)
+        self.attention: AttentionBlock = kind(config, index)
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward: MoE | MLP = (
             MoE(config, index)

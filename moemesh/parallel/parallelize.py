@@ -22,7 +22,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
 from moemesh.config.tuning import FULL, Tuning
-from moemesh.model.attention import Attention, LatentAttention
+from moemesh.model.attention import AttentionBlock
 from moemesh.model.initialization import adapter_slice, initialize
 from moemesh.model.layers import MLP
 from moemesh.model.transformer import ModelPart, Transformer
@@ -268,7 +268,7 @@ def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:
         for moe in model.moe_layers().values():
             moe.tokens = model.tokens
     for module in model.modules():
-        if isinstance(module, Attention | LatentAttention):
+        if isinstance(module, AttentionBlock):
             if cp.size > 1:
                 module.key_values = CONTEXTS[plan.context](cp)
             if tp.size > 1:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from moemesh.config.plan import Plan
-from moemesh.model.attention import Attention, LatentAttention
+from moemesh.model.attention import AttentionBlock
 from moemesh.model.batch import Context
 from moemesh.model.experts import Experts
 from moemesh.model.layers import MLP
@@ -66,7 +66,7 @@ def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
         case "selective":
             for module in model.modules():
                 match module:
-                    case Attention() | LatentAttention() if plan.recompute_attention:
+                    case AttentionBlock() if plan.recompute_attention:
                         module.memory = memory
                     case Experts():
                         module.recomputes = plan.recompute_experts
