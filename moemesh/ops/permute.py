@@ -79,6 +79,17 @@ def count_ids(ids: Tensor, num_ids: int) -> Tensor:
     return torch.histc(ids, bins=num_ids, min=0, max=max(num_ids - 1, 1))
 
 
+def count_by_owner(rows: RowMap, counts_L: Tensor, owner_N: Tensor, num_owners: int) -> Tensor:
+    """Rows of each of the L experts and each owner of their source rows: int64 [L, num_owners].
+    `counts_L`: rows of each expert, which follow one another. Without a wait."""
+    num_local = len(counts_L)
+    expert_R = torch.repeat_interleave(
+        _multiples(1, num_local, counts_L.device), counts_L, output_size=rows.num_rows
+    )
+    key_R = expert_R * num_owners + owner_N[rows.source_R]
+    return count_ids(key_R, num_local * num_owners).view(num_local, num_owners)
+
+
 def places_of_true(mask_N: Tensor, count: int, *, and_others: bool = False) -> Tensor:
     """Indices of the `count` true values of a mask of one dim, ascending, without a wait;
     `and_others`: followed by those of the false ones, `count` in all."""

@@ -122,23 +122,20 @@ def dispatch_on_rank(mesh: Mesh, name: str) -> dict[str, Any]:
     }
 
 
-def assert_contract(ranks: list[dict[str, Any]]) -> None:
-    """Every rank has the sum over experts and its gradients, also from a saved plan."""
+def assert_contract(ranks: list[dict[str, Any]], layout: Layout) -> None:
+    """Every rank has the sum over experts and its gradients, also from a saved plan. Its rows are
+    those of the tokens of its group: by expert, owner rank and token, so that sums do not depend on
+    the layout."""
+    per_expert = NUM_EXPERTS // layout.ep
     for rank, got in enumerate(ranks):
         for key, tensor in expected(rank).items():
             assert_close(got[key], tensor, rtol=1e-12, atol=1e-12, msg=f"{key} of rank {rank}")
         assert torch.equal(got["rows"], got["replayed"])
-
-
-def assert_rows_in_order(ranks: list[dict[str, Any]], layout: Layout, axis: str) -> None:
-    """Rows are those of the tokens of the ranks along `axis`: by expert, owner rank and token."""
-    per_expert = NUM_EXPERTS // layout.ep
-    for rank, got in enumerate(ranks):
         first = layout.coordinates(rank)["ep"] * per_expert
         rows = [
             routed(owner).x_TH[token]
             for expert in range(first, first + per_expert)
-            for owner in layout.group_of(axis, rank)
+            for owner in layout.group_of("ep_etp", rank)
             for token in (routed(owner).experts_TK == expert).any(1).nonzero().flatten().tolist()
         ]
         assert torch.equal(got["rows"], torch.stack(rows))

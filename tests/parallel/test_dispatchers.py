@@ -3,7 +3,7 @@
 import pytest
 
 from moemesh.config.layout import Layout
-from tests.parallel.dispatching import assert_contract, assert_rows_in_order, dispatch_on_rank
+from tests.parallel.dispatching import assert_contract, dispatch_on_rank
 from tests.ranks import mesh_on_ranks
 
 DISPATCHERS = [
@@ -35,18 +35,10 @@ LAYOUTS = [
 )
 @pytest.mark.parametrize("name", DISPATCHERS)
 def test_every_dispatcher_gives_the_sum_over_experts(name: str, layout: Layout) -> None:
-    assert_contract(mesh_on_ranks(layout, dispatch_on_rank, name))
-
-
-@pytest.mark.representative("low_latency", "hierarchical+exact")
-@pytest.mark.parametrize("name", DISPATCHERS)
-def test_rows_are_grouped_by_expert_in_token_order(name: str) -> None:
-    """Inside an expert, rows ascend by owner rank and token: sums do not depend on the layout."""
-    layout = Layout(dp=2, tp=2, ep=2, etp=2)
-    assert_rows_in_order(mesh_on_ranks(layout, dispatch_on_rank, name), layout, "world")
+    assert_contract(mesh_on_ranks(layout, dispatch_on_rank, name), layout)
 
 
 def test_the_local_dispatcher_keeps_the_contract_too() -> None:
     ranks = mesh_on_ranks(Layout(), dispatch_on_rank, "local")
-    assert_contract(ranks)
+    assert_contract(ranks, Layout())
     assert ranks[0]["ledger"] == []

@@ -39,7 +39,7 @@ from moemesh.ops.permute import (
     OwnSlots,
     RowMap,
     SortedByExpert,
-    count_ids,
+    count_by_owner,
     map_from_sources,
     places_of_true,
     unpermute,
@@ -172,19 +172,13 @@ class AllGatherDispatcher(Dispatcher):
         return AllGatherPlan(sizes, sorted_.counts_E, decide)
 
     def rows_per_owner(self, plan: AllGatherPlan) -> Tensor:
-        counts_L = plan.counts_L
-        places = torch.arange(max(self.num_local, self.group.size), device=counts_L.device)
+        device, count = plan.counts_L.device, self.group.size
         owner_A = torch.repeat_interleave(
-            places[: self.group.size],
-            constant(plan.sizes, counts_L.device),
+            torch.arange(count, device=device),
+            constant(plan.sizes, device),
             output_size=sum(plan.sizes),
         )
-        expert_R = torch.repeat_interleave(
-            places[: self.num_local], counts_L, output_size=plan.kept.tokens_A.num_rows
-        )
-        key_R = expert_R * self.group.size + owner_A[plan.kept.tokens_A.source_R]
-        counts = count_ids(key_R, self.num_local * self.group.size)
-        return counts.view(self.num_local, self.group.size)
+        return count_by_owner(plan.kept.tokens_A, plan.counts_L, owner_A, count)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: AllGatherPlan

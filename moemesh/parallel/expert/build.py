@@ -26,7 +26,7 @@ from moemesh.parallel.expert.choose import CallSite, choose
 from moemesh.parallel.expert.exact import Exact
 from moemesh.parallel.expert.replicas import ReplicaDispatcher
 from moemesh.parallel.expert.self_test import self_test
-from moemesh.parallel.expert.site import DispatcherSite, codec_of
+from moemesh.parallel.expert.site import DispatcherSite
 from moemesh.sharding.dispatchers import packed_bytes, rows_at_once, slots_per_pair
 
 
@@ -106,14 +106,8 @@ def set_experts(
         etp = mesh["etp"]
         moe.experts.column = shard_range(config.hidden_size, etp.size, etp.index).start
         if plan.spreads_replicas:
-            moe.dispatcher = replicas = ReplicaDispatcher(
-                mesh,
-                moe.experts,
-                config.num_experts,
-                plan.spare_slots,
-                policy=plan.spare_policy,
-                codec=codec_of(plan.payload),
-            )
+            replicas = ReplicaDispatcher(mesh, moe.experts, config.num_experts, plan)
+            moe.dispatcher = replicas
             replicas.warm_up()
     return notes
 

@@ -159,11 +159,6 @@ class DeepEPDispatcher(Dispatcher):
         """Free the buffer on all ranks. A destructor could wait for peers that have exited."""
         self.buffer.destroy()
 
-    def release(self, plan: DeepEPPlan) -> None:
-        """Drop the handle and its GPU memory after a combine without a backward. A pending backward
-        has its own reference."""
-        plan.handle = plan.experts_NK = plan.by_expert = None
-
 
 class _Dispatch(torch.autograd.Function):
     """Rows and weights to their ranks; backward: combine, which adds up the weights' gradients."""

@@ -51,6 +51,7 @@ from moemesh.ops.pending import Pending
 from moemesh.ops.permute import (
     RowMap,
     SortedByExpert,
+    count_by_owner,
     count_ids,
     gather_rows,
     map_from_sources,
@@ -450,13 +451,7 @@ class HierarchicalDispatcher(Dispatcher):
         return relay, _local(ids_N, node.index, num_local)
 
     def rows_per_owner(self, plan: HierarchicalPlan) -> Tensor:
-        expert = torch.arange(self.num_local, device=plan.owner_N.device)
-        expert_R = torch.repeat_interleave(
-            expert, plan.counts_L, output_size=plan.by_expert.num_rows
-        )
-        key_R = expert_R * self.num_owners + plan.owner_N[plan.by_expert.source_R]
-        counts = count_ids(key_R, self.num_local * self.num_owners)
-        return counts.view(self.num_local, self.num_owners)
+        return count_by_owner(plan.by_expert, plan.counts_L, plan.owner_N, self.num_owners)
 
     def dispatch(
         self, x_TH: Tensor, weights_TK: Tensor, plan: HierarchicalPlan

@@ -37,8 +37,8 @@ from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_expert
 from moemesh.balance.compiled import plain_loops
 from moemesh.comm import collectives
 from moemesh.comm.mesh import Mesh
-from moemesh.comm.overlap import Codec, overlapped_all_to_all
-from moemesh.config.plan import SparePolicy
+from moemesh.comm.overlap import overlapped_all_to_all
+from moemesh.config.plan import Plan
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher
 from moemesh.model.experts import Experts
 from moemesh.model.moe import MoE
@@ -49,6 +49,7 @@ from moemesh.ops.host_copy import HostCopy, upload
 from moemesh.ops.pending import Pending
 from moemesh.ops.permute import RowMap, SortedByExpert, slice_map
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
+from moemesh.parallel.expert.site import codec_of
 
 Ints = NDArray[np.int64]
 
@@ -122,26 +123,18 @@ class _NoRows(torch.autograd.Function):
 
 
 class ReplicaDispatcher(Dispatcher):
-    """The all-to-all dispatcher of one layer, with `spare_slots` replicas on every rank of ep."""
+    """The all-to-all dispatcher of one layer, with `plan.spare_slots` replicas on each rank of
+    ep."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        experts: Experts,
-        num_experts: int,
-        spare_slots: int,
-        *,
-        policy: SparePolicy = "quota",
-        codec: Codec | None = None,
-    ) -> None:
+    def __init__(self, mesh: Mesh, experts: Experts, num_experts: int, plan: Plan) -> None:
         self.ep, self.etp, self.group = mesh["ep"], mesh["etp"], mesh["ep_etp"]
         self.ranks_per_node = mesh["ep_node"].size
-        self.experts, self.policy = experts, policy
-        self.num_experts, self.spare_slots = num_experts, spare_slots
+        self.experts, self.policy = experts, plan.spare_policy
+        self.num_experts, self.spare_slots = num_experts, plan.spare_slots
         self.num_local = num_experts // self.ep.size
-        self.num_places = self.num_local + spare_slots
+        self.num_places = self.num_local + self.spare_slots
         places = self.ep.size * self.num_places
-        self.inner = AllToAllDispatcher(self.ep, self.etp, places, codec=codec)
+        self.inner = AllToAllDispatcher(self.ep, self.etp, places, codec=codec_of(plan.payload))
         self._home = np.arange(num_experts, dtype=np.int64) // self.num_local
         #: Tokens that each rank of ep computed (int64 [P]) since the last :func:`take_rank_tokens`.
         self.rank_tokens = np.zeros(self.ep.size, np.int64)
