@@ -101,9 +101,11 @@ def layer_sums(
         square_T = routing.logits_TE.logsumexp(1).square()
         if context.valid_T is not None:
             square_T = square_T.masked_fill(~context.valid_T, 0.0)
-        squares_Q = sum_by_scope(square_T[:, None], scope_T, size).squeeze(1)
-    counts_QE = count(routing.preferred_TK, scope_T, size, config.num_experts)
-    sums = ScopeSums(counts_QE, sum_by_scope(probabilities_TE, scope_T, size), squares_Q)
+        squares_Q = _sum_by_scope(square_T[:, None], scope_T, size).squeeze(1)
+    key_TK = _keys(routing.preferred_TK, scope_T, config.num_experts)
+    counts_QE = count_ids(key_TK.flatten(), size * config.num_experts)
+    counts_QE = counts_QE.view(size, config.num_experts)
+    sums = ScopeSums(counts_QE, _sum_by_scope(probabilities_TE, scope_T, size), squares_Q)
     return context.slices.total(layer, sums)
 
 
@@ -114,16 +116,11 @@ def loss_of(sums: ScopeSums, config: ModelConfig, context: Context, tokens: Toke
         tokens.sum_over_ranks if is_global else tokens.sum_over_shards, sums.counts_QE
     )
     valid_Q = (counts_QE.sum(1) // config.experts_per_token).clamp(min=1)
-    loss = config.aux_loss_coefficient * balance_loss(sums.probabilities_QE, counts_QE, valid_Q)
+    loss = _BalanceLoss.apply(sums.probabilities_QE, counts_QE, valid_Q)
+    loss = config.aux_loss_coefficient * loss
     if config.z_loss_coefficient:
         loss = loss + config.z_loss_coefficient * (sums.squares_Q / valid_Q).sum()
     return loss
-
-
-def count(experts_TK: Tensor, scope_T: Tensor, num_scopes: int, num_experts: int) -> Tensor:
-    """Choices of each expert in each scope, int64 [Q, E]; -1 means none."""
-    key_TK = _keys(experts_TK, scope_T, num_experts)
-    return count_ids(key_TK.flatten(), num_scopes * num_experts).view(num_scopes, num_experts)
 
 
 @fused
@@ -132,7 +129,7 @@ def _keys(experts_TK: Tensor, scope_T: Tensor, num_experts: int) -> Tensor:
     return torch.where(experts_TK < 0, -1, scope_T[:, None] * num_experts + experts_TK)
 
 
-def sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> Tensor:
+def _sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> Tensor:
     """Probabilities [T, E] (0 for padding) added up in each scope, [Q, E]."""
     if probabilities_TE.device.type != "cpu":
         # index_add would add in another order each time: its additions are atomic there.
@@ -142,17 +139,10 @@ def sum_by_scope(probabilities_TE: Tensor, scope_T: Tensor, num_scopes: int) -> 
     return zeros_QE.index_add(0, scope_T, probabilities_TE)
 
 
-def balance_loss(probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -> Tensor:
-    """``sum_Q E * sum_i f_i P_i``, with P over this rank's tokens.
-
-    ``counts_QE`` and ``valid_Q`` (int64) are of the whole scopes, ``probabilities_QE`` the sums
-    over this rank's tokens.
-    """
-    return _BalanceLoss.apply(probabilities_QE, counts_QE, valid_Q)
-
-
 class _BalanceLoss(torch.autograd.Function):
-    """The loss is linear in the probabilities: the forward computes its gradient as well."""
+    """``sum_Q E * sum_i f_i P_i``. ``counts_QE`` and ``valid_Q`` (int64) are of the whole scopes,
+    ``probabilities_QE`` the sums over this rank's tokens. The loss is linear in these: the forward
+    computes its gradient as well."""
 
     @staticmethod
     def forward(ctx: Any, probabilities_QE: Tensor, counts_QE: Tensor, valid_Q: Tensor) -> Tensor:
