@@ -118,14 +118,13 @@ def grouped_weight_gradient(
     out: Tensor | None = None,
 ) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros without rows; `out` if given."""
+    shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
     if not x_RI.shape[0]:
-        shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
         return x_RI.new_zeros(shape) if out is None else out.zero_()
     if x_RI.shape[1] == 1:
         gradient = grouped_row_sums(grad_RO, x_RI, ends_E)
         return gradient if out is None else out.copy_(gradient)
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
-        shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
         grad_EOI = x_RI.new_empty(shape) if out is None else out
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
             size = _rounded(end - start)

@@ -58,22 +58,15 @@ P = ParamSpec("P")
 def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
     """Apply `plan.recompute` to `model`; repeated exchanges enter `ledger` as "recompute"."""
     memory = Recomputation(ledger)
-    match plan.recompute:
-        case "none":
-            pass
-        case "full":
-            model.memory = memory
-        case "selective":
-            for module in model.modules():
-                match module:
-                    case AttentionBlock() if plan.recompute_attention:
-                        module.memory = memory
-                    case Experts():
-                        module.recomputes = plan.recompute_experts
-                    case MLP():
-                        module.activate = partial(SwigluOf, form=module.form)
-                    case _:
-                        pass
+    if plan.recompute == "full":
+        model.memory = memory
+    for module in model.modules() if plan.recompute == "selective" else ():
+        if isinstance(module, AttentionBlock) and plan.recompute_attention:
+            module.memory = memory
+        elif isinstance(module, Experts):
+            module.recomputes = plan.recompute_experts
+        elif isinstance(module, MLP):
+            module.activate = partial(SwigluOf, form=module.form)
 
 
 class Recomputation(Memory):

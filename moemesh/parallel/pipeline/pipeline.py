@@ -59,10 +59,10 @@ def parts_of(schedule: Schedule, parts: tuple[ModelPart, ...], rank: int) -> dic
 
 def stages_of(model: Transformer, parts: Mapping[int, ModelPart]) -> dict[str, tuple[int, ...]]:
     """Parameter name -> the stages of this rank (``parts``) that use it, ascending."""
-    used = {stage: set(model.parameters_of(part)) for stage, part in sorted(parts.items())}
+    units = {stage: part.units(model.config) for stage, part in sorted(parts.items())}
     return {
-        name: tuple(stage for stage, parameters in used.items() if parameter in parameters)
-        for name, parameter in model.named_parameters()
+        name: tuple(stage for stage, used in units.items() if model.unit_of(name) in used)
+        for name, _ in model.named_parameters()
     }
 
 

@@ -17,6 +17,7 @@ alone. If it shows that a rank has updated too early, all ranks undo that warm-u
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -98,22 +99,14 @@ class ValidatedExecutor:
 
     def __init__(self, schedule: Schedule, channels: Channels) -> None:
         check(schedule, post_validation=True)
-        # Entries before the first that holds anything but forwards.
-        lengths = [
-            next(
-                (i for i, one in enumerate(order) if any(op.kind != "F" for op in one)), len(order)
-            )
+        rank, self._confirmed = channels.axis.index, True
+        warm_ups = [
+            list(takewhile(lambda entry: all(op.kind == "F" for op in entry), order))
             for order in schedule.orders
         ]
-        early = {
-            op
-            for length, entries in zip(lengths, schedule.orders, strict=True)
-            for entry in entries[:length]
-            for op in entry
-        }
-        rank, self._confirmed = channels.axis.index, True
-        order, length = schedule.orders[rank], lengths[rank]
-        self._warm_up, self._rest = order[:length], order[length:]
+        early = {op for warm_up in warm_ups for entry in warm_up for op in entry}
+        self._warm_up = warm_ups[rank]
+        self._rest = schedule.orders[rank][len(self._warm_up) :]
         self._messenger = OrderedMessenger(
             schedule, channels, may_receive=lambda op: self._confirmed or op in early
         )
