@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, get_type_hints
 
 import pytest
@@ -26,7 +28,7 @@ from moemesh.parallel.expert.spread import (
 )
 from tests.ranks import run_on_ranks
 
-HIDDEN, WIDTH, EXPERTS, TOP_K, STEPS, RANKS = 8, 12, 8, 2, 2, 4
+HIDDEN, WIDTH, EXPERTS, TOP_K, STEPS, RANKS, CLIP = 8, 12, 8, 2, 4, 4, 0.05
 OPTIONS: dict[str, Any] = {
     "num_shared_experts": 1,
     "router_score": "sigmoid",
@@ -63,100 +65,138 @@ def build(**options: Any) -> Net:
     return Net(**options)
 
 
-def one_device(scope: str, clip: float = 0.0, sizes: tuple[int, ...] = (2,) * RANKS) -> Any:
-    """Weights after two steps, and losses, of one process with the tokens of all ranks."""
+def run_parts(
+    call: Any, step: int, ranks: Iterable[int], sizes: Sequence[int], way: str = "", **options: bool
+) -> Tensor:
+    """Forward and backward of two microbatches with the tokens of `ranks`; the mean of losses."""
+    total, num_numbers = torch.zeros((), dtype=torch.float64), sum(sizes) * 5 * HIDDEN
+    for part in range(2):
+        x = torch.cat([tokens_of(2 * step + part, rank, sizes[rank]) for rank in ranks])
+        with call.no_sync() if way == "ddp" and part == 0 else nullcontext():
+            y, aux = call(x, **options)
+            loss = (y.square().sum() / num_numbers if way == "sum" else y.square().mean()) + aux
+            (loss / 2).backward()
+        total += loss.detach() / 2
+    return total
+
+
+def one_device(scope: str, clip: str, sizes: tuple[int, ...]) -> Any:
+    """Weights, losses and norms of one process with the tokens of all ranks."""
     model = build(aux_loss_scope=scope, gradients="sum" if scope == "global" else "mean")
-    optimizer = torch.optim.SGD(model.parameters(), 0.2)
-    losses = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
+    losses, norms = [], []
     for step in range(STEPS):
-        x = torch.cat([tokens_of(step, rank, size) for rank, size in enumerate(sizes)])
-        y, aux = model(x)
-        loss = y.square().mean() + aux
-        optimizer.zero_grad()
-        loss.backward()
+        losses.append(run_parts(model, step, range(len(sizes)), sizes).item())
         if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            order = float(clip) if clip[0].isdigit() or clip == "inf" else 2.0
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP, order).item())
         optimizer.step()
-        losses.append(loss.item())
-    return {k: v.detach().clone() for k, v in model.state_dict().items()}, losses
+        optimizer.zero_grad()
+    return {k: v.detach().clone() for k, v in model.state_dict().items()}, losses, norms
+
+
+def wrapped(model: Net, way: str) -> nn.Module:
+    if way in ("ddp", "ddp unused", "replicas"):
+        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # type: ignore[assignment]
+        unused = way == "ddp unused"
+        return DistributedDataParallel(
+            model, gradient_as_bucket_view=True, find_unused_parameters=unused
+        )
+    if way in ("fsdp2", "hsdp"):
+        names = "replicas", "shards"
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=names) if way == "hsdp" else None
+        for module in (model.moe, model):  # a block of its own and the root, as programs do
+            fully_shard(module, mesh=mesh)
+    return model
+
+
+def clipped(model: nn.Module, clip: str) -> float:
+    if clip == "accelerate":
+        from accelerate import Accelerator
+
+        norm = Accelerator(cpu=True).clip_grad_norm_(model.parameters(), CLIP)
+        assert norm is not None
+    elif clip == "by hand":
+        norms = [parameter.grad.norm() for parameter in model.parameters()]  # type: ignore[union-attr]
+        norm = torch.stack(norms).norm()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad *= (CLIP / (norm + 1e-6)).clamp(max=1)
+    elif clip == "moemesh":
+        norm = clip_grad_norm_(model, CLIP)
+    else:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, float(clip))
+    return norm.item()
 
 
 def train(rank: int, way: str, scope: str, dispatcher: str, options: dict[str, Any]) -> Any:
-    """The same, by one of four ranks, in the way of a user's program."""
-    clip, recompute = options.pop("clip", 0.0), options.pop("recompute", False)
-    sizes = options.pop("sizes", (2,) * RANKS)
-    group = None
+    """The same, by one of several ranks, in the way of a user's program."""
+    clip, recompute = options.pop("clip", ""), options.pop("recompute", False)
+    sizes, is_sum = options.pop("sizes", (2,) * RANKS), way == "sum"
     if way == "replicas":
-        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
-    is_sum = way == "sum"
-    model = build(
-        group=group,
-        dispatcher=dispatcher,
-        aux_loss_scope=scope,
-        gradients="sum" if is_sum else "mean",
-        **options,
-    )
-    called: nn.Module = model
-    if way == "ddp" or way == "replicas":
-        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # type: ignore[assignment]
-        called = DistributedDataParallel(model)
-    if way == "fsdp2":
-        # A block of its own and the root, as programs do.
-        fully_shard(model.moe)
-        fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), 0.2)
-    losses = []
-    num_numbers = sum(sizes) * 5 * HIDDEN
+        options["group"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
+    gradients = "sum" if is_sum else "mean"
+    model = build(dispatcher=dispatcher, aux_loss_scope=scope, gradients=gradients, **options)
+    called = wrapped(model, way)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
+    losses, norms = [], []
     for step in range(STEPS):
-        y, aux = called(tokens_of(step, rank, sizes[rank]), recompute)
-        loss = (y.square().sum() / num_numbers if is_sum else y.square().mean()) + aux
-        optimizer.zero_grad()
-        loss.backward()
+        total = run_parts(called, step, [rank], sizes, way, recompute=recompute)
         if way in ("sum", "mean"):
             apart = {id(p) for p in expert_parameters(model).values()}
             for parameter in model.parameters():
                 if id(parameter) not in apart:
                     assert parameter.grad is not None
                     dist.all_reduce(parameter.grad)
-                    parameter.grad /= 1 if is_sum else RANKS
+                    parameter.grad /= 1 if is_sum else len(sizes)
         model.moe.sync_expert_gradients()
-        if clip:
-            clip_grad_norm_(model, clip)
+        norms += [clipped(model, clip)] if clip else []
         optimizer.step()
-        total = loss.detach().clone()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
         dist.all_reduce(total)
-        losses.append(total.item() / (1 if is_sum else RANKS))
-    return full_state_dict(model), losses
+        losses.append(total.item() / (1 if is_sum else len(sizes)))
+    return full_state_dict(model), losses, norms
 
 
+PAIR: dict[str, Any] = {"sizes": (2, 2)}
 WAYS = [
-    pytest.param("mean", "sequence", "all_to_all", {}, marks=pytest.mark.slow),
-    pytest.param("ddp", "sequence", "auto", {}, marks=pytest.mark.slow),
-    pytest.param("ddp", "global", "all_gather", {"clip": 0.5}, marks=pytest.mark.slow),
-    ("fsdp2", "global", "all_to_all", {"clip": 0.5, "dispatch_chunks": 2}),
+    ("fsdp2", "global", "all_to_all", {"clip": "moemesh", "dispatch_chunks": 2}),
     ("replicas", "sequence", "all_to_all", {"recompute": True}),
     ("sum", "global", "low_latency", {"sizes": (0, 1, 5, 2)}),
-    pytest.param(
-        "ddp",
-        "sequence",
-        "hierarchical",
-        {"combine": "exact", "recompute": True},
-        marks=pytest.mark.slow,
-    ),
+    ("ddp unused", "sequence", "auto", PAIR | {"clip": "by hand"}),
+]
+SLOW_WAYS = [
+    ("mean", "sequence", "all_to_all", {}),
+    ("ddp", "sequence", "auto", {}),
+    ("ddp", "global", "all_gather", {"clip": "moemesh"}),
+    ("ddp", "sequence", "hierarchical", {"combine": "exact", "recompute": True}),
+    ("ddp", "sequence", "auto", PAIR | {"clip": "2"}),
+    ("ddp", "sequence", "auto", PAIR | {"clip": "inf"}),
+    ("fsdp2", "sequence", "auto", PAIR | {"clip": "2"}),
+    ("hsdp", "sequence", "auto", PAIR | {"clip": "1"}),
+    ("hsdp", "sequence", "auto", PAIR | {"clip": "accelerate"}),
 ]
 
 
-@pytest.mark.parametrize(("way", "scope", "dispatcher", "options"), WAYS)
+@pytest.mark.parametrize(
+    ("way", "scope", "dispatcher", "options"),
+    [*WAYS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_WAYS)],
+)
 def test_training_equals_one_device(
     way: str, scope: str, dispatcher: str, options: dict[str, Any]
 ) -> None:
-    sizes = options.get("sizes", (2,) * RANKS)
-    expected, expected_losses = one_device(scope, options.get("clip", 0.0), sizes)
-    for state, losses in run_on_ranks(RANKS, train, way, scope, dispatcher, dict(options)):
+    """The ranks stay equal, to the bit."""
+    sizes, clip = options.get("sizes", (2,) * RANKS), options.get("clip", "")
+    expected, expected_losses, norms = one_device(scope, clip, sizes)
+    assert not clip or norms[0] > CLIP
+    results = run_on_ranks(len(sizes), train, way, scope, dispatcher, dict(options))
+    for state, losses, own_norms in results:
         assert losses == pytest.approx(expected_losses, rel=1e-10)
+        assert own_norms == pytest.approx(norms, rel=1e-10) and own_norms == results[0][2]
         assert state.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=name)
+            assert torch.equal(state[name], results[0][0][name]), name
 
 
 def share_state(rank: int, state: dict[str, Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""MoELayer in programs as people write them: torch's clipping, scaling, saving and compiling."""
+"""MoELayer in programs as people write them: torch's scaling, saving and compiling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -22,105 +21,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from moemesh.parallel.expert.layer import MoELayer
 from moemesh.parallel.expert.spread import (
     LayerError,
-    clip_grad_norm_,
     expert_parameters,
     full_state_dict,
 )
-from tests.parallel.test_layer import HIDDEN, Net, build, tokens_of
+from tests.parallel.test_layer import CLIP, HIDDEN, Net, build, tokens_of, wrapped
 from tests.ranks import run_on_ranks
 
-RANKS, STEPS, CLIP = 2, 8, 0.05
-
-
-def wrapped(model: Net, way: str) -> nn.Module:
-    if way.startswith("ddp"):
-        model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # type: ignore[assignment]
-        finds = {"find_unused_parameters": True} if way == "ddp unused" else {}
-        return DistributedDataParallel(model, gradient_as_bucket_view=True, **finds)
-    shape, names = ((2, 1), ("replicas", "shards")) if way == "hsdp" else ((2,), ("shards",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for module in (model.moe, model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
-def clipped(model: nn.Module, clip: str) -> float:
-    if clip == "accelerate":
-        from accelerate import Accelerator
-
-        norm = Accelerator(cpu=True).clip_grad_norm_(model.parameters(), CLIP)
-        assert norm is not None
-    elif clip == "by hand":
-        norms = [parameter.grad.norm() for parameter in model.parameters()]  # type: ignore[union-attr]
-        norm = torch.stack(norms).norm()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad *= (CLIP / (norm + 1e-6)).clamp(max=1)
-    elif clip == "moemesh":
-        norm = clip_grad_norm_(model, CLIP)
-    else:
-        order = float(clip)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP, order)
-    return norm.item()
-
-
-def train(rank: int, way: str, clip: str) -> Any:
-    model = build()
-    called = wrapped(model, way)
-    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
-    norms = []
-    for step in range(STEPS):
-        for part in range(2):  # accumulated over two microbatches
-            x = tokens_of(2 * step + part, rank)
-            if way == "ddp" and part == 0:
-                with called.no_sync():  # type: ignore[operator]
-                    y, aux = called(x)
-                    ((y.square().mean() + aux) / 2).backward()
-            else:
-                y, aux = called(x)
-                ((y.square().mean() + aux) / 2).backward()
-        norms.append(clipped(model, clip))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return full_state_dict(model), norms
-
-
-def one_device(clip: str) -> Any:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
-    norms = []
-    for step in range(STEPS):
-        for part in range(2):
-            y, aux = model(torch.cat([tokens_of(2 * step + part, rank) for rank in range(RANKS)]))
-            ((y.square().mean() + aux) / 2).backward()
-        order = float(clip) if clip[0].isdigit() or clip == "inf" else 2.0
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP, order).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict(), norms
-
-
-@pytest.mark.parametrize(
-    ("way", "clip"),
-    [
-        pytest.param("ddp", "2", marks=pytest.mark.slow),
-        pytest.param("ddp", "inf", marks=pytest.mark.slow),
-        ("ddp unused", "by hand"),
-        pytest.param("fsdp2", "2", marks=pytest.mark.slow),
-        ("fsdp2", "moemesh"),
-        pytest.param("hsdp", "1", marks=pytest.mark.slow),
-        pytest.param("hsdp", "accelerate", marks=pytest.mark.slow),
-    ],
-)
-def test_clipping_equals_one_device_and_the_ranks_stay_equal(way: str, clip: str) -> None:
-    expected, norms = one_device(clip)
-    assert norms[0] > CLIP
-    results = run_on_ranks(RANKS, train, way, clip)
-    for state, own_norms in results:
-        assert own_norms == pytest.approx(norms, rel=1e-10) and own_norms == results[0][1]
-        for name, value in expected.items():
-            torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12, msg=name)
-            assert torch.equal(state[name], results[0][0][name]), name
+RANKS = 2
 
 
 def scale(rank: int) -> Any:
