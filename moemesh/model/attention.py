@@ -49,7 +49,7 @@ class AttentionBlock(AdaptedModule):
         )
         query_BNSD = query_BSND.transpose(1, 2)
         y_BNSD = self.key_values.attend(
-            query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=self.sinks, scale=self.scale
+            (query_BNSD, key_BMCD, value_BMCD), visible, sinks_N=self.sinks, scale=self.scale
         )
         return y_BNSD.transpose(1, 2).reshape(context.num_tokens, y_BNSD.shape[1] * y_BNSD.shape[3])
 

@@ -23,6 +23,7 @@ from moemesh.model.visibility import Runs, Visibility
 from moemesh.ops.attention import (
     Gradients,
     Partial,
+    Qkv,
     backward_in_rows,
     block_backward,
     block_forward,
@@ -39,9 +40,7 @@ TILE_QUERIES, TILE_KEYS = 512, 4096
 
 
 def attention(
-    query_BNSD: Tensor,
-    key_BMCD: Tensor,
-    value_BMCD: Tensor,
+    qkv: Qkv,
     visible: Visibility,
     *,
     sinks_N: Tensor | None = None,
@@ -50,6 +49,7 @@ def attention(
     """Softmax attention [B, N, S, value head size]; every query sees at least one key. `sinks_N`: a
     further logit in the softmax of each head, without a value. `scale` of the logits; None:
     1/sqrt(D)."""
+    query_BNSD, key_BMCD, value_BMCD = qkv
     if scale is None:
         scale = query_BNSD.shape[-1] ** -0.5
     value_size = value_BMCD.shape[-1]
@@ -70,9 +70,8 @@ def attention(
             query_BNSD, key_BMCD, value_BMCD, is_causal=True, scale=scale, enable_gqa=True
         )
     else:
-        y_BNSD, _ = attention_with_lse(
-            query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=sinks_N, scale=scale
-        )
+        qkv = query_BNSD, key_BMCD, value_BMCD
+        y_BNSD, _ = attention_with_lse(qkv, visible, sinks_N=sinks_N, scale=scale)
     return y_BNSD[..., :value_size]
 
 
@@ -83,8 +82,9 @@ class _Triangle(torch.autograd.Function):
     def forward(
         ctx: Any, query_BNSD: Tensor, key_BMCD: Tensor, value_BMCD: Tensor, scale: float
     ) -> Tensor:
-        y_BNSD, lse_BNS = block_forward(query_BNSD, key_BMCD, value_BMCD, causal=True, scale=scale)
-        ctx.save_for_backward(lse_BNS, query_BNSD, key_BMCD, value_BMCD)
+        qkv = query_BNSD, key_BMCD, value_BMCD
+        y_BNSD, lse_BNS = block_forward(qkv, causal=True, scale=scale)
+        ctx.save_for_backward(lse_BNS, *qkv)
         ctx.scale = scale
         return y_BNSD
 
@@ -95,9 +95,7 @@ class _Triangle(torch.autograd.Function):
 
 
 def attention_with_lse(
-    query_BNSD: Tensor,
-    key_BMCD: Tensor,
-    value_BMCD: Tensor,
+    qkv: Qkv,
     visible: Visibility,
     *,
     sinks_N: Tensor | None = None,
@@ -106,7 +104,7 @@ def attention_with_lse(
     """:func:`attention` and the log-sum-exp [B, N, S] of the logits, sinks included, in fp32 or
     fp64, without gradient. A query without a key (and a sink) has the output 0 and the log-sum-exp
     -inf."""
-    return Partial(*_Attention.apply(query_BNSD, key_BMCD, value_BMCD, sinks_N, visible, scale))
+    return Partial(*_Attention.apply(*qkv, sinks_N, visible, scale))
 
 
 class _Attention(torch.autograd.Function):
@@ -120,13 +118,13 @@ class _Attention(torch.autograd.Function):
         visible: Visibility,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        inputs = (query_BNSD, key_BMCD, value_BMCD)
+        qkv = query_BNSD, key_BMCD, value_BMCD
         if (documents := visible.documents(query_BNSD, value_BMCD)) is not None:
-            partial = packed_forward(*inputs, documents, visible.window, scale=scale)
+            partial = packed_forward(qkv, documents, visible.window, scale=scale)
         else:
-            partial = attend_to(*inputs, visible, scale=scale)
+            partial = attend_to(qkv, visible, scale=scale)
         ctx.visible, ctx.scale = visible, scale
-        y_BNSD, lse_BNS = kept_output(ctx, inputs, sinks_N, partial)
+        y_BNSD, lse_BNS = kept_output(ctx, qkv, sinks_N, partial)
         ctx.mark_non_differentiable(lse_BNS)
         return y_BNSD, lse_BNS
 
@@ -134,26 +132,25 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_BNSD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query_BNSD, key_BMCD, value_BMCD, sinks_N, *whole = ctx.saved_tensors
-        inputs = (query_BNSD, key_BMCD, value_BMCD)
-        arguments = gradient_BNSD, Partial(*whole), *inputs
+        qkv = query_BNSD, key_BMCD, value_BMCD
+        arguments = gradient_BNSD, Partial(*whole), qkv
         if (documents := ctx.visible.documents(query_BNSD, value_BMCD)) is not None:
             window = ctx.visible.window
             gradients_qkv = packed_backward(*arguments, documents, window, scale=ctx.scale)
         else:
             gradients_qkv = gradients_of(*arguments, ctx.visible, scale=ctx.scale)
-        gradients = (x.to(like.dtype) for x, like in zip(gradients_qkv, inputs, strict=True))
+        gradients = (x.to(like.dtype) for x, like in zip(gradients_qkv, qkv, strict=True))
         return *gradients, sink_gradient(gradient_BNSD, Partial(*whole), sinks_N), None, None
 
 
 def attend_to(
-    query_BNSD: Tensor,
-    key_BMCD: Tensor,
-    value_BMCD: Tensor,
+    qkv: Qkv,
     visible: Visibility,
     *,
     scale: float,
 ) -> Partial:
     """Attention over these keys, without gradient, to be merged with that over other keys."""
+    query_BNSD, key_BMCD, value_BMCD = qkv
     value_size = value_BMCD.shape[-1]
     total = nothing_seen(query_BNSD, value_size)
     value_BMCD = _padded(value_BMCD, query_BNSD)
@@ -161,9 +158,7 @@ def attend_to(
     for rows, tiles in _plan(visible, fused=fused):
         parts = [
             block_forward(
-                query_BNSD[:, :, rows],
-                key_BMCD[:, :, tile.keys],
-                value_BMCD[:, :, tile.keys],
+                (query_BNSD[:, :, rows], key_BMCD[:, :, tile.keys], value_BMCD[:, :, tile.keys]),
                 tile.mask(visible, query_BNSD.device),
                 causal=tile.causal,
                 scale=scale,
@@ -182,9 +177,7 @@ def attend_to(
 def gradients_of(
     gradient_BNSD: Tensor,
     whole: Partial,
-    query_BNSD: Tensor,
-    key_BMCD: Tensor,
-    value_BMCD: Tensor,
+    qkv: Qkv,
     visible: Visibility,
     *,
     scale: float,
@@ -192,6 +185,7 @@ def gradients_of(
     """Gradients of queries, keys and values through these keys, in fp32 or fp64; those of queries
     are to be added to others'. `whole`: output and log-sum-exp over all keys (and sinks), with the
     gradient `gradient_BNSD`."""
+    query_BNSD, key_BMCD, value_BMCD = qkv
     value_size = value_BMCD.shape[-1]
     value_BMCD = _padded(value_BMCD, query_BNSD)
     gradient_BNSD = _padded(gradient_BNSD, query_BNSD)
@@ -206,9 +200,7 @@ def gradients_of(
             tile_gradients = block_backward(
                 gradient_BNSD[:, :, rows],
                 Partial(whole.y_BNSD[:, :, rows], whole.lse_BNS[:, :, rows]),
-                query_BNSD[:, :, rows],
-                key_BMCD[:, :, tile.keys],
-                value_BMCD[:, :, tile.keys],
+                (query_BNSD[:, :, rows], key_BMCD[:, :, tile.keys], value_BMCD[:, :, tile.keys]),
                 tile.mask(visible, query_BNSD.device),
                 causal=tile.causal,
                 scale=scale,
@@ -219,18 +211,16 @@ def gradients_of(
     return total._replace(value_BMCD=total.value_BMCD[..., :value_size])
 
 
-def kept_output(
-    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], sinks_N: Tensor | None, partial: Partial
-) -> Partial:
-    """The attention with its sinks, from `partial` without them; saved with the `inputs` (query,
-    key, value) for the backward. A sink has a share of the weights, but no value."""
+def kept_output(ctx: Any, qkv: Qkv, sinks_N: Tensor | None, partial: Partial) -> Partial:
+    """The attention with its sinks, from `partial` without them; saved with its inputs for the
+    backward. A sink has a share of the weights, but no value."""
     y_BNSD, lse_BNS = partial
     if sinks_N is not None:
         lse_BNS = torch.logaddexp(partial.lse_BNS, sinks_N.to(partial.lse_BNS.dtype)[:, None])
         y_BNSD = y_BNSD * torch.exp(partial.lse_BNS - lse_BNS)[..., None]
     # The heads of a token are contiguous: the output projection reads them without a copy.
-    y_BNSD = y_BNSD.transpose(1, 2).to(inputs[0].dtype).contiguous().transpose(1, 2)
-    ctx.save_for_backward(*inputs, sinks_N, y_BNSD, lse_BNS)
+    y_BNSD = y_BNSD.transpose(1, 2).to(qkv[0].dtype).contiguous().transpose(1, 2)
+    ctx.save_for_backward(*qkv, sinks_N, y_BNSD, lse_BNS)
     return Partial(y_BNSD, lse_BNS)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moemesh.model.attention_core import attention
 from moemesh.model.visibility import Runs, Visibility
+from moemesh.ops.attention import Qkv
 from moemesh.ops.cross_entropy import cross_entropy
 from moemesh.ops.linear import Operand, Weight, linear
 from moemesh.ops.pending import Pending
@@ -107,9 +108,7 @@ class KeyValues:
 
     def attend(
         self,
-        query_BNSD: Tensor,
-        key_BMCD: Tensor,
-        value_BMCD: Tensor,
+        qkv: Qkv,
         visible: Visibility,
         *,
         sinks_N: Tensor | None = None,
@@ -117,7 +116,7 @@ class KeyValues:
     ) -> Tensor:
         """Attention of this rank's queries over the keys of whole sequences, [B, N, S, value head
         size]. ``visible`` is that of this rank's queries and keys."""
-        return attention(query_BNSD, key_BMCD, value_BMCD, visible, sinks_N=sinks_N, scale=scale)
+        return attention(qkv, visible, sinks_N=sinks_N, scale=scale)
 
 
 class ScopeSums(NamedTuple):

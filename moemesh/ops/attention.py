@@ -14,7 +14,7 @@ computed in any order, on any rank:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 _SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data
 _CUDA_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention
 _CUDA_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+
+
+#: Queries [B, N, S, D], keys and values [B, M, C, D]; the head size of values may differ.
+Qkv: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class Partial(NamedTuple):
@@ -85,9 +89,7 @@ def is_fused(query_BNSD: Tensor, value_BMCD: Tensor) -> bool:
 
 
 def block_forward(
-    query_BNSD: Tensor,
-    key_BMCD: Tensor,
-    value_BMCD: Tensor,
+    qkv: Qkv,
     mask_BSC: Tensor | None = None,
     *,
     causal: bool = False,
@@ -96,24 +98,16 @@ def block_forward(
     """Attention over one block of keys. `mask_BSC` (bool, True = seen; B may be 1); `causal`: query
     i sees the keys up to i, with one key for each query."""
     assert not (causal and mask_BSC is not None)
+    query_BNSD, key_BMCD, value_BMCD = qkv
     if not query_BNSD.numel() or not key_BMCD.numel():
         return nothing_seen(query_BNSD, value_BMCD.shape[-1])
     if not is_fused(query_BNSD, value_BMCD) or (query_BNSD.is_cuda and mask_BSC is not None):
         mask_BSC = _triangle(query_BNSD) if causal else mask_BSC
-        return block_forward_reference(query_BNSD, key_BMCD, value_BMCD, mask_BSC, scale=scale)
+        return block_forward_reference(*qkv, mask_BSC, scale=scale)
     if query_BNSD.is_cuda:
-        return Partial(
-            *_CUDA_FORWARD(query_BNSD, key_BMCD, value_BMCD, 0.0, causal, scale=scale)[:2]
-        )
-    y_BNSD, lse_BNS = _CPU_FORWARD(
-        query_BNSD,
-        key_BMCD,
-        value_BMCD,
-        0.0,
-        causal,
-        attn_mask=_additive(mask_BSC, query_BNSD.dtype),
-        scale=scale,
-    )
+        return Partial(*_CUDA_FORWARD(*qkv, 0.0, causal, scale=scale)[:2])
+    mask = _additive(mask_BSC, query_BNSD.dtype)
+    y_BNSD, lse_BNS = _CPU_FORWARD(*qkv, 0.0, causal, attn_mask=mask, scale=scale)
     if mask_BSC is not None:
         # The kernel gives a query that sees no key the log-sum-exp 0.
         lse_BNS = lse_BNS.masked_fill(~mask_BSC.any(-1)[:, None], -torch.inf)
@@ -123,9 +117,7 @@ def block_forward(
 def block_backward(
     gradient_BNSD: Tensor,
     whole: Partial,
-    query_BNSD: Tensor,
-    key_BMCD: Tensor,
-    value_BMCD: Tensor,
+    qkv: Qkv,
     mask_BSC: Tensor | None = None,
     *,
     causal: bool = False,
@@ -133,16 +125,14 @@ def block_backward(
 ) -> Gradients:
     """Gradients of one block. `whole`: attention over all keys, of which the block is a part;
     `gradient_BNSD`: gradient of the output of `whole`."""
+    query_BNSD, key_BMCD, value_BMCD = qkv
     if not query_BNSD.numel() or not key_BMCD.numel():
-        inputs = (query_BNSD, key_BMCD, value_BMCD)
-        return Gradients(*(torch.zeros_like(x) for x in inputs))
+        return Gradients(*map(torch.zeros_like, qkv))
     y_BNSD = whole.y_BNSD.to(query_BNSD.dtype)
     if not is_fused(query_BNSD, value_BMCD) or (query_BNSD.is_cuda and mask_BSC is not None):
         mask_BSC = _triangle(query_BNSD) if causal else mask_BSC
-        return block_backward_reference(
-            gradient_BNSD, whole, query_BNSD, key_BMCD, value_BMCD, mask_BSC, scale=scale
-        )
-    inputs = (gradient_BNSD, query_BNSD, key_BMCD, value_BMCD, y_BNSD, whole.lse_BNS)
+        return block_backward_reference(gradient_BNSD, whole, *qkv, mask_BSC, scale=scale)
+    inputs = (gradient_BNSD, *qkv, y_BNSD, whole.lse_BNS)
     if query_BNSD.is_cuda:
         # No dropout: the kernel reads neither seed nor offset.
         none = query_BNSD.new_zeros((), dtype=torch.uint64)

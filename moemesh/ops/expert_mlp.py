@@ -177,7 +177,7 @@ class _ExpertMLP(torch.autograd.Function):
         experts, rows, slots = call.experts, call.rows, call.slots
         num_weights = 2 if experts.gate_up_bias is None else 4
         needs_source, needs_leaves = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
-        num_trained = len(experts.tensors) - len(experts.rest)
+        num_trained = len(ctx.leaves) - len(experts.rest) - (call.calls is not None)
         grad_RH = grad.contiguous() if slots is None else grad.index_select(0, rows.source_R)
         grad_x_RH = torch.empty_like(grad_RH) if needs_source and len(blocks) > 1 else None
         # An active queue takes the gradients, not `deferred`. With more rows than `max_rows`

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moemesh.ops.attention import Gradients, Partial, is_fused
+from moemesh.ops.attention import Gradients, Partial, Qkv, is_fused
 from moemesh.ops.host_copy import upload
 
 _FORWARD = torch.ops.aten._flash_attention_forward
@@ -49,17 +49,15 @@ def takes_documents(query_BNSD: Tensor, value_BMSD: Tensor) -> bool:
 
 
 def packed_forward(
-    query_BNSD: Tensor,
-    key_BMSD: Tensor,
-    value_BMSD: Tensor,
+    qkv: Qkv,
     within: Documents,
     window: int | None,
     *,
     scale: float,
 ) -> Partial:
     """Attention of each position to the last `window` ones of its document (None: to all)."""
-    batch, value_size = len(query_BNSD), value_BMSD.shape[-1]
-    inputs = (_end_to_end(x, query_BNSD) for x in (query_BNSD, key_BMSD, value_BMSD))
+    batch, value_size = len(qkv[0]), qkv[2].shape[-1]
+    inputs = (_end_to_end(x, qkv[0]) for x in qkv)
     rules, options = _rules(within, window, scale)
     y_TND, lse_NT = _FORWARD(*inputs, *rules, False, **options)[:2]
     lse_BNS = lse_NT.unflatten(1, (batch, -1)).transpose(0, 1)
@@ -69,9 +67,7 @@ def packed_forward(
 def packed_backward(
     gradient_BNSD: Tensor,
     whole: Partial,
-    query_BNSD: Tensor,
-    key_BMSD: Tensor,
-    value_BMSD: Tensor,
+    qkv: Qkv,
     within: Documents,
     window: int | None,
     *,
@@ -79,8 +75,8 @@ def packed_backward(
 ) -> Gradients:
     """The gradients. `whole`: the attention, sinks included; `gradient_BNSD`: gradient of its
     output."""
-    batch, value_size = len(query_BNSD), value_BMSD.shape[-1]
-    outer = gradient_BNSD.to(query_BNSD.dtype), query_BNSD, key_BMSD, value_BMSD, whole.y_BNSD
+    query_BNSD, value_size = qkv[0], qkv[2].shape[-1]
+    batch, outer = len(query_BNSD), (gradient_BNSD.to(query_BNSD.dtype), *qkv, whole.y_BNSD)
     inputs = (_end_to_end(x, query_BNSD) for x in outer)
     lse_NT = whole.lse_BNS.transpose(0, 1).flatten(1).contiguous()
     # No dropout: the kernel reads no seed.

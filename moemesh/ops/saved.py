@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,17 +75,12 @@ class SavedForBackward:
             ]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         global _active
         _active = None
         for handle in self._handles:
             handle.remove()
-        self._hooks.__exit__(kind, error, trace)
+        self._hooks.__exit__(*failure)
 
     def count(self, held: Held, kind: str | None) -> None:
         """Count the storage of `held` until `held` is freed."""

@@ -11,7 +11,6 @@ any Python.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -50,12 +49,7 @@ class WeightGradientQueue:
         deferral.queue = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         deferral.queue = None
 
     def append(self, weight: Tensor, compute: Callable[[], Tensor], kept: Sequence[Tensor]) -> None:

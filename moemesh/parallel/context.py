@@ -35,7 +35,7 @@ from moemesh.model.attention_core import (
 from moemesh.model.batch import position_ids
 from moemesh.model.seams import KeyValues
 from moemesh.model.visibility import Visibility
-from moemesh.ops.attention import Partial, merge, nothing_seen, wide
+from moemesh.ops.attention import Partial, Qkv, merge, nothing_seen, wide
 from moemesh.sharding.context import context_runs, context_sizes, head_share
 
 # Rows of all positions of a sequence: in their order, or in that of the ranks that hold them.
@@ -71,17 +71,14 @@ class SpreadKeyValues(KeyValues):
 
     def attend(
         self,
-        query_BNSD: Tensor,
-        key_BMCD: Tensor,
-        value_BMCD: Tensor,
+        qkv: Qkv,
         visible: Visibility,
         *,
         sinks_N: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        scale = query_BNSD.shape[-1] ** -0.5 if scale is None else scale
-        inputs = (query_BNSD, key_BMCD, value_BMCD)
-        return self.function.apply(*inputs, sinks_N, visible, scale, self.axis)
+        scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
+        return self.function.apply(*qkv, sinks_N, visible, scale, self.axis)
 
 
 class _GatheredAttention(torch.autograd.Function):
@@ -98,7 +95,7 @@ class _GatheredAttention(torch.autograd.Function):
     ) -> Tensor:
         everywhere = visible.between(visible.queries, (range(visible.length),))
         pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "forward")
-        part = attend_to(query_BNSD, *pair, everywhere, scale=scale)
+        part = attend_to((query_BNSD, *pair), everywhere, scale=scale)
         ctx.visible, ctx.scale, ctx.axis = everywhere, scale, axis
         return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, part).y_BNSD
 
@@ -108,7 +105,8 @@ class _GatheredAttention(torch.autograd.Function):
         query_BNSD, key_BMCD, value_BMCD, sinks_N, *saved = ctx.saved_tensors
         whole, visible = Partial(*saved), ctx.visible
         pair = _gather(key_BMCD, value_BMCD, visible.length, ctx.axis, "backward")
-        gradients = gradients_of(gradient_BNSD, whole, query_BNSD, *pair, visible, scale=ctx.scale)
+        qkv = query_BNSD, *pair
+        gradients = gradients_of(gradient_BNSD, whole, qkv, visible, scale=ctx.scale)
         # Gradients of all keys and values -> sums over the ranks, for this rank's positions.
         all_BMCD = torch.cat([gradients.key_BMCD, gradients.value_BMCD], dim=3).to(key_BMCD.dtype)
         rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), ctx.axis.size)
@@ -162,14 +160,13 @@ class HeadShards(KeyValues):
 
     def attend(
         self,
-        query_BNSD: Tensor,
-        key_BMCD: Tensor,
-        value_BMCD: Tensor,
+        qkv: Qkv,
         visible: Visibility,
         *,
         sinks_N: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
+        query_BNSD, key_BMCD, value_BMCD = qkv
         ranks, index = self.axis.size, self.axis.index
         num_heads, num_kv_heads = query_BNSD.shape[1], key_BMCD.shape[1]
         shares = [head_share(num_heads, num_kv_heads, ranks, i) for i in range(ranks)]
@@ -189,7 +186,7 @@ class HeadShards(KeyValues):
             sinks_N = sinks_N[share.queries.start : share.queries.stop]
         whole = (range(visible.length),)
         seen = visible.between(whole, whole)
-        y = attention(query, key, value, seen, sinks_N=sinks_N, scale=scale)
+        y = attention((query, key, value), seen, sinks_N=sinks_N, scale=scale)
         # [B, heads of this rank, all positions, D] -> [B, heads, own positions, D].
         sizes, (num_sequences, own_heads, _, width) = context_sizes(visible.length, ranks), y.shape
         ordered = in_rank_order(y.permute(2, 0, 1, 3), ranks)
@@ -326,9 +323,9 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         ring = _Ring(axis, visible, key_BMCD, value_BMCD)
         partial = nothing_seen(query_BNSD, ring.value_size)
-        for block in ring.blocks(key_BMCD, value_BMCD, "forward"):
-            partial = merge(partial, attend_to(query_BNSD, *block, scale=scale))
-            del block  # before the next one is received
+        for key, value, seen in ring.blocks(key_BMCD, value_BMCD, "forward"):
+            partial = merge(partial, attend_to((query_BNSD, key, value), seen, scale=scale))
+            del key, value  # before the next block is received
         ctx.scale, ctx.ring = scale, ring
         return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, partial).y_BNSD
 
@@ -341,8 +338,10 @@ class _RingAttention(torch.autograd.Function):
         own = collected = query_BNSD
         pending: list[dist.Work] = []
         for step, block in enumerate(ring.blocks(key_BMCD, value_BMCD, "backward")):
-            gradients = gradients_of(gradient_BNSD, whole, query_BNSD, *block, scale=ctx.scale)
-            del block
+            key, value, seen = block
+            qkv = query_BNSD, key, value
+            gradients = gradients_of(gradient_BNSD, whole, qkv, seen, scale=ctx.scale)
+            del block, key, value, qkv
             by_query += gradients.query_BNSD
             gradient = ring.pack(gradients.key_BMCD, gradients.value_BMCD)
             if step == 0:

@@ -48,7 +48,7 @@ def results(
     tensors, upstream = [x.to(device) for x in tensors], upstream.to(device)
     for x in tensors:
         x.requires_grad_()
-    y = attention(*tensors[:3], visible, sinks_N=tensors[3] if has_sinks else None)
+    y = attention(tuple(tensors[:3]), visible, sinks_N=tensors[3] if has_sinks else None)
     torch.autograd.backward([y], [upstream])
     return [y.detach(), *(x.grad for x in tensors)]
 

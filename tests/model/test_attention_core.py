@@ -108,7 +108,7 @@ def test_attention_is_the_obvious_form(monkeypatch, queries, keys, window, packe
     leaves = tensors(*runs)
     sinks_N = torch.randn(4, dtype=torch.float64).requires_grad_() if sinks else None
     wanted, lse = obvious(*leaves, visible, sinks_N, 0.3)
-    result = attention_with_lse(*leaves, visible, sinks_N=sinks_N, scale=0.3)
+    result = attention_with_lse(leaves, visible, sinks_N=sinks_N, scale=0.3)
     torch.testing.assert_close(result.lse_BNS, lse, rtol=1e-11, atol=1e-12)
     assert not result.lse_BNS.requires_grad
     compare(result.y_BNSD, wanted, leaves if sinks_N is None else (*leaves, sinks_N))
@@ -123,7 +123,7 @@ def test_head_sizes(monkeypatch, value_size, fused):
     for queries in ("whole", "chunks"):
         runs = QUERIES[queries], WHOLE
         leaves = tensors(*runs, heads=6, kv_heads=3, value_size=value_size)
-        output = attention(*leaves, Visibility(*runs))
+        output = attention(leaves, Visibility(*runs))
         assert output.shape[-1] == value_size
         compare(output, obvious(*leaves, Visibility(*runs), None, 8**-0.5)[0], leaves)
 
@@ -131,7 +131,7 @@ def test_head_sizes(monkeypatch, value_size, fused):
 def test_a_whole_sequence_runs_in_one_fused_call(monkeypatch):
     monkeypatch.setattr(attention_core, "attention_with_lse", None)
     leaves = tensors(WHOLE, WHOLE)
-    attention(*leaves, Visibility(WHOLE, WHOLE, window=L))
+    attention(leaves, Visibility(WHOLE, WHOLE, window=L))
 
 
 @pytest.mark.parametrize("kv_heads", [2, 6])
@@ -149,7 +149,7 @@ def test_a_backward_in_rows_is_the_obvious_one(monkeypatch, rows, value_size, kv
     monkeypatch.setattr(blocks, "ROWS", rows)
     leaves = tensors(WHOLE, WHOLE, heads=6, kv_heads=kv_heads, value_size=value_size)
     visible = Visibility(WHOLE, WHOLE)
-    output = attention(*leaves, visible, scale=0.3)
+    output = attention(leaves, visible, scale=0.3)
     compare(output, obvious(*leaves, visible, None, 0.3)[0], leaves)
     assert len(calls) == 1
 
@@ -165,7 +165,7 @@ def test_a_backward_in_rows_in_bfloat16(length, size):
 
     def gradients(dtype):
         inputs = [x.to(dtype).requires_grad_() for x in leaves]
-        output = attention(*inputs, Visibility(*runs))
+        output = attention(inputs, Visibility(*runs))
         return torch.autograd.grad(output, inputs, upstream.to(dtype))
 
     for ours, exact in zip(gradients(torch.bfloat16), gradients(torch.float64), strict=True):
@@ -178,18 +178,18 @@ def test_partial_attention_merges_exactly(window, packed):
     """Keys in three parts, one of which many queries do not see at all."""
     query, key, value = (x.detach() for x in tensors(WHOLE, WHOLE))
     visible = Visibility(WHOLE, WHOLE, window, documents(packed, 2))
-    wanted = attend_to(query, key, value, visible, scale=0.3)
+    wanted = attend_to((query, key, value), visible, scale=0.3)
     gradient = torch.randn_like(wanted.y_BNSD)
-    gradients = gradients_of(gradient, wanted, query, key, value, visible, scale=0.3)
+    gradients = gradients_of(gradient, wanted, (query, key, value), visible, scale=0.3)
     parts = [(range(15, L),), (range(4), range(9, 15)), (range(4, 9),)]
     merged, total = None, torch.zeros_like(query)
     for runs in parts:
         held = places(runs)
         own = visible.between(WHOLE, runs)
         inputs = query, key[:, :, held], value[:, :, held]
-        part = attend_to(*inputs, own, scale=0.3)
+        part = attend_to(inputs, own, scale=0.3)
         merged = part if merged is None else merge(merged, part)
-        partial = gradients_of(gradient, wanted, *inputs, own, scale=0.3)
+        partial = gradients_of(gradient, wanted, inputs, own, scale=0.3)
         total += partial.query_BNSD
         torch.testing.assert_close(partial.key_BMCD, gradients.key_BMCD[:, :, held])
         torch.testing.assert_close(partial.value_BMCD, gradients.value_BMCD[:, :, held])
@@ -204,7 +204,7 @@ def test_other_precisions(dtype):
     runs = QUERIES["chunks"], KEYS["chunks"]
     leaves = tensors(*runs, dtype=dtype)
     visible = Visibility(*runs, 11, documents("documents", 2))
-    result = attention_with_lse(*leaves, visible, scale=0.3)
+    result = attention_with_lse(leaves, visible, scale=0.3)
     wanted, lse = obvious(*(x.double() for x in leaves), visible, None, 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert result.y_BNSD.dtype == dtype and result.lse_BNS.dtype == torch.float32
@@ -222,7 +222,7 @@ def test_cuda(dtype, queries, window):
     leaves = tensors(*runs, dtype=dtype)
     wanted, lse = obvious(*(x.double() for x in leaves), visible, None, 0.3)
     there = [x.detach().cuda().requires_grad_() for x in leaves]
-    result = attention_with_lse(*there, visible, scale=0.3)
+    result = attention_with_lse(there, visible, scale=0.3)
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(result.lse_BNS.double().cpu(), lse, rtol=tolerance, atol=tolerance)
     gradient = torch.randn_like(wanted)
@@ -236,7 +236,7 @@ def test_cuda(dtype, queries, window):
 def test_no_sequences():
     query, key, value = (x[:0] for x in tensors(QUERIES["chunks"], WHOLE))
     visible = Visibility(QUERIES["chunks"], WHOLE, 4, documents("documents", 0))
-    y = attention(query, key, value, visible)
+    y = attention((query, key, value), visible)
     y.sum().backward()
     assert y.shape == (0, 4, 9, 8)
 

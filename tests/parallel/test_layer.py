@@ -366,12 +366,10 @@ def mistakes(rank: int) -> None:
     layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K)
     with pytest.raises(LayerError, match="ranks 0 and 1 of the group have different router"):
         layer(torch.ones(3, HIDDEN))
-    layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, combine="exact" if rank else "fast")
-    with pytest.raises(LayerError, match="ranks 0 and 1 of the group were built"):
-        layer(torch.ones(3, HIDDEN))
-    layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, dispatch_chunks=1 + rank)
-    with pytest.raises(LayerError, match="ranks 0 and 1 of the group were built"):
-        layer(torch.ones(3, HIDDEN))
+    for options in ({"combine": "exact" if rank else "fast"}, {"dispatch_chunks": 1 + rank}):
+        layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, **options)
+        with pytest.raises(LayerError, match="ranks 0 and 1 of the group were built"):
+            layer(torch.ones(3, HIDDEN))
     alone = dist.new_group([0])
     if rank == 1:
         with pytest.raises(LayerError, match="rank 1 is not in the group"):

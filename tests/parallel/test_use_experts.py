@@ -61,6 +61,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def assert_all_near(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=MOST, msg=key)
+
+
 def on_ranks(rank: int, name: str, folder: str) -> Any:
     model = model_of(name)
     mm.use_experts(model)
@@ -105,8 +110,7 @@ def test_one_process(name: str) -> None:
     model = copy.deepcopy(one)
     mm.use_experts(model)
     assert backward(model, _IDS) == pytest.approx(backward(one, _IDS), abs=1e-12)
-    for key, gradient in gradients(one).items():
-        torch.testing.assert_close(gradients(model)[key], gradient, rtol=0, atol=MOST, msg=key)
+    assert_all_near(gradients(model), gradients(one))
     with pytest.raises(LayerError, match="computes these experts already"):
         mm.use_experts(model)
 
@@ -162,8 +166,7 @@ def test_replicas_of_experts_train_as_one_device() -> None:
     optimizer.step()
     for norm_of_all, state in run_on_ranks(4, with_replicas, timeout=300):
         assert norm_of_all == pytest.approx(norm, abs=MOST)
-        for key, value in one.state_dict().items():
-            torch.testing.assert_close(state[key], value, rtol=0, atol=MOST, msg=key)
+        assert_all_near(state, one.state_dict())
 
 
 def compiled(rank: int) -> float:
@@ -216,9 +219,7 @@ def whole_models(rank: int) -> None:
     backward(model, _IDS.chunk(RANKS)[rank])
     copied = copy.deepcopy(model)
     backward(copied, _IDS.chunk(RANKS)[rank])
-    expected = gradients(model)
-    for name, gradient in gradients(copied).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=MOST, msg=name)
+    assert_all_near(gradients(copied), gradients(model))
     with pytest.raises(LayerError, match=r"only experts \d to \d: save mm.full_state_dict"):
         pickle.dumps(model)
     model.set_experts_implementation("eager")
@@ -299,8 +300,7 @@ def test_checkpoints_of_torch_have_the_moments_of_all_experts(flat: bool, tmp_pa
     steps.step()
     words = (in_checkpoints_of_torch, str(tmp_path), flat, True)
     for state in run_on_ranks(RANKS, *words, timeout=300):
-        for key, value in one.state_dict().items():
-            torch.testing.assert_close(state[key], value, rtol=0, atol=MOST, msg=key)
+        assert_all_near(state, one.state_dict())
 
 
 def by_kernels_of_several_tensors(rank: int) -> dict[str, Tensor]:
@@ -327,8 +327,7 @@ def test_experts_have_a_group_of_their_own_beside_dtensors() -> None:
     backward(one, _IDS)
     torch.optim.SGD(one.parameters(), 0.1).step()
     for state in run_on_ranks(RANKS, by_kernels_of_several_tensors, timeout=300):
-        for key, value in one.state_dict().items():
-            torch.testing.assert_close(state[key], value, rtol=0, atol=MOST, msg=key)
+        assert_all_near(state, one.state_dict())
 
 
 def test_other_programs_are_refused() -> None:

@@ -81,7 +81,7 @@ class Reference:
 
     def _parity_batches(self, shape: Shape) -> Batches:
         def find(step: int, dp: int) -> list[Batch]:
-            mesh = cast(Mesh, _OneRank(dp))
+            mesh = cast(Mesh, OneRank(dp))
             return microbatches(self.config, self.plan, shape, step, mesh)
 
         return find
@@ -173,16 +173,16 @@ class Reference:
         return (sum(ranks, torch.zeros(())) / torch.tensor(counts)).tolist()
 
 
-class _OneRank:
-    """The part of a mesh that :func:`microbatches` uses."""
+class OneRank:
+    """The part of a mesh that batches are cut by."""
 
     device = torch.device("cpu")
 
-    def __init__(self, dp: int) -> None:
+    def __init__(self, dp: int = 0) -> None:
         self._dp = dp
 
     def __getitem__(self, axis: str) -> SimpleNamespace:
-        return SimpleNamespace(index=self._dp)
+        return SimpleNamespace(index=self._dp, size=1)
 
 
 def delayed_gradients(reference: Reference) -> Streamed:

@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,7 +21,7 @@ from moemesh.train.command import open_samples
 from moemesh.train.opening import own_batches
 from moemesh.train.records.kept_schedules import recorded_segment
 from tests.parity.asynchronous import Streamed, stream
-from tests.parity.asynchronous_oracles import Reference, delayed_gradients, replay
+from tests.parity.asynchronous_oracles import OneRank, Reference, delayed_gradients, replay
 from tests.parity.models import MODEL
 from tests.parity.training import Shape, train
 from tests.train import runs
@@ -160,7 +159,7 @@ def test_a_stop_request_ends_the_stream_everywhere(schedule: dict[str, Any]) -> 
 def oracle_of(run: Path, schedule: Schedule | None = None) -> Streamed:
     """The oracle on the data of a run from the command line; `schedule`: what AMPNet did."""
     config = load_run([run / "config.toml"], []).config
-    samples, mesh = open_samples(config, run), cast(Mesh, _Alone())
+    samples, mesh = open_samples(config, run), cast(Mesh, OneRank())
     size = config.data.global_batch
 
     def batches(step: int, dp: int) -> list[Batch]:
@@ -171,13 +170,6 @@ def oracle_of(run: Path, schedule: Schedule | None = None) -> Streamed:
     keys = [section.model_dump() for section in (config.model, config.plan, config.train)]
     reference = Reference(*keys, SHAPE, batches)
     return delayed_gradients(reference) if schedule is None else replay(reference, schedule)
-
-
-class _Alone:
-    device = torch.device("cpu")
-
-    def __getitem__(self, axis: str) -> SimpleNamespace:
-        return SimpleNamespace(index=0, size=1)
 
 
 COMMAND = {"train__dtype": "float64", "plan__microbatches": 3, "model__num_layers": 4}
