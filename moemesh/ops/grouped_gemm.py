@@ -118,7 +118,7 @@ def grouped_weight_gradient(
     out: Tensor | None = None,
 ) -> Tensor:
     """``grad[rows of e].T @ x[rows of e]``: [E, O, I], zeros without rows; `out` if given."""
-    shape = (len(ends_E), grad_RO.shape[1], x_RI.shape[1])
+    shape = (ends_E.shape[0], grad_RO.shape[1], x_RI.shape[1])
     if not x_RI.shape[0]:
         return x_RI.new_zeros(shape) if out is None else out.zero_()
     if x_RI.shape[1] == 1:
