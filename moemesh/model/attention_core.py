@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,7 @@ def attention(
         )
     else:
         qkv = query_BNSD, key_BMCD, value_BMCD
-        y_BNSD, _ = attention_with_lse(qkv, visible, sinks_N=sinks_N, scale=scale)
+        y_BNSD, _ = attention_with_lse(qkv, LocalPass(visible, scale), sinks_N)
     return y_BNSD[..., :value_size]
 
 
@@ -94,20 +94,46 @@ class _Triangle(torch.autograd.Function):
         return *backward_in_rows(gradient_BNSD, *ctx.saved_tensors, scale=ctx.scale), None
 
 
-def attention_with_lse(
-    qkv: Qkv,
-    visible: Visibility,
-    *,
-    sinks_N: Tensor | None = None,
-    scale: float,
-) -> Partial:
-    """:func:`attention` and the log-sum-exp [B, N, S] of the logits, sinks included, in fp32 or
-    fp64, without gradient. A query without a key (and a sink) has the output 0 and the log-sum-exp
-    -inf."""
-    return Partial(*_Attention.apply(*qkv, sinks_N, visible, scale))
+class AttentionPass(Protocol):
+    """Attention of a rank's queries to all keys that they see, without sinks and autograd."""
+
+    def forward(self, qkv: Qkv) -> Partial: ...
+
+    def backward(self, gradient_BNSD: Tensor, whole: Partial, qkv: Qkv) -> Gradients:
+        """Gradients of the inputs. `whole`: output and log-sum-exp, sinks included, with the
+        gradient `gradient_BNSD`."""
+        ...
+
+
+class LocalPass(NamedTuple):
+    """An :class:`AttentionPass` over keys that this rank has."""
+
+    visible: Visibility
+    scale: float
+
+    def forward(self, qkv: Qkv) -> Partial:
+        visible = self.visible
+        if (documents := visible.documents(qkv[0], qkv[2])) is not None:
+            return packed_forward(qkv, documents, visible.window, scale=self.scale)
+        return attend_to(qkv, visible, scale=self.scale)
+
+    def backward(self, gradient_BNSD: Tensor, whole: Partial, qkv: Qkv) -> Gradients:
+        visible, inputs = self.visible, (gradient_BNSD, whole, qkv)
+        if (documents := visible.documents(qkv[0], qkv[2])) is not None:
+            return packed_backward(*inputs, documents, visible.window, scale=self.scale)
+        return gradients_of(*inputs, visible, scale=self.scale)
+
+
+def attention_with_lse(qkv: Qkv, way: AttentionPass, sinks_N: Tensor | None = None) -> Partial:
+    """:func:`attention` by `way`, and the log-sum-exp [B, N, S] of the logits, sinks included, in
+    fp32 or fp64, without gradient. A query without a key (and a sink) has the output 0 and the
+    log-sum-exp -inf."""
+    return Partial(*_Attention.apply(*qkv, sinks_N, way))
 
 
 class _Attention(torch.autograd.Function):
+    """A sink has a share of the weights, but no value."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -115,40 +141,38 @@ class _Attention(torch.autograd.Function):
         key_BMCD: Tensor,
         value_BMCD: Tensor,
         sinks_N: Tensor | None,
-        visible: Visibility,
-        scale: float,
+        way: AttentionPass,
     ) -> tuple[Tensor, Tensor]:
         qkv = query_BNSD, key_BMCD, value_BMCD
-        if (documents := visible.documents(query_BNSD, value_BMCD)) is not None:
-            partial = packed_forward(qkv, documents, visible.window, scale=scale)
-        else:
-            partial = attend_to(qkv, visible, scale=scale)
-        ctx.visible, ctx.scale = visible, scale
-        y_BNSD, lse_BNS = kept_output(ctx, qkv, sinks_N, partial)
+        y_BNSD, lse_BNS = way.forward(qkv)
+        if sinks_N is not None:
+            own_BNS = lse_BNS
+            lse_BNS = torch.logaddexp(own_BNS, sinks_N.to(own_BNS.dtype)[:, None])
+            y_BNSD = y_BNSD * torch.exp(own_BNS - lse_BNS)[..., None]
+        # The heads of a token are contiguous: the output projection reads them without a copy.
+        y_BNSD = y_BNSD.transpose(1, 2).to(query_BNSD.dtype).contiguous().transpose(1, 2)
+        ctx.save_for_backward(*qkv, sinks_N, y_BNSD, lse_BNS)
+        ctx.way = way
         ctx.mark_non_differentiable(lse_BNS)
+        ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
         return y_BNSD, lse_BNS
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_BNSD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query_BNSD, key_BMCD, value_BMCD, sinks_N, *whole = ctx.saved_tensors
+    def backward(ctx: Any, gradient_BNSD: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, lse_BNS = ctx.saved_tensors
         qkv = query_BNSD, key_BMCD, value_BMCD
-        arguments = gradient_BNSD, Partial(*whole), qkv
-        if (documents := ctx.visible.documents(query_BNSD, value_BMCD)) is not None:
-            window = ctx.visible.window
-            gradients_qkv = packed_backward(*arguments, documents, window, scale=ctx.scale)
-        else:
-            gradients_qkv = gradients_of(*arguments, ctx.visible, scale=ctx.scale)
-        gradients = (x.to(like.dtype) for x, like in zip(gradients_qkv, qkv, strict=True))
-        return *gradients, sink_gradient(gradient_BNSD, Partial(*whole), sinks_N), None, None
+        by_qkv = ctx.way.backward(gradient_BNSD, Partial(y_BNSD, lse_BNS), qkv)
+        by_sinks = None
+        if sinks_N is not None:
+            weight_BNS = torch.exp(sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS)
+            mean_BNS = (gradient_BNSD.to(lse_BNS.dtype) * y_BNSD).sum(-1)
+            by_sinks = -(weight_BNS * mean_BNS).sum((0, 2)).to(sinks_N.dtype)
+        gradients = (x.to(like.dtype) for x, like in zip(by_qkv, qkv, strict=True))
+        return *gradients, by_sinks, None
 
 
-def attend_to(
-    qkv: Qkv,
-    visible: Visibility,
-    *,
-    scale: float,
-) -> Partial:
+def attend_to(qkv: Qkv, visible: Visibility, *, scale: float) -> Partial:
     """Attention over these keys, without gradient, to be merged with that over other keys."""
     query_BNSD, key_BMCD, value_BMCD = qkv
     value_size = value_BMCD.shape[-1]
@@ -209,29 +233,6 @@ def gradients_of(
             total.key_BMCD[:, :, tile.keys] += tile_gradients.key_BMCD
             total.value_BMCD[:, :, tile.keys] += tile_gradients.value_BMCD
     return total._replace(value_BMCD=total.value_BMCD[..., :value_size])
-
-
-def kept_output(ctx: Any, qkv: Qkv, sinks_N: Tensor | None, partial: Partial) -> Partial:
-    """The attention with its sinks, from `partial` without them; saved with its inputs for the
-    backward. A sink has a share of the weights, but no value."""
-    y_BNSD, lse_BNS = partial
-    if sinks_N is not None:
-        lse_BNS = torch.logaddexp(partial.lse_BNS, sinks_N.to(partial.lse_BNS.dtype)[:, None])
-        y_BNSD = y_BNSD * torch.exp(partial.lse_BNS - lse_BNS)[..., None]
-    # The heads of a token are contiguous: the output projection reads them without a copy.
-    y_BNSD = y_BNSD.transpose(1, 2).to(qkv[0].dtype).contiguous().transpose(1, 2)
-    ctx.save_for_backward(*qkv, sinks_N, y_BNSD, lse_BNS)
-    return Partial(y_BNSD, lse_BNS)
-
-
-def sink_gradient(gradient_BNSD: Tensor, whole: Partial, sinks_N: Tensor | None) -> Tensor | None:
-    """The gradient of the sinks [N], from the queries of this rank."""
-    if sinks_N is None:
-        return None
-    lse_BNS = whole.lse_BNS
-    weight_BNS = torch.exp(sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS)
-    mean_BNS = (gradient_BNSD.to(lse_BNS.dtype) * whole.y_BNSD).sum(-1)
-    return -(weight_BNS * mean_BNS).sum((0, 2)).to(sinks_N.dtype)
 
 
 def _padded(x: Tensor, query_BNSD: Tensor) -> Tensor:

@@ -107,12 +107,7 @@ class KeyValues:
     """Attention over sequences whose positions may be on several ranks."""
 
     def attend(
-        self,
-        qkv: Qkv,
-        visible: Visibility,
-        *,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
+        self, qkv: Qkv, visible: Visibility, *, sinks_N: Tensor | None, scale: float
     ) -> Tensor:
         """Attention of this rank's queries over the keys of whole sequences, [B, N, S, value head
         size]. ``visible`` is that of this rank's queries and keys."""

@@ -15,12 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import gcd
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moemesh.comm import collectives, transfers
 from moemesh.comm.mesh import Axis
@@ -28,14 +26,13 @@ from moemesh.comm.point_to_point import exchange
 from moemesh.model.attention_core import (
     attend_to,
     attention,
+    attention_with_lse,
     gradients_of,
-    kept_output,
-    sink_gradient,
 )
 from moemesh.model.batch import position_ids
 from moemesh.model.seams import KeyValues
 from moemesh.model.visibility import Visibility
-from moemesh.ops.attention import Partial, Qkv, merge, nothing_seen, wide
+from moemesh.ops.attention import Gradients, Partial, Qkv, merge, nothing_seen, wide
 from moemesh.sharding.context import context_runs, context_sizes, head_share
 
 # Rows of all positions of a sequence: in their order, or in that of the ranks that hold them.
@@ -63,70 +60,44 @@ def in_position_order(x_L: Tensor, ranks: int) -> Tensor:
 
 
 class SpreadKeyValues(KeyValues):
-    """:class:`~moemesh.model.seams.KeyValues` over `axis`, by an autograd Function that takes
-    queries, keys, values, sinks, what is visible, the scale and the axis."""
+    """:class:`~moemesh.model.seams.KeyValues` over `axis`, by a kind of :class:`AttentionPass`."""
 
-    def __init__(self, function: type[torch.autograd.Function], axis: Axis) -> None:
-        self.function, self.axis = function, axis
+    def __init__(self, kind: type[GatheredPass | RingPass], axis: Axis) -> None:
+        self.kind, self.axis = kind, axis
 
     def attend(
-        self,
-        qkv: Qkv,
-        visible: Visibility,
-        *,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
+        self, qkv: Qkv, visible: Visibility, *, sinks_N: Tensor | None, scale: float
     ) -> Tensor:
-        scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
-        return self.function.apply(*qkv, sinks_N, visible, scale, self.axis)
+        return attention_with_lse(qkv, self.kind(visible, scale, self.axis), sinks_N).y_BNSD
 
 
-class _GatheredAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query_BNSD: Tensor,
-        key_BMCD: Tensor,
-        value_BMCD: Tensor,
-        sinks_N: Tensor | None,
-        visible: Visibility,
-        scale: float,
-        axis: Axis,
-    ) -> Tensor:
-        everywhere = visible.between(visible.queries, (range(visible.length),))
-        pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "forward")
-        part = attend_to((query_BNSD, *pair), everywhere, scale=scale)
-        ctx.visible, ctx.scale, ctx.axis = everywhere, scale, axis
-        return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, part).y_BNSD
+class GatheredPass:
+    """An :class:`~moemesh.model.attention_core.AttentionPass` over the gathered keys."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_BNSD: Tensor) -> tuple[Tensor | None, ...]:
-        query_BNSD, key_BMCD, value_BMCD, sinks_N, *saved = ctx.saved_tensors
-        whole, visible = Partial(*saved), ctx.visible
-        pair = _gather(key_BMCD, value_BMCD, visible.length, ctx.axis, "backward")
-        qkv = query_BNSD, *pair
-        gradients = gradients_of(gradient_BNSD, whole, qkv, visible, scale=ctx.scale)
+    def __init__(self, visible: Visibility, scale: float, axis: Axis) -> None:
+        self.visible = visible.between(visible.queries, (range(visible.length),))
+        self.scale, self.axis = scale, axis
+
+    def forward(self, qkv: Qkv) -> Partial:
+        pair = _gather(*qkv[1:], self.visible.length, self.axis, "forward")
+        return attend_to((qkv[0], *pair), self.visible, scale=self.scale)
+
+    def backward(self, gradient_BNSD: Tensor, whole: Partial, qkv: Qkv) -> Gradients:
+        (query_BNSD, key_BMCD, value_BMCD), visible, axis = qkv, self.visible, self.axis
+        pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "backward")
+        inputs = query_BNSD, *pair
+        gradients = gradients_of(gradient_BNSD, whole, inputs, visible, scale=self.scale)
         # Gradients of all keys and values -> sums over the ranks, for this rank's positions.
         all_BMCD = torch.cat([gradients.key_BMCD, gradients.value_BMCD], dim=3).to(key_BMCD.dtype)
-        rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), ctx.axis.size)
+        rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), axis.size)
         num_sequences, _, num_own, width = key_BMCD.shape
-        sizes = [size * num_sequences for size in context_sizes(visible.length, ctx.axis.size)]
+        sizes = [size * num_sequences for size in context_sizes(visible.length, axis.size)]
         own = transfers.reduce_scatter(
-            rows_CBMD.flatten(0, 1), ctx.axis, sizes, phase="backward", caller="context.keys"
+            rows_CBMD.flatten(0, 1), axis, sizes, phase="backward", caller="context.keys"
         )
         own_BMCD = own.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
         by_key, by_value = own_BMCD.split([width, rows_CBMD.shape[3] - width], dim=3)
-        by_sinks = sink_gradient(gradient_BNSD, whole, sinks_N)
-        return (
-            gradients.query_BNSD.to(query_BNSD.dtype),
-            by_key,
-            by_value,
-            by_sinks,
-            None,
-            None,
-            None,
-        )
+        return Gradients(gradients.query_BNSD, by_key, by_value)
 
 
 def _gather(
@@ -159,12 +130,7 @@ class HeadShards(KeyValues):
         self.axis = axis
 
     def attend(
-        self,
-        qkv: Qkv,
-        visible: Visibility,
-        *,
-        sinks_N: Tensor | None = None,
-        scale: float | None = None,
+        self, qkv: Qkv, visible: Visibility, *, sinks_N: Tensor | None, scale: float
     ) -> Tensor:
         query_BNSD, key_BMCD, value_BMCD = qkv
         ranks, index = self.axis.size, self.axis.index
@@ -309,39 +275,32 @@ class _Ring:
         return into, exchange(sends, receives, axis, phase=phase, caller=caller, tag=tag)
 
 
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query_BNSD: Tensor,
-        key_BMCD: Tensor,
-        value_BMCD: Tensor,
-        sinks_N: Tensor | None,
-        visible: Visibility,
-        scale: float,
-        axis: Axis,
-    ) -> Tensor:
-        ring = _Ring(axis, visible, key_BMCD, value_BMCD)
-        partial = nothing_seen(query_BNSD, ring.value_size)
-        for key, value, seen in ring.blocks(key_BMCD, value_BMCD, "forward"):
-            partial = merge(partial, attend_to((query_BNSD, key, value), seen, scale=scale))
-            del key, value  # before the next block is received
-        ctx.scale, ctx.ring = scale, ring
-        return kept_output(ctx, (query_BNSD, key_BMCD, value_BMCD), sinks_N, partial).y_BNSD
+class RingPass:
+    """An :class:`~moemesh.model.attention_core.AttentionPass` over the blocks of a ring."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_BNSD: Tensor) -> tuple[Tensor | None, ...]:
-        query_BNSD, key_BMCD, value_BMCD, sinks_N, *saved = ctx.saved_tensors
-        whole, ring = Partial(*saved), ctx.ring
+    def __init__(self, visible: Visibility, scale: float, axis: Axis) -> None:
+        self.visible, self.scale, self.axis = visible, scale, axis
+
+    def forward(self, qkv: Qkv) -> Partial:
+        query_BNSD, *pair = qkv
+        ring = _Ring(self.axis, self.visible, *pair)
+        partial = nothing_seen(query_BNSD, ring.value_size)
+        for key, value, seen in ring.blocks(*pair, "forward"):
+            partial = merge(partial, attend_to((query_BNSD, key, value), seen, scale=self.scale))
+            del key, value  # before the next block is received
+        return partial
+
+    def backward(self, gradient_BNSD: Tensor, whole: Partial, qkv: Qkv) -> Gradients:
+        query_BNSD, *pair = qkv
+        ring = _Ring(self.axis, self.visible, *pair)
         by_query = torch.zeros_like(query_BNSD, dtype=wide(query_BNSD.dtype))
         own = collected = query_BNSD
         pending: list[dist.Work] = []
-        for step, block in enumerate(ring.blocks(key_BMCD, value_BMCD, "backward")):
+        for step, block in enumerate(ring.blocks(*pair, "backward")):
             key, value, seen = block
-            qkv = query_BNSD, key, value
-            gradients = gradients_of(gradient_BNSD, whole, qkv, seen, scale=ctx.scale)
-            del block, key, value, qkv
+            inputs = query_BNSD, key, value
+            gradients = gradients_of(gradient_BNSD, whole, inputs, seen, scale=self.scale)
+            del block, key, value, inputs
             by_query += gradients.query_BNSD
             gradient = ring.pack(gradients.key_BMCD, gradients.value_BMCD)
             if step == 0:
@@ -359,21 +318,12 @@ class _RingAttention(torch.autograd.Function):
             work.wait()
         if ring.axis.size > 1:
             own += collected
-        by_key, by_value = ring.unpack(own, 0)
-        return (
-            by_query.to(query_BNSD.dtype),
-            by_key.to(key_BMCD.dtype),
-            by_value.to(value_BMCD.dtype),
-            sink_gradient(gradient_BNSD, whole, sinks_N),
-            None,
-            None,
-            None,
-        )
+        return Gradients(by_query, *ring.unpack(own, 0))
 
 
 #: `plan.context` -> attention over positions of other ranks.
 CONTEXTS: dict[str, Callable[[Axis], KeyValues]] = {
-    "ring": partial(SpreadKeyValues, _RingAttention),
-    "all_gather": partial(SpreadKeyValues, _GatheredAttention),
+    "ring": partial(SpreadKeyValues, RingPass),
+    "all_gather": partial(SpreadKeyValues, GatheredPass),
     "all_to_all": HeadShards,
 }

@@ -7,7 +7,13 @@ import torch
 
 from moemesh.config.model import ModelConfig
 from moemesh.model import attention_core
-from moemesh.model.attention_core import attend_to, attention, attention_with_lse, gradients_of
+from moemesh.model.attention_core import (
+    LocalPass,
+    attend_to,
+    attention,
+    attention_with_lse,
+    gradients_of,
+)
 from moemesh.model.batch import Batch
 from moemesh.model.initialization import initialize
 from moemesh.model.transformer import Transformer
@@ -108,7 +114,7 @@ def test_attention_is_the_obvious_form(monkeypatch, queries, keys, window, packe
     leaves = tensors(*runs)
     sinks_N = torch.randn(4, dtype=torch.float64).requires_grad_() if sinks else None
     wanted, lse = obvious(*leaves, visible, sinks_N, 0.3)
-    result = attention_with_lse(leaves, visible, sinks_N=sinks_N, scale=0.3)
+    result = attention_with_lse(leaves, LocalPass(visible, 0.3), sinks_N)
     torch.testing.assert_close(result.lse_BNS, lse, rtol=1e-11, atol=1e-12)
     assert not result.lse_BNS.requires_grad
     compare(result.y_BNSD, wanted, leaves if sinks_N is None else (*leaves, sinks_N))
@@ -204,7 +210,7 @@ def test_other_precisions(dtype):
     runs = QUERIES["chunks"], KEYS["chunks"]
     leaves = tensors(*runs, dtype=dtype)
     visible = Visibility(*runs, 11, documents("documents", 2))
-    result = attention_with_lse(leaves, visible, scale=0.3)
+    result = attention_with_lse(leaves, LocalPass(visible, 0.3))
     wanted, lse = obvious(*(x.double() for x in leaves), visible, None, 0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert result.y_BNSD.dtype == dtype and result.lse_BNS.dtype == torch.float32
@@ -222,7 +228,7 @@ def test_cuda(dtype, queries, window):
     leaves = tensors(*runs, dtype=dtype)
     wanted, lse = obvious(*(x.double() for x in leaves), visible, None, 0.3)
     there = [x.detach().cuda().requires_grad_() for x in leaves]
-    result = attention_with_lse(there, visible, scale=0.3)
+    result = attention_with_lse(there, LocalPass(visible, 0.3))
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(result.lse_BNS.double().cpu(), lse, rtol=tolerance, atol=tolerance)
     gradient = torch.randn_like(wanted)
