@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -52,7 +51,7 @@ from moemesh.train.step import (
     count_over_step,
     forget_rank_tokens,
     move_selection_biases,
-    pack_loads,
+    pack_sums,
     step_result,
 )
 
@@ -214,13 +213,7 @@ class TrainingStream:
             # All ranks of a stage have its norm and its skips: only the first of them adds them.
             stop, first = float(self._stop_requested()), float(mesh["stage"].index == 0)
             scalars = [stop, first * part.num_skipped, first * part.squares]
-            total = torch.cat(
-                [
-                    torch.tensor(scalars, dtype=torch.float64),
-                    part.losses.cpu(),
-                    *(load.cpu() for load in pack_loads(part.loads)),
-                ]
-            )
+            total = pack_sums([part.losses.new_tensor(scalars)], part.losses, part.loads).cpu()
             work = all_reduce_(
                 total, mesh.control, caller="step.report", phase="optimizer", async_op=True
             )
@@ -242,16 +235,10 @@ class TrainingStream:
         stop, skipped, squares = total[:3].tolist()
         self.stopped |= stop > 0
         self.skipped |= skipped > 0
-        num_losses = step.losses.numel()
         updates = self.num_microbatches // self.window
         value = math.sqrt(squares / updates) if squares >= 0 else math.nan
-        result = step_result(
-            counts=step.counts,
-            losses=total[3 : 3 + num_losses],
-            packed=total[3 + num_losses :],
-            like=step.loads,
-            norm=GradientNorm(value=value, is_finite=not skipped > 0),
-        )
+        norm = GradientNorm(value=value, is_finite=not skipped > 0)
+        result = step_result(counts=step.counts, packed=total[3:], like=step.loads, norm=norm)
         return self.first + index, result, seconds
 
 
@@ -304,9 +291,8 @@ class StreamedSteps:
         digests = gather_json([digest(schedule), last], session.mesh.control)
         assert all(other == digests[0] for other in digests), f"ranks differ: {digests}"
         assert schedule.update is not None
-        recorder = StreamRecorder(
-            session.mesh.rank, first=first, num_microbatches=plan.microbatches
-        )
+        rank, size = session.mesh.rank, plan.microbatches
+        recorder = StreamRecorder(rank, first=first, num_microbatches=size)
 
         def finished(step: int, result: StepResult, seconds: float) -> FinishedStep:
             # Stages have updated already: only a return to a checkpoint can undo the step.
@@ -317,7 +303,7 @@ class StreamedSteps:
             session.parallel,
             session.optimizer,
             train,
-            num_microbatches=plan.microbatches,
+            num_microbatches=size,
             window=schedule.update.window,
             reach=max(plan.pp, int(schedule.parameters.get("max_in_flight", 0))),
             first=first,
@@ -344,13 +330,9 @@ class StreamedSteps:
         plan, parallel = self._session.config.plan, self._session.parallel
         assert schedule.update is not None
         (part,) = parallel.pipeline.parts.values()
+        model, reducer, backward = parallel.model, parallel.reducer, plan.ampnet_backward
         program = AsynchronousProgram(
-            schedule.update,
-            parallel.model,
-            part,
-            parallel.reducer,
-            stream,
-            backward=plan.ampnet_backward,
+            schedule.update, model, part, reducer, stream, backward=backward
         )
         channels = parallel.pipeline.channels
         if schedule.name != "ampnet" or plan.replay is not None:

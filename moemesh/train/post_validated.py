@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moemesh.comm.collectives import all_reduce_
@@ -43,7 +42,7 @@ from moemesh.train.step import (
     StepSums,
     count_over_step,
     forget_rank_tokens,
-    pack_loads,
+    pack_sums,
     refuse_bad_logits,
     refuse_replayed,
     step_result,
@@ -124,7 +123,7 @@ class PostValidation:
         #: Consecutive confirmed steps without a clip or a skip.
         self._num_clean = 0
         #: The step that has run here while the reports of other ranks are pending.
-        self._waiting: Step | None = None
+        self.waiting: Step | None = None
         self._confirmed: list[Step] = []
         #: Largest total of bytes that copies for undoing a step have taken.
         self.snapshot_bytes = 0
@@ -150,7 +149,7 @@ class PostValidation:
             return step.sums.objective
 
         def confirm() -> bool:
-            return self._waiting is None or self._validate(self._waiting, recorder)
+            return self.waiting is None or self._validate(self.waiting, recorder)
 
         self._pipeline.run(batches, begin, recorder, confirm)
         self._end(step)
@@ -160,15 +159,10 @@ class PostValidation:
 
     def flush(self) -> None:
         """Wait until the last step is confirmed: before weights are read, and at the end."""
-        step, start = self._waiting, time.perf_counter()
+        step, start = self.waiting, time.perf_counter()
         if step is not None:
             self._validate(step, step.recorder)
             step.seconds += time.perf_counter() - start
-
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether the last step is confirmed: all stages hold its weights."""
-        return self._waiting is None
 
     def take(self) -> list[Step]:
         """The confirmed steps that were not taken yet, in order."""
@@ -180,17 +174,17 @@ class PostValidation:
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
-            # This rank's vector, to be summed over all, in float64: a stop request, the losses, the
-            # loads (exact), and the squares.
+            # This rank's vector, to be summed over all, in float64: a stop request, the squares,
+            # the losses, and the loads (exact).
             reducer = parallel.reducer
             squares = gradient_squares(
                 reducer.gradients, parallel.norm_addends(), parallel.mesh, step.sums.losses
             )
             stop = squares.new_tensor([float(self._stop_requested())])
-            vector = torch.cat([stop, step.sums.losses, *pack_loads(step.sums.loads), squares])
+            vector = pack_sums([stop, squares], step.sums.losses, step.sums.loads)
             all_reduce_(vector, parallel.mesh["stage"], caller="step.report", phase="optimizer")
             so_far = self._read(step, self._pipeline.chain.pass_on(vector.cpu()))
-        self._waiting = step
+        self.waiting = step
         if self._num_clean >= self._arm_after and self._is_clean(so_far):
             with recorder.span("optimizer"):
                 step.undo = _Undo(parallel, self.optimizer)
@@ -206,7 +200,7 @@ class PostValidation:
         if self._judge is not None:
             step.result = self._judge(step.number, step.result)
         self.stopping |= bool(total[0] > 0)
-        self._waiting = None
+        self.waiting = None
         self._confirmed.append(step)
         clean = self._is_clean(step.result)
         self._num_clean = self._num_clean + 1 if clean else 0
@@ -232,11 +226,9 @@ class PostValidation:
     def _read(self, step: Step, report: Tensor) -> StepResult:
         """The result of a step from its vector, summed over some ranks or over all."""
         loads = step.sums.loads
-        sizes = [1, step.sums.losses.numel(), sum(part.numel() for part in loads)]
-        _, losses, packed, squares = report.split([*sizes, report.numel() - sum(sizes)])
-        return step_result(
-            counts=step.counts, losses=losses, packed=packed, like=loads, norm=norm_of(squares)
-        )
+        size = step.sums.losses.numel() + sum(part.numel() for part in loads)
+        squares, packed = report[1:-size], report[-size:]
+        return step_result(counts=step.counts, packed=packed, like=loads, norm=norm_of(squares))
 
 
 class ValidatedSteps:
@@ -267,9 +259,9 @@ class ValidatedSteps:
                 steps.flush()
             for step in steps.take():
                 assert step.result is not None
-                facts = {"recorder": step.recorder, "seconds": step.seconds}
-                finished.append(FinishedStep(number=step.number, result=step.result, **facts))
-            num_returned = int(steps.is_confirmed)  # the last step, if all stages hold its weights
+                facts = {name: getattr(step, name) for name in ("number", "recorder", "seconds")}
+                finished.append(FinishedStep(result=step.result, **facts))
+            num_returned = int(steps.waiting is None)  # all stages hold the last step's weights
             while len(finished) > num_returned:
                 session.report(finished.pop(0))
             if num_returned:

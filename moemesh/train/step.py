@@ -174,17 +174,18 @@ class StepCounts(NamedTuple):
 def step_result(
     *,
     counts: StepCounts,
-    losses: Tensor,
     packed: Tensor,
     like: Sequence[Tensor],
     norm: GradientNorm,
 ) -> StepResult:
-    """The result from sums over all ranks: `losses` as in :class:`StepSums`, and `packed` from
-    :func:`pack_loads`, of loads with the shapes of `like`."""
+    """The result from sums over all ranks: `packed` by :func:`pack_sums`, loads of the shapes of
+    `like`."""
+    sizes = [2 + len(counts.ahead), *(part.numel() for part in like)]
+    losses, *parts = packed.cpu().split_with_sizes(sizes)
     loss, aux, *ahead = losses.tolist()
-    parts = packed.round().long().cpu().split_with_sizes([part.numel() for part in like])
-    loads = [part.view(shape.shape) for part, shape in zip(parts, like, strict=True)]
-    counts_LE, dropped_L, *rank_LP = loads
+    counts_LE, dropped_L, *rank_LP = (
+        part.round().long().view(shape.shape) for part, shape in zip(parts, like, strict=True)
+    )
     at_depths = [sum_ / max(count, 1) for sum_, count in zip(ahead, counts.ahead, strict=True)]
     return StepResult(
         loss=loss / max(counts.num_tokens, 1),
@@ -199,9 +200,10 @@ def step_result(
     )
 
 
-def pack_loads(loads: Sequence[Tensor]) -> list[Tensor]:
-    """Integers as float64, which is exact, so that they join other sums in one vector."""
-    return [part.flatten().double() for part in loads]
+def pack_sums(first: Sequence[Tensor], losses: Tensor, loads: Sequence[Tensor]) -> Tensor:
+    """One vector of `first`, and of `losses` and `loads` as in :class:`StepSums`: integers as
+    float64, which is exact."""
+    return torch.cat([*first, losses, *(part.flatten().double() for part in loads)])
 
 
 def token_losses(losses_T: Tensor, batch: Batch) -> Tensor:
@@ -252,28 +254,21 @@ class StepSums:
 
     def __init__(self, parallel: RankModel, counts: StepCounts) -> None:
         self._num_tokens, self._num_scopes = max(counts.num_tokens, 1), max(counts.num_scopes, 1)
-        self._model, self._mesh = parallel.model, parallel.mesh
-        config = parallel.model.config
+        self._model, self._mesh, config = parallel.model, parallel.mesh, parallel.model.config
         layers = config.routed_layers
-        self._rows = {layer: row for row, layer in enumerate(layers)}
         #: Loss weight per token at each MTP depth.
         self._depth_weights = [
             config.mtp_loss_weight / len(counts.ahead) / max(number, 1) for number in counts.ahead
         ]
-        self._has_capacity = bool(config.capacity_factor)
         # Tensor-parallel ranks compute the same token losses: only the first reports them.
         self._reports = self._mesh["tp"].index == 0
-        device = self._mesh.device
-        self.losses = torch.zeros(2 + len(self._depth_weights), dtype=torch.float64, device=device)
-        self.counts_LE = torch.zeros(
-            len(layers), config.num_experts, dtype=torch.int64, device=device
-        )
-        self.dropped_L = torch.zeros(len(layers), dtype=torch.int64, device=device)
+        shape, device = (len(layers), config.num_experts), self._mesh.device
+        self.losses = torch.zeros(2 + len(counts.ahead), dtype=torch.float64, device=device)
+        self.counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.dropped_L = self.counts_LE.new_zeros(len(layers))
         self.fault_L = torch.full_like(self.dropped_L, NO_FAULT)
-        ranks = self._mesh["ep"].size
-        self.rank_LP = (
-            self.counts_LE.new_zeros(len(layers), ranks) if parallel.has_replicas else None
-        )
+        sizes = len(layers), self._mesh["ep"].size
+        self.rank_LP = self.counts_LE.new_zeros(sizes) if parallel.has_replicas else None
 
     @property
     def loads(self) -> list[Tensor]:
@@ -284,7 +279,7 @@ class StepSums:
     def objective(self, part: ModelPart, output: Output, batch: Batch) -> Tensor:
         """This part's share of J; adds its losses and loads to the sums."""
         if output.moe_layers:
-            rows = [self._rows[layer] for layer in output.moe_layers]
+            rows = [*map(self._model.config.routed_layers.index, output.moe_layers)]
             rows_L = constant(rows, self._mesh.device)
             self.counts_LE.index_add_(0, rows_L, output.counts_LE)
             self.dropped_L.index_add_(0, rows_L, output.dropped_L)
@@ -310,7 +305,7 @@ class StepSums:
         named = [("step.losses", self.losses)]
         if self.counts_LE.numel():
             named.append(("step.loads", self.counts_LE))
-        if self._has_capacity:
+        if self._model.config.capacity_factor:
             named.append(("step.dropped", self.dropped_L))
         if self.rank_LP is not None:
             named.append(("step.loads", self.rank_LP))
@@ -349,15 +344,11 @@ def gradients_of_step(
         )
         # All numbers that the host needs of the step, in one copy, so that it waits once.
         total = squares.sum(0, keepdim=True)
-        loads = sums.loads
-        copied = HostCopy(torch.cat([total, sums.losses, *pack_loads(loads)])).tensor()
-    depths = sums.losses.shape[0]
-    sizes = [1, depths, copied.shape[0] - 1 - depths]
-    square, losses, packed = copied.split_with_sizes(sizes)
-    norm = norm_of(square)
+        copied = HostCopy(pack_sums([total], sums.losses, sums.loads)).tensor()
+    norm = norm_of(copied[:1])
     if refuses and not norm.is_finite:
         refuse_bad_logits(parallel, sums.fault_L, microbatches[0].tokens_BS.shape[1])
-    return step_result(counts=counts, losses=losses, packed=packed, like=loads, norm=norm)
+    return step_result(counts=counts, packed=copied[1:], like=sums.loads, norm=norm)
 
 
 def update(
