@@ -80,6 +80,12 @@ class Shard:
     tensor: torch.Tensor
     make: Callable[[], torch.Tensor] | None = None
 
+    @property
+    def box(self) -> list[range]:
+        """Its ranges in the dims of the logical tensor."""
+        ends = zip(self.offset, self.tensor.shape, strict=True)
+        return [range(start, start + size) for start, size in ends]
+
     def deferred(self) -> DeferredTensor:
         """The tensor for a file."""
         make = self.make or (lambda: self.tensor)

@@ -93,12 +93,7 @@ class Adaptation(NamedTuple):
     def target(self) -> str:
         """Name in ``adapter_config.json``, the same for all layers."""
         block, leaf = self.module.split(".")[-2:]
-        return f"{block}.{leaf}" if self.is_stack else leaf
-
-    @property
-    def is_stack(self) -> bool:
-        """Whether it adapts all experts of a layer."""
-        return self.weight.is_expert
+        return f"{block}.{leaf}" if self.weight.is_expert else leaf
 
     @property
     def total_rank(self) -> int:
@@ -108,7 +103,7 @@ class Adaptation(NamedTuple):
     def name(self, factor: str) -> str:
         """Name of PEFT's tensor; `factor` is A or B."""
         module = self.module
-        if self.is_stack:
+        if self.weight.is_expert:
             module = module.rpartition(".")[0] + (".base_layer" if self.wraps else "")
         return f"{_PREFIX}{module}.lora_{factor}.weight"
 
@@ -118,7 +113,7 @@ class Adaptation(NamedTuple):
 
     def shape(self, factor: str, rank: int) -> tuple[int, ...]:
         """Shape of PEFT's tensor at PEFT's `rank`."""
-        experts = self.weight.shape[0] if self.is_stack else 1
+        experts = self.weight.shape[0] if self.weight.is_expert else 1
         if factor == "A":
             return (rank * experts, self.weight.shape[-1])
         return (math.prod(self._piece(1).view) // experts, rank * experts)
@@ -129,10 +124,10 @@ class Adaptation(NamedTuple):
         if factor == "A":
             import torch  # late: folders are checked before torch is imported
 
-            joined = torch.cat(list(factors), dim=1) if self.is_stack else factors[0]
+            joined = torch.cat(list(factors), dim=1) if self.weight.is_expert else factors[0]
             return joined.reshape(self.shape("A", rank))
         piece = self._piece(rank)
-        if not self.is_stack:
+        if not self.weight.is_expert:
             return piece.store(factors[0])
         joined = factors[0].new_zeros((*self.weight.shape[:-1], rank))
         for index, (part, weight_B) in enumerate(zip(self.parts, factors, strict=True)):
@@ -145,7 +140,7 @@ class Adaptation(NamedTuple):
         """Our factors of all parts from PEFT's tensor; a smaller rank is padded with zeros, whose
         gradients are zero. Without a rank of its own for each part, gate and up share A. Raises
         CheckpointError if B of a part is not zero outside of its ranks."""
-        experts = self.weight.shape[0] if self.is_stack else 1
+        experts = self.weight.shape[0] if self.weight.is_expert else 1
         rank = stored.shape[0 if factor == "A" else 1] // experts
         if rank < self.rank:
             whole = stored.new_zeros(self.shape(factor, self.rank))
@@ -154,9 +149,9 @@ class Adaptation(NamedTuple):
             stored, rank = whole, self.rank
         starts = range(0, rank, self.rank) if rank == self.total_rank else [0] * len(self.parts)
         if factor == "A":
-            by_expert = stored.reshape(experts, rank, -1) if self.is_stack else stored
+            by_expert = stored.reshape(experts, rank, -1) if self.weight.is_expert else stored
             return [by_expert.narrow(-2, start, self.rank) for start in starts]
-        if self.is_stack:
+        if self.weight.is_expert:
             stored = stored.reshape(-1, rank, experts).permute(2, 0, 1)
             if _is_transposed(self._piece(rank)):
                 stored = stored.transpose(1, 2)
@@ -165,7 +160,7 @@ class Adaptation(NamedTuple):
         joined = piece.read(piece.box, lambda name, ranges: by_expert)
         factors: list[Tensor] = []
         for part, start in zip(self.parts, starts, strict=True):
-            rows = _rows(joined, part) if self.is_stack else joined
+            rows = _rows(joined, part) if self.weight.is_expert else joined
             outside = [rows[..., :start], rows[..., start + self.rank :]]
             if any(bool(other.any()) for other in outside):
                 raise CheckpointError(f"{self.name('B')}: has other rows of A than its own")
@@ -178,7 +173,7 @@ class Adaptation(NamedTuple):
             shape = (*self.weight.shape[:-1], rank)
             return table_piece(self.module, ["", self.layout], shape)
         places = pieces(self.weight.name, (*self.weight.shape[:-1], rank), self.kind, fused=True)
-        if self.is_stack:
+        if self.weight.is_expert:
             return places[0]
         every = parts_of(self.weight.name.rpartition(".")[2], self.weight.shape)
         return places[every.index(self.parts[0])]
@@ -267,7 +262,7 @@ def peft_config(
     lora, every = model.lora, list(adaptations(model, kind))
     modules, parameters = set[str](), set[str]()
     for adaptation in every:
-        if adaptation.is_stack:
+        if adaptation.weight.is_expert:
             parameters.add(adaptation.target)
         elif model.num_experts and adaptation.target in _OF_EXPERTS:
             # Given as modules, PEFT would take these for modules of experts.
@@ -388,10 +383,7 @@ def check_adapter_folder(
         name
         for name, adaptation in places.items()
         if name not in shapes
-        and (
-            adaptation.module in held
-            or not all(part.target in targets for part in adaptation.parts)
-        )
+        and (adaptation.module in held or not {x.target for x in adaptation.parts} <= targets)
     ]
     if missing:
         raise CheckpointError(
@@ -510,13 +502,11 @@ def _is_targeted(given: Mapping[str, Any], adaptation: Adaptation, file: Path) -
         return any(f".{name}".endswith(f".{entry}") for entry in cast("Sequence[str]", entries))
 
     try:
-        if matches(
-            "target_parameters",
-            adaptation.module if adaptation.is_stack else f"{adaptation.module}.weight",
-        ):
+        suffix = "" if adaptation.weight.is_expert else ".weight"
+        if matches("target_parameters", adaptation.module + suffix):
             return True
         saved = given.get("modules_to_save") or ()
-        if adaptation.is_stack or matches("exclude_modules", adaptation.module):
+        if adaptation.weight.is_expert or matches("exclude_modules", adaptation.module):
             return False
         if any(re.match(rf"(^|.*\.){entry}($|\..*)", adaptation.module) for entry in saved):
             return False

@@ -91,10 +91,7 @@ def write_huggingface(
         head = HEAD if HEAD in tensors else EMBEDDING
         shared = dict(zip(AHEAD_COPIES, (EMBEDDING, head), strict=True))
         for name in (name for name in origin.tensors if name in names):
-            stored, (*layer, leaf) = (
-                origin.tensors[name],
-                name.split(".", 3),
-            )  # model.layers.N, leaf
+            stored, (*layer, leaf) = origin.tensors[name], name.split(".", 3)  # model.layers.N
             if ".".join(layer) in trained:
                 tensors[name] = tensors[shared[leaf]]
                 continue
@@ -122,21 +119,21 @@ def stored_tensors(
 ) -> dict[str, DeferredTensor]:
     """The stored tensors of a folder, computed from the `logical` tensors of `weights`."""
 
-    def make(
-        name: str, tensor: LogicalTensor, piece: TensorPiece, stored_dtype: torch.dtype
-    ) -> Tensor:
+    def make(name: str, tensor: LogicalTensor, piece: TensorPiece) -> Tensor:
         if tensor.view == tensor.shape:
-            return piece.store(weights(name, piece.box).to(stored_dtype))
-        table = whole_tensor(weights, name, tensor.shape, stored_dtype).make().reshape(tensor.view)
-        return piece.store(table[slices(piece.box)])
+            part = weights(name, piece.box)
+        else:
+            whole = weights(name, [range(size) for size in tensor.shape])
+            part = whole.reshape(tensor.view)[slices(piece.box)]
+        return piece.store(part.to(_stored_dtype(name, dtype)))
 
-    tensors: dict[str, DeferredTensor] = {}
-    for name, tensor in logical.items():
-        stored_dtype = _stored_dtype(name, dtype)
-        for piece in tensor.pieces:
-            compute = partial(make, name, tensor, piece, stored_dtype)
-            tensors[piece.source] = DeferredTensor(stored_dtype, piece.stored, compute)
-    return tensors
+    return {
+        piece.source: DeferredTensor(
+            _stored_dtype(name, dtype), piece.stored, partial(make, name, tensor, piece)
+        )
+        for name, tensor in logical.items()
+        for piece in tensor.pieces
+    }
 
 
 def write_checkpoint(
@@ -270,12 +267,10 @@ def carry_along(
     for name in sorted(path.name for path in source.iterdir()):
         path = plain_file(source, name)
         is_wanted = path.is_file() and not path.is_symlink() and wanted(name)
-        if not is_wanted or name.startswith(".") or name in ("config.json", INDEX):
-            continue
-        if name.endswith(_WEIGHTS) or path.stat().st_size > CARRIED_BYTES:
-            continue
-        shutil.copyfile(path, out / name)
-        copied.append(name)
+        is_other = name.startswith(".") or name in ("config.json", INDEX) or name.endswith(_WEIGHTS)
+        if is_wanted and not is_other and path.stat().st_size <= CARRIED_BYTES:
+            shutil.copyfile(path, out / name)
+            copied.append(name)
     return copied
 
 
@@ -341,11 +336,7 @@ def write_adapters(
         for adapter in adapters
         for factor in "AB"
     }
-    for end in saved:
-        box = [range(size) for size in end.shape]
-        written[end.stored] = DeferredTensor(
-            dtype, end.shape, lambda end=end, box=box: weights(end.ours, box).to(dtype)
-        )
+    written |= {end.stored: whole_tensor(weights, end.ours, end.shape, dtype) for end in saved}
     out.mkdir(parents=True, exist_ok=True)
     replace_by(out / ADAPTER_WEIGHTS, safetensors_bytes(written, {"format": "pt"}))
     write_json(out / ADAPTER_CONFIG, config)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,9 @@ from transformers.core_model_loading import (
 
 from moemesh.checkpoint.huggingface.contents import WEIGHT_DTYPES, StoredTensor, refuse_problems
 from moemesh.checkpoint.huggingface.pieces import Read, slices
-from moemesh.checkpoint.huggingface.weight_folder import WeightFolder, torch_dtype
+from moemesh.checkpoint.huggingface.weight_folder import FolderWeights, WeightFolder, torch_dtype
 from moemesh.checkpoint.load import DeferredTensor, Shard
 from moemesh.config.huggingface.folder import read_config
-from moemesh.config.lora import is_adapter
 from moemesh.model.hub.build import blueprint
 from moemesh.model.hub.experts import is_experts
 
@@ -163,20 +163,12 @@ class HubTensors:
     def irreversible(self) -> list[str]:
         """Stored tensors that transformers' conversion cannot compute from the parameters."""
         lost: list[str] = []
-        for group in self.groups:
-            if group.converter is not None:
-                try:
-                    reverted = group.reverted(
-                        {name: self.meta[name] for name in group.outputs}, self.model
-                    )
-                except (ValueError, RuntimeError, AttributeError, NotImplementedError):
-                    reverted = {}
-                lost += [
-                    name
-                    for name in group.names
-                    if name not in reverted
-                    or tuple(reverted[name].shape) != self.stored[name].shape
-                ]
+        for group in (group for group in self.groups if group.converter is not None):
+            parameters, shapes = {name: self.meta[name] for name in group.outputs}, {}
+            with suppress(ValueError, RuntimeError, AttributeError, NotImplementedError):
+                reverted = group.reverted(parameters, self.model)
+                shapes = {name: tuple(tensor.shape) for name, tensor in reverted.items()}
+            lost += [name for name in group.names if shapes.get(name) != self.stored[name].shape]
         return lost
 
     def trained_names(self, trains: Callable[[str], bool]) -> frozenset[str]:
@@ -269,7 +261,7 @@ def _grouped(
             if merges and (lost := _lost_rows(sources, meta[aliases[target]].shape[0])):
                 problems += lost
                 continue
-            group = TensorGroup(sources=sources, outputs={target: ""}, converter=converter)
+            group = replace(group, converter=converter)
             try:
                 converted = group.converted(
                     lambda name: torch.empty(stored[name].shape, device="meta"), model
@@ -286,14 +278,9 @@ def _grouped(
             }
             shapes = {name: tuple(converted[pattern].shape) for name, pattern in expanded.items()}
             outputs = {aliases.get(name, name): pattern for name, pattern in expanded.items()}
-            group = TensorGroup(
-                sources=sources,
-                outputs=outputs,
-                converter=converter,
-                merges=merges,
-                is_by_row=outputs.keys() <= stacks
-                and all(map(_keeps_rows, converter.operations[merges:])),
-            )
+            is_by_row = outputs.keys() <= stacks
+            is_by_row &= all(map(_keeps_rows, converter.operations[merges:]))
+            group = replace(group, outputs=outputs, merges=merges, is_by_row=is_by_row)
         elif len(names) > 1:
             problems.append(f"{names[0]} and {names[1]} are both {target}")
         groups.append(group)
@@ -355,7 +342,7 @@ def _lost_rows(sources: Mapping[str, list[str]], count: int) -> list[str]:
     return problems
 
 
-class HubWeights:
+class HubWeights(FolderWeights):
     """An opened folder of a model of transformers. Raises CheckpointError unless it holds all
     parameters of its model, before any is read."""
 
@@ -368,22 +355,15 @@ class HubWeights:
         self._last: tuple[object, dict[str, Tensor]] = None, {}
 
     def load_into(self, shards: Sequence[Shard]) -> None:
-        """Fill every shard's tensor, in place, whatever its dtype and device; names are those of a
-        checkpoint, with "model." in front. Adapters stay as they are."""
-        with torch.no_grad():
-            for shard in (shard for shard in shards if not is_adapter(shard.name)):
-                ends = zip(shard.offset, shard.tensor.shape, strict=True)
-                box = [range(start, start + size) for start, size in ends]
-                self._read_into(shard.name.removeprefix("model."), box, shard.tensor)
+        super().load_into(shards)
         self._last = None, {}
-        self.folder.close()
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, a buffer, a stack of experts or one of them."""
         stack = self._row(name)[0]
         dtype = torch_dtype(self.folder.stored[self.tensors.group_of[stack].names[0]].dtype)
         out = torch.empty([len(part) for part in box], dtype=dtype)
-        self._read_into(name, box, out)
+        self.read_into(name, box, out)
         return out
 
     def _row(self, name: str) -> tuple[str, int | None]:
@@ -393,7 +373,7 @@ class HubWeights:
             return stack, int(match[2])
         return name, None
 
-    def _read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
+    def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         name, row = self._row(name)
         if row is not None:
             box, out = [range(row, row + 1), *box], out[None]
@@ -455,7 +435,5 @@ def stored_hub_tensors(
                     row = index if group.merges and group.is_by_row else None
                     make = partial(reverted, group, row, name)
                 shape, dtype = tensors.stored[name].shape, dtype_of(name)
-                yield (
-                    name,
-                    DeferredTensor(dtype, shape, lambda make=make, dtype=dtype: make().to(dtype)),
-                )
+                write = partial(lambda make, dtype: make().to(dtype), make, dtype)
+                yield name, DeferredTensor(dtype, shape, write)

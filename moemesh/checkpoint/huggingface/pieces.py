@@ -124,11 +124,9 @@ class TensorPiece(NamedTuple):
         return logical.permute(self._inverse_order).reshape(self.stored).contiguous()
 
 
-def whole(source: str, shape: Sequence[int], offset: Sequence[int] | None = None) -> TensorPiece:
-    """Piece for a stored tensor that is part of the logical tensor without a transpose."""
-    size = tuple(shape)
-    start = (0,) * len(size) if offset is None else tuple(offset)
-    return TensorPiece(source, size, size, tuple(range(len(size))), start)
+def whole(source: str, shape: tuple[int, ...]) -> TensorPiece:
+    """Piece for a stored tensor that is the logical tensor."""
+    return TensorPiece(source, shape, shape, tuple(range(len(shape))), (0,) * len(shape))
 
 
 def slices(part: Sequence[range], box: Sequence[range] | None = None) -> tuple[slice, ...]:

@@ -122,9 +122,8 @@ class WeightFolder(FolderContents):
 
     def _read(self, name: str, box: Sequence[range]) -> Tensor:
         """Same as :meth:`read`, without dequantization."""
-        numbers = torch.empty(
-            [len(part) for part in box], dtype=torch_dtype(self.stored[name].dtype)
-        )
+        dtype = torch_dtype(self.stored[name].dtype)
+        numbers = torch.empty([len(part) for part in box], dtype=dtype)
         self._read_stored(name, box, numbers)
         return numbers
 
@@ -210,7 +209,25 @@ def torch_dtype(name: str) -> torch.dtype:
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 
 
-class HuggingFaceWeights:
+class FolderWeights:
+    """The weights of a folder by the names of checkpoints, with the prefix "model."."""
+
+    folder: WeightFolder
+
+    def load_into(self, shards: Sequence[Shard]) -> None:
+        """Fill every shard's tensor in place, of any dtype and device. Adapters are skipped."""
+        with torch.no_grad():
+            for shard in (shard for shard in shards if not is_adapter(shard.name)):
+                self.read_into(shard.name.removeprefix("model."), shard.box, shard.tensor)
+        self.folder.close()
+
+    def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        """Fill `out` with the part `box` of a parameter, a buffer, a stack of experts or one of
+        them."""
+        raise NotImplementedError
+
+
+class HuggingFaceWeights(FolderWeights):
     """An opened weight folder. Raises CheckpointError, before any number is read, unless it holds
     the tensors of the model `config` and no others."""
 
@@ -225,22 +242,15 @@ class HuggingFaceWeights:
         self._experts: dict[str, list[LogicalTensor]] = {}
         self.tensors = checked_tensors(self.folder, config, given)
 
-    def load_into(self, shards: Sequence[Shard]) -> None:
-        """Fill every shard's tensor in place, of any dtype and device; names are those of a
-        checkpoint, with the prefix "model.". Adapters are skipped."""
-        with torch.no_grad():
-            for shard in (shard for shard in shards if not is_adapter(shard.name)):
-                ends = zip(shard.offset, shard.tensor.shape, strict=True)
-                box = [range(start, start + size) for start, size in ends]
-                tensor, box, is_expert = self._located(shard.name.removeprefix("model."), box)
-                out = shard.tensor[None] if is_expert else shard.tensor
-                if tensor.view == tensor.shape:
-                    for piece in tensor.pieces:
-                        if (common := piece.overlap(box)) is not None:
-                            piece.read_into(common, out[slices(common, box)], self.folder)
-                else:
-                    out.copy_(tensor.read(box, self.folder.read))
-        self.folder.close()
+    def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
+        tensor, box, is_expert = self._located(name, box)
+        out = out[None] if is_expert else out
+        if tensor.view != tensor.shape:
+            out.copy_(tensor.read(box, self.folder.read))
+            return
+        for piece in tensor.pieces:
+            if (common := piece.overlap(box)) is not None:
+                piece.read_into(common, out[slices(common, box)], self.folder)
 
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, buffer, stack or expert, in its stored dtype."""
@@ -309,8 +319,7 @@ class AdapterFolder:
                 name, expert = shard.name.removeprefix("model."), None
                 if (match := EXPERT.fullmatch(name)) is not None:
                     name, expert = f"{match[1]}.{match[3]}", int(match[2])
-                ends = zip(shard.offset, shard.tensor.shape, strict=True)
-                box = tuple(slice(start, start + size) for start, size in ends)
+                box = slices(shard.box)
                 if (end := self._ends.get(name)) is not None:
                     shard.tensor.copy_(self._file.get_slice(end)[box])
                 if name not in self._places:
