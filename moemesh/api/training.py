@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -113,12 +113,8 @@ class ParallelModel(Shown):
             )
 
     def facts(self) -> dict[str, object]:
-        num_local = sum(parameter.numel() for parameter in self.parameters())
-        return {
-            "mesh": self.parallel.mesh,
-            "own_parameters": num_local,
-            "num_steps": self.num_steps,
-        }
+        mesh, size = self.parallel.mesh, sum(parameter.numel() for parameter in self.parameters())
+        return {"mesh": mesh, "own_parameters": size, "num_steps": self.num_steps}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Logical name -> this rank's shard, for an optimizer; for bfloat16 weights their fp32
@@ -153,7 +149,8 @@ class ParallelModel(Shown):
         parameter has a gradient, on any rank. The result is the same on every rank.
         """
         parts = self.config.plan.microbatches
-        batches = self._own(tokens, targets, valid, loss_mask, documents, parts, self.num_steps + 1)
+        extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
+        batches = self._own(tokens, targets, extras, parts, self.num_steps + 1)
         check_limit("clip", clip)
         with torch.no_grad():
             for name, parameter in self.parallel.model.named_parameters():
@@ -182,7 +179,8 @@ class ParallelModel(Shown):
         documents: Tensor | None = None,
     ) -> float:
         """Returns the mean negative log-likelihood of a global batch in nats a token."""
-        batches = self._own(tokens, targets, valid, loss_mask, documents, 1, self.num_steps)
+        extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
+        batches = self._own(tokens, targets, extras, 1, self.num_steps)
         return evaluate(self.parallel, batches)
 
     def state_dict(self) -> dict[str, Tensor | Sharded]:
@@ -207,14 +205,13 @@ class ParallelModel(Shown):
         self,
         tokens: Tensor,
         targets: Tensor | None,
-        valid: Tensor | None,
-        loss_mask: Tensor | None,
-        documents: Tensor | None,
+        extras: Mapping[str, Tensor | None],
         num_parts: int,
         step: int,
     ) -> list[Batch]:
         """This data-parallel rank's sequences of a global batch, in `num_parts` microbatches.
-        Arguments are those of :meth:`step`. Raises UserError for wrong shapes, dtypes and ids."""
+        Arguments are those of :meth:`step`; `extras`: masks and documents. Raises UserError for
+        wrong shapes, dtypes and ids."""
         check_kind("tokens", tokens, Tensor)
         if targets is None:
             if tokens.ndim != 2:
@@ -223,20 +220,16 @@ class ParallelModel(Shown):
                     f"{list(tokens.shape)}"
                 )
             tokens, targets = tokens[:, :-1], tokens[:, 1:]
-        masks = {"valid": valid, "loss_mask": loss_mask}
-        numbers = {"tokens": tokens, "targets": targets, "documents": documents}
-        for name, tensor in (numbers | masks).items():
-            if tensor is not None:
-                check_kind(name, tensor, Tensor)
-        given = [t for t in (tokens, targets, *masks.values(), documents) if t is not None]
-        if tokens.ndim != 2 or any(t.shape != tokens.shape for t in given):
-            shapes = [list(t.shape) for t in given]
+        every = {"tokens": tokens, "targets": targets, **extras}
+        given = {name: tensor for name, tensor in every.items() if tensor is not None}
+        for name, tensor in given.items():
+            check_kind(name, tensor, Tensor)
+        if tokens.ndim != 2 or any(t.shape != tokens.shape for t in given.values()):
+            shapes = [list(t.shape) for t in given.values()]
             raise UserError(f"tokens, targets and masks must all be [B, S], not {shapes}")
-        for kind, name, tensor in (
-            *((torch.bool, *item) for item in masks.items()),
-            *((torch.int64, *item) for item in numbers.items()),
-        ):
-            if tensor is not None and tensor.dtype != kind:
+        for name in ("valid", "loss_mask", "tokens", "targets", "documents"):
+            kind = torch.bool if name in ("valid", "loss_mask") else torch.int64
+            if (tensor := given.get(name)) is not None and tensor.dtype != kind:
                 cast = "bool" if kind is torch.bool else "long"
                 raise UserError(f"{name} must be {kind}, not {tensor.dtype}: {name}.{cast}()")
         vocabulary = self.config.model.vocab_size
@@ -252,9 +245,7 @@ class ParallelModel(Shown):
                 tokens_BS=tokens[rows].to(device),
                 targets_BS=targets[rows].to(device),
                 sequences_B=torch.arange(rows.start, rows.stop, device=device),
-                valid_BS=None if valid is None else valid[rows].to(device),
-                loss_mask_BS=None if loss_mask is None else loss_mask[rows].to(device),
-                documents_BS=None if documents is None else documents[rows].to(device),
+                **{f"{x}_BS": given[x][rows].to(device) for x in extras if x in given},
                 seed=self.config.train.seed,
                 step=step,
             )

@@ -76,10 +76,9 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
         raise CheckpointError(f"{path}: the header is damaged (its tensors overlap or leave gaps)")
     described = 8 + length + ends[-1]
     if size < described:
-        beyond = [
-            name for name, x in entries.items() if x.num_bytes and x.start + x.num_bytes > size
-        ]
-        cut = min(beyond, key=lambda name: entries[name].start)
+        ends_of = {name: x.start + x.num_bytes for name, x in entries.items() if x.num_bytes}
+        beyond = [name for name, end in ends_of.items() if end > size]
+        cut = min(beyond, key=ends_of.__getitem__)
         more = f", {len(beyond) - 1} after it missing" if len(beyond) > 1 else ""
         raise CheckpointError(
             f"{path}: ends at byte {size}, its header describes {described} bytes: the tensor "

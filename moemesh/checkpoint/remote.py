@@ -139,19 +139,20 @@ class RemotePath:
         Most stores create exclusively; in others two writers may both succeed, and the object is
         that of the last.
         """
+
+        def create() -> None:
+            try:
+                self._filesystem.pipe_file(self._path, content, mode="create")
+            except TypeError:  # a client without this argument
+                self._filesystem.pipe_file(self._path, content)
+
         try:
             if self.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self))
-            self._call(self._create, content)
+            self._call(create)
         except FileExistsError:
             if self.read(0, len(content) + 1) != content:
                 raise
-
-    def _create(self, content: bytes) -> None:
-        try:
-            self._filesystem.pipe_file(self._path, content, mode="create")
-        except TypeError:  # a client without this argument
-            self._filesystem.pipe_file(self._path, content)
 
     def remove(self) -> None:
         """Delete the object, if it exists."""

@@ -127,15 +127,11 @@ def remember(folder: Place, states: Sequence[VerifiedState], *, only: bool = Fal
     for state in states:
         if state.is_verified and state.digest is not None:
             verified[f"step-{state.step}"] = (state.digest, state.is_finite)
-    content = {
-        name: {"digest": digest, "finite": fine} for name, (digest, fine) in verified.items()
-    }
+    content = {name: {"digest": x, "finite": fine} for name, (x, fine) in verified.items()}
     text = json.dumps(content, indent=1).encode()
-    try:
+    with suppress(CheckpointError, OSError):
         if files.read_start(folder / VERIFIED, len(text) + 1) == text:
             return
-    except (CheckpointError, OSError):
-        pass
     files.replace_file(folder / VERIFIED, text)
 
 
@@ -222,9 +218,6 @@ def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
             is_finite = value.get("finite")
             verified[name] = (value["digest"], is_finite if isinstance(is_finite, bool) else None)
     return verified
-
-
-# Space of a run's checkpoints on their disk.
 
 
 #: Bytes of an element of the masters, and of the model itself, by `train.dtype`.

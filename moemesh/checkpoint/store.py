@@ -185,19 +185,12 @@ def own_shards(shards: Sequence[Shard], axis: Axis, *, check_replicas: bool) -> 
     """Returns the shards that this rank saves; the lowest rank saves a part held by several. Raises
     CheckpointError on every rank if the copies of such a part differ."""
     # A part is identified by (name, offset, shape).
-    own_parts = {
-        (shard.name, shard.offset, tuple(shard.tensor.shape)): shard
-        for shard in shards
-        if shard.tensor.numel()
-    }
-    parts_of_ranks = [
-        {(name, tuple(offset), tuple(shape)) for name, offset, shape in parts}
-        for parts in gather_json(list(own_parts), axis)
-    ]
-    holders = {
-        part: [rank for rank, parts in enumerate(parts_of_ranks) if part in parts]
-        for part in own_parts
-    }
+    filled = [shard for shard in shards if shard.tensor.numel()]
+    own_parts = {(x.name, x.offset, tuple(x.tensor.shape)): x for x in filled}
+    holders: dict[tuple[Any, ...], list[int]] = {}
+    for rank, parts in enumerate(gather_json(list(own_parts), axis)):
+        for name, offset, shape in parts:
+            holders.setdefault((name, tuple(offset), tuple(shape)), []).append(rank)
     if check_replicas:
         shared = [shard for part, shard in own_parts.items() if len(holders[part]) > 1]
         digests: list[list[Any]] = []

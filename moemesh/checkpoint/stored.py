@@ -109,10 +109,7 @@ class StoredCheckpoint:
             if any(start >= stop for start, stop in common):
                 continue
             source, target = (
-                tuple(
-                    slice(start - o, stop - o)
-                    for (start, stop), o in zip(common, origin, strict=True)
-                )
+                tuple(slice(a - o, b - o) for (a, b), o in zip(common, origin, strict=True))
                 for origin in (piece.offset, offset)
             )
             path = self.path / piece.file
@@ -206,11 +203,9 @@ def candidates(folder: Place) -> list[int]:
 def unfinished(folder: Place) -> list[str]:
     """Names of folders that are being written or deleted, or that a run left when it died."""
     names = files.list_names(folder)
-    unfinished_names = [
-        name for name in names if files.TEMPORARY.fullmatch(name) or files.TRASH.fullmatch(name)
-    ]
+    left = [x for x in names if files.TEMPORARY.fullmatch(x) or files.TRASH.fullmatch(x)]
     steps = (name for name in names if files.COMMITTED.fullmatch(name))
-    return unfinished_names + [name for name in steps if not files.is_committed(folder / name)]
+    return left + [name for name in steps if not files.is_committed(folder / name)]
 
 
 def open_stored(folder: Place, step: int) -> StoredCheckpoint:

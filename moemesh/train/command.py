@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from moemesh.monitor import progress
 from moemesh.monitor.detector import FLOOR_SECONDS, Limits, Verdict
 from moemesh.monitor.lease import LeaseLost
 from moemesh.monitor.progress import FINISH, SETUP
-from moemesh.monitor.supervisor import STOPPING, StopRequest, SupervisorResult, describe
+from moemesh.monitor.supervisor import STOPPING, StopRequest, describe
 from moemesh.report.document import plural
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train import preparation
@@ -117,7 +117,6 @@ def train_supervised(
     folder: RunFolder,
     arguments: Sequence[str],
     *,
-    run: Callable[..., SupervisorResult] = launch.run_ranks,
     is_last: bool = False,
 ) -> int:
     """Run the ranks of `config` until they have finished, were stopped, or failed finally; returns
@@ -128,7 +127,7 @@ def train_supervised(
     command = ["moemesh", *arguments]
     failure.keep_failure(path, have_ended=True)  # of an earlier command
     while True:
-        ended = run(
+        ended = launch.run_ranks(
             config.plan.world_size,
             arguments,
             logs=logs,
@@ -146,19 +145,16 @@ def train_supervised(
             lost = folder.lease_lost(reason)
             advice = str(lost.facts["advice"])
             if (place := folder.present_path()) is not None:
-                action = "ended the run"
-                failure.write_verdict(
-                    place, ended, epoch=folder.epoch, action=action, advice=advice
-                )
+                words = {"action": "ended the run", "advice": advice}
+                failure.write_verdict(place, ended, epoch=folder.epoch, **words)
                 failure.write_page(place)
             failure.log(f"moemesh: {lost}\n{advice}")
             return 1
         step = failure.newest_step(path, seconds=_STORE_SECONDS)
         refused = budget.refuses(verdict, step)
         restarts = refused is None
-        failure.log(
-            describe(ended, logs, kept=failure.kept_in(path, folder.epoch) if restarts else logs)
-        )
+        kept = failure.kept_in(path, folder.epoch) if restarts else logs
+        failure.log(describe(ended, logs, kept=kept))
         since = f"step {step}" if step is not None else "the beginning, without a checkpoint"
         record = verdict.status.record
         failed_step = record.step if record is not None else None
@@ -216,12 +212,8 @@ def train(
         launch.watch(partial(watcher_command, path=path, limits=limits_of(config)))
         return _rank(request, config, is_last=in_this_process)
     prepared = prepared or prepare(request, _say_once)
-    cuda.check(
-        config.train.device,
-        config.plan.world_size,
-        config.train.dtype,
-        shares=launch.shares_devices(),
-    )
+    shares, ranks = launch.shares_devices(), config.plan.world_size
+    cuda.check(config.train.device, ranks, config.train.dtype, shares=shares)
     from moemesh.planner.machine_memory import refuse_too_large  # late: no rank needs it
 
     # Even a machine with a driver may have no GPU.

@@ -26,9 +26,6 @@ from moemesh.trace.run import MetricsRow
 from moemesh.trace.step_seconds import duration
 from moemesh.train.records.run_folder import Events
 
-# Progress of a run: when to print a line without a terminal, and the remaining time.
-
-
 #: Seconds after the last line when the next is due ...
 MOST_OFTEN_SECONDS = 60.0
 #: ... or steps after it, if they come first: the smaller of a number and a share of all steps.
@@ -172,10 +169,8 @@ class Console:
 
     def step(self, row: MetricsRow, total: int) -> None:
         """Show a finished step in the panel, or print it as a line if one is due."""
-        text = (
-            f"loss {row.loss:.4f}  grad norm {row.grad_norm:.3f}  "
-            f"{row.tokens_per_second:,.0f} tokens/s"
-        )
+        losses = f"loss {row.loss:.4f}  grad norm {row.grad_norm:.3f}"
+        text = f"{losses}  {row.tokens_per_second:,.0f} tokens/s"
         is_due = self._progress.finished(row.step)
         seconds = self._progress.seconds_left
         left = "" if seconds is None or row.step == total else f"{duration(seconds)} left"

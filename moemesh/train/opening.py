@@ -19,8 +19,6 @@ from moemesh.schedule.text import from_text, to_text
 from moemesh.train.records.kept_schedules import SCHEDULE, has_name
 from moemesh.train.records.run_folder import RunFolder
 
-# The samples of a step as this rank's microbatches.
-
 
 class ArraySource(Protocol):
     """Samples of a run's data, or of a bundle."""
@@ -64,9 +62,6 @@ def own_rows(number: int, mesh: Mesh, num_parts: int) -> list[slice]:
     local = shard_range(number, dp.size, dp.index)
     parts = (shard_range(len(local), num_parts, index) for index in range(num_parts))
     return [slice(local.start + part.start, local.start + part.stop) for part in parts]
-
-
-# The schedule of a run: the same on all ranks, whatever files each could read.
 
 
 def schedule_of_run(config: RunConfig, folder: RunFolder, mesh: Mesh) -> Schedule:

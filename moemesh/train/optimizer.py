@@ -97,13 +97,8 @@ class Optimizer:
             {"params": [m for name, m in rest.items() if name not in scales]},
             {"params": [m for name, m in rest.items() if name in scales], "weight_decay": 0.0},
         ]
-        self._torch: torch.optim.Optimizer = resolve_name(self._row.make)(
-            groups,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            **options,
-            **self._row.constants,
-        )
+        options |= {"lr": config.lr, "weight_decay": config.weight_decay, **self._row.constants}
+        self._torch: torch.optim.Optimizer = resolve_name(self._row.make)(groups, **options)
 
     def gradients(self, reduced: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The complete gradients in the memory where :meth:`step` reads them: `reduced`, which are

@@ -142,24 +142,16 @@ class Start(NamedTuple):
 
 def _without_effect(start: Start) -> Iterator[str]:
     plan, train = start.config.plan, start.config.train
+    recomputed = ("recompute_attention", "recompute_experts")
+    a_gpu = "a GPU, since a CPU has the states in its memory"
     idle = [  # condition, section, keys without effect, requirement of their effect
         (plan.pp == 1, plan, ("schedule", "stages_per_rank"), "plan.pp > 1"),
         (plan.data != "parameter_server", plan, ("servers",), "plan.data = parameter_server"),
-        (
-            plan.recompute != "selective",
-            plan,
-            ("recompute_attention", "recompute_experts"),
-            "plan.recompute = selective",
-        ),
+        (plan.recompute != "selective", plan, recomputed, "plan.recompute = selective"),
         (plan.ep == 1, plan, ("spare_slots",), "plan.ep > 1"),
         (plan.ep * plan.etp == 1, plan, ("dispatcher", "payload"), "plan.ep > 1"),
         (plan.ep == 1, train, ("rebalance_every",), "plan.ep > 1"),
-        (
-            start.ranks_on_cpu > 0,
-            plan,
-            ("offload",),
-            "a GPU, since a CPU has the states in its memory",
-        ),
+        (start.ranks_on_cpu > 0, plan, ("offload",), a_gpu),
     ]
     options = {key for row in OPTIMIZERS.values() for key in row.options}
     for key in sorted(options - {*OPTIMIZERS[train.optimizer].options}):
@@ -451,12 +443,9 @@ def check_inputs(
 
     def open_small() -> None:
         if sources.is_small(config.data):
-            seed, vocab_size = config.train.seed, config.model.vocab_size
-            opened.append(
-                sources.open_samples(
-                    config.data, seed=seed, vocab_size=vocab_size, cache=cache, log=notes.append
-                )
-            )
+            sizes = {"seed": config.train.seed, "vocab_size": config.model.vocab_size}
+            samples = sources.open_samples(config.data, **sizes, cache=cache, log=notes.append)
+            opened.append(samples)
 
     problems = untrainable(resolved, folder)
     errors: list[Exception] = [ConfigError(problems)] if problems else []

@@ -93,18 +93,11 @@ class Session:
             console.log(note)
         self.parallel = parallel = construct(config, mesh, schedule)
         tokens = plan.tokens_per_rank(config.data.seq_len, config.data.global_batch)
-        parallel.notes.extend(
-            set_kernel(
-                parallel.model,
-                train.experts,
-                mesh,
-                tokens_per_rank=tokens,
-                defers=schedule.split_backwards,
-            )
-        )
-        self.optimizer = optimizer = Optimizer.of(
-            parallel, train, offload=plan.offload == "optimizer"
-        )
+        model, defers = parallel.model, schedule.split_backwards
+        kernel = set_kernel(model, train.experts, mesh, tokens_per_rank=tokens, defers=defers)
+        parallel.notes.extend(kernel)
+        offload = plan.offload == "optimizer"
+        self.optimizer = optimizer = Optimizer.of(parallel, train, offload=offload)
         self.artifacts = Artifacts(folder, config, parallel, optimizer, console.log)
         self.migration = ExpertMigration(parallel, optimizer, train.rebalance_every, console.log)
         self.nan_policy = NaNPolicy(train, console.log)
@@ -143,11 +136,11 @@ class Session:
 
     def _restore(self) -> Checkpoint | None:
         """Load the newest readable checkpoint, if any; all ranks call."""
-        checkpoint = saving.newest(
-            self.folder,
-            self.parallel,
-            lambda step, why: self.console.warn(f"checkpoint {step} skipped: {why}"),
-        )
+
+        def warn(step: int, why: str) -> None:
+            self.console.warn(f"checkpoint {step} skipped: {why}")
+
+        checkpoint = saving.newest(self.folder, self.parallel, warn)
         if checkpoint is not None:
             self.migration.load_state(checkpoint.state)
             self.nan_policy.load_state(checkpoint.state)
@@ -204,9 +197,8 @@ class Session:
                 progress.at_step(step + 1, self.mesh["pp"].index)
                 finished = steps.advance(step + 1)
                 progress.stepped()
-                boundary = StepBoundary(
-                    step=finished, began=step, is_last=finished.number == self.last
-                )
+                is_last = finished.number == self.last
+                boundary = StepBoundary(step=finished, began=step, is_last=is_last)
                 # After an observer with a reason the others are not called.
                 if reason := next(filter(None, (observe(boundary) for observe in observers)), None):
                     step = self.saved = self.go_back(finished.number, reason)
@@ -234,15 +226,9 @@ class Session:
     def batches(self, step: int) -> list[Batch]:
         """This rank's microbatches of step `step` (from 1)."""
         progress.phase(DATA)
-        train, plan = self.config.train, self.config.plan
-        batches = own_batches(
-            self.samples,
-            self.mesh,
-            self.sample_ids(step),
-            plan.microbatches,
-            seed=train.seed,
-            step=step,
-        )
+        ids, number = self.sample_ids(step), self.config.plan.microbatches
+        seed = self.config.train.seed
+        batches = own_batches(self.samples, self.mesh, ids, number, seed=seed, step=step)
         progress.phase(STEP)
         return batches
 

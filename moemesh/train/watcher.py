@@ -49,10 +49,7 @@ _EMPTY_SECONDS = 60.0
 _CULPRIT_FIRST_SECONDS = 0.4
 #: Longest time of a report in seconds, stacks included.
 _REPORT_SECONDS = 8.0
-_COMMANDS = {
-    "torchrun": ["torchrun", "...", "--no-python", "moemesh"],
-    "srun": ["srun", "...", "moemesh"],
-}
+_COMMANDS = {"torchrun": "torchrun ... --no-python moemesh", "srun": "srun ... moemesh"}
 _RESTARTS = {
     "torchrun": "torchrun restarts them up to --max-restarts times",
     "srun": "Slurm restarts the job if allowed (--requeue)",
@@ -80,7 +77,7 @@ class WatcherSpec:
 
 def watcher_command(folder: Path, node: Node, *, path: Path, limits: Limits) -> list[str]:
     """The command of the watcher of `node` with rendezvous `folder`; `path`: the run folder."""
-    command = [*_COMMANDS.get(node.launcher, ["moemesh"]), *sys.argv[1:]]
+    command = [*_COMMANDS.get(node.launcher, "moemesh").split(), *sys.argv[1:]]
     spec = WatcherSpec(
         node=node, folder=str(folder), path=str(path.absolute()), limits=limits, command=command
     )
@@ -183,10 +180,8 @@ class Watcher:
             )
             if is_first:
                 self._page_of = path
-                record = verdict.status.record
-                Events(RunFolder(path, has_run=True)).add(
-                    "failed", verdict.message, record.step if record else None
-                )
+                step = verdict.status.record.step if verdict.status.record else None
+                Events(RunFolder(path, has_run=True)).add("failed", verdict.message, step)
             lines.append(f"moemesh: {action}; {details(path)}")
         # The message of the rank at fault in torchrun's own report.
         with suppress(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import reduce
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from moemesh.config.plan import Plan
 from moemesh.report.explain import explain
 from moemesh.trace.loads import LayerLoads, collapse_text, read_loads
 from moemesh.trace.run import Run
+from moemesh.train.records import expert_loads
 from moemesh.train.records import rows as row_log
 from moemesh.train.records.expert_loads import LoadAlarms, LoadLog, RowBounds
 from moemesh.train.records.rows import RowLog, cut_after
@@ -26,13 +28,10 @@ from tests.train.test_numerical_faults import MODEL, SHAPE
 
 def run(steps: list[list[int]], dropped: int = 0) -> list[str]:
     lines: list[str] = []
-    alarms = LoadAlarms(
-        lambda text, kind: lines.append(text), num_steps=3, entropy=0.5, dropped=0.1
-    )
-    for step, experts in enumerate(steps, start=1):
-        alarms.check(
-            LayerLoads(step=step, layer=3, tokens_per_expert=tuple(experts), dropped=dropped)
-        )
+    alarms = LoadAlarms(lambda text, kind: lines.append(text))
+    with mock.patch.multiple(expert_loads, COLLAPSE_STEPS=3, COLLAPSE_ENTROPY=0.5):
+        for step, experts in enumerate(map(tuple, steps), start=1):
+            alarms.check(LayerLoads(step=step, layer=3, tokens_per_expert=experts, dropped=dropped))
     return lines
 
 
@@ -90,11 +89,11 @@ def test_drops() -> None:
 
 def test_layers_ring_by_themselves_and_empty_steps_do_not() -> None:
     lines: list[str] = []
-    alarms = LoadAlarms(lambda text, kind: lines.append(text), num_steps=2)
-    for step in range(1, 6):
+    alarms = LoadAlarms(lambda text, kind: lines.append(text))
+    for step in range(1, 25):
         for layer in (1, 2):
             alarms.check(LayerLoads(step=step, layer=layer, tokens_per_expert=(7, 0, 7, 7)))
-    assert [line.split(":")[1] for line in lines] == [" step 2, layer 1", " step 2, layer 2"]
+    assert [line.split(":")[1] for line in lines] == [" step 20, layer 1", " step 20, layer 2"]
     assert run([[0, 0, 0]] * 9) == []
 
 

@@ -39,10 +39,16 @@ class Collector:
         self.is_closed = True
 
 
+@pytest.fixture(autouse=True)
+def openers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "OPENERS", {})
+
+
 def opened(tmp_path: Path, **found: Collector) -> tuple[Sinks, list[str]]:
     said: list[str] = []
-    openers = {name: (lambda folder, first, sink=sink: sink) for name, sink in found.items()}
-    return Sinks(tuple(found), tmp_path, 1, lambda text, kind: said.append(text), openers), said
+    for name, sink in found.items():
+        module.OPENERS[name] = lambda folder, first, sink=sink: sink
+    return Sinks(tuple(found), tmp_path, 1, lambda text, kind: said.append(text)), said
 
 
 def test_every_sink_gets_every_row_in_order(tmp_path: Path) -> None:
@@ -73,8 +79,8 @@ def test_a_sink_that_cannot_be_opened_costs_its_rows(tmp_path: Path) -> None:
     def refuse(folder: Path, first: int) -> Collector:
         raise SystemExit("no login")
 
-    said: list[str] = []
-    sinks = Sinks(("x",), tmp_path, 1, lambda text, kind: said.append(text), {"x": refuse})
+    module.OPENERS["x"], said = refuse, list[str]()
+    sinks = Sinks(("x",), tmp_path, 1, lambda text, kind: said.append(text))
     sinks.put(row(1))
     sinks.close()
     assert said[0].startswith("sink x cannot be opened (SystemExit: no login)")

@@ -20,6 +20,7 @@ from typing import Any, Literal, get_args
 import pytest
 import torch
 
+from moemesh.comm import launch
 from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.monitor import rendezvous, supervisor
@@ -187,7 +188,7 @@ def test_a_hang_is_told_soon_where_no_kernels_are_compiled(
 
 
 def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
     folder = RunFolder.open(path)
@@ -203,8 +204,9 @@ def test_what_a_failed_rank_wrote_is_found_where_the_console_says(
         verdict = failed("exception", error=ReportedError(kind="KeyError", message="'x'", at=0.0))
         return SupervisorResult(code=1, verdict=verdict, stacks={}, traces={})
 
+    monkeypatch.setattr(launch, "run_ranks", run)
     for first in (1, 3):  # the same command twice
-        assert train_supervised(config, folder, ["train"], run=run) == 1
+        assert train_supervised(config, folder, ["train"]) == 1
         said = capfd.readouterr().err
         named = [Path(line) for line in re.findall(r"\(all of it in (.*)\)", said)]
         assert named == [path / f"failures/{first}/rank-1.err", path / "logs/rank-1.err"]
@@ -235,8 +237,9 @@ def test_a_folder_in_which_nothing_can_be_written_ends_a_failed_run_with_its_cau
             monkeypatch.setattr(name, refuse)
         return SupervisorResult(code=137, verdict=failed(), stacks={}, traces={})
 
+    monkeypatch.setattr(launch, "run_ranks", run)
     config = RunConfig(train=TrainConfig(restarts=1))
-    assert train_supervised(config, folder, ["train"], run=run) == 137
+    assert train_supervised(config, folder, ["train"]) == 137
     said = capfd.readouterr().err
     assert "not restarted" in said and "Read-only file system" in said
     assert "no report could be written" in said and "None" not in said

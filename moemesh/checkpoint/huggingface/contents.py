@@ -226,12 +226,12 @@ class FolderContents:
 def refuse_problems(path: Path, lines: Sequence[str]) -> None:
     """Raises CheckpointError with the first of `lines`: faults of a folder's weights."""
     if lines:
-        more = f"\n  and {len(lines) - _MOST_LINES} more" if len(lines) > _MOST_LINES else ""
-        raise CheckpointError(
-            f"{path}: the weights are not those of its config.json:\n  "
-            + "\n  ".join(lines[:_MOST_LINES])
-            + more
+        head, left = (
+            f"{path}: the weights are not those of its config.json:",
+            len(lines) - _MOST_LINES,
         )
+        more = [f"and {left} more"] if left > 0 else []
+        raise CheckpointError("\n  ".join([head, *lines[:_MOST_LINES], *more]))
 
 
 def layer_of(name: str) -> int:

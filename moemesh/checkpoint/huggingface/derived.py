@@ -186,9 +186,8 @@ def upcycled(
                 order = np.random.Generator(np.random.Philox(key=key)).permutation(shape[dim])
                 chosen = order < round(drop * shape[dim])
                 fresh = torch.from_numpy(chosen[box[dim].start : box[dim].stop])
-                weight = torch.where(
-                    fresh[:, None] if dim == -2 else fresh, mean + deviation * drawn, weight
-                )
+                fresh = fresh[:, None] if dim == -2 else fresh
+                weight = torch.where(fresh, mean + deviation * drawn, weight)
             stack.append(weight)
         return torch.stack(stack)
 

@@ -49,7 +49,9 @@ def write_scores(request: EsftRequest, overrides: Sequence[str], *, as_json: boo
             request.out.write_text(strict_json(table, indent=1) + "\n", encoding="utf-8")
             if request.svg is not None:
                 request.svg.parent.mkdir(parents=True, exist_ok=True)
-                request.svg.write_text(picture(table), encoding="utf-8")
+                scores = {int(x): row[table["score"]] for x, row in table["scores"].items()}
+                chosen = {int(layer): experts for layer, experts in table["experts"].items()}
+                request.svg.write_text(relevance_map(scores, chosen), encoding="utf-8")
         return strict_json(table) if as_json else as_text(table, request.out)
 
     return on_ranks(config, work)
@@ -75,12 +77,8 @@ def score_table(
         layer: {"gate": relevance(gate), "token": relevance(token)}
         for layer, (gate, token) in zip(layers, sums_L2E.tolist(), strict=True)
     }
-    chosen = {
-        layer: most_relevant(
-            row[request.score], threshold=request.threshold, count=request.experts_per_layer
-        )
-        for layer, row in rows.items()
-    }
+    limits = {"threshold": request.threshold, "count": request.experts_per_layer}
+    chosen = {layer: most_relevant(row[request.score], **limits) for layer, row in rows.items()}
     return {
         "num_experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
@@ -161,10 +159,3 @@ def as_text(table: dict[str, Any], out: Path) -> str:
     tokens = table["data"]["tokens"]
     lines.append(f"{total} of {num_experts} experts ({total / num_experts:.1%}), {tokens:,} tokens")
     return "\n".join([*lines, f"to train them: --set {shlex.quote(f'train.esft={out}')}"])
-
-
-def picture(table: dict[str, Any]) -> str:
-    """The relevance of every expert as SVG."""
-    rows = {int(layer): row[table["score"]] for layer, row in table["scores"].items()}
-    chosen = {int(layer): experts for layer, experts in table["experts"].items()}
-    return relevance_map(rows, chosen)

@@ -245,10 +245,8 @@ def prompts_of(file: Path) -> list[str]:
                 lines[number] = parse_json(line)["prompt"]
                 assert isinstance(lines[number], str)
             except (ValueError, TypeError, KeyError, AssertionError) as error:
-                need = 'a line is an object such as {"prompt": "2 + 2 is"}'
-                raise UserError(
-                    f"{file}, line {number + 1}: no text named prompt; {need}"
-                ) from error
+                need = 'no text named prompt; a line is an object such as {"prompt": "2 + 2 is"}'
+                raise UserError(f"{file}, line {number + 1}: {need}") from error
     if not lines:
         raise UserError(f"{file}: holds no prompt")
     return lines
@@ -299,11 +297,9 @@ def generate(
         note = "this run was tuned on conversations: --chat uses their template"
         print(f"note: {note}", file=sys.stderr, flush=True)
     converses = prompt is None and prompts is None
-    if converses and config.plan.world_size > 1:
-        raise UserError(
-            f"the plan has {config.plan.world_size} ranks, and a conversation is held by one: "
-            "give --prompt TEXT, or one rank"
-        )
+    if converses and (ranks := config.plan.world_size) > 1:
+        why = f"the plan has {ranks} ranks, and a conversation is held by one"
+        raise UserError(f"{why}: give --prompt TEXT, or one rank")
     turns = [] if system is None else [{"role": "system", "content": system}]
 
     def ids_of(text: str, name: str = "--prompt") -> list[int]:
@@ -383,10 +379,8 @@ def generate(
                 numbers = range(first, min(first + batch, len(wanted) + 1))
                 answers = {number: new_answer() for number in numbers if number in rows}
                 choosers = [chooser(temperature, top_p, seed + number - 1) for number in answers]
-                batch_ids = [rows[number] for number in answers]
-                answer_together(
-                    parallel.model, batch_ids, list(answers.values()), choosers, mesh.device
-                )
+                given = [rows[number] for number in answers], [*answers.values()], choosers
+                answer_together(parallel.model, *given, mesh.device)
                 for number in numbers if mesh.rank == 0 else ():
                     growing, head = answers.get(number), "" if chat else wanted[number - 1]
                     if growing is not None:

@@ -59,9 +59,8 @@ class CopiesDiffer(RuntimeError):
     """Weights that must be equal are not; `facts` for failure.json."""
 
     def __init__(self, step: int, mismatches: Sequence[Mismatch]) -> None:
-        more = (
-            f"; and {len(mismatches) - _MOST_NAMED} more" if len(mismatches) > _MOST_NAMED else ""
-        )
+        left = len(mismatches) - _MOST_NAMED
+        more = f"; and {left} more" if left > 0 else ""
         super().__init__(f"step {step}: " + "; ".join(map(str, mismatches[:_MOST_NAMED])) + more)
         first = mismatches[0]
         culprits = sorted({rank for mismatch in mismatches for rank in mismatch.culprits})
@@ -162,11 +161,7 @@ class ReplicaChecksums:
                 axis = self._parallel.mesh[axis_name]
                 for mismatch in mismatches:
                     name = mismatch.parameter
-                    if (
-                        name not in held
-                        or mismatch.ranks != axis.ranks
-                        or rank not in mismatch.ranks
-                    ):
+                    if name not in held or mismatch.ranks != axis.ranks or rank not in axis.ranks:
                         continue
                     assert mismatch.majority is not None
                     source, states = axis.ranks.index(mismatch.majority), [held[name]]
@@ -194,10 +189,8 @@ def what_is_compared(config: RunConfig) -> str:
         return "copies of weights are not compared: train.vote_every is 0"
     if plan.world_size == 1 or plan.data == "zero3":
         return "every weight is on one rank alone: without copies nothing is compared"
-    kinds = {
-        "dense": plan.dp * plan.cp,
-        **({"expert": plan.edp} if config.model.num_experts else {}),
-    }
+    kinds = {"dense": plan.dp * plan.cp}
+    kinds |= {"expert": plan.edp} if config.model.num_experts else {}
     words = {
         1: "are on one rank alone, with no copy to compare",
         2: "have 2 copies, and a difference is reported",

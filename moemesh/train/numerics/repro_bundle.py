@@ -148,14 +148,8 @@ class ReproBundle:
 
 #: Overrides that make a plan of one rank. The bundle has whole weights and all samples.
 ALONE = (
-    "plan.dp=1",
-    "plan.tp=1",
-    "plan.cp=1",
-    "plan.pp=1",
-    "plan.ep=1",
-    "plan.schedule=1f1b",
-    "plan.data=replicate",
-    "plan.dispatcher=auto",
+    *(f"plan.{degree}=1" for degree in ("dp", "tp", "cp", "pp", "ep")),
+    *("plan.schedule=1f1b", "plan.data=replicate", "plan.dispatcher=auto"),
 )
 
 

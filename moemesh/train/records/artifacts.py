@@ -323,9 +323,7 @@ class Artifacts:
             "validation_loss": self._validation,
             "early_stop": early_stop.reason,
             "unigram_loss": self._unigram,
-            "parameters": sum(
-                placement.num_elements for placement in self.parallel.placements.values()
-            ),
+            "parameters": sum(x.num_elements for x in self.parallel.placements.values()),
             "trained_parameters": num_trained(config.tuning, config.model, config.plan),
         }
         try:
@@ -343,10 +341,8 @@ class Artifacts:
             )
         except OSError as error:
             file, reason = error.filename or self.folder.path, error.strerror or error
-            text = (
-                f"{file} cannot be written ({reason}): the run is saved, its report is incomplete"
-            )
-            self._log(text, "disk")
+            incomplete = "the run is saved, its report is incomplete"
+            self._log(f"{file} cannot be written ({reason}): {incomplete}", "disk")
 
     def summary(self, early_stop: EarlyStop) -> str:
         """The final losses, the path of the report, and notes."""
@@ -367,14 +363,11 @@ class Artifacts:
         # A small model repeats itself where it takes the likeliest token.
         generate = f"moemesh generate {run} --prompt {prompt} --temperature 0.8"
         width = max(len(explain), len(generate)) + 2
+        lowest = [f"lowest validation   {loss:.4f} {unit}, step {step}"] if early_stop.since else []
         return "\n".join(
             [
                 *([f"early stop          {reason}"] if reason else []),
-                *(
-                    [f"lowest validation   {loss:.4f} {unit}, step {step}"]
-                    if early_stop.since
-                    else []
-                ),
+                *lowest,
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
                 f"report              {Path(self.folder.path) / 'report.html'}",

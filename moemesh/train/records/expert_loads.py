@@ -110,23 +110,17 @@ def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
         yield rows[0].step, rows
 
 
+#: Largest share of choices whose expert had no room, without an alarm.
+LARGEST_DROPPED = 0.1
+
+
 class LoadAlarms:
     """Checks every layer of every step, in order, for dead experts, collapse and drops, which a
     falling loss may hide; each is logged once per layer by ``log(text, "alarm")``."""
 
-    def __init__(
-        self,
-        log: Callable[[str, str], None],
-        *,
-        num_steps: int = COLLAPSE_STEPS,
-        entropy: float = COLLAPSE_ENTROPY,
-        dropped: float = 0.1,
-    ) -> None:
-        """An alarm is raised after its condition has held for `num_steps` consecutive steps.
-        `entropy`: lowest entropy of a layer's loads (1 uniform, 0 one expert); `dropped`: largest
-        share of choices whose expert had no room."""
-        self._log, self._num_steps = log, num_steps
-        self._entropy, self._dropped = entropy, dropped
+    def __init__(self, log: Callable[[str, str], None]) -> None:
+        """An alarm is raised after its condition has held for COLLAPSE_STEPS consecutive steps."""
+        self._log = log
         #: Layer -> consecutive steps without a token, for each expert.
         self._idle: dict[int, list[int]] = {}
         #: (layer, kind) -> consecutive steps in which its condition has held; and those logged.
@@ -140,25 +134,25 @@ class LoadAlarms:
         idle = self._idle.setdefault(loads.layer, [0] * len(loads.tokens_per_expert))
         for expert, tokens in enumerate(loads.tokens_per_expert):
             idle[expert] = 0 if tokens else idle[expert] + 1
-        dead = [expert for expert, steps in enumerate(idle) if steps >= self._num_steps]
+        dead = [expert for expert, steps in enumerate(idle) if steps >= COLLAPSE_STEPS]
         experts = f"{len(dead)} expert{'s' if len(dead) > 1 else ''} ({few(dead, 8)})"
         share = max(loads.tokens_per_expert) / max(sum(loads.tokens_per_expert), 1)
         fullest = loads.tokens_per_expert.index(max(loads.tokens_per_expert))
         is_due = {"dead": bool(dead)}
         for kind, holds in (
-            ("collapse", loads.entropy < self._entropy),
-            ("dropped", loads.dropped_share > self._dropped),
+            ("collapse", loads.entropy < COLLAPSE_ENTROPY),
+            ("dropped", loads.dropped_share > LARGEST_DROPPED),
         ):
             key = loads.layer, kind
             self._held[key] = self._held[key] + 1 if holds else 0
-            is_due[kind] = self._held[key] >= self._num_steps
-        steps = f"{self._num_steps} steps"
+            is_due[kind] = self._held[key] >= COLLAPSE_STEPS
+        steps = f"{COLLAPSE_STEPS} steps"
         texts = {
             "dead": f"{experts} received no token for {steps}",
             "collapse": f"routing collapses: entropy of the loads {loads.entropy:.3f}, below "
-            f"{self._entropy:g} for {steps}; expert {fullest} holds {share:.0%}",
+            f"{COLLAPSE_ENTROPY:g} for {steps}; expert {fullest} holds {share:.0%}",
             "dropped": f"{loads.dropped_share:.1%} of the choices found their expert full "
-            f"({loads.dropped} in this step), above {self._dropped:.0%} for {steps}",
+            f"({loads.dropped} in this step), above {LARGEST_DROPPED:.0%} for {steps}",
         }
         for kind, text in texts.items():
             if is_due[kind] and (loads.layer, kind) not in self._logged:

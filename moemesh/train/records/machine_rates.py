@@ -81,16 +81,11 @@ def small_run(config: RunConfig) -> RunConfig:
     model, plan, data = config.model, config.plan, config.data
     if model.architecture is not None:  # a model of our own with the sizes of transformers' code
         shape = shape_of(model)
+        same = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         model = ModelConfig(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            num_layers=shape.num_layers,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
+            **{name: getattr(shape, name) for name in (*same, "num_experts")},
             intermediate_size=shape.intermediate_size or 4 * shape.hidden_size,
             moe_layers=shape.moe_layers or None,
-            num_experts=shape.num_experts,
             experts_per_token=max(shape.experts_per_token, 1),
             expert_intermediate_size=max(shape.expert_intermediate_size, 1),
             num_shared_experts=0,

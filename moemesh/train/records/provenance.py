@@ -67,10 +67,8 @@ def record_start(
     git = git_state(directory)
     if text := git.pop("text", ""):
         of_starts = (start.get("git") or {} for start in starts)
-        files = (
-            old.get("diff") for old in of_starts if old.get("diff_sha256") == git["diff_sha256"]
-        )
-        git["diff"] = next(filter(None, files), None)
+        same = (old for old in of_starts if old.get("diff_sha256") == git["diff_sha256"])
+        git["diff"] = next(filter(None, (old.get("diff") for old in same)), None)
         if git["diff"] is None:  # no earlier start has written it
             git["diff"] = "diff.patch" if number == 1 else f"diff-{number}.patch"
             folder.write_text(git["diff"], text)
@@ -154,11 +152,8 @@ def packages() -> dict[str, str]:
     """Every installed distribution with its version."""
     # Read the metadata once per distribution: each access parses the text.
     metadata = [distribution.metadata for distribution in importlib.metadata.distributions()]
-    versions = {
-        str(fields["Name"]): str(fields["Version"])
-        for fields in metadata
-        if fields and fields["Name"]
-    }
+    named = [fields for fields in metadata if fields and fields["Name"]]
+    versions = {str(fields["Name"]): str(fields["Version"]) for fields in named}
     return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
@@ -230,11 +225,9 @@ def _git(directory: Path, *words: str) -> str | None:
     """The output of git; None if it fails, is missing, or takes too long. It runs no program that a
     repository configures."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(directory)]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
-            [*command, *words], capture_output=True, timeout=_GIT_SECONDS, check=False
+            [*command, *words], capture_output=True, timeout=_GIT_SECONDS, check=True
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    text = done.stdout.decode(errors="surrogateescape")
-    return text if done.returncode == 0 else None
+        return done.stdout.decode(errors="surrogateescape")
+    return None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from moemesh.checkpoint.files import explain, replace_by
 from moemesh.config.limits import parse_json
@@ -175,16 +175,9 @@ CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", "wan
 _COLUMNS = tuple(item.name for item in fields(MetricsRow))
 
 
-class Sink(Protocol):
-    """Takes the rows of a run in order; calls may raise anything, and may take long."""
-
-    def write(self, row: MetricsRow) -> None: ...
-
-    def close(self) -> None: ...
-
-
-#: Opens the sink of a run folder for rows from step `first_step` on.
-Opener = Callable[[Path, int], Sink]
+#: Opens the sink of a run folder for rows from step `first_step` on. Its methods `write`, with the
+#: row of a step, and `close` may raise anything, and may take long.
+Opener = Callable[[Path, int], Any]
 
 
 class CsvSink:
@@ -266,11 +259,11 @@ class Sinks:
         folder: Path,
         first_step: int,
         log: Callable[[str, str], None],
-        openers: dict[str, Opener] | None = None,
     ) -> None:
-        """``log(text, "sink")`` is called in the thread of the training loop only."""
+        """`names`: keys of :data:`OPENERS`. ``log(text, "sink")`` is called in the thread of the
+        training loop only."""
         self._names, self._folder, self._first_step = names, folder, first_step
-        self._log, self._openers = log, openers or OPENERS
+        self._log = log
         self._rows: queue.Queue[MetricsRow | None] = queue.Queue(MOST_QUEUED)
         self._messages: deque[str] = deque()
         self._dropped: Counter[str] = Counter()
@@ -317,10 +310,10 @@ class Sinks:
             self._log(self._messages.popleft(), "sink")
 
     def _run(self) -> None:
-        opened: dict[str, Sink] = {}
+        opened: dict[str, Any] = {}
         for name in self._names:
             with self._guarded(name, "cannot be opened"):
-                opened[name] = self._openers[name](self._folder, self._first_step)
+                opened[name] = OPENERS[name](self._folder, self._first_step)
         while (row := self._rows.get()) is not None:
             for name in self._names:
                 if name not in opened:

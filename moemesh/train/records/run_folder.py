@@ -197,10 +197,8 @@ class RunFolder:
             if isinstance(config := state.get("config"), str):
                 # config.toml differs if a start with allowed changes ended before it saved.
                 kinds, whose = ("model", "training"), f"the checkpoint {path}"
-                keys = [
-                    change.key for change in compare(config, text or config) if change.kind in kinds
-                ]
-                if keys:
+                changes = compare(config, text or config)
+                if keys := [change.key for change in changes if change.kind in kinds]:
                     other = f"another {', '.join(keys)}, with which nothing was saved"
                     whose += f" (config.toml has {other})"
                 return Recorded(config, state.get("data"), whose)

@@ -334,11 +334,7 @@ def _write(
         # The keys of `origin`; if they describe another model, with our keys over them.
         added = {key: ours[key] for key in export.VERSION_KEYS if key in ours}
         choices = ({**added, **theirs, **stored}, {**theirs, **ours, **stored})
-        fits = (
-            choice
-            for choice in choices
-            if not export.differences(model, kind, model_values(choice))
-        )
+        fits = (x for x in choices if not export.differences(model, kind, model_values(x)))
         if (values := next(fits, None)) is None:
             differing = ", ".join(sorted(export.differences(model, kind)))
             message = f"a model of {origin} differs from the run's in {differing}"
@@ -469,18 +465,14 @@ def upcycle(
 
     Raises ConfigError for a model that has experts, or that no family computes.
     """
+    fix = "a dense folder of transformers"
     if not (source / CONFIG).exists():
-        raise refused(
-            "--upcycle",
-            str(source),
-            f"{source} holds no {CONFIG}",
-            "a dense folder of transformers",
-        )
+        raise refused("--upcycle", str(source), f"{source} holds no {CONFIG}", fix)
     config = load_run([], [f"model.path={source.resolve()}"], {}).config
     dense = config.model
     if dense.num_moe_layers:
         message = f"{source} has {dense.num_experts} experts already"
-        raise refused("--upcycle", str(source), message, "a dense folder of transformers")
+        raise refused("--upcycle", str(source), message, fix)
     model = upcycled_model(dense, recipe)
     kind = export.family_or_refusal(model) if to == "huggingface" else None
     dtype = dtype or _dtype_of(source)

@@ -58,10 +58,8 @@ class HubSource(NamedTuple):
     @property
     def dtype(self) -> str:
         """The dtype of most tensors."""
-        dtypes = (
-            tensor.dtype for tensor in self.tensors.stored.values() if tensor.dtype in WEIGHT_DTYPES
-        )
-        return Counter(dtypes).most_common(1)[0][0]
+        dtypes = Counter(tensor.dtype for tensor in self.tensors.stored.values())
+        return max((x for x in dtypes if x in WEIGHT_DTYPES), key=dtypes.__getitem__)
 
 
 def open_source(origin: Path | None, run: Path | None = None) -> HubSource:

@@ -192,9 +192,8 @@ def refuse_occupied(source: Path, out: Path, kind: Written) -> None:
     foreign = sorted(name for name in names_in(out) if not re.fullmatch(leftover, name))
     foreign += [f"{CHECKPOINTS}/step-{step}" for step in candidates(out / CHECKPOINTS)]
     if foreign:
-        message = (
-            f"{out} holds {few(foreign, 5)}; the conversion of {source} would be mixed with it"
-        )
+        mixed = f"the conversion of {source} would be mixed with it"
+        message = f"{out} holds {few(foreign, 5)}; {mixed}"
         raise refused("OUT", str(out), message, "choose a new folder")
 
 
@@ -288,24 +287,16 @@ def read_recipe(text: str) -> UpcycleRecipe:
         try:
             values[key] = kind(value)
         except ValueError:
-            wanted = "an integer" if kind is int else "a number"
-            raise refused(
-                "--upcycle", text, f"{key} must be {wanted}, not {value!r}", f"{key}={usual}"
-            ) from None
+            message = f"{key} must be {'an integer' if kind is int else 'a number'}, not {value!r}"
+            raise refused("--upcycle", text, message, f"{key}={usual}") from None
     recipe = UpcycleRecipe(**values)
-    for key, low, high in (
-        ("experts", 2, None),
-        ("k", 1, recipe.experts),
-        ("every", 1, None),
-        ("noise", 0, None),
-        ("drop", 0, 1),
-        ("seed", 0, None),
-    ):
-        value = getattr(recipe, key)
+    least = {"experts": 2, "k": 1, "every": 1, "noise": 0, "drop": 0, "seed": 0}
+    most = {"k": recipe.experts, "drop": 1}
+    for key, low in least.items():
+        value, high = getattr(recipe, key), most.get(key)
         if not (low <= value and (high is None or value <= high)):
             range_ = f"at least {low}" if high is None else f"from {low} to {high}"
             nearest = low if not low <= value else high
-            raise refused(
-                "--upcycle", text, f"{key} must be {range_}, not {value}", f"{key}={nearest}"
-            )
+            message = f"{key} must be {range_}, not {value}"
+            raise refused("--upcycle", text, message, f"{key}={nearest}")
     return recipe
