@@ -52,17 +52,11 @@ def save_as_ranks(
     ranks = Ranks(len(per_rank))
 
     def work(rank: int) -> Path:
-        return save(
-            folder,
-            step,
-            per_rank[rank],
-            state if state is not None else {"step": step},
-            rank=rank,
-            world_size=len(per_rank),
-            gather=ranks.gather(rank),
-        )
+        content = state if state is not None else {"step": step}
+        world = {"rank": rank, "world_size": ranks.size, "gather": ranks.gather(rank)}
+        return save(folder, step, per_rank[rank], content, **world)
 
-    return on_threads(len(per_rank), work)
+    return on_threads(ranks.size, work)
 
 
 def on_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
@@ -101,10 +95,7 @@ def cut(name: str, tensor: torch.Tensor, parts: Sequence[int]) -> list[Shard]:
     shards = [((), tensor)]
     for dim, count in enumerate(parts):
         shards = [
-            (
-                (*offset, pieces.start),
-                part.narrow(dim, pieces.start, len(pieces)),
-            )
+            ((*offset, pieces.start), part.narrow(dim, pieces.start, len(pieces)))
             for offset, part in shards
             for index in range(count)
             for pieces in [shard_range(tensor.shape[dim], count, index)]
@@ -167,32 +158,19 @@ TENSOR = torch.arange(60.0).reshape(20, 3)
 
 
 def one_rank(folder: Place, *, keep: int = 2) -> Saver:
-    return Saver(
-        folder,
-        rank=0,
-        world_size=1,
-        gather=lambda value: [value],
-        keep=keep,
-        in_background=True,
-    )
+    return saver_of_rank(folder, 0, Ranks(1), keep)
+
+
+def saver_of_rank(folder: Place, rank: int, ranks: Ranks, keep: int = 2) -> Saver:
+    world = {"rank": rank, "world_size": ranks.size, "gather": ranks.gather(rank)}
+    return Saver(folder, **world, keep=keep, in_background=True)
 
 
 def on_ranks(size: int, folder: Place, work: Callable[[int, Saver], Any]) -> list[Any]:
     """`work` with the saver of each of `size` ranks, on a thread a rank."""
     ranks = Ranks(size)
 
-    def run(rank: int) -> Any:
-        own = Saver(
-            folder,
-            rank=rank,
-            world_size=size,
-            gather=ranks.gather(rank),
-            keep=2,
-            in_background=True,
-        )
-        return work(rank, own)
-
-    return on_threads(size, run)
+    return on_threads(size, lambda rank: work(rank, saver_of_rank(folder, rank, ranks)))
 
 
 def save_with(own: Saver, step: int, mine: list[Shard] | None = None) -> SaveOutcome:

@@ -147,25 +147,6 @@ def killed_save(folder: Path, fail_at: int) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
-def test_a_process_killed_before_every_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGKILL of a real process before each call of a save with retention."""
-    calls, seen = count(prepared(tmp_path / "count"), monkeypatch, save_third), set[int]()
-    for fail_at in range(1, calls + 2):
-        folder = prepared(tmp_path / str(fail_at))
-        assert killed_save(folder, fail_at) == (fail_at <= calls)
-        checkpoint = latest(folder, never)
-        assert checkpoint is not None and torch.equal(
-            checkpoint.read("w"), TENSOR + checkpoint.step
-        )
-        seen.add(checkpoint.step)
-        if checkpoint.step == 2:
-            assert save_third(folder).problem is None
-        assert candidates(folder)[0] == 3
-    assert seen == {2, 3}
-
-
 @pytest.mark.timeout(1200)
 def test_five_hundred_second_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The save that follows a killed one is killed as well, anywhere; the third one succeeds."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,9 +15,7 @@ import pytest
 import torch
 
 from moemesh.checkpoint import files, header, load, manifest
-from moemesh.checkpoint.retention import prune
 from moemesh.checkpoint.store import CheckpointError, Shard, latest, open_checkpoint
-from moemesh.checkpoint.stored import candidates
 from tests.checkpoint.simulate import (
     FaultyOs,
     Killed,
@@ -68,30 +65,6 @@ def test_error_at_each_operation_leaves_nothing(
                 save_one(folder, 2, shards(2))
         assert [path.name for path in folder.iterdir()] == ["step-1"]
         save_one(folder, 2, shards(2))
-
-
-def test_prune_killed_at_each_operation_keeps_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_at = 0
-    while True:
-        fail_at += 1
-        folder = tmp_path / str(fail_at)
-        for step in (1, 2, 3):
-            save_one(folder, step, shards(step))
-        faulty = FaultyOs(fail_at, Killed)
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "os", faulty)
-            try:
-                prune(folder, 1)
-                break
-            except Killed:
-                pass
-        checkpoint = latest(folder, never)
-        assert checkpoint is not None and checkpoint.step == 3
-        prune(folder, 1)
-        assert candidates(folder) == [3]
-    assert fail_at > 10
 
 
 # --- what is on the disk is wrong --------------------------------------------------------------
@@ -180,6 +153,9 @@ def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
     replace_manifest(saved / "step-2", content)
 
 
+RANK_9 = "rank-00009.safetensors"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -197,23 +173,12 @@ def forge(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda m: m["tensors"]["w"].update(shape=[2**59, 3]), "more than"),
         (lambda m: m["tensors"]["w"].update(dtype="object"), "tensors.w.dtype"),
         (lambda m: m["tensors"]["w"]["slices"].pop(), "no rank holds 15 of its 30"),
-        (
-            lambda m: m["tensors"]["w"]["slices"][0].update(
-                file="../step-1/rank-00000.safetensors"
-            ),
-            "tensors.w.slices.0.file",
-        ),
+        (lambda m: m["tensors"]["w"]["slices"][0].update(file="../x"), "tensors.w.slices.0.file"),
         (lambda m: m["files"].update({"/etc/passwd": {"size": 1, "header": "x"}}), "files"),
-        (
-            lambda m: m["tensors"]["w"]["slices"][1].update(file="rank-00009.safetensors"),
-            "not a file here",
-        ),
+        (lambda m: m["tensors"]["w"]["slices"][1].update(file=RANK_9), "not a file here"),
         (lambda m: m["tensors"]["w"]["slices"][1].update(key="w@0,0"), "header disagrees"),
         (lambda m: m["tensors"]["w"].update(dtype="float64"), "header disagrees"),
-        (
-            lambda m: m["tensors"].update(v=json.loads(json.dumps(m["tensors"]["w"]))),
-            "used twice",
-        ),
+        (lambda m: m["tensors"].update(v=m["tensors"]["w"]), "used twice"),
     ],
 )
 def test_forged_manifests(
@@ -252,11 +217,7 @@ def rewrite_header(saved: Path, header: bytes, length: int | None = None) -> Non
         (b"{}", 0, "the header has 0 bytes"),
         (b"[]", None, "header is damaged"),
         (b"[" * 50_000, None, "header is damaged"),
-        (
-            b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[0,56]}}',
-            None,
-            "its header describes",
-        ),
+        (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[0,56]}}', None, "describes"),
         (b'{"w@5,0":{"dtype":"F32","shape":[5,3],"data_offsets":[4,60]}}', None, "leave gaps"),
         (b'{"w@5,0":{"dtype":"F32","shape":[3,5],"data_offsets":[0,60]}}', None, "disagrees"),
         (b'{"w@5,0":{"dtype":"I32","shape":[5,3],"data_offsets":[0,60]}}', None, "disagrees"),
@@ -276,17 +237,6 @@ def test_header_limit(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "MANIFEST_LIMIT", 10)
     with pytest.raises(CheckpointError, match="larger than the limit of 10"):
         open_checkpoint(saved, 2)
-
-
-def test_a_pickle_is_only_bytes(saved: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (pytest.fail, ("unpickled",))
-
-    (saved / "step-2" / "rank-00001.safetensors").write_bytes(pickle.dumps(Bomb()))
-    refused(saved, "truncated")
-    (saved / "step-2" / "manifest.json").write_bytes(pickle.dumps(Bomb()))
-    refused(saved, "manifest.json: not valid JSON")
 
 
 def test_no_pickle_and_no_second_door_in_the_sources() -> None:

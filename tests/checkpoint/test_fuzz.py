@@ -35,31 +35,9 @@ from tests.data.test_indexed import writer
 Case = Callable[[random.Random], object]
 #: Replacements of a value of JSON or TOML.
 VALUES: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**31,
-    2**63,
-    2**64,
-    -(2**63),
-    1e308,
-    0.5,
-    "",
-    "x",
-    "0",
-    "../../etc/passwd",
-    "/etc/passwd",
-    "a\x00b",
-    "\ud800",
-    "F32",
-    [],
-    {},
-    [[]],
-    [2**62, 2**62],
-    {"x": 1},
-    "x" * 5000,
-]
+    None, True, -1, 0, 2**31, 2**63, 2**64, -(2**63), 1e308, 0.5, "", "x", "0", "../../etc/passwd",
+    "/etc/passwd", "a\x00b", "\ud800", "F32", [], {}, [[]], [2**62, 2**62], {"x": 1}, "x" * 5000,
+]  # fmt: skip
 #: The limits on what a case may take, far above what any needs.
 MOST_SECONDS = 20.0
 
@@ -290,27 +268,12 @@ def test_a_few_of_every_input(tmp_path: Path) -> None:
 
 #: Names that would lead out of a folder, or into it by another way.
 ESCAPES = [
-    "../secret",
-    "../step-1/rank-00000.safetensors",
-    "a/../../secret",
-    "..",
-    ".",
-    "/etc/passwd",
-    "//etc/passwd",
-    "./m-1.safetensors",
-    "a/m-1.safetensors",
-    "~/m-1.safetensors",
-    "$HOME/m-1.safetensors",
-    "..\\secret.safetensors",
-    "C:\\secret.safetensors",
-    "file:///etc/passwd",
-    "m-1.safetensors\x00.txt",
-    "m-1.safetensors\n",
-    "\u2025/secret.safetensors",
-    "%2e%2e/secret.safetensors",
-    "-rf.safetensors",
-    "",
-]
+    "../secret", "../step-1/rank-00000.safetensors", "a/../../secret", "..", ".", "/etc/passwd",
+    "//etc/passwd", "./m-1.safetensors", "a/m-1.safetensors", "~/m-1.safetensors",
+    "$HOME/m-1.safetensors", "..\\secret.safetensors", "C:\\secret.safetensors",
+    "file:///etc/passwd", "m-1.safetensors\x00.txt", "m-1.safetensors\n",
+    "\u2025/secret.safetensors", "%2e%2e/secret.safetensors", "-rf.safetensors", "",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ESCAPES)

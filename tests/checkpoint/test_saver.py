@@ -158,13 +158,8 @@ files.write_file = lambda *args: (time.sleep(0.1), real(*args))[1]
 one_rank(Path({str(tmp_path)!r})).start(1, [whole("w", torch.ones(3))], {{}})
 raise ValueError("training broke")
 """
-    done = subprocess.run(
-        [commands.python(), "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    command = [commands.python(), "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 1 and "training broke" in done.stderr
     assert candidates(tmp_path) == [1]
 
@@ -188,15 +183,16 @@ def test_a_save_that_is_abandoned_ends_before_its_next_tensor(
     assert begun == [0, 1, 2] and candidates(tmp_path) == []
 
 
+def no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_hurry_ends_the_pauses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver, "PAUSES", (60.0,))
 
-    def write(path: Path, parts: Any, *look: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     own = one_rank(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_file", write)
+        patch.setattr(files, "write_file", no_space)
         own.start(1, shards(), {})
         since = time.monotonic()
         outcome = own.finish(hurry=True)
@@ -212,19 +208,12 @@ def test_a_stop_during_a_save_ends_the_pauses(
     """A stop that one of two ranks sees ends the attempts of both."""
     monkeypatch.setattr(saver, "PAUSES", (60.0,))
 
-    def write(path: Path, parts: Any, *look: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files, "write_file", write)
+    monkeypatch.setattr(files, "write_file", no_space)
     since = time.monotonic()
 
     def work(rank: int, own: Saver) -> SaveOutcome | None:
-        own.start(
-            1,
-            [] if rank else shards(),
-            {},
-            hurries=lambda: rank == 1 and time.monotonic() > since + 0.1,
-        )
+        hurries = lambda: rank == 1 and time.monotonic() > since + 0.1  # noqa: E731
+        own.start(1, [] if rank else shards(), {}, hurries=hurries)
         return own.finish()
 
     for outcome in on_ranks(2, tmp_path, work):

@@ -32,19 +32,29 @@ from tests.checkpoint.simulate import (
 )
 
 
+def failing_write(name: str, error: BaseException, times: list[int]) -> Any:
+    """`files.write_file` that fails `times[0]` times, which it counts down, for files whose name
+    contains `name`."""
+    real = files.write_file
+
+    def write(path: Path, *given: Any) -> Any:
+        if name in path.name and times[0]:
+            times[0] -= 1
+            raise error
+        return real(path, *given)
+
+    return write
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+
+
 @pytest.mark.parametrize("bad_rank", [0, 1, 2])
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_full_disk_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int, times: int
 ) -> None:
-    failures, real = [times], files.write_file
-
-    def write(path: Path, parts: Any, *look: Any) -> Any:
-        if path.name == f"rank-{bad_rank:05d}.safetensors" and failures[0]:
-            failures[0] -= 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(path, parts, *look)
-
+    write = failing_write(f"rank-{bad_rank:05d}.safetensors", NO_SPACE, [times])
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_file", write)
         results = save_among(3, tmp_path)
@@ -63,21 +73,16 @@ def test_a_full_disk_is_tried_again(
 
 
 def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_part, real_report = files.write_file, files.replace_file
-    broken = [True]
-
-    def write(path: Path, parts: Any, *look: Any) -> Any:
-        if "rank-00001" in path.name and broken[0]:
-            raise OSError(errno.EIO, "Input/output error")
-        return real_part(path, parts, *look)
+    real_report, broken = files.replace_file, [1]
 
     def report(path: Path, content: bytes) -> None:
-        if path.name == "report-00001.json" and broken[0]:
-            broken[0] = False
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if path.name == "report-00001.json" and broken:
+            broken.clear()
+            raise NO_SPACE
         real_report(path, content)
 
-    monkeypatch.setattr(files, "write_file", write)
+    error = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(files, "write_file", failing_write("rank-00001", error, [1]))
     monkeypatch.setattr(files, "replace_file", report)
     results = save_among(2, tmp_path)
     assert results[0][0].problem is None and results[1][0].problem is None
@@ -88,13 +93,7 @@ def test_a_rank_that_cannot_even_report(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_rank_that_has_no_memory_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad_rank: int
 ) -> None:
-    real = files.write_file
-
-    def write(path: Path, parts: Any, *look: Any) -> Any:
-        if f"rank-{bad_rank:05d}" in path.name:
-            raise MemoryError("no memory left")
-        return real(path, parts, *look)
-
+    write = failing_write(f"rank-{bad_rank:05d}", MemoryError("no memory left"), [9])
     monkeypatch.setattr(files, "write_file", write)
     for outcome, _ in save_among(2, tmp_path):
         assert f"{'rank 1: ' * bad_rank}MemoryError: no memory left" == outcome.problem

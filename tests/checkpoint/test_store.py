@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,7 @@ def test_uneven_slices_read_under_another_split(tmp_path: Path, num_ranks: int) 
         for shard in cut("layers.3.experts.up", experts_EHI, parts):
             read = checkpoint.read(shard.name, shard.offset, shard.tensor.shape)
             assert torch.equal(read, shard.tensor)
-    blank = [
-        Shard(name=s.name, shape=s.shape, offset=s.offset, tensor=torch.zeros_like(s.tensor))
-        for s in cut("norm", norm_H, [3])
-    ]
+    blank = [replace(s, tensor=torch.zeros_like(s.tensor)) for s in cut("norm", norm_H, [3])]
     checkpoint.load_into(blank)
     assert torch.equal(torch.cat([shard.tensor for shard in blank]), norm_H)
 
@@ -85,10 +83,8 @@ def test_every_dtype_bit_by_bit(tmp_path: Path, name: str) -> None:
     assert read.dtype == dtype
     assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
     assert checkpoint.read("scalar").shape == ()
-    assert torch.equal(
-        checkpoint.read("scalar").reshape(1).view(torch.uint8),
-        scalar.reshape(1).view(torch.uint8),
-    )
+    bits, expected = (x.reshape(1).view(torch.uint8) for x in (checkpoint.read("scalar"), scalar))
+    assert torch.equal(bits, expected)
     other = torch.float32 if dtype != torch.float32 else torch.bfloat16
     with pytest.raises(CheckpointError, match="dtypes are not cast"):
         checkpoint.load_into([whole("t", torch.zeros(6, 3, dtype=other))])
@@ -158,11 +154,7 @@ def test_holes_and_overlaps_fail_on_all_ranks(
     [
         ([whole("a", torch.zeros(2)), whole("a", torch.zeros(2))], {}, "given twice"),
         ([whole("a", torch.zeros(2, dtype=torch.complex64))], {}, "complex64 cannot be saved"),
-        (
-            [Shard(name="a", shape=(2, 1), offset=(0,), tensor=torch.zeros(2))],
-            {},
-            "dimensions",
-        ),
+        ([Shard(name="a", shape=(2, 1), offset=(0,), tensor=torch.zeros(2))], {}, "dimensions"),
         ([], {"loss": float("nan")}, "not plain JSON"),
         ([], {"x": object()}, "not plain JSON"),
         ([], {"pair": (1, 2)}, "does not survive JSON"),
@@ -206,18 +198,9 @@ def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
 
 def test_candidates_are_numbers_and_full_names(tmp_path: Path) -> None:
     assert candidates(tmp_path / "none") == []
-    for name in (
-        "step-9",
-        "step-10",
-        "step-100",
-        "step-2.tmp-" + "a" * 32,
-        ".trash-step-3-" + "b" * 32,
-        "step-04",
-        "step-x",
-        "my-step-5",
-        "step-6 ",
-        "step-\u0667",
-    ):
+    others = ("step-2.tmp-" + "a" * 32, ".trash-step-3-" + "b" * 32, "step-04", "step-x")
+    others += ("my-step-5", "step-6 ", "step-\u0667")
+    for name in ("step-9", "step-10", "step-100", *others):
         (tmp_path / name).mkdir()
     assert candidates(tmp_path) == [100, 10, 9]
 

@@ -43,13 +43,8 @@ def _ended(
     """A trial without times; where something was wrong, with the words of the command.
     `failures`: how many the run in `out` ought to have had."""
     problem = "" if verdict and recovered and named is not False else _told(done)
-    return Outcome(
-        verdict=verdict,
-        recovered=recovered,
-        named=named,
-        alarms=max(alarms(out) - failures, 0),
-        problem=problem,
-    )
+    outcome = Outcome(verdict=verdict, recovered=recovered, named=named, problem=problem)
+    return replace(outcome, alarms=max(alarms(out) - failures, 0))
 
 
 # Storage: a run of eight steps is killed in the seventh, its newest checkpoint is damaged, and the
@@ -143,13 +138,8 @@ def _signalled(drill: Drill, target: str, name: str) -> Outcome:
     plan, whole, folder, out = drill.begin()
     step = drill.random.randint(3, 6)
     rank = drill.random.randrange(2)
-    spec = Spec(
-        action=f"SIG{name} to the {target}",
-        rank=rank,
-        step=step,
-        place="forward",
-        folder=str(folder),
-    )
+    action = f"SIG{name} to the {target}"
+    spec = Spec(action=action, rank=rank, step=step, place="forward", folder=str(folder))
     stopped = drill.moemesh(drill.arguments(out, plan), spec)
     code = _CODES[name] if target == "launcher" or name != "HUP" else 143
     steps = len(losses(out))
@@ -187,13 +177,9 @@ def _changed_weight(
     is_named = any(names.replace("RANK", str(rank)) in text for _, text in events)
     is_clean = done.returncode == 0 and all(map(math.isfinite, losses(out)))
     problem = "" if is_reported and is_named and is_clean else f"{spec}: {events}; {_told(done)}"
-    return Outcome(
-        verdict=is_reported and is_clean,
-        rank=is_named,
-        named=is_named,
-        alarms=alarms(out),
-        problem=problem,
-    )
+    named: dict[str, bool] = {"rank": is_named, "named": is_named}
+    verdict, number = is_reported and is_clean, alarms(out)
+    return Outcome(verdict=verdict, **named, alarms=number, problem=problem)
 
 
 @fault("a weight becomes NaN; the run goes back", "R9")
@@ -218,9 +204,8 @@ def _unharmed(drill: Drill, action: str, step: int = 4, **more: object) -> Outco
     spec = Spec(action=action, rank=0, step=step, place="forward", folder=str(folder))
     done = drill.moemesh(drill.arguments(out, plan, **more), spec)
     is_calm = not (out / "failure.json").exists() and not (out / "failures").exists()
-    findings = (
-        (folder / FOUND).read_text() if (folder / FOUND).exists() else "(nothing was looked at)"
-    )
+    file = folder / FOUND
+    findings = file.read_text() if file.exists() else "(nothing was looked at)"
     is_harmless = is_calm and not findings
     recovered = done.returncode == 0 and ending(out) == whole
     outcome = _ended(done, out, verdict=is_harmless, recovered=recovered)
@@ -283,11 +268,8 @@ def _broken_line(drill: Drill) -> Outcome:
     arguments = drill.arguments(folder / "run", drill.random.choice(list(PLANS)))
     arguments += ["--set", f"data.path={folder / 'text.jsonl'}", "--set", "data.format=jsonl"]
     done = drill.moemesh(arguments)
-    is_named = (
-        done.returncode == 2 and "text.jsonl" in done.stderr and f"{number + 1}" in done.stderr
+    is_named = done.returncode == 2 and all(
+        x in done.stderr for x in ("text.jsonl", f"{number + 1}")
     )
-    return Outcome(
-        verdict=is_named,
-        named=is_named,
-        problem="" if is_named else f"line {number + 1}: {_told(done)}",
-    )
+    problem = "" if is_named else f"line {number + 1}: {_told(done)}"
+    return Outcome(verdict=is_named, named=is_named, problem=problem)

@@ -46,68 +46,40 @@ class Figure:
 def figures(rows: Sequence[Row], soaks: Sequence[dict[str, Any]] = ()) -> list[Figure]:
     """All twelve, of the trials in `rows` and the reports of :mod:`tests.drill.soak`."""
     counts = _Counts(rows)
-    return [
-        Figure(
-            "R1",
-            "every flipped bit (10,000) and damaged file (1,000) found, tensor named",
-            counts.good("R1", "damaged checkpoints found and passed over"),
-            counts.none_wrong("R1"),
-            "tests/checkpoint/test_drill.py",
-        ),
-        Figure(
-            "R2",
-            "kill at every call of a save (500), full disk: no torn load, no lost checkpoint",
-            counts.good("R2", "kills in a save and full disks"),
-            counts.none_wrong("R2"),
-            "tests/checkpoint/test_drill.py tests/checkpoint/test_power_loss.py",
-        ),
-        _recovery(counts),
-        _detection(counts, soaks),
-        _attribution(counts),
-        _goodput(counts, soaks),
-        Figure(
-            "R7",
-            "60 changes of layout: state equal to the bit, losses to 1e-6",
-            counts.good("R7", "resumes under another plan to losses within 1e-6"),
-            counts.none_wrong("R7"),
-            "tests/train/test_resharding.py",
-        ),
-        Figure(
-            "R8",
-            "40 layouts: gradients equal to one process to 1e-6",
-            "",
-            None,
-            "tests/parity/test_parity.py",
-        ),
-        Figure(
-            "R9",
-            "500 NaN, Inf and flips: none reaches the weights, all named",
-            counts.good("R9", "NaN and differing copies named"),
-            counts.none_wrong("R9"),
-            "tests/train/test_numerical_faults.py",
-        ),
-        Figure(
-            "R10",
-            "adversarial routing: no crash, peak within 1.05 of the bound",
-            "",
-            None,
-            "tests/parity/test_bounded_rows.py",
-        ),
-        Figure(
-            "R11",
-            "hostile files: typed errors only; no socket beyond loopback",
-            counts.good("R11", "runs without a socket beyond loopback"),
-            counts.none_wrong("R11"),
-            "tests/checkpoint/test_fuzz.py",
-        ),
-        Figure(
-            "R12",
-            "28 faults in 3 phases each, in 10 minutes; simulations, coverage",
-            f"{len(rows)} faults of the drill, {counts.num_trials} trials",
-            None,
-            "",
-        ),
-    ]
+    special = {
+        "R3": _recovery(counts),
+        "R4": _detection(counts, soaks),
+        "R5": _attribution(counts),
+        "R6": _goodput(counts, soaks),
+    }
+    counted = {
+        name: Figure(name, goal, counts.good(name, noun), counts.none_wrong(name), tests)
+        for name, goal, noun, tests in _COUNTED
+    }
+    goal = "28 faults in 3 phases each, in 10 minutes; simulations, coverage"
+    measured = f"{len(rows)} faults of the drill, {counts.num_trials} trials"
+    last = {"R12": Figure("R12", goal, measured, None)}
+    every = special | counted | last
+    return sorted(every.values(), key=lambda figure: int(figure.name[1:]))
+
+
+#: Figures that count trials: name, goal, what a good trial is, and the tests that measure the rest.
+_COUNTED = (
+    ("R1", "every flipped bit (10,000) and damaged file (1,000) found, tensor named",
+     "damaged checkpoints found and passed over", "tests/checkpoint/test_drill.py"),
+    ("R2", "kill at every call of a save (500), full disk: no torn load, no lost checkpoint",
+     "kills in a save and full disks",
+     "tests/checkpoint/test_drill.py tests/checkpoint/test_power_loss.py"),
+    ("R7", "60 changes of layout: state equal to the bit, losses to 1e-6",
+     "resumes under another plan to losses within 1e-6", "tests/train/test_resharding.py"),
+    ("R8", "40 layouts: gradients equal to one process to 1e-6", "", "tests/parity/test_parity.py"),
+    ("R9", "500 NaN, Inf and flips: none reaches the weights, all named",
+     "NaN and differing copies named", "tests/train/test_numerical_faults.py"),
+    ("R10", "adversarial routing: no crash, peak within 1.05 of the bound", "",
+     "tests/parity/test_bounded_rows.py"),
+    ("R11", "hostile files: typed errors only; no socket beyond loopback",
+     "runs without a socket beyond loopback", "tests/checkpoint/test_fuzz.py"),
+)  # fmt: skip
 
 
 class _Counts:
@@ -131,10 +103,8 @@ class _Counts:
 
     def good(self, figure: str, noun: str) -> str:
         """``24 of 25 <noun>``; empty without trials."""
-        outcomes = self.of(figure)
-        return (
-            f"{sum(one.is_good for one in outcomes)} of {len(outcomes)} {noun}" if outcomes else ""
-        )
+        good = [one.is_good for one in self.of(figure)]
+        return f"{sum(good)} of {len(good)} {noun}" if good else ""
 
     def none_wrong(self, figure: str) -> bool | None:
         """False where a trial went wrong; None otherwise: the count is that of the tests."""

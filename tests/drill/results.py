@@ -68,17 +68,8 @@ class Fault:
     kind: Kind = ""
 
 
-HEADER = [
-    "fault",
-    "trials",
-    "verdict right",
-    "rank right",
-    "place or file named",
-    "oracle's bits",
-    "s to verdict, median / most",
-    "s to next step, median / most",
-    "figures",
-]
+HEADER = ["fault", "trials", "verdict right", "rank right", "place or file named", "oracle's bits"]
+HEADER += ["s to verdict, median / most", "s to next step, median / most", "figures"]
 
 
 @dataclass

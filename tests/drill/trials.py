@@ -82,13 +82,9 @@ class Drill:
     ) -> subprocess.CompletedProcess[str]:
         """Run ``moemesh``, with the fault of `spec` if there is one."""
         module = ["moemesh"] if spec is None else ["tests.drill.rank", spec.text()]
-        return subprocess.run(
-            python_command(*module, *arguments, python=self.python),
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-        )
+        command = python_command(*module, *arguments, python=self.python)
+        options = {"env": environment(), "timeout": _TIMEOUT_SECONDS}
+        return subprocess.run(command, capture_output=True, text=True, **options)
 
     def oracle(self, plan: str) -> Ending:
         """Ending of the run without a fault."""
@@ -116,13 +112,8 @@ class Drill:
         # validation: of the last one.
         step = self.random.choice((4, 6)) if place == "save" else self.random.randint(4, 7)
         step = SETTINGS["train.steps"] if place == "validate" else step
-        spec = Spec(
-            action=row.action,
-            rank=self.random.randrange(world),
-            step=step,
-            place=place,
-            folder=str(folder),
-        )
+        rank = self.random.randrange(world)
+        spec = Spec(action=row.action, rank=rank, step=step, place=place, folder=str(folder))
         done = self.moemesh(self.arguments(out, plan), spec)
         times = {note["event"]: note["time"] for note in reversed(read_notes(folder))}
         fired, judged, went_on = map(times.get, ("fault", "verdict", "went on"))
