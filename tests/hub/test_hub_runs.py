@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,23 +31,22 @@ def text_file(folder: Path) -> Path:
 def chat_file(folder: Path) -> Path:
     path = folder / "chats.jsonl"
     turns = [(f"{number} squared?", f"{number * number}") for number in range(40)]
-    lines = [
-        {
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        }
-        for question, answer in turns
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    roles = ("user", "assistant")
+    for turn in turns:
+        messages = [{"role": r, "content": text} for r, text in zip(roles, turn, strict=True)]
+        with path.open("a") as file:
+            file.write(json.dumps({"messages": messages}) + "\n")
     return path
 
 
-def loss_of(folder: Path, text: Path) -> float:
-    """The mean loss over consecutive windows, by transformers."""
+def loss_of(folder: Path, text: Path, adapters: Path | None = None) -> float:
+    """The mean loss over consecutive windows, by transformers, or PEFT over it."""
     config = transformers.AutoConfig.from_pretrained(folder)
     model = type(random_model(config.model_type)).from_pretrained(folder).eval()
+    if adapters is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            model = peft.PeftModel.from_pretrained(model, adapters).eval()
     ids = transformers.AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"]
     count = (len(ids) - 1) // LENGTH
     inputs, targets = (

@@ -4,25 +4,21 @@ their export."""
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 
 from tests.hub.families import random_model, tiny_folder
 from tests.hub.test_hub_runs import LENGTH, PAIR, loss_of, text_file
-from tests.train.runs import moemesh, said
+from tests.train.runs import moemesh, said, sets, settings
 
 
 def words(**keys: object) -> list[str]:
-    given = (f"{key.replace('__', '.')}={value}" for key, value in keys.items())
-    return [word for one in given for word in ("--set", one)]
+    return sets(*settings(keys))
 
 
 def evaluated(source: Path, text: Path, *more: str) -> float:
@@ -30,26 +26,9 @@ def evaluated(source: Path, text: Path, *more: str) -> float:
     return json.loads(moemesh(*map(str, command)).stdout)["loss"]
 
 
-def loss_with_peft(folder: Path, adapters: Path, text: Path) -> float:
-    """The mean loss over consecutive windows, by PEFT over transformers."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    net = type(random_model(config.model_type)).from_pretrained(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        net = peft.PeftModel.from_pretrained(net, adapters).eval()
-    ids = transformers.AutoTokenizer.from_pretrained(folder)(text.read_text())["input_ids"]
-    count = (len(ids) - 1) // LENGTH
-    inputs, targets = (
-        torch.tensor(ids[shift : shift + count * LENGTH]).view(count, LENGTH) for shift in (0, 1)
-    )
-    with torch.no_grad():
-        logits = net(input_ids=inputs, use_cache=False).logits
-    return float(F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("kind", "settings"),
+    ("kind", "options"),
     [
         ("phi3", {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
         pytest.param(
@@ -59,16 +38,16 @@ def loss_with_peft(folder: Path, adapters: Path, text: Path) -> float:
         ),
     ],
 )
-def test_a_folder_of_peft_is_a_model(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_a_folder_of_peft_is_a_model(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """Modules that hold several projections, and a trained head."""
     folder, text = tiny_folder(kind, tmp_path / "base"), text_file(tmp_path)
     net = type(random_model(kind)).from_pretrained(folder)
     adapted = peft.get_peft_model(
-        net, peft.LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, **settings)
+        net, peft.LoraConfig(r=2, lora_alpha=3, init_lora_weights=False, **options)
     )
     adapters = tmp_path / "adapters"
     adapted.save_pretrained(adapters)
-    loss = loss_with_peft(folder, adapters, text)
+    loss = loss_of(folder, text, adapters)
     assert evaluated(adapters, text) == pytest.approx(loss, abs=1e-5)
     said("convert", adapters, tmp_path / "merged")
     assert loss_of(tmp_path / "merged", text) == pytest.approx(loss, abs=1e-5)
@@ -96,7 +75,7 @@ def test_adapters_resume_on_one_rank_and_come_out_merged_and_for_peft(tmp_path: 
     loss = evaluated(out, text, *PAIR)
     assert abs(loss - loss_of(folder, text)) > 1e-3
     assert loss_of(merged, text) == pytest.approx(loss, abs=1e-5)
-    assert loss_with_peft(folder, adapters, text) == pytest.approx(loss, abs=1e-5)
+    assert loss_of(folder, text, adapters) == pytest.approx(loss, abs=1e-5)
     again = words(lora__path=adapters)
     assert evaluated(folder, text, *lora, *again) == pytest.approx(loss, abs=1e-5)
     before, after = (load_file(one / "model.safetensors") for one in (folder, merged))

@@ -14,7 +14,6 @@ from torch import Tensor
 from moemesh.comm.mesh import Mesh
 from moemesh.config.architecture import Architecture
 from moemesh.config.huggingface.architecture import hub_values, read_architecture
-from moemesh.config.layout import shard_range
 from moemesh.config.lora import NO_ADAPTERS, LoraConfig
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
@@ -26,10 +25,11 @@ from moemesh.model.hub.precision import exactly
 from moemesh.parallel.parallelize import parallelize
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.numerics.hub_proof import _Weights
+from moemesh.train.opening import own_rows
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.owned import owned_shards
 from moemesh.train.step import gradients_of_step, update
-from moemesh.train.weights.saving import _weights, load_base
+from moemesh.train.weights.saving import _weights, load_base, load_weights
 from tests.hub.families import random_model, tiny_config
 from tests.ranks import mesh_on_ranks
 
@@ -70,15 +70,8 @@ def tokens_of(step: int, vocab_size: int) -> Tensor:
 
 
 def train_config() -> TrainConfig:
-    return TrainConfig(
-        steps=STEPS,
-        lr=0.05,
-        warmup_steps=1,
-        clip=CLIP,
-        optimizer="sgd",
-        weight_decay=0.0,
-        dtype="float64",
-    )
+    plain = {"optimizer": "sgd", "weight_decay": 0.0, "dtype": "float64"}
+    return TrainConfig(steps=STEPS, lr=0.05, warmup_steps=1, clip=CLIP, **plain)
 
 
 def plain_model(name: str) -> Any:
@@ -151,19 +144,13 @@ def on_rank(
         tuning=tuning,
     )
     optimizer = Optimizer.of(parallel, train)
-    for shard in (*owned_shards(parallel, _weights(parallel, optimizer), "."), *_state(parallel)):
-        whole = weights[shard.name.removeprefix(".")]
-        for dim, (start, size) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
-            whole = whole.narrow(dim, start, size)
-        shard.tensor.copy_(whole)
-    optimizer.round_masters()
+    load_weights(_Weights(weights), parallel, optimizer)
     if model.lora.is_packed:
         load_base(_Weights(weights), parallel)
     losses, norms = list[float](), list[float]()
     for step in range(1, STEPS + 1):
-        result = gradients_of_step(
-            parallel, batches_of(mesh, model, plan, step), TimelineRecorder(mesh.rank)
-        )
+        batches = batches_of(mesh, model, plan, step)
+        result = gradients_of_step(parallel, batches, TimelineRecorder(mesh.rank))
         update(parallel, optimizer, result, lr=train.learning_rate(step), clip=train.clip)
         losses.append(result.loss)
         norms.append(result.grad_norm)
@@ -171,29 +158,18 @@ def on_rank(
     return losses, norms, [(s.name[1:], s.offset, s.tensor.detach().clone()) for s in shards]
 
 
-def _state(parallel: Any) -> list[Any]:
-    from moemesh.checkpoint.store import shard_of
-
-    return [shard_of(name, buffer) for name, buffer in parallel.model.named_buffers()]
-
-
 def batches_of(mesh: Mesh, model: ModelConfig, plan: Plan, step: int) -> list[Batch]:
     tokens = tokens_of(step, model.vocab_size)
-    mine = shard_range(SEQUENCES, plan.dp, mesh["dp"].index)
-    batches: list[Batch] = []
-    for index in range(plan.microbatches):
-        part = shard_range(len(mine), plan.microbatches, index)
-        rows = slice(mine.start + part.start, mine.start + part.stop)
-        batches.append(
-            Batch(
-                tokens_BS=tokens[rows, :-1],
-                targets_BS=tokens[rows, 1:],
-                sequences_B=torch.arange(rows.start, rows.stop),
-                seed=0,
-                step=step,
-            )
+    return [
+        Batch(
+            tokens_BS=tokens[rows, :-1],
+            targets_BS=tokens[rows, 1:],
+            sequences_B=torch.arange(rows.start, rows.stop),
+            seed=0,
+            step=step,
         )
-    return batches
+        for rows in own_rows(SEQUENCES, mesh, plan.microbatches)
+    ]
 
 
 def split(
@@ -219,17 +195,14 @@ def split(
             for expert, row in enumerate(weights[record.name]):
                 weights[f"{module}.{expert}.{leaf}"] = row
     plan = Plan(**keys)
+    given = model, keys, weights, tuning
     if plan.world_size == 1:
-        mesh = Mesh.single("cpu")
-        ranks = [on_rank(mesh, model, keys, weights, tuning)]
+        ranks = [on_rank(Mesh.single("cpu"), *given)]
     else:
-        args = model, keys, weights, tuning
-        ranks = mesh_on_ranks(plan.layout, on_rank, *args)
+        ranks = mesh_on_ranks(plan.layout, on_rank, *given)
     losses, norms, _ = ranks[0]
-    tensors = {
-        record.name: torch.full(record.shape, math.nan) for record in architecture.parameters
-    }
-    tensors = {key: value.double() for key, value in tensors.items()}
+    numbers = {"fill_value": math.nan, "dtype": torch.float64}
+    tensors = {x.name: torch.full(x.shape, **numbers) for x in architecture.parameters}
     for _, _, shards in ranks:
         for key, offset, tensor in shards:
             module, _, leaf = key.rpartition(".")
@@ -245,7 +218,5 @@ def difference(one: Trained, other: Trained) -> float:
     """The largest difference of a loss, a norm or a weight; NaN counts as infinite."""
     pairs = [*zip(one.losses, other.losses, strict=True), *zip(one.norms, other.norms, strict=True)]
     numbers = [abs(a - b) for a, b in pairs]
-    numbers += [
-        float((one.weights[name] - other.weights[name]).abs().max()) for name in one.weights
-    ]
+    numbers += [float((w - other.weights[name]).abs().max()) for name, w in one.weights.items()]
     return max(math.inf if math.isnan(number) else number for number in numbers)

@@ -9,14 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any
 
 import pytest
 import torch
 
 from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError
-from moemesh.config.run import RunConfig
 from moemesh.config.train import TrainConfig
 from moemesh.monitor.supervisor import SAME_KEY_SECONDS, STOPPING_NOW, STOPPING_SOON
 from moemesh.sharding.load_run import load_run
@@ -32,21 +31,10 @@ from tests.waiting import PATIENCE, until
 class Clock:
     """A clock that a test sets."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
-
-
-def steps_with_lines(seconds: float, total: int, log_every: int = 0, done: int = 0) -> list[int]:
-    clock = Clock()
-    progress, due = Progress(done, total, log_every, clock), []
-    for step in range(done + 1, total + 1):
-        clock.now += seconds
-        if progress.finished(step):
-            due.append(step)
-    return due
 
 
 @pytest.mark.parametrize(
@@ -65,40 +53,42 @@ def steps_with_lines(seconds: float, total: int, log_every: int = 0, done: int =
 def test_steps_with_a_line(
     seconds: float, total: int, keys: dict[str, int], expected: list[int]
 ) -> None:
-    assert steps_with_lines(seconds, total, **keys) == expected
+    clock, done = Clock(), keys.get("done", 0)
+    progress, due = Progress(done, total, keys.get("log_every", 0), clock), list[int]()
+    for step in range(done + 1, total + 1):
+        clock.now += seconds
+        due += [step] if progress.finished(step) else []
+    assert due == expected
 
 
-@pytest.mark.parametrize(("validation", "is_told"), [(3.1, False), (3.2, True), (5.0, True)])
-def test_a_run_that_ends_above_the_unigram_model_says_so(validation: float, is_told: bool) -> None:
-    ended = SimpleNamespace(
-        config=RunConfig(),
-        folder=SimpleNamespace(path="run"),
+def summary(validation: float, path: str = "run", stop: EarlyStop | None = None, *keys: str) -> str:
+    """The last lines of a run whose unigram model has a loss of 3.2."""
+    ended: Any = SimpleNamespace(
+        config=load_run([], keys, environ={}).config,
+        folder=SimpleNamespace(path=path),
         _validation=validation,
         _unigram=3.2,
         _recent=(),
     )
-    text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
+    return Artifacts.summary(ended, stop or EarlyStop(0))
+
+
+@pytest.mark.parametrize(("validation", "is_told"), [(3.1, False), (3.2, True), (5.0, True)])
+def test_a_run_that_ends_above_the_unigram_model_says_so(validation: float, is_told: bool) -> None:
+    text = summary(validation)
     assert f"validation loss     {validation:.4f} nats a byte" in text
     assert ("has not learned" in text) == is_told
     assert 'generate run --prompt "def " --temperature 0.8' in text
 
 
 def test_a_run_of_few_steps_is_a_start() -> None:
-    config = load_run([], ["train.steps=20"], environ={}).config
-    ended = SimpleNamespace(
-        config=config,
-        folder=SimpleNamespace(path="run"),
-        _validation=3.4,
-        _unigram=3.2,
-        _recent=(),
-    )
-    text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
+    text = summary(3.4, "run", None, "train.steps=20")
     assert "20 steps are a start" in text and "has not learned" not in text
     # More steps do not help a run that its patience has ended.
     stopped = EarlyStop(1)
     for step, loss in ((1, 3.3), (2, 3.4)):
         stopped.add(step, loss)
-    text = Artifacts.summary(cast("Artifacts", ended), stopped)
+    text = summary(3.4, "run", stopped, "train.steps=20")
     assert "are a start" not in text and "has not learned" in text
 
 
@@ -110,15 +100,7 @@ def test_the_next_command_of_a_tuned_run(tmp_path: Path, tokenizer: str) -> None
     (tmp_path / "tokenizer").mkdir()
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
     name = tokenizer if tokenizer == "bytes" else str(tmp_path / tokenizer)
-    keys = [f"data.tokenizer={name}", "data.path=a.jsonl"]
-    ended = SimpleNamespace(
-        config=load_run([], keys, environ={}).config,
-        folder=SimpleNamespace(path=str(tmp_path)),
-        _validation=3.4,
-        _unigram=3.2,
-        _recent=(),
-    )
-    text = Artifacts.summary(cast("Artifacts", ended), EarlyStop(0))
+    text = summary(3.4, str(tmp_path), None, f"data.tokenizer={name}", "data.path=a.jsonl")
     words = "TEXT" if tokenizer == "bytes" else "TEXT --chat"
     assert f"generate {tmp_path} --prompt {words} --temperature" in text
 
@@ -143,13 +125,9 @@ def test_a_closed_pipe_stops_no_run(ranks: int, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     given = arguments(tmp_path / "run", plan__dp=ranks, train__log_every=1)
+    command = [python(), "-m", "moemesh", *given]
     done = subprocess.run(
-        [python(), "-m", "moemesh", *given],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")

@@ -29,20 +29,14 @@ pytestmark = [
 @contextmanager
 def nodes(names: Sequence[str], command: Sequence[str]) -> Iterator[list[subprocess.Popen[str]]]:
     """An agent of torchrun on each host, with one rank."""
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    torchrun += ["--master-addr=10.117.0.1", "--master-port=29500", "-m", "moemesh"]
-    started = [
-        subprocess.Popen(
-            [
-                *("ip", "netns", "exec", name, sys.executable, *torchrun[:4]),
-                *(f"--node-rank={number}", *torchrun[4:], *command),
-            ],
-            env=os.environ | {"GLOO_SOCKET_IFNAME": hosts.INTERFACE},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, name in enumerate(names)
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    torchrun += ["--master-addr=10.117.0.1", "--master-port=29500"]
+    options: dict[str, Any] = {"env": os.environ | {"GLOO_SOCKET_IFNAME": hosts.INTERFACE}}
+    options |= {"stderr": subprocess.PIPE, "text": True}
+    started = list[subprocess.Popen[str]]()
+    for number, name in enumerate(names):
+        words = ["ip", "netns", "exec", name, *torchrun, f"--node-rank={number}"]
+        started.append(subprocess.Popen([*words, "-m", "moemesh", *command], **options))
     try:
         yield started
     finally:
@@ -52,38 +46,29 @@ def nodes(names: Sequence[str], command: Sequence[str]) -> Iterator[list[subproc
 
 def signal_all(name: str, number: int) -> None:
     """To all processes of a host."""
+    for pid in pids(name):
+        os.kill(pid, number)
+
+
+def pids(name: str) -> list[int]:
+    """The processes of a host."""
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-    for pid in listed.stdout.split():
-        os.kill(int(pid), number)
+    return [*map(int, listed.stdout.split())]
 
 
-def pids(name: str) -> dict[int, str]:
-    """The processes of a host, with their command lines."""
-    listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
-    processes: dict[int, str] = {}
-    for pid in map(int, listed.stdout.split()):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " ")
-        processes[pid] = command
-    return processes
-
-
-def ranks(name: str) -> list[int]:
-    """The ranks of a host; a watcher is none, and torchrun itself is none."""
-    return [
-        pid
-        for pid, command in pids(name).items()
-        if "-m moemesh train" in command and "torch.distributed.run" not in command
-    ]
+def has_ranks(name: str) -> bool:
+    """Whether a host has ranks; a watcher is none, and torchrun itself is none."""
+    commands = (Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids(name))
+    return any(
+        "-m\0moemesh\0train" in command and "torch.distributed.run" not in command
+        for command in commands
+    )
 
 
 def wait_for(condition: Any) -> float:
     """Wait until `condition()` is true; returns the time."""
     until(condition)
     return time.monotonic()
-
-
-def report_of(out: Path, node: int) -> dict[str, Any]:
-    return json.loads((out / f"failures/1/node-{node}.json").read_text())
 
 
 def rows(out: Path) -> int:
@@ -110,12 +95,13 @@ def test_a_cut_is_named_on_both_sides(tmp_path: Path, dies: bool) -> None:
         for node in range(len(left)):
             file = out / f"failures/1/node-{node}.json"
             assert wait_for(file.exists) - begin < 10
-        wait_for(lambda: not any(ranks(name) for name in left))
+        wait_for(lambda: not any(map(has_ranks, left)))
         for name in names:
             signal_all(name, signal.SIGKILL)
         said = [one.communicate(timeout=PATIENCE)[1] for one in started]
     for node in range(len(left)):
-        report, other = report_of(out, node), 1 - node
+        other, file = 1 - node, out / f"failures/1/node-{node}.json"
+        report = json.loads(file.read_text())
         assert (report["kind"], report["rank"]) == ("NetworkCut", node), report
         (host,) = report["unreachable"]
         assert host["ranks"] == [other] and f"10.117.0.{other + 1}" in host["host"]

@@ -17,7 +17,7 @@ from moemesh.ops.nf4 import dequantize, quantize
 from moemesh.sharding.load_run import load_run
 from moemesh.sharding.parameters import tensors
 from tests.huggingface import tiny
-from tests.train.runs import moemesh, said, sets
+from tests.train.runs import losses, metrics, moemesh, said, sets
 
 pytest.importorskip("transformers")
 
@@ -65,10 +65,6 @@ def rounded(base: Path, out: Path) -> Path:
     return out
 
 
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def predicted_memory(run: Path) -> dict[str, list[dict[str, int]]]:
     """The memory of a run, whose states are those that were predicted."""
     memory = json.loads((run / "memory.json").read_text())
@@ -107,7 +103,7 @@ def test_from_the_folder_to_the_export(tmp_path: Path, given: list[str]) -> None
     )
     copy = rounded(tmp_path / "base", tmp_path / "copy")
     said("train", *sets(*given, f"model.path={copy}"), "--out", other)
-    assert losses(run) == pytest.approx(losses(other), rel=1e-6)
+    assert losses(metrics(run)) == pytest.approx(losses(metrics(other)), rel=1e-6)
     # A checkpoint holds what trains, and names the base.
     manifest = json.loads((run / "checkpoints/step-3/manifest.json").read_text())
     names = {name for name in manifest["tensors"] if name.startswith("model.")}
@@ -138,19 +134,15 @@ def test_from_the_folder_to_the_export(tmp_path: Path, given: list[str]) -> None
     assert evaluated(tmp_path / "base", *keys) != pytest.approx(loss, rel=1e-5)
 
 
-def refusal(*words: object) -> str:
-    return said(*words, code=2)
-
-
 def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
     run, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(trained, run)
     rounded(trained.parent / "base", other)
     words = ["train", run / "config.toml", *sets(f"model.path={other}", "train.steps=2")]
-    text = refusal(*words, "--out", run, "--allow-change", "model.path")
+    text = said(*words, "--out", run, "--allow-change", "model.path", code=2)
     assert "other weights" in text and "model.path = the folder of the first start" in text
     base = (trained.parent / "base").rename(tmp_path / "gone")
-    assert "base holds no weights" in refusal("convert", run, tmp_path / "merged")
+    assert "base holds no weights" in said("convert", run, tmp_path / "merged", code=2)
     base.rename(trained.parent / "base")
     assert not (tmp_path / "merged").exists()
 
@@ -161,14 +153,8 @@ def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
         (["lora.rank=0"], ('lora.base = "nf4"', "rank = 0 trains all of them", "rank = 16")),
         (["plan.dp=4", "plan.etp=4"], ("etp = 4 cuts the 128 inputs of down_proj", "etp = 2")),
         (["plan.tp=2"], ("tp = 2 cuts the 64 inputs of o_proj of attention", "tp = 1")),
-        (
-            ['train.train_only=["*.qkv"]'],
-            ("layers.0.attention.qkv would train", "holds it in 4 bits"),
-        ),
-        (
-            ['train.train_only=["*.experts.3.*"]'],
-            ("layers.0.feed_forward.experts.gate_up would train", "holds it in 4 bits"),
-        ),
+        (['train.train_only=["*.qkv"]'], ("layers.0.attention.qkv would train", "in 4 bits")),
+        (['train.train_only=["*.experts.3.*"]'], ("experts.gate_up would train", "in 4 bits")),
         (["plan.dp=2", "plan.ep=2", "plan.spare_slots=2"], ("spare_slots = 2", "lora.base = nf4")),
         (["train.rebalance_every=2"], ("rebalance_every = 2 moves experts",)),
     ],
@@ -178,7 +164,7 @@ def test_what_a_base_in_nf4_refuses(
 ) -> None:
     if "plan.tp=2" not in keys:
         given = [*given, "plan.attention_exit=all_to_all"]
-    text = refusal("train", *sets(*given, "lora.base=nf4", *keys), "--out", tmp_path / "run")
+    text = said("train", *sets(*given, "lora.base=nf4", *keys), "--out", tmp_path / "run", code=2)
     assert all(word in text for word in words), text
     assert not (tmp_path / "run").exists()
 
@@ -196,13 +182,13 @@ def test_esft_is_refused(tmp_path: Path, given: list[str]) -> None:
     words = ["esft", "scores", tmp_path / "base", tmp_path / "a.txt", "--seq-len", 16]
     said(*words, "--samples", 4, "--out", table, *sets("data.tokenizer=bytes"))
     keys = sets(*given, "lora.base=nf4", f"train.esft={table}")
-    text = refusal("train", *keys, "--out", tmp_path / "run")
+    text = said("train", *keys, "--out", tmp_path / "run", code=2)
     assert "train.esft" in text and "lora.base = nf4 holds it in 4 bits" in text
 
 
 def test_a_base_that_is_drawn_is_refused(tmp_path: Path, given: list[str]) -> None:
     keys = [key for key in given if not key.startswith("model.path")]
-    text = refusal("train", *sets(*keys, "lora.base=nf4"), "--out", tmp_path / "run")
+    text = said("train", *sets(*keys, "lora.base=nf4"), "--out", tmp_path / "run", code=2)
     assert "base = nf4 reads the base at every start" in text
     with pytest.raises(ConfigError, match="base"):
         load_run([], [*given, "lora.base=int8"])
@@ -211,6 +197,6 @@ def test_a_base_that_is_drawn_is_refused(tmp_path: Path, given: list[str]) -> No
 def test_the_base_is_not_exported(trained: Path, tmp_path: Path) -> None:
     """A delta has what trained, and folders have no dtype of 4 bits."""
     run = trained
-    assert "--adapter" in refusal("convert", run, tmp_path / "out", "--delta")
-    assert "nf4" in refusal("convert", run, tmp_path / "out", "--dtype", "nf4")
+    assert "--adapter" in said("convert", run, tmp_path / "out", "--delta", code=2)
+    assert "nf4" in said("convert", run, tmp_path / "out", "--dtype", "nf4", code=2)
     assert not (tmp_path / "out").exists()

@@ -52,25 +52,13 @@ def test_a_sensible_plan_needs_no_remark() -> None:
     [
         (["plan.schedule=gpipe"], "plan.schedule = gpipe has no effect"),
         (["plan.spare_slots=1"], "plan.spare_slots = 1 has no effect"),
-        (
-            ["train.rebalance_every=2"],
-            "train.rebalance_every = 2 has no effect: it needs plan.ep > 1",
-        ),
+        (["train.rebalance_every=2"], "rebalance_every = 2 has no effect: it needs plan.ep > 1"),
         (["plan.dispatcher=hierarchical"], "plan.dispatcher = hierarchical has no effect"),
-        (
-            ["train.momentum=0.9"],
-            "train.momentum = 0.9 has no effect: it needs train.optimizer = sgd",
-        ),
+        (["train.momentum=0.9"], "momentum = 0.9 has no effect: it needs train.optimizer = sgd"),
         (["train.optimizer=sgd", "train.epsilon=1e-6"], "train.epsilon = 1e-06 has no effect"),
-        (
-            ["train.steps=8", "train.warmup_steps=10"],
-            "steps = 8: the learning rate ends at 2.4e-03",
-        ),
+        (["train.steps=8", "train.warmup_steps=10"], "= 8: the learning rate ends at 2.4e-03"),
         (["plan.pp=4"], "plan.microbatches = 1 keeps 4 pipeline ranks waiting for 75% of a step"),
-        (
-            ["plan.dp=4", "plan.microbatches=9"],
-            "data.global_batch = 32 sequences into 36 parts: 4 are empty",
-        ),
+        (["plan.dp=4", "plan.microbatches=9"], "= 32 sequences into 36 parts: 4 are empty"),
     ],
 )
 def test_what_was_probably_not_meant_gets_one_remark(overrides: list[str], words: str) -> None:

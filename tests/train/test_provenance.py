@@ -77,12 +77,8 @@ def test_a_long_diff_is_cut_and_a_directory_without_git_has_none(
 def test_equal_diffs_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, mesh = RunFolder.open(tmp_path / "run"), Mesh.single("cpu")
     samples: Any = SimpleNamespace(fingerprint=dict)
-    for text, name in [
-        ("a", "diff.patch"),
-        ("a", "diff.patch"),
-        ("b", "diff-3.patch"),
-        ("a", "diff.patch"),
-    ]:
+    for text, number in (("a", ""), ("a", ""), ("b", "-3"), ("a", "")):
+        name = f"diff{number}.patch"
         state = {"text": text, "diff_sha256": f"digest of {text}"}
         monkeypatch.setattr(provenance, "git_state", lambda _, state=state: dict(state))
         provenance.record_start(run, RunConfig(), mesh, samples, 1)
@@ -224,21 +220,19 @@ def test_a_value_that_differs_is_named_with_what_else_differs(tmp_path: Path) ->
     assert any(line.startswith("package torch: 1.0 then, ") for line in report["differences"])
 
 
+ZB_H1 = {"plan__pp": 2, "plan__schedule": "zb_h1", "plan__microbatches": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
         {},
         {"plan__dp": 2, "plan__ep": 2},
-        {"plan__pp": 2, "plan__schedule": "zb_h1", "plan__microbatches": 2},
+        ZB_H1,
         {"plan__pp": 2, "plan__schedule": "pipedream", "plan__microbatches": 6},
         {"plan__pp": 2, "plan__schedule": "search", "plan__microbatches": 2},
-        {
-            "plan__pp": 2,
-            "plan__schedule": "zb_h1",
-            "plan__microbatches": 2,
-            "plan__optimizer_validation": "after",
-        },
+        ZB_H1 | {"plan__optimizer_validation": "after"},
     ],
     ids=lambda keys: ",".join(f"{k[6:]}={v}" for k, v in keys.items()) or "one rank",
 )

@@ -21,18 +21,10 @@ from moemesh.train.records.step_clock import StepClock
 
 EP, DP = communication("ep"), communication("dp_cp")
 MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=16,
-    num_experts=4,
-    experts_per_token=2,
-    expert_intermediate_size=8,
+    vocab_size=64, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8,
+    intermediate_size=16, num_experts=4, experts_per_token=2, expert_intermediate_size=8,
     first_dense_layers=0,
-)
+)  # fmt: skip
 
 
 class Clock(StepClock):
