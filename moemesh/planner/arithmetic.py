@@ -42,8 +42,3 @@ def minimum(left: Number, right: Number) -> Number:
     if type(left) is type(right) is float:
         return left if left <= right or left != left else right
     return _plain(np.minimum(left, right))
-
-
-def floor(value: Number) -> Number:
-    """The largest whole number that is not above `value`."""
-    return _plain(np.floor(value))

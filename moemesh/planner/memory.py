@@ -429,13 +429,23 @@ class _Peaks:
     def _parts_of(
         self, layout: PlannedLayout, rank: int, stages: Stages, chunks: ChunkBytes
     ) -> tuple[Number, Number, Number]:
-        """Bytes of activations, of logits and of the running layer."""
-        content = stages.contents[rank]
+        """Bytes of activations, of logits with the additional gradient of the head, and of the
+        running layer."""
+        shape, allocation, content = self.shape, self.allocation, stages.contents[rank]
         kept = [chunks.chunk(chunk) for chunk in content.chunks]
         activations = held(layout, rank, kept)
         if layout.pp > 1:
-            activations = activations + self.allocation.extra_in_flight * sum(kept)
-        logits = self._logits(layout) if content.has_head else 0.0
+            activations = activations + allocation.extra_in_flight * sum(kept)
+        logits: Number = 0.0
+        if content.has_head:
+            numbers = layout.tokens * shape.vocab_size
+            logits = allocation.logit_bytes * numbers / layout.tp
+            gathered = allocation.gathered_logit_bytes * numbers
+            logits = logits + where(layout.tp > 1, gathered, 0.0)
+            if layout.loss == "chunked":
+                logits = chunk_bytes(shape, layout)
+            head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
+            logits = logits + allocation.head_gradient_bytes * head
         return activations, logits, self._working(layout, content.kinds, chunks)
 
     def _working(
@@ -460,19 +470,6 @@ class _Peaks:
                 matrix = matrix * shape.intermediate_size / layout.tp
             working = working + allocation.layer_gradient_bytes * matrix
         return working
-
-    def _logits(self, layout: PlannedLayout) -> Number:
-        """Bytes of logits and of the additional gradient of the head."""
-        shape, allocation = self.shape, self.allocation
-        if layout.loss == "chunked":
-            logits = chunk_bytes(shape, layout)
-        else:
-            numbers = layout.tokens * shape.vocab_size
-            gathered = allocation.gathered_logit_bytes * numbers
-            logits = allocation.logit_bytes * numbers / layout.tp
-            logits = logits + where(layout.tp > 1, gathered, 0.0)
-        head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
-        return logits + allocation.head_gradient_bytes * head
 
 
 @lru_cache(maxsize=4096)

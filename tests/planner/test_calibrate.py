@@ -41,14 +41,12 @@ from moemesh.trace.run import MetricsRow
 from tests.planner.published_rows import ARCHS, llama, write_table
 
 LAYOUTS = [(tp, pp, mbs) for tp in (1, 2, 4, 8) for pp in (1, 2, 4) for mbs in (1, 2)]
+ROWS = [llama(number, *layout, 30.0 + number) for number, layout in enumerate(LAYOUTS)]
 
 
 def generated(calibration: Calibration):
     """Runs whose times are exactly what `calibration` predicts."""
-    runs = [
-        parse_run(llama(index, tp, pp, mbs, 1.0), ARCHS)
-        for index, (tp, pp, mbs) in enumerate(LAYOUTS)
-    ]
+    runs = [parse_run(one, ARCHS) for one in ROWS]
     return [replace(one.run, seconds=one.seconds, ended="ok") for one in predict(runs, calibration)]
 
 
@@ -130,14 +128,12 @@ def test_unknown_clusters_take_after_their_relatives():
 
 
 def test_command_writes_a_cluster_file_that_predicts(tmp_path, capsys):
-    runs = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
-    table = write_table(tmp_path, runs)
     out = tmp_path / "cluster.toml"
-    calibrate(runs=[table], out=out)
+    calibrate(runs=[write_table(tmp_path, ROWS)], out=out)
     assert "aleph_alpha/A100-80G" in capsys.readouterr().out
     cluster = load_cluster(str(out))
     assert set(cluster.constants) == set(NAMES)
-    parsed = [parse_run(one, ARCHS) for one in runs]
+    parsed = [parse_run(one, ARCHS) for one in ROWS]
     changed, calibration = use_cluster(parsed, shipped_calibration(), cluster)
     after = [one.error for one in predict(changed, calibration)]
     plain = [one.error for one in predict(parsed, shipped_calibration())]
@@ -186,8 +182,7 @@ def test_releases_multiply_and_unknown_ones_take_after_the_last():
 
 
 def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
-    rows = [llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)]
-    table, mine = write_table(tmp_path, [one | {"src": ""} for one in rows]), tmp_path / "mine.toml"
+    table, mine = write_table(tmp_path, [one | {"src": ""} for one in ROWS]), tmp_path / "mine.toml"
     calibrate(runs=[table], out=mine)
     assert load_cluster(str(mine)).name == "own/A100-80G"
     # A search corrects the bounds of all its layouts by these runs, and each price as `estimate`.
@@ -202,8 +197,7 @@ def test_a_table_without_software_is_the_users_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", ["GPUs per node", "nodes"])
 def test_nodes_of_the_rows(tmp_path: Path, column: str) -> None:
     """64 A100 as 16 nodes of four, where the data sheet has nodes of eight."""
-    rows = [llama(n, tp, pp, mbs, 30.0 + n) for n, (tp, pp, mbs) in enumerate(LAYOUTS)]
-    table = write_table(tmp_path, rows)
+    table = write_table(tmp_path, ROWS)
     head, *lines = table.read_text().splitlines()
     each = "16" if column == "nodes" else "4"
     table.write_text("\n".join([f"{head},{column}", *(f"{line},{each}" for line in lines)]))
@@ -213,13 +207,12 @@ def test_nodes_of_the_rows(tmp_path: Path, column: str) -> None:
 
 
 def test_a_cluster_file_replaces_the_data_sheet(tmp_path: Path) -> None:
-    rows = [llama(n, tp, pp, mbs, 30.0 + n) for n, (tp, pp, mbs) in enumerate(LAYOUTS)]
     file = tmp_path / "lab.toml"
     lab = load_cluster("dgx_a100").model_copy(
         update={"name": "lab", "gpus_per_node": 4, "gpu_hour_price": 1.5, "usable_share": 0.9}
     )
     file.write_text(lab.to_toml("Four GPUs a node."))
-    calibrate(runs=[write_table(tmp_path, rows)], out=tmp_path / "mine.toml", cluster=str(file))
+    calibrate(runs=[write_table(tmp_path, ROWS)], out=tmp_path / "mine.toml", cluster=str(file))
     cluster = load_cluster(str(tmp_path / "mine.toml"))
     assert (cluster.name, cluster.gpus_per_node) == ("lab", 4)
     assert (cluster.gpu_hour_price, cluster.usable_share) == (1.5, 0.9)
@@ -234,9 +227,6 @@ def test_one_run_alone_is_not_doubted(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_a_group_left_out_does_not_know_its_own_times():
     """Left-out runs with ten times the measured time: their predictions stay unchanged."""
-    others = [
-        llama(index, tp, pp, mbs, 30.0 + index) for index, (tp, pp, mbs) in enumerate(LAYOUTS)
-    ]
     hidden = [llama(50, 1, 1, 1, 26.5, model="Hidden"), llama(51, 2, 1, 2, 29.7, model="Hidden")]
     slower = [one | {"step_time_s": "265"} for one in hidden]
 
@@ -245,7 +235,7 @@ def test_a_group_left_out_does_not_know_its_own_times():
         predictions = cross_validate(runs, prior_calibration())
         return [one.seconds for one in predictions if one.run.row["model"] == "Hidden"]
 
-    assert predicted(others + hidden) == pytest.approx(predicted(others + slower), rel=1e-9)
+    assert predicted(ROWS + hidden) == pytest.approx(predicted(ROWS + slower), rel=1e-9)
 
 
 def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path):
@@ -293,8 +283,7 @@ def test_bad_runs_are_named_and_cost_little(tmp_path, capsys):
         learn([replace(run, seconds=run.seconds * 1000) for run in runs], prior_calibration())
     twins = [*runs, replace(runs[1], id="twin", seconds=runs[1].seconds * 1.5)]
     assert any("are one layout" in one for one in learn(twins, prior_calibration()).doubts)
-    rows = [llama(index, tp, pp, mbs, 30.0) for index, (tp, pp, mbs) in enumerate(LAYOUTS[:6])]
-    rows[2]["step_time_s"] = "nan"
+    rows = [*ROWS[:2], ROWS[2] | {"step_time_s": "nan"}, *ROWS[3:6]]
     calibrate(runs=[write_table(tmp_path, rows)], out=tmp_path / "c.toml")
     assert "run 2 is left out: step_time_s is `nan`: a run shows" in capsys.readouterr().out
 
@@ -304,8 +293,8 @@ def test_no_efficiency_is_written_above_one(tmp_path, capsys):
     calibration file is valid for plans."""
     runs = generated(shipped_calibration())[:8]
     rows = [
-        llama(index, tp, pp, mbs, one.seconds / 4, src="mine")
-        for index, ((tp, pp, mbs), one) in enumerate(zip(LAYOUTS, runs, strict=False))
+        row | {"step_time_s": str(run.seconds / 4), "src": "mine"}
+        for row, run in zip(ROWS, runs, strict=False)
     ]
     out = tmp_path / "fast.toml"
     calibrate(runs=[write_table(tmp_path, rows)], out=out)

@@ -59,6 +59,29 @@ DENSE = from_arch_table("llama-13B", ARCHS)
 MOE = from_arch_table("moe-30B", ARCHS)
 
 
+def work_of(
+    shape: ModelShape,
+    layout: PlannedLayout,
+    software: Software | None = None,
+    device: str = "A100-80G",
+    constants: Constants | None = None,
+) -> PricedStep:
+    return PricedStep(
+        model_row(shape),
+        layout_row(shape, layout, software or Software()),
+        hardware_row(ACCELERATORS[device], layout.precision),
+        constants or Constants(),
+    )
+
+
+def priced(shape: ModelShape = DENSE, software: Software | None = None, **layout) -> PricedStep:
+    return work_of(shape, PlannedLayout(seq_len=2048, global_batch=64, **layout), software)
+
+
+def simulated(shape: ModelShape, layout: PlannedLayout, *work) -> StepTime:
+    return step_time(work_of(shape, layout, *work), stages=[Stages.of(shape, layout)])
+
+
 def price(
     shape: ModelShape = DENSE,
     software: Software | None = None,
@@ -67,13 +90,7 @@ def price(
     **layout,
 ) -> StepTime:
     planned = PlannedLayout(**{"seq_len": 2048, "global_batch": 256} | layout)
-    work = PricedStep(
-        model_row(shape),
-        layout_row(shape, planned, software or Software()),
-        hardware_row(ACCELERATORS[device]),
-        constants or Constants(),
-    )
-    return step_time(work, stages=[Stages.of(shape, planned)])
+    return simulated(shape, planned, software, device, constants)
 
 
 def test_parts_add_up_to_the_step():
@@ -207,14 +224,10 @@ def test_seconds_and_memory_follow_the_same_rows(name):
 
 
 def test_products_that_stay_in_16_bit_take_their_share():
-    device = hardware_row(ACCELERATORS["B200"], "float4")
     planned = PlannedLayout(seq_len=2048, global_batch=8, precision="float4")
 
     def seconds(share: float) -> float:
-        row = layout_row(DENSE, planned, Software(wide_share=share))
-        work = PricedStep(
-            model=model_row(DENSE), layout=row, hardware=device, constants=Constants()
-        )
+        work = work_of(DENSE, planned, Software(wide_share=share), "B200")
         return float(product_seconds(work, 4096, 4096, 4096))
 
     assert seconds(0.25) == pytest.approx(0.75 * seconds(0) + 0.25 * seconds(1))
@@ -257,13 +270,10 @@ def test_a_format_that_a_device_lacks_is_the_next_wider_one(device, precision, a
     """No cast to it either: the product runs in the wider format."""
     sheet = ACCELERATORS[device]
     assert hardware_row(sheet, precision) == hardware_row(sheet, as_slow_as)
-    planned = {"dp": 8, "seq_len": 2048, "global_batch": 8}
-    prices: list[float] = []
-    for name in (precision, as_slow_as):
-        row = layout_row(DENSE, PlannedLayout(**planned, precision=name), Software())
-        hardware = hardware_row(sheet, name)
-        prices.append(step_time(PricedStep(model_row(DENSE), row, hardware, Constants())).total)
-    assert prices[0] == prices[1]
+    works = (priced(dp=8, precision=name) for name in (precision, as_slow_as))
+    same, wider = (step_time(replace(work, hardware=hardware_row(sheet, name))).total
+                   for work, name in zip(works, (precision, as_slow_as), strict=True))  # fmt: skip
+    assert same == wider
 
 
 def test_products_in_32_bit_have_their_own_peak():
@@ -295,12 +305,7 @@ def test_the_exchange_of_a_dispatcher_takes_the_bytes_of_its_ledger(dispatcher, 
         seq_len=1024, global_batch=8, microbatch=8 // degrees["dp"], dispatcher=dispatcher,
         sequence_parallel=True, **degrees,
     )  # fmt: skip
-    work = PricedStep(
-        model=model_row(shape),
-        layout=layout_row(shape, planned, software_of(planned)),
-        hardware=hardware_row(ACCELERATORS["H100-80G"]),
-        constants=Constants(),
-    )
+    work = work_of(shape, planned, software_of(planned), "H100-80G")
     links, seconds = work.links, layer_transfers(work)
     ledger = predict_ledger(
         model, Plan(dispatcher=dispatcher, ranks_per_node=world, **degrees), rank=0, seq_len=1024,
@@ -364,7 +369,7 @@ def test_the_bubble_is_the_simulators(name, ranks):
             return duration(*arguments)
 
         with mock.patch("moemesh.planner.timing.step_time.duration", remember):
-            times = simulated(MOE, layout, stages)
+            times = simulated(MOE, layout)
         forward, inputs, weights, message = seen[0]
         assert len(set(forward)) > 1 and message > 0
         costs = Costs(
@@ -376,16 +381,14 @@ def test_the_bubble_is_the_simulators(name, ranks):
         sent = message * stages.step.share * layout.microbatches * stages.step.slices
         own = [busy + sent * stages.step.messages_of(rank) for rank, busy in enumerate(truth.busy)]
         assert times.bubble == pytest.approx(truth.makespan - max(own), rel=1e-6, abs=1e-9)
-        assert bound(MOE, layout).total <= times.total * (1 + 1e-9)
+        assert step_time(work_of(MOE, layout)).total <= times.total * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_streams_do_not_wait(name):
-    layout = pipelined(name, 4, 4)
-    times = simulated(MOE, layout, Stages.of(MOE, layout))
+    times = simulated(MOE, pipelined(name, 4, 4))
     assert times.bubble == 0
-    plain = pipelined("1f1b", 4, 4)
-    assert times.total < simulated(MOE, plain, Stages.of(MOE, plain)).total
+    assert times.total < simulated(MOE, pipelined("1f1b", 4, 4)).total
 
 
 def test_rounding_is_no_bubble():
@@ -396,20 +399,6 @@ def test_rounding_is_no_bubble():
         assert sum(
             getattr(times, item.name) for item in fields(times) if item.name != "total"
         ) == pytest.approx(times.total, rel=1e-12)
-
-
-def simulated(shape: ModelShape, layout: PlannedLayout, stages: Stages) -> StepTime:
-    return bound(shape, layout, [stages])
-
-
-def bound(shape: ModelShape, layout: PlannedLayout, stages: list[Stages] | None = None) -> StepTime:
-    work = PricedStep(
-        model_row(shape),
-        layout_row(shape, layout, Software()),
-        hardware_row(ACCELERATORS["A100-80G"]),
-        Constants(),
-    )
-    return step_time(work, stages=stages)
 
 
 def test_a_cut_by_weight_of_a_published_run():
@@ -461,12 +450,7 @@ def test_compute_floor_is_a_lower_bound(values, moe, precision, adapters, capaci
     shape = MOE if moe else DENSE
     layout = PlannedLayout(dp=dp, global_batch=256 * dp, precision=precision, **values)
     layout = layout.changed(adapters=adapters, capacity_factor=capacity)
-    work = PricedStep(
-        model_row(shape),
-        layout_row(shape, layout, Software()),
-        hardware_row(ACCELERATORS["H100-80G"], precision),
-        Constants(),
-    )
+    work = work_of(shape, layout, device="H100-80G")
     assert float(compute_floor(work)) <= float(step_time(work).total)
 
 
@@ -486,8 +470,7 @@ def test_columns_give_what_single_rows_give():
     )
     together = step_time(columns)
     for index, ((shape, layout), traits) in enumerate(zip(cases, software, strict=True)):
-        row = layout_row(shape, layout, traits)
-        alone = step_time(PricedStep(model_row(shape), row, hardware_row(device), Constants()))
+        alone = step_time(work_of(shape, layout, traits, "H100-80G"))
         assert together.row(index) == pytest.approx(alone.row(0), rel=1e-12)
 
 
@@ -527,16 +510,6 @@ def test_constants_of_a_cluster_file_win():
 
 
 # Roofline of products and attention cores.
-
-
-def priced(shape: ModelShape = DENSE, software: Software | None = None, **layout) -> PricedStep:
-    planned = PlannedLayout(seq_len=2048, global_batch=64, **layout)
-    return PricedStep(
-        model=model_row(shape),
-        layout=layout_row(shape, planned, software or Software()),
-        hardware=hardware_row(ACCELERATORS["A100-80G"]),
-        constants=Constants(),
-    )
 
 
 def test_large_product_approaches_best_efficiency():

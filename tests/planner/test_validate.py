@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from moemesh.cli import main
 from moemesh.cli.accuracy import report
 from moemesh.config.devices import GIB
 from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.accuracy.validate import error_statistics, predict, summarize
 from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
 from tests.planner.published_rows import ARCHS, ROWS, llama, row, write_table
+from tests.test_cli import Invoke
 
 
 @pytest.fixture(scope="module")
@@ -143,41 +143,29 @@ def test_worse_constants_show(validation):
 
 @pytest.mark.parametrize("text", ["1e-320", "0", "-3", "inf", "nan", "1e300"])
 @pytest.mark.parametrize("column", ["step_time_s", "mem_gib"])
-def test_a_time_that_no_run_shows_is_named(tmp_path, monkeypatch, capsys, column, text):
+def test_a_time_that_no_run_shows_is_named(tmp_path, invoke: Invoke, column, text):
     rows = [{**ROWS[0], "id": "7", column: text, "mem_kind": "peak"}, *ROWS[1:]]
     table, out = write_table(tmp_path, rows), tmp_path / "answer.json"
-    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(table), "--json", str(out)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code in (0, None)
-    assert f"{column} is `{text}`: a run shows" in capsys.readouterr().out
+    code, said, _ = invoke("validate", str(table), "--json", str(out))
+    assert code == 0 and f"{column} is `{text}`: a run shows" in said
     row = next(row for row in json.loads(out.read_text())["rows"] if row["id"] == 7)
     assert row["seconds"] is None and column in row["reason"]
 
 
-def test_a_table_without_a_priced_row_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_table_without_a_priced_row_is_refused(tmp_path, invoke: Invoke):
     rows = [{**ROWS[0], "id": "7", "hardware": "abacus"}, {**ROWS[1], "id": "8", "gpus": "some"}]
-    table = write_table(tmp_path, rows)
-    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(table)])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    message = capsys.readouterr().err
+    code, _, message = invoke("validate", str(write_table(tmp_path, rows)))
+    assert code == 2
     assert "hardware is `abacus`: no known device (7 in line 2)" in message
     assert "gpus is `some`: not a whole number (8 in line 3)" in message
 
 
-def test_rows_without_a_measurement_are_named(tmp_path, monkeypatch, capsys):
+def test_rows_without_a_measurement_are_named(tmp_path, invoke: Invoke):
     rows = [ROWS[0], {**ROWS[1], "id": "77", "step_time_s": ""}]
-    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(write_table(tmp_path, rows))])
-    with pytest.raises(SystemExit):
-        main()
-    assert "1 row without a measured time or memory: 77" in capsys.readouterr().out
+    _, said, _ = invoke("validate", str(write_table(tmp_path, rows)))
+    assert "1 row without a measured time or memory: 77" in said
 
 
-def test_command_tells_mistakes_without_a_traceback(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["moemesh", "validate", str(tmp_path / "none.csv")])
-    with pytest.raises(SystemExit) as stop:
-        main()
-    assert stop.value.code == 2
-    assert "cannot read the table" in capsys.readouterr().err
+def test_command_tells_mistakes_without_a_traceback(tmp_path, invoke: Invoke):
+    code, _, message = invoke("validate", str(tmp_path / "none.csv"))
+    assert code == 2 and "cannot read the table" in message

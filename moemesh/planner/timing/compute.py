@@ -265,15 +265,14 @@ def mlp_block(work: PricedStep) -> BlockTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertTime:
-    """Forward seconds of the expert block of one layer, and its weights by replication.
+class ExpertTime(BlockTime):
+    """The expert block of one layer: the parts of its products, and its weights by replication.
 
     `overhead` is the time of launches and of waiting for counts, which is independent of sizes.
     """
 
-    products: Number
+    routed_products: Number
     shared_products: Number
-    elementwise: Number
     overhead: Number
     expert_weights: Number
     shared_weights: Number
@@ -308,13 +307,19 @@ def expert_block(work: PricedStep) -> ExpertTime:
     remaining = remaining * where(layout.token_drop == 1, constants.capacity_overhead, 1)
     launched = minimum(local, _MOST_LAUNCHES)
     overhead = constants.expert_overhead_us * 1e-6 * (1 + launched / 16) * remaining
+    routed, shared = has * (grouped + router), has * where(shared_width > 0, shared, 0)
+    matrices = has * model.mlp_matrices * hidden
+    expert_weights = matrices * model.expert_width * local / layout.etp
     return ExpertTime(
-        products=has * (grouped + router),
-        shared_products=has * where(shared_width > 0, shared, 0),
+        products=routed + shared,
+        core=0.0,
         elementwise=has * constants.elementwise_traffic * traffic / work.hbm,
+        weights=expert_weights + matrices * shared_width,
+        routed_products=routed,
+        shared_products=shared,
         overhead=has * overhead,
-        expert_weights=has * model.mlp_matrices * hidden * model.expert_width * local / layout.etp,
-        shared_weights=has * model.mlp_matrices * hidden * shared_width,
+        expert_weights=expert_weights,
+        shared_weights=matrices * shared_width,
     )
 
 
@@ -516,19 +521,13 @@ def layer_times(
     )
     shared_tensor = where(model.shared_width > 0, tensor, 0)
     moved = 2 * transfers.exchange + transfers.expert_tensor + shared_tensor
-    block = BlockTime(
-        products=experts.products + experts.shared_products,
-        core=0.0,
-        elementwise=experts.elementwise,
-        weights=experts.expert_weights + experts.shared_weights,
-    )
-    recomputed = layout.recompute_moe * (block.products + block.elementwise + moved)
+    recomputed = layout.recompute_moe * (experts.products + experts.elementwise + moved)
     shared_again = maximum(layout.recompute_shared, layout.recompute_products)
     recomputed = recomputed + shared_again * experts.shared_products
     # All products of an expert but the last; the few FLOPs of the router are counted with them.
-    first_products = (model.mlp_matrices - 1) / model.mlp_matrices * experts.products
+    first_products = (model.mlp_matrices - 1) / model.mlp_matrices * experts.routed_products
     recomputed = recomputed + layout.recompute_experts * first_products
-    routed = _block_time(work, block, moved, moved, recomputed)
+    routed = _block_time(work, experts, moved, moved, recomputed)
     layers: list[LayerTime] = []
     for second in (dense, routed):
         forward = first.forward + second.forward

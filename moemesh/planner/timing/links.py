@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moemesh.config.cluster import LinkCurve, LinkOperation
-from moemesh.planner.arithmetic import FloatArray, Number, floor, maximum, minimum, where
+from moemesh.planner.arithmetic import FloatArray, Number, maximum, minimum, where
 from moemesh.planner.timing.calibration import Constants
 from moemesh.planner.timing.columns import HardwareColumns
 
@@ -35,8 +35,7 @@ from moemesh.planner.timing.columns import HardwareColumns
 
 def members_per_node(ranks: Number, stride: Number, node_size: Number) -> Number:
     """Number of ranks of a group that share a node, if its members are `stride` ranks apart."""
-    fitting: Number = floor(node_size / stride + 1e-9)
-    return minimum(maximum(fitting, 1), ranks)
+    return minimum(maximum(np.floor(node_size / stride + 1e-9), 1), ranks)
 
 
 def visited_nodes(

@@ -440,35 +440,28 @@ def _simulated(
     ranks: list[RankColumns] = []
     waiting: list[float] = []
     for cut, numbers in zip(stages, columns.tolist(), strict=True):
-        span = duration(cut.step, *_stage_times(cut, numbers), numbers[-1])
+        f_dense, b_dense, w_dense, f_routed, b_routed, w_routed = numbers[:6]
+        embedding, head, head_forward, head_weight, message = numbers[6:]
+        #: Seconds of one microbatch at every stage: forward, input gradient, weight gradient.
+        ahead: list[float] = []
+        inputs: list[float] = []
+        later: list[float] = []
+        for stage, (dense, routed) in enumerate(cut.layers):
+            first, final = stage == 0, stage == cut.last
+            weight = dense * w_dense + routed * w_routed + final * head_weight
+            forward = dense * f_dense + routed * f_routed
+            forward += first * embedding / 2 + final * head_forward
+            whole = dense * (f_dense + b_dense) + routed * (f_routed + b_routed)
+            whole += first * embedding + final * head
+            ahead.append(cut.step.slices * forward)
+            inputs.append(cut.step.slices * max(whole - forward - weight, 0.0))
+            later.append(cut.step.slices * weight)
+        span = duration(cut.step, ahead, inputs, later, message)
         waiting.append(max(span.makespan - span.busy, 0.0))
         ranks.append(rank_row(cut, span.rank))
     if np.ndim(flat[0]) == 0:
         return ranks[0], waiting[0]
     return stacked(ranks), np.array(waiting)
-
-
-def _stage_times(
-    stages: Stages, numbers: Sequence[float]
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of one microbatch at every stage: forward, input gradient, weight gradient."""
-    f_dense, b_dense, w_dense, f_routed, b_routed, w_routed = numbers[:6]
-    embedding, head, head_forward, head_weight, _ = numbers[6:]
-    slices, last = stages.step.slices, stages.last
-    ahead: list[float] = []
-    inputs: list[float] = []
-    later: list[float] = []
-    for stage, (dense, routed) in enumerate(stages.layers):
-        first, final = stage == 0, stage == last
-        weight = dense * w_dense + routed * w_routed + final * head_weight
-        forward = dense * f_dense + routed * f_routed
-        forward += first * embedding / 2 + final * head_forward
-        whole = dense * (f_dense + b_dense) + routed * (f_routed + b_routed)
-        whole += first * embedding + final * head
-        ahead.append(slices * forward)
-        later.append(slices * weight)
-        inputs.append(slices * max(whole - forward - weight, 0.0))
-    return ahead, inputs, later
 
 
 def _in_parts(
@@ -493,12 +486,12 @@ def _in_parts(
     dense, routed = rank.dense, rank.routed
     both = dense + routed
     recomputed = layout.recompute_full
-    products = both * attention.products + dense * mlp.products
-    products = products + routed * (experts.products + experts.shared_products)
-    moved = both * attention.elementwise + dense * mlp.elementwise
-    moved = moved + routed * experts.elementwise
-    weights = both * attention.weights + dense * mlp.weights
-    weights = weights + routed * (experts.expert_weights + experts.shared_weights)
+    products, moved, weights = (
+        both * getattr(attention, name)
+        + dense * getattr(mlp, name)
+        + routed * getattr(experts, name)
+        for name in ("products", "elementwise", "weights")
+    )
     touched = work.accumulate + (2 + recomputed) * work.unpack
     core = 1 + core_backward_factor(work) + recomputed
     host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting

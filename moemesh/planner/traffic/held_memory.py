@@ -57,8 +57,15 @@ class HeldMemory:
     def run(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
         """One operation (F, B, I or W) on the layers of a stage."""
         if kind == "F":
-            return self._forward(layers)
-        return self._weight_half(layers) if kind == "W" else self._backward(kind, layers)
+            yield from self._forward(layers)
+        elif kind != "W":
+            yield from self._backward(kind, layers)
+        else:
+            # In the order of the input half: the head comes first.
+            for saved in chain.from_iterable(layer.saved[::-1] for layer in layers[::-1]):
+                self._work(saved)
+                self._add(saved.kind, -saved.held)
+                self._add(DEFERRED, -saved.gradient)
 
     def _add(self, kind: str, size: float) -> None:
         self.now[kind] += size
@@ -86,14 +93,6 @@ class HeldMemory:
                     shared.add(saved.kind)
                 if saved.pauses:
                     yield
-
-    def _weight_half(self, layers: list[SavedTensors]) -> Iterator[None]:
-        # In the order of the input half: the head comes first.
-        for saved in chain.from_iterable(reversed(layer.saved) for layer in reversed(layers)):
-            self._work(saved)
-            self._add(saved.kind, -saved.held)
-            self._add(DEFERRED, -saved.gradient)
-        yield from ()
 
     def _backward(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
         #: Kind of a shared storage -> index of the first layer that keeps it.
