@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from moemesh.config.plan import Plan
 from moemesh.planner.kept_tensors import layer_kept
-from moemesh.planner.layout_sources import from_plan
+from moemesh.planner.layout_sources import from_plan, read_plan
 from moemesh.planner.memory import rank_memory
 from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.speed import kv_cache_bytes
-from moemesh.planner.traffic.volumes import volumes_ledger
-from tests.planner.test_traffic import MIB, TABLE, table_rows
+from moemesh.planner.traffic.volumes import step_volumes, volumes_ledger
 
 #: A dense model, whose weights all have the same number of replicas.
 _DENSE = load_model("llama3-8b").shape
@@ -150,30 +150,36 @@ def seed_memory(old: str) -> str:
     return rows(("figure", "printed", "right"), body, left=3)
 
 
-#: Seed 002's printed totals and shares, as text.
+#: Rows of seed 002's table of traffic, with its printed totals and shares as text.
 _PRINTED = {
-    "DP": ("44.48 GB", "1.34 %"),
-    "PP": ("4.875 GB", "0.14 %"),
-    "TP": ("1775 GB", "52.9 %"),
-    "SP": ("1462.5 GB", "44.08 %"),
-    "EP": ("51.19 GB", "1.54 %"),
+    ("DP", "all_reduce"): ("44.48 GB", "1.34 %"),
+    ("PP", "send_receive"): ("4.875 GB", "0.14 %"),
+    ("TP", "all_reduce"): ("1775 GB", "52.9 %"),
+    ("SP", "all_gather"): ("1462.5 GB", "44.08 %"),
+    ("EP", "all_to_all"): ("51.19 GB", "1.54 %"),
 }
 
 
 def seed_traffic(old: str) -> str:
     """Seed 002's traffic of one step, printed and by the formulas."""
-    table = table_rows()
+    # Events of an inner stage by MiB. The sums of norms and routers over tp are not listed.
+    layout = read_plan("traffic-table").layout
+    table: dict[tuple[str, str], Counter[float]] = {key: Counter() for key in _PRINTED}
+    for volume in step_volumes(load_model("traffic-table").shape, layout, 1):
+        if (volume.axis, volume.caller) != ("tp", "gradients"):
+            tensor = "TP" if volume.op == "all_reduce" else "SP"
+            axis = {"edp": "DP", "pp": "PP", "ep": "EP"}.get(volume.axis, tensor)
+            table[axis, volume.op][volume.wire_bytes / 2**20] += int(volume.events)
     volumes = {
-        key: sum(size * MIB * count for size, count in sizes.items())
+        key: sum(size * 2**20 * count for size, count in sizes.items())
         for key, sizes in table.items()
     }
     total = sum(volumes.values())
     body: list[list[str]] = []
-    for axis, op, *_ in TABLE:
+    for (axis, op), printed in _PRINTED.items():
         volume = volumes[axis, op]
         events = sorted(table[axis, op].items())
         transfers = ", ".join(f"{size:g} MiB × {count}" for size, count in events)
-        printed = _PRINTED[axis]
         ours = f"{volume / 2**30:.2f} GiB", f"{100 * volume / total:.2f} %"
         body.append([axis, f"`{op}`", transfers, *printed, *ours])
     header = ("axis", "operation", "transfers", "printed", "share", "formulas", "share")

@@ -159,4 +159,4 @@ KV = [("llama3-405b", 516_096), ("deepseek-v3", 70_272)]
 
 @pytest.mark.parametrize(("name", "each"), KV)
 def test_kv_cache(name: str, each: int) -> None:
-    assert kv_cache_bytes(load_model(name).shape, 1, 1) == each
+    assert kv_cache_bytes(load_model(name).shape, 2, 10) == 2 * 10 * each

@@ -1,4 +1,4 @@
-"""Traffic in closed form: the published table, every row of it, and the mistakes about bytes."""
+"""Traffic in closed form: single formulas, the exact ledger, and the mistakes about bytes."""
 
 from __future__ import annotations
 
@@ -10,52 +10,13 @@ import pytest
 from moemesh.config.dispatcher_table import DISPATCHERS, DispatcherRow, HopRows
 from moemesh.config.model import ModelConfig
 from moemesh.config.plan import Plan
-from moemesh.planner.layout_sources import from_plan, read_plan
+from moemesh.planner.layout_sources import from_plan
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import load_model
 from moemesh.planner.shapes.shape import from_model_config
 from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.planner.traffic.volumes import step_volumes, volumes_ledger
-
-MIB, GIB = 2**20, 2**30
-
-#: A published table of one step's traffic: axis, operation, MiB a transfer, transfers, GiB in all,
-#: share. The printed TP total is 1775; 360 x 4992 and the printed share, 52.9 %, both give 1755.
-#: The share of PP, 0.147 %, is printed as 0.14 %.
-TABLE = [
-    ("DP", "all_reduce", {711.75: 64}, 44.484375, 0.0134),
-    ("PP", "send_receive", {192.0: 26}, 4.875, 0.0015),
-    ("TP", "all_reduce", {360.0: 4992}, 1755.0, 0.5289),
-    ("SP", "all_gather", {180.0: 4992, 360.0: 1664}, 1462.5, 0.4408),
-    ("EP", "all_to_all", {10.5: 4992}, 51.1875, 0.0154),
-]
-_AXIS = {"edp": "DP", "pp": "PP", "ep": "EP"}
-
-
-def table_rows() -> dict[tuple[str, str], Counter[float]]:
-    """Events by MiB, of an inner stage; the sums of norms and routers over tp are not listed."""
-    layout = read_plan("traffic-table").layout
-    volumes: dict[tuple[str, str], Counter[float]] = {}
-    for volume in step_volumes(load_model("traffic-table").shape, layout, 1):
-        if (volume.axis, volume.caller) == ("tp", "gradients"):
-            continue
-        axis = _AXIS.get(volume.axis, "TP" if volume.op == "all_reduce" else "SP")
-        rows = volumes.setdefault((axis, volume.op), Counter())
-        rows[volume.wire_bytes / MIB] += int(volume.events)
-    return volumes
-
-
-def test_the_published_table_comes_out_of_the_ordinary_formulas() -> None:
-    rows = table_rows()
-    assert set(rows) == {(axis, op) for axis, op, *_ in TABLE}
-    total = sum(size * count for row in rows.values() for size, count in row.items())
-    for axis, op, transfers, gib, share in TABLE:
-        assert rows[axis, op] == transfers
-        volume = sum(size * count for size, count in rows[axis, op].items())
-        assert volume / 1024 == gib
-        assert round(volume / total, 4) == pytest.approx(share, abs=6e-5)
-
 
 # Single formulas. Bytes one rank sends.
 

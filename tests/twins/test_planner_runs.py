@@ -36,20 +36,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "biases": {"expert_bias": True, "router_logit_bias": True, "shared_gate": True},
     "gated": {"shared_gate": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
     "latent": {
-        "attention": "mla",
-        "q_lora_rank": 48,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rotary_head_dim": 8,
-        "v_head_dim": 16,
+        "attention": "mla", "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rotary_head_dim": 8, "v_head_dim": 16,
     },
     "narrow": {
-        "attention": "mla",
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 4,
-        "qk_rotary_head_dim": 2,
-        "v_head_dim": 3,
+        "attention": "mla", "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 4,
+        "qk_rotary_head_dim": 2, "v_head_dim": 3,
     },
     "windows": {
         "sliding_window": 5,
@@ -63,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "adapters": {"lora": {"rank": 4}},
     "wide_adapters": {"lora": {"rank": 32}},
     "some_adapters": {"lora": {"rank": 4, "targets": ("q_proj", "down_proj")}},
-}
+}  # fmt: skip
 DISPATCHERS = "dispatcher=all_to_all/all_gather/hierarchical/low_latency"
 NODES = "dp=4 tp=2 ep=4 etp=2 ranks_per_node=4"
 EXACT = "dp=4 ep=4 combine=exact ranks_per_node=2"
@@ -309,6 +301,13 @@ def cases(table: str) -> list[Any]:
     return list(keys.values())
 
 
+def model_keys(model: str) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    for word in model.split():
+        keys |= keys_of(word) if "=" in word else MODELS[word]
+    return keys
+
+
 def check(
     model: str,
     plan: dict[str, Any],
@@ -318,9 +317,7 @@ def check(
     seq_len: int = SEQ_LEN,
     tuning: Tuning = FULL,
 ) -> None:
-    keys: dict[str, Any] = {}
-    for word in model.split():
-        keys |= keys_of(word) if "=" in word else MODELS[word]
+    keys = model_keys(model)
     plan = plan | LONGER.get(plan.get("data", ""), {})
     batch, dtype = int(data.split()[0]), data.split()[1]
     ranks = measure(keys, plan, dtype, batch, seq_len, count_saved=activations, tuning=tuning)
@@ -358,9 +355,7 @@ dense num_layers=4 vocab_size=20000 | dp=2 tp=2 data=zero1 | 4x128 float32
 def test_estimate_is_the_memory_of_the_run(model: str, plan: dict[str, Any], data: str) -> None:
     """`moemesh estimate --config`, which knows no routing: each class within 10 % of the run, and
     within 1 % of its sum."""
-    keys: dict[str, Any] = {}
-    for word in model.split():
-        keys |= keys_of(word) if "=" in word else MODELS[word]
+    keys = model_keys(model)
     sizes, dtype = data.split()
     batch, seq_len = map(int, sizes.split("x"))
     ranks = measure(keys, plan, dtype, batch, seq_len, count_saved=True)
