@@ -13,7 +13,9 @@ import typer
 
 from moemesh.cli.application import app
 from moemesh.cli.terminal import table
+from moemesh.config.errors import UserError
 from moemesh.config.limits import few
+from moemesh.report.files import write_texts
 
 if TYPE_CHECKING:
     from moemesh.planner.accuracy.calibrate import LeftOut
@@ -69,7 +71,6 @@ def validate_runs(request: ValidateRequest) -> None:
         moemesh validate runs.csv --json predictions.json
     """
     from moemesh.config.cluster import load_cluster
-    from moemesh.config.errors import UserError
     from moemesh.planner.accuracy.calibrate import cross_validate, intervals_toml, left_out_errors
     from moemesh.planner.accuracy.calibration_file import use_cluster
     from moemesh.planner.accuracy.own import lessons
@@ -77,7 +78,6 @@ def validate_runs(request: ValidateRequest) -> None:
     from moemesh.planner.accuracy.validate import predict, summarize
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.curves import Agreement, agreement_chart
-    from moemesh.report.files import write_texts
 
     read = [run for path in request.runs for run in read_runs(path, request.archs)]
     calibration = shipped_calibration()
@@ -185,7 +185,6 @@ def calibrate(request: CalibrateRequest) -> None:
         moemesh calibrate runs/* --cluster dgx_h100 --out mine.toml
     """
     from moemesh.config.cluster import load_cluster
-    from moemesh.config.errors import UserError
     from moemesh.planner.accuracy.calibrate import fit, measured_runs
     from moemesh.planner.accuracy.calibration_file import (
         beaten,
@@ -198,7 +197,6 @@ def calibrate(request: CalibrateRequest) -> None:
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import predict, summarize
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
-    from moemesh.report.files import write_texts
 
     out, wanted = request.out, request.cluster
     folders = [path for path in request.runs if path.is_dir()]

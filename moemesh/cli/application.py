@@ -19,6 +19,7 @@ from moemesh import __version__
 from moemesh.cli.arguments import Group, Verb
 from moemesh.cli.options import Complete, settings, with_options
 from moemesh.cli.terminal import folded
+from moemesh.config.errors import ConfigError, is_user_error, refuse_together
 from moemesh.trace.machine import limit_spinning
 from moemesh.trace.strict_json import strict_json
 
@@ -146,7 +147,6 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
             error.show()
             sys.exit(USER_ERROR)
         from moemesh.comm.slurm import rank_of
-        from moemesh.config.errors import ConfigError, is_user_error
 
         message, code = str(error), USER_ERROR
         if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
@@ -188,7 +188,6 @@ def load(
     ConfigError with every problem; `with_data` includes problems of the data.
     """
     from moemesh.comm.slurm import rank_of
-    from moemesh.config.errors import refuse_together
     from moemesh.config.load import Resolved, UnresolvedError
     from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED
     from moemesh.sharding.load_run import load_resolved, load_run

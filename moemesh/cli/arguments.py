@@ -15,6 +15,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from moemesh.cli.verbs import VERBS
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.limits import few
+from moemesh.config.suggest import alias_hint, aliases, nearest_choice, spelled_hint
 
 #: Base class of typer's errors on a command line; it has no public name.
 _Usage: Any = typer.BadParameter.__mro__[1]
@@ -24,18 +27,9 @@ _VALUES = dict(
     for pair in (
         *("--cluster dgx_h100", "--dispatcher all_to_all", "--dtype bfloat16", "--name mine"),
         *("--svg picture.svg", "--plot picture.svg", "--html page.html", "--save schedule.txt"),
-        *(
-            "C dgx_h100",
-            "M tiny",
-            "S 4k",
-            "B 256",
-            "MONEY 2.5",
-            "N 4",
-            "X 0.5",
-            "K 5",
-            "FILE file.json",
-        ),
+        *("C dgx_h100", "M tiny", "S 4k", "B 256", "MONEY 2.5", "N 4", "X 0.5", "K 5"),
         *("DIR runs/first", "RUN runs/first", "DELTA runs/delta", "TEXT Once upon", "KEY train.lr"),
+        "FILE file.json",
         *("SECTION.KEY=VALUE plan.dp=2", "KEY=VALUE lora.rank=8", "SHARE|SIZE 10%", "STEP 100"),
         *("BATCHxTOKENS 32x4096", "RECIPE experts=8,k=2"),
     )
@@ -103,32 +97,23 @@ class Group(_CommandLine, TyperGroup):
         else:
             fix = f"one of {', '.join(self.list_commands(ctx))}"
         message = f"`{ctx.command_path}` has no verb `{args[0]}`"
-        raise _refusal(ctx, _problem("unknown-option", args[0], message, fix))
+        raise _refusal(ctx, Problem.of("unknown-option", args[0], None, message, fix))
 
 
-def _problem(code: str, key: str, message: str, fix: str = "", value: object = None) -> Any:
-    from moemesh.config.errors import Problem
-
-    return Problem.of(code, key, value, message, fix)
-
-
-def _refusal(ctx: Any, *problems: Any) -> Exception:
-    from moemesh.config.errors import ConfigError
-
+def _refusal(ctx: Any, *problems: Problem) -> Exception:
     return ConfigError(problems, where=f"in the command line (`{ctx.command_path} --help`)")
 
 
-def _problem_of(error: Any, ctx: Any) -> Any:
+def _problem_of(error: Any, ctx: Any) -> Problem:
     """Problem of an error that a verb raises for conflicting options, with its "; fix: "."""
     key = getattr(error, "param_hint", None) or ctx.command_path
     message, _, fix = error.message.partition("; fix: ")
-    return _problem("conflict", str(key), message.rstrip("."), fix)
+    return Problem.of("conflict", str(key), None, message.rstrip("."), fix)
 
 
-def _names(command: Any, given: Any) -> Iterator[Any]:
+def _names(command: Any, given: Any) -> Iterator[Problem]:
     """Problems of names of models and clusters, to be reported with those of options."""
     from moemesh.config.cluster import load_cluster
-    from moemesh.config.errors import ConfigError
     from moemesh.planner.shapes.load_shape import load_model
 
     for param in command.params:
@@ -142,7 +127,7 @@ def _names(command: Any, given: Any) -> Iterator[Any]:
                 yield from error.problems if value != BRANCHING else ()
 
 
-def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
+def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Problem]:
     """Problems of unknown words, and of parameters without a legal value."""
     params = command.get_params(ctx)
     options = {name: param for param in params for name in param.opts if name[0] == "-"}
@@ -169,7 +154,7 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
                 value, is_sure = words.popleft(), False
             message = f"`{ctx.command_path}` has no such option"
             fix = _meant(name, value, options)
-            yield _problem("unknown-option", name, message, fix, value or None)
+            yield Problem.of("unknown-option", name, value or None, message, fix)
         elif param.is_flag or equals or name not in options:
             valid.append(word)
         elif not words or words[0].partition("=")[0] in options:
@@ -183,7 +168,6 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
         yield _problem_of(error, ctx)
         return
     if rest and "--model" in options and opts.get("model") is None:
-        from moemesh.config.errors import ConfigError
         from moemesh.planner.shapes.load_shape import load_model
 
         is_path = Path(rest[0]).exists()  # its mistakes are reported when it is read
@@ -193,7 +177,7 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
             opts["model"] = name = rest.pop(0)
             what = "a path" if is_path else "the name of a model"
             message = f"{name} is {what}, which `{ctx.command_path}` takes as an option"
-            yield _problem("missing", "--model", message, f"--model {name}")
+            yield Problem.of("missing", "--model", None, message, f"--model {name}")
     needed = [param for param in command.params if param.required and param.opts[0] not in options]
     for param in command.params:
         is_option, value = param.opts[0] in options, opts.get(param.name)
@@ -222,14 +206,12 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Any]:
         fix = f"leave out {count} of them" if len(given) > len(rest) else f"leave out {given[0]}"
         if "--set" in options and all(re.match(r"\w+\.\w+=", word) for word in given):
             fix = " ".join(f"--set {shlex.quote(word)}" for word in given)
-        yield _problem("unknown-option", " ".join(rest), message, fix)
+        yield Problem.of("unknown-option", " ".join(rest), None, message, fix)
 
 
-def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) -> Any:
+def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) -> Problem:
     """Problem of a parameter without a value, or with an illegal one; `example` is a value of an
     option, or a command with all arguments."""
-    from moemesh.config.suggest import nearest_choice
-
     # The attributes of a parameter with its type, choices and bounds depend on typer's version.
     kind = getattr(param, "type_descriptor", None) or param.type
     choices = getattr(kind, "choices", None) or ()
@@ -243,10 +225,10 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
     use = f"{name} {shlex.quote(use)}" if name.startswith("-") else use
     if value is None:
         help_text = (param.help or name).rstrip(".")
-        return _problem("missing", name, f"{name} {reason}: {help_text}", use)
+        return Problem.of("missing", name, None, f"{name} {reason}: {help_text}", use)
     if choices:
         fix = nearest_choice(str(value), choices)
-        return _problem("not-a-choice", name, f"{name} cannot be {value}", fix, value)
+        return Problem.of("not-a-choice", name, value, f"{name} cannot be {value}", fix)
     given = value[-1] if param.multiple else value
     message = f"{name}: {reason.rstrip('.')}"
     reads = getattr(getattr(kind, "parameter_info", None), "parser", getattr(kind, "func", None))
@@ -260,8 +242,8 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
         for bound, words, sign in zip(bounds, ("at least", "at most"), (1, -1), strict=True):
             if bound is not None and sign * number < sign * bound:
                 message = f"{name} must be {words} {bound}, not {given}"
-                return _problem("out-of-range", name, message, f"{name} {bound}", given)
-    return _problem("wrong-type", name, message, use, given)
+                return Problem.of("out-of-range", name, given, message, f"{name} {bound}")
+    return Problem.of("wrong-type", name, given, message, use)
 
 
 def _meant(name: str, value: str, options: Iterable[str]) -> str:
@@ -271,9 +253,7 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
         return "--nodes N: the devices of a node are in the description of the cluster"
     if name in ("--scheduler", "--launcher", "--platform") and "--slurm" in options:
         return f"--{value}" if f"--{value}" in options else "--torchrun, --slurm, --k8s or --sky"
-    from moemesh.config.limits import few
     from moemesh.config.schema import SECTIONS, resembling_keys, sections_with
-    from moemesh.config.suggest import alias_hint, aliases, spelled_hint
 
     if near := get_close_matches(name, options, 1, 0.75):
         return near[0]

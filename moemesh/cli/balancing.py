@@ -13,6 +13,7 @@ import typer
 
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.terminal import progress, table
+from moemesh.report.files import write_texts
 from moemesh.trace.strict_json import strict_json
 
 #: Problems with at most this many slots in all layers run without the compiler, whose import takes
@@ -120,7 +121,6 @@ def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
         moemesh balance loads.json --redundant 32 --gpus 32 --out placement.json
     """
     from moemesh.balance import BalanceError
-    from moemesh.report.files import write_texts
     from moemesh.report.heat_maps import balance_heat_maps
 
     with progress("placing experts", quiet=as_json):

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, config_app, load
+from moemesh.config.errors import ConfigError, UserError
 from moemesh.trace.strict_json import strict_json
 
 
@@ -52,7 +53,6 @@ def config_check(
     ] = True,
 ) -> None:
     """Check a configuration as train would, without starting it; exit code 2 and every problem."""
-    from moemesh.config.errors import ConfigError, UserError
     from moemesh.planner.machine_memory import check_room
     from moemesh.train.preparation import (
         check_inputs,

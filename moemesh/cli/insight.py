@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
+from moemesh.config.errors import UserError
 from moemesh.config.limits import drawn_on, one_line
 from moemesh.trace.strict_json import strict_json
 
@@ -45,7 +46,6 @@ def report(
 
         moemesh report runs/first runs/second --out both.html
     """
-    from moemesh.config.errors import UserError
     from moemesh.report import page
 
     if others and cluster is not None:
@@ -88,7 +88,6 @@ def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) ->
 
 def _read(folder: Path, cluster: str | None) -> "Run":
     """The run, with the planned step on `cluster`, by default train.cluster."""
-    from moemesh.config.errors import UserError
     from moemesh.sharding.load_run import load_run
     from moemesh.trace.run import Run
 
@@ -167,7 +166,6 @@ def watch(
 
         moemesh watch runs/first
     """
-    from moemesh.config.errors import UserError
     from moemesh.report.watch import Watched
 
     if run.exists() and not run.is_dir():

@@ -11,7 +11,10 @@ import typer
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, print_answer
 from moemesh.cli.options import given
 from moemesh.cli.terminal import interval, progress, spans, table, with_texts
+from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.suggest import nearest_choice
 from moemesh.planner.requests import BATCH_HELP, LENGTH_HELP, MODEL_HELP, PLAN_HELP
+from moemesh.report.files import write_texts
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -73,7 +76,6 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
             f"rank {ranks[-1]} does not exist: the plan has {held.world_size}, from 0"
         )
     if request.svg is not None:
-        from moemesh.report.files import write_texts
         from moemesh.report.rank_pictures import draw_meshes
 
         num_experts = 0 if held.model is None else held.model.num_experts
@@ -248,7 +250,6 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
         options = {name: getattr(request, name) for name in ("plan", "hidden_size", "dtype")}
         example = read_example(request.routing, dispatchers=dispatchers, **options)
     if svg is not None:
-        from moemesh.report.files import write_texts
         from moemesh.report.rank_pictures import draw_pairs
 
         panels = [
@@ -271,8 +272,6 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
     """Print the table of all dispatchers on a cluster."""
     from moemesh.config.cluster import load_cluster
     from moemesh.config.dispatcher_table import PREDICTED
-    from moemesh.config.errors import ConfigError, Problem
-    from moemesh.config.suggest import nearest_choice
     from moemesh.planner.dispatches import DispatchLoad, dispatch_times
 
     if request.cluster is None:

@@ -13,7 +13,10 @@ from moemesh.bench.settings import BenchError, LinksSettings
 from moemesh.cli import options
 from moemesh.cli.application import AsJson, app, bench_app, cluster_app
 from moemesh.cli.terminal import table
+from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_json
+from moemesh.config.suggest import nearest_choice
+from moemesh.report.files import write_texts
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.strict_json import strict_json
 
@@ -70,7 +73,6 @@ def bench_links(
     """
     from moemesh.bench import links
     from moemesh.bench.link_cluster import cluster_of, origin_of
-    from moemesh.report.files import write_texts
 
     if out is not None and not out.parent.is_dir():
         raise BenchError(f"--out {out}: the folder {out.parent} does not exist")
@@ -156,9 +158,6 @@ def init(request: ClusterFileRequest) -> None:
 
         moemesh bench links --json > links.json && moemesh cluster init mine.toml --links links.json
     """
-    from moemesh.config.errors import ConfigError, Problem, UserError
-    from moemesh.report.files import write_texts
-
     out, name = request.out, request.name or request.out.stem
     if sum(source is not None for source in (request.preset, request.device, request.links)) > 1:
         raise typer.BadParameter("give one of --from, --device and --links")
@@ -184,7 +183,6 @@ def init(request: ClusterFileRequest) -> None:
     elif request.device is not None:
         from moemesh.config.cluster import cluster_of_device
         from moemesh.config.devices import ACCELERATORS, accelerator_of
-        from moemesh.config.suggest import nearest_choice
 
         sheet = ACCELERATORS.get(request.device) or accelerator_of(request.device)
         if sheet is None:

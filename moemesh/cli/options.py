@@ -12,6 +12,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
+from moemesh.config.errors import ConfigError
+
 Complete = Callable[[str], list[str]]
 
 
@@ -154,7 +156,6 @@ def given(request: Any, *names: str) -> list[str]:
 def tokens(text: str | int) -> int:
     """Parses a number of tokens, "4096" or "4k", at least 1."""
     from moemesh.config.data import read_tokens
-    from moemesh.config.errors import ConfigError
 
     try:
         number = read_tokens(str(text), 1024)  # a default is already a number

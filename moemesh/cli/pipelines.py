@@ -10,6 +10,7 @@ import typer
 from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.terminal import WIDTH, progress, table, wrapped
+from moemesh.report.files import check_target, kind_of, write_texts
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
 
@@ -78,7 +79,6 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
                 typer.echo("\n".join(wrapped(f"{row['name']}: {row['refused']}")))
         return
     from moemesh.report import timeline_text
-    from moemesh.report.files import check_target, kind_of, write_texts
     from moemesh.report.timeline_picture import timeline_rows, to_perfetto
     from moemesh.schedule import text
     from moemesh.schedule.answer import answer, saved

@@ -13,7 +13,9 @@ from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.options import given
 from moemesh.cli.terminal import interval, progress, table
+from moemesh.config.errors import UserError
 from moemesh.planner.requests import EstimateRequest, PartitionRequest, PlanRequest
+from moemesh.report.files import check_target, write_texts
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -95,7 +97,6 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         plan_named,
         to_json,
     )
-    from moemesh.report.files import check_target, write_texts
 
     html, write, explain = request.html, request.write, request.explain
     for path, kind in ((html, "<!DOCTYPE"), (write, PLAN_FILE)):
@@ -127,8 +128,6 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         file = str(write) if is_written else ""
         typer.echo(plan_text(planned, arguments, file, explain=explain))
     if write is not None and not is_written:
-        from moemesh.config.errors import UserError
-
         reasons = ", ".join(refused)
         raise UserError(f"{write} is not written: `moemesh train` does not carry out {reasons}")
 

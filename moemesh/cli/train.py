@@ -14,6 +14,8 @@ import typer
 
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
 from moemesh.cli.options import given
+from moemesh.config.errors import ConfigError, UserError
+from moemesh.report.files import write_texts
 from moemesh.trace.memory_profile import PREDICTED_HELD, format_bytes
 from moemesh.trace.strict_json import strict_json
 
@@ -260,7 +262,6 @@ def launch(request: LaunchRequest) -> None:
 
         moemesh launch --set plan.dp=16 --set plan.ep=8 --out /shared/runs/first --slurm
     """
-    from moemesh.config.errors import ConfigError
     from moemesh.config.jobs import FILES, ClusterJob, Launcher
     from moemesh.config.trainable import refusals
 
@@ -316,12 +317,8 @@ def launch(request: LaunchRequest) -> None:
         from moemesh.train import command
 
         raise typer.Exit(command.train(run_request, prepared))
-    from moemesh.report.files import write_texts
-
     target = request.file or Path(FILES[launcher])
     if target.is_file() and target.read_text(encoding="utf-8", errors="replace") != text:
-        from moemesh.config.errors import UserError
-
         raise UserError(
             f"{target} exists with other content, perhaps with changes of yours: "
             "name another with --file, or remove it"

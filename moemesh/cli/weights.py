@@ -10,6 +10,8 @@ import typer
 
 from moemesh.cli.application import AsJson, Overrides, app, esft_app
 from moemesh.cli.options import given
+from moemesh.config.errors import UserError
+from moemesh.report.files import check_target
 from moemesh.train.inference.esft_request import EsftRequest
 
 _Source = Annotated[
@@ -161,7 +163,6 @@ def evaluate(request: EvaluateRequest) -> None:
     source, seq_len, overrides = request.source, request.seq_len, request.overrides or []
     source = local_source(source)
     if seq_len is None:
-        from moemesh.config.errors import UserError
         from moemesh.config.huggingface.folder import CONFIG
 
         config = config_of(source, overrides)
@@ -268,7 +269,6 @@ def scores(request: ScoresRequest) -> None:
 
         moemesh train sft.toml --set train.esft=law.json
     """
-    from moemesh.report.files import check_target
     from moemesh.train.weights.weight_sources import (
         check_best,
         check_weights,
