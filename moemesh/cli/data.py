@@ -124,6 +124,7 @@ def data_show(
         text = samples_text(opened, shown, data.global_batch)
         print(text, file=drawn_on(sys.stdout))
         return
+    names = ("position", "sample", "source", "stream", "offset")
     answer = {
         "num_tokens": opened.num_tokens,
         "num_training": opened.num_training,
@@ -132,11 +133,7 @@ def data_show(
         "samples": [
             {
                 "step": preview.position // data.global_batch + 1,
-                "position": preview.position,
-                "sample": preview.sample,
-                "source": preview.source,
-                "stream": preview.stream,
-                "offset": preview.offset,
+                **{name: getattr(preview, name) for name in names},
                 "tokens": preview.tokens.tolist(),
                 "targets_with_loss": preview.learned.tolist(),
                 "documents": preview.documents.tolist(),

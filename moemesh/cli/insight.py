@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load
+from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load, print_answer
 from moemesh.config.errors import UserError
 from moemesh.config.limits import drawn_on, one_line
 from moemesh.trace.strict_json import strict_json
@@ -79,11 +79,8 @@ def explain(run: RunFolder, cluster: Cluster = None, as_json: AsJson = False) ->
     from moemesh.report.explain import explain as explain_run
 
     explanation = explain_run(_read(run, cluster))
-    if as_json:
-        typer.echo(strict_json(explanation.to_json(), indent=2))
-    else:
-        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-        typer.echo(explanation.wrapped(max(width, 40)))
+    width = max(min(shutil.get_terminal_size((100, 24)).columns, 100), 40)
+    print_answer(as_json, explanation.to_json, lambda: explanation.wrapped(width), indent=2)
 
 
 def _read(folder: Path, cluster: str | None) -> "Run":

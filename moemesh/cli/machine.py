@@ -76,12 +76,12 @@ def bench_links(
 
     if out is not None and not out.parent.is_dir():
         raise BenchError(f"--out {out}: the folder {out.parent} does not exist")
-    result = links.run(settings, found)
-    if result is not None and out is not None:
+    if (result := links.run(settings, found)) is None:
+        return
+    if out is not None:
         text = cluster_of(result, name).to_toml(origin_of(result), explained=True)
         write_texts([(out, text)])
-    if result is not None:
-        typer.echo(strict_json(result, indent=2) if as_json else links_text(result))
+    typer.echo(strict_json(result, indent=2) if as_json else links_text(result))
 
 
 def links_text(result: dict[str, Any]) -> str:

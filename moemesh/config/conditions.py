@@ -40,11 +40,9 @@ def at_least(name: str, bound: int, of: str = "") -> Condition:
 
 def at_most(name: str, bound: int) -> Condition:
     """``name <= bound``."""
-
-    def violation(numbers: Numbers) -> str:
-        return f"{numbers[name]} > {bound}" if numbers[name] > bound else ""
-
-    return Condition(f"{name} <= {bound}", (name,), violation)
+    return Condition(
+        f"{name} <= {bound}", (name,), lambda n: f"{n[name]} > {bound}" if n[name] > bound else ""
+    )
 
 
 def divisible(name: str, by: int | str) -> Condition:
@@ -62,11 +60,8 @@ def divisible(name: str, by: int | str) -> Condition:
 
 def one_of(name: str, *values: int) -> Condition:
     """``name`` is one of `values`."""
-
-    def violation(numbers: Numbers) -> str:
-        return "" if numbers[name] in values else str(numbers[name])
-
-    return Condition(f"{name} == {' or '.join(map(str, values))}", (name,), violation)
+    text = f"{name} == {' or '.join(map(str, values))}"
+    return Condition(text, (name,), lambda n: "" if n[name] in values else str(n[name]))
 
 
 #: Every schedule: a pipeline has a rank, a step a microbatch.

@@ -122,11 +122,6 @@ class TrainConfig(Section):
     #: launcher's timedelta from overflowing.
     timeout_seconds: Annotated[float, Range(0.0, 315_360_000, open_low=True)] = 600.0
 
-    def optimizer_states(self, name: str) -> tuple[str, ...]:
-        """Names of the state tensors that the optimizer keeps of the parameter `name`."""
-        row = OPTIMIZERS[self.optimizer]
-        return row.states_of(name) if not row.states_need or getattr(self, row.states_need) else ()
-
     @property
     def updates_matrices(self) -> bool:
         """Whether the optimizer updates weight matrices as a whole."""
@@ -134,7 +129,9 @@ class TrainConfig(Section):
 
     def num_states(self, name: str) -> int:
         """The number of state tensors that the optimizer keeps of the parameter `name`."""
-        return len(self.optimizer_states(name))
+        row = OPTIMIZERS[self.optimizer]
+        keeps = not row.states_need or getattr(self, row.states_need)
+        return len(row.states_of(name)) if keeps else 0
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of `step`, which counts from 1."""

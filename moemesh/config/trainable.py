@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import Problem
 from moemesh.config.lora import NF4_BLOCK
-from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.plan import Plan
 from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES, DEFERRING_SCHEDULES
 from moemesh.config.run import RunConfig, projections
@@ -138,7 +137,7 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
     elif plan.data in ("zero2", "zero3") and is_asynchronous:
         why = "keeps versions of whole weights, and of what they have given by then"
         yield _clash(plan, "schedule", why, "schedule = 1f1b, or data = zero1", *wanted)
-    if OPTIMIZERS[train.optimizer].matrix_states:
+    if train.updates_matrices:
         setting = f"optimizer = {train.optimizer}"
         if is_asynchronous and plan.num_stages > 1:
             why = "updates the weights of a stage while its ranks compute"
@@ -166,7 +165,7 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
         why = "keeps a second copy of the states for an update that is undone"
         yield _clash(plan, "optimizer_validation", why, "optimizer_validation = before", *wanted)
     for key, value, default in (
-        ("optimizer", OPTIMIZERS[train.optimizer].matrix_states and train.optimizer, "adamw"),
+        ("optimizer", train.updates_matrices and train.optimizer, "adamw"),
         ("rebalance_every", train.rebalance_every, 0),
         ("on_mismatch", train.on_mismatch == "majority" and train.on_mismatch, "stop"),
     ):

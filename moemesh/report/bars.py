@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from moemesh.report import svg
@@ -135,19 +136,14 @@ def traffic_by_axis(
     sent by all ranks in a step, largest first; rows without a prediction contain "not
     predicted"."""
     expected, actual = by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps)
-    total = sum(actual.values()) or 1.0
-    rows: list[tuple[str, ...]] = []
-    for key in sorted(expected.keys() | actual.keys(), key=lambda key: (-actual.get(key, 0), key)):
-        names, before, sent = (
-            [svg.clip(part, 40) for part in key],
-            expected.get(key),
-            actual.get(key),
+    compared = partial(_compared, absent="not predicted", total=sum(actual.values()) or 1.0)
+    return [
+        compared([svg.clip(x, 40) for x in key], expected.get(key), size, format_bytes)
+        for size, key in sorted(
+            ((actual.get(key, 0.0), key) for key in expected.keys() | actual.keys()),
+            key=lambda pair: (-pair[0], pair[1]),
         )
-        row = _compared(
-            names, before, sent or 0.0, format_bytes, absent="not predicted", total=total
-        )
-        rows.append(row)
-    return rows
+    ]
 
 
 def step_parts(timeline: Timeline) -> dict[str, float]:
@@ -247,15 +243,14 @@ _WAITS_TOO = (
 )
 
 
-def _by_routing(_part: str, _times: float) -> str:
-    return "the prediction is for uniform routing, and the chapter on expert load shows the run's"
+_UNIFORM = "the prediction is for uniform routing, and the chapter on expert load shows the run's"
 
 
 def large_differences(
     predicted: Mapping[str, float],
     measured: Mapping[str, float],
-    ratio: float,
-    reason_of: Callable[[str, float], str],
+    ratio: float = _LARGE_BYTES,
+    reason_of: Callable[[str, float], str] = lambda part, times: _UNIFORM,
 ) -> list[str]:
     """A sentence on each part whose prediction is wrong by the factor `ratio` or more, with the
     reason for (part, measured over predicted)."""
@@ -298,7 +293,7 @@ def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) ->
         {name.replace("_", " "): size for name, size in profile.parts().items()}
         for profile in (profiles[0], measured)
     )
-    return large_differences(expected, actual, _LARGE_BYTES, _by_routing)
+    return large_differences(expected, actual)
 
 
 def about_traffic(
@@ -309,7 +304,7 @@ def about_traffic(
         {f"over {axis}, {phase}": size for (axis, phase), size in sizes.items()}
         for sizes in (by_axis_and_phase(predicted), by_axis_and_phase(measured, steps=steps))
     )
-    return large_differences(before, sent, _LARGE_BYTES, _by_routing)
+    return large_differences(before, sent)
 
 
 def milliseconds(seconds: float) -> str:

@@ -44,6 +44,7 @@ _MOST_BOXES = 800, 300
 _ORDINARY = ("start", "note", "saved", "finished")
 #: Most characters of a text in a table, of a traceback, and of a value of the configuration.
 _MAX_TEXT, _MAX_TRACE, _MAX_VALUE = 400, 16_000, 300
+_ABOUT = "About the predictions"
 
 
 #: Keys of `failure.json` that are not for readers, or have a place of their own on the page.
@@ -67,7 +68,7 @@ def failure(report: Mapping[str, object]) -> Chapter:
         "failure",
         "Failure",
         tables=[table] if facts else [],
-        code=("Traceback", text[-_MAX_TRACE:]) if text else ("", ""),
+        code=("Traceback", text[-_MAX_TRACE:]),
     )
 
 
@@ -294,14 +295,9 @@ def timeline(run: Run) -> Chapter:
             ("Pipeline of the last step, simulated above measured", pipeline),
         ),
         tables=[*tables, *medians, of_ranks, _by_name(last, factor, unit)],
-        lists=_sentences([] if run.seconds is None else bars.about_seconds(run.seconds)),
+        lists=[(_ABOUT, [] if run.seconds is None else bars.about_seconds(run.seconds))],
         note=note + left_out(len(ranks), "ranks"),
     )
-
-
-def _sentences(sentences: list[str]) -> list[tuple[str, list[str]]]:
-    """A list below the tables of a chapter; nothing without sentences."""
-    return [("About the predictions", sentences)] if sentences else []
 
 
 #: X of the field "Xseconds" of a row of metrics -> what takes these seconds.
@@ -377,14 +373,14 @@ def _by_name(last: Timeline, factor: float, unit: str) -> Table:
 
 def traffic(run: Run) -> Chapter:
     """Bytes between ranks, from the ledgers of the run and of the planner."""
-    rows = bars.traffic_rows(run.ledgers, steps=run.ledger_steps)
+    steps = run.ledger_steps
+    rows = bars.traffic_rows(run.ledgers, steps=steps)
     if not rows:
         empty = "No rank sent anything to another."
         return Chapter(missing=empty if run.ledgers else missing(run, "ledger.json"))
-    steps = plural(run.ledger_steps, "step")
-    covered = f", averaged over {steps}" if run.ledger_steps > 1 else ""
+    covered = f", averaged over {plural(steps, 'step')}" if steps > 1 else ""
     by_operation = Table(
-        caption=f"By operation; the number of operations is that of {steps}",
+        caption=f"By operation; the number of operations is that of {plural(steps, 'step')}",
         header=(
             *("Axis", "Operation", "Phase", "Operations, busiest rank"),
             *(f"{what} in a step, busiest rank" for what in ("Payload", "Sent", "Received")),
@@ -393,7 +389,7 @@ def traffic(run: Run) -> Chapter:
         rows=[
             (
                 *(clip(name, 40) for name in (row.axis, row.op, row.phase)),
-                f"{row.max_count * run.ledger_steps:,.0f}",
+                f"{row.max_count * steps:,.0f}",
                 *map(format_bytes, row[4:]),
                 f"{row.sum_wire_bytes:,.0f}",
             )
@@ -405,18 +401,14 @@ def traffic(run: Run) -> Chapter:
     by_axis = Table(
         caption="Bytes sent in one step by all ranks, predicted before it and measured",
         header=("Axis", "Phase", "Predicted", "Measured", "Difference", "Share, measured"),
-        rows=bars.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)[
-            :MAX_TABLE_ROWS
-        ],
+        rows=bars.traffic_by_axis(run.predicted_ledgers, run.ledgers, steps=steps)[:MAX_TABLE_ROWS],
         num_names=2,
     )
-    drawn = bars.traffic_bars(run.ledgers, run.predicted_ledgers, steps=run.ledger_steps)
+    drawn = bars.traffic_bars(run.ledgers, run.predicted_ledgers, steps=steps)
     return Chapter(
         figures=figures(("Bytes sent in one step by all ranks, by axis and phase", drawn)),
         tables=[by_axis, by_operation],
-        lists=_sentences(
-            bars.about_traffic(run.predicted_ledgers, run.ledgers, steps=run.ledger_steps)
-        ),
+        lists=[(_ABOUT, bars.about_traffic(run.predicted_ledgers, run.ledgers, steps=steps))],
         note=f"From the ledgers of {plural(len(run.ledgers), 'rank')}{covered}. Predictions are "
         "for uniform routing; validation and control are not predicted."
         + left_out(len(rows), "rows"),
@@ -456,7 +448,7 @@ def memory(run: Run) -> Chapter:
     return Chapter(
         figures=figures(("Memory by what it holds", bars.memory_bars(run.memory))),
         tables=tables,
-        lists=_sentences(bars.about_memory(predicted, fullest)),
+        lists=[(_ABOUT, bars.about_memory(predicted, fullest))],
         note=f"{run.memory.peak_words.capitalize()}: {format_bytes(run.memory.peak)} on the "
         "fullest rank. On a CPU it is that of the whole process, torch itself included; on a GPU "
         "that of torch's allocator." + left_out(len(ranks), "ranks"),

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from moemesh.report import svg
@@ -75,19 +76,13 @@ def downsample(points: Sequence[Point], num_buckets: int = _NUM_BUCKETS) -> list
     for bucket in range(num_buckets):
         start = bucket * len(points) // num_buckets
         end = (bucket + 1) * len(points) // num_buckets
-        values = [value for _, value in points[start:end]]
-        # A finite sum implies finite values, and is faster than a test of each.
-        if math.isfinite(sum(values)):
-            chosen = {0, values.index(min(values)), values.index(max(values)), len(values) - 1}
-        else:
-            finite = [index for index, value in enumerate(values) if math.isfinite(value)]
-            broken = next((i for i, value in enumerate(values) if not math.isfinite(value)), None)
-            chosen = set[int]() if broken is None else {broken}
-            if finite:
-                lowest = min(finite, key=values.__getitem__)
-                highest = max(finite, key=values.__getitem__)
-                chosen |= {finite[0], lowest, highest, finite[-1]}
-        points_kept += [points[start + index] for index in sorted(chosen)]
+        bucket_points = points[start:end]
+        finite = [point for point in bucket_points if math.isfinite(point[1])]
+        broken = [point for point in bucket_points if not math.isfinite(point[1])]
+        chosen = {*finite[:1], *finite[-1:], *broken[:1]}
+        if finite:
+            chosen |= {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))}
+        points_kept += sorted(chosen, key=itemgetter(0))
     return points_kept
 
 

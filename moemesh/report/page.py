@@ -116,7 +116,7 @@ def document(run: Run) -> PageDocument:
         "file",
         "config.toml",
         missing="" if text else "No config.toml.",
-        code=("The configuration as resolved", text) if text else ("", ""),
+        code=("The configuration as resolved", text),
     )
     has_failed = run.failure is not None
     chapters = [

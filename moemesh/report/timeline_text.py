@@ -86,15 +86,11 @@ def legend(picture: str) -> str:
 def common_measure(times: set[float]) -> float | None:
     """The largest common divisor of all times; None if there is none, or it needs too many
     columns."""
-    measure, longest = Fraction(0), max(times, default=0.0)
-    for time in sorted(times):
-        exact = Fraction(time).limit_denominator(10_000)
-        if abs(exact - Fraction(time)) > 1e-9 * max(longest, 1.0):
+    longest, fractions = max(times, default=0.0), list[Fraction]()
+    for time in times:
+        fractions.append(Fraction(time).limit_denominator(10_000))
+        if abs(fractions[-1] - Fraction(time)) > 1e-9 * max(longest, 1.0):
             return None
-        measure = Fraction(
-            math.gcd(measure.numerator * exact.denominator, exact.numerator * measure.denominator),
-            measure.denominator * exact.denominator,
-        )
-        if measure and longest / measure > _MAX_COLUMNS:
-            return None
-    return float(measure) or None
+    whole = math.lcm(*(time.denominator for time in fractions))
+    measure = math.gcd(*(int(time * whole) for time in fractions)) / whole
+    return measure if measure and longest / measure <= _MAX_COLUMNS else None
