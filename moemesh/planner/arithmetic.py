@@ -31,14 +31,12 @@ def where(condition: Number, yes: Number, no: Number) -> Number:
 
 
 def maximum(left: Number, right: Number) -> Number:
-    """The larger of both numbers."""
     if type(left) is type(right) is float:
         return left if left >= right or left != left else right
     return _plain(np.maximum(left, right))
 
 
 def minimum(left: Number, right: Number) -> Number:
-    """The smaller of both numbers."""
     if type(left) is type(right) is float:
         return left if left <= right or left != left else right
     return _plain(np.minimum(left, right))

@@ -41,7 +41,7 @@ from moemesh.planner.timing.calibration import (
 )
 from moemesh.planner.timing.columns import HardwareColumns, LayoutColumns, ModelColumns, picked
 from moemesh.planner.timing.compute import PricedStep
-from moemesh.planner.timing.step_time import step_time
+from moemesh.planner.timing.step_time import step_seconds
 
 # The unknowns of a fit: logarithms of shared constants, and deviations by cluster, stack,
 # release.
@@ -106,8 +106,8 @@ class TimedRuns:
 
 def _log_seconds(columns: Columns, values: FloatArray) -> FloatArray:
     constants = Constants(**dict(zip(NAMES, np.exp(values), strict=True)))
-    total: FloatArray = step_time(PricedStep(*columns, constants)).total
-    return np.log(total)
+    seconds: FloatArray = step_seconds(PricedStep(*columns, constants))
+    return np.log(seconds)
 
 
 class _Unknowns(TimedRuns):

@@ -268,7 +268,6 @@ def _row_of(kind: type[T], source: Any) -> T:
 
 
 def model_row(shape: ModelShape) -> ModelColumns:
-    """One model."""
     return _row_of(ModelColumns, shape)
 
 
@@ -294,7 +293,6 @@ class _LayoutRow:
 
 
 def layout_row(shape: ModelShape, layout: PlannedLayout, traits: Software) -> LayoutColumns:
-    """One layout of a model."""
     return _row_of(LayoutColumns, _LayoutRow(layout, traits, Stages.of(shape, layout)))
 
 

@@ -22,9 +22,9 @@ bound of this model for any layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -286,13 +286,12 @@ class StepTime:
         return {name: float(column[index % len(column)]) for name, column in columns}
 
 
-def step_time(work: PricedStep, stages: Sequence[Stages] | None = None) -> StepTime:
-    """The time of one step of every row.
-
-    With the `stages` of each row, waiting is simulated with the schedule. Without them, waiting and
-    the total are lower bounds. Raises ValueError for `stages` of an impossible schedule.
-    """
-    return _timed(work, stages)[1]()
+def step_time(work: PricedStep, stages: Sequence[Stages]) -> StepTime:
+    """The time of one step of every row, whose waiting is simulated with the schedule of its
+    `stages`. Raises ValueError for `stages` of an impossible schedule."""
+    parts = _timed(work, stages)[1]
+    assert parts is not None
+    return parts
 
 
 def step_seconds(work: PricedStep) -> Number:
@@ -300,10 +299,8 @@ def step_seconds(work: PricedStep) -> Number:
     return _timed(work, None)[0]
 
 
-def _timed(
-    work: PricedStep, stages: Sequence[Stages] | None
-) -> tuple[Number, Callable[[], StepTime]]:
-    """The seconds of a step of every row, and a function that returns them with their parts."""
+def _timed(work: PricedStep, stages: Sequence[Stages] | None) -> tuple[Number, StepTime | None]:
+    """The seconds of a step of every row, a lower bound without `stages`, else with their parts."""
     layout, constants = work.layout, work.constants
     blocks = attention_block(work), mlp_block(work), expert_block(work)
     attention, mlp, experts = blocks
@@ -318,11 +315,11 @@ def _timed(
         ends=ends,
         message=_message(work),
     )
-    rank: Number | RankColumns
+    rank: RankColumns | None = None
     if stages is None:
-        rank, busiest, waiting = _bound(work, times)
+        busiest, waiting = _bound(work, times)
     else:
-        rank, waiting = _simulated(work, times, stages)
+        rank, waiting = _simulated(times, stages)
         busiest = times.busy(rank)
     startup = where(
         (layout.pp > 1) & (layout.slow_startup == 1),
@@ -343,8 +340,10 @@ def _timed(
     # Sums in different order differ by rounding: not counted as waiting.
     waiting = where(abs(waiting) > _ROUNDING * busy, waiting, 0.0)
     total = busy + waiting + data + optimizer + constants.step_overhead_ms * 1e-3
+    if rank is None:
+        return total, None
     outside = {"total": total, "bubble": waiting, "data": data, "optimizer": optimizer}
-    return total, partial(_in_parts, work, times, rank, blocks, transfers, outside)
+    return total, _in_parts(work, times, rank, blocks, transfers, outside)
 
 
 class _PassTimes(NamedTuple):
@@ -387,15 +386,12 @@ def _message(work: PricedStep) -> Number:
     return where(layout.pp > 1, closed, 0.0)
 
 
-def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number, Number]:
-    """(index of the busiest of the first, last and heaviest inner rank, its seconds for one pass,
-    lower bound of its waiting seconds)."""
+def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number]:
+    """(seconds of the busiest of the first, last and heaviest inner rank for one pass, lower bound
+    of its waiting seconds)."""
     layout, model, ends = work.layout, work.model, times.ends
     each = [times.busy(rank) for rank in layout.ranks]
-    place, busiest = 0, each[0]
-    for number, busy in enumerate(each[1:], 1):
-        is_busier = busy > busiest
-        place, busiest = where(is_busier, number, place), where(is_busier, busy, busiest)
+    busiest = reduce(maximum, each)
     passes, split = work.passes, layout.splits_backward
     longest = passes * busiest
     for rank, busy in zip(layout.ranks, each, strict=True):
@@ -424,12 +420,10 @@ def _bound(work: PricedStep, times: _PassTimes) -> tuple[Number, Number, Number]
     path = there + passes * layout.pipe_share * once + back
     longest = where(layout.pp > 1, maximum(longest, path), longest)
     waiting = longest - passes * busiest
-    return place, busiest, where((layout.pp > 1) & (layout.is_stream == 0), waiting, 0.0)
+    return busiest, where((layout.pp > 1) & (layout.is_stream == 0), waiting, 0.0)
 
 
-def _simulated(
-    work: PricedStep, times: _PassTimes, stages: Sequence[Stages]
-) -> tuple[RankColumns, Number]:
+def _simulated(times: _PassTimes, stages: Sequence[Stages]) -> tuple[RankColumns, Number]:
     """(busiest rank, its waiting seconds) of every row, simulated with its schedule."""
     flat = np.broadcast_arrays(
         *times.dense[:3], *times.routed[:3],
@@ -467,7 +461,7 @@ def _simulated(
 def _in_parts(
     work: PricedStep,
     times: _PassTimes,
-    rank: Number | RankColumns,
+    rank: RankColumns,
     blocks: tuple[BlockTime, BlockTime, ExpertTime],
     transfers: LayerTransfers,
     outside: dict[str, Number],
@@ -475,14 +469,6 @@ def _in_parts(
     """The step with its parts on the busiest rank."""
     attention, mlp, experts = blocks
     layout, constants, passes = work.layout, work.constants, work.passes
-    if not isinstance(rank, RankColumns):
-        first, last, inner = map(vars, layout.ranks)
-        rank = RankColumns(
-            **{
-                name: where(rank == 2, inner[name], where(rank == 1, last[name], first[name]))
-                for name in first
-            }
-        )
     dense, routed = rank.dense, rank.routed
     both = dense + routed
     recomputed = layout.recompute_full
