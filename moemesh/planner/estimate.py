@@ -40,7 +40,7 @@ from moemesh.planner.speed import (
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
 from moemesh.planner.traffic.ledger import predict_ledger
-from moemesh.planner.traffic.own_memory import predict_activations, predicted_memory
+from moemesh.planner.traffic.own_memory import LayerMemory, predicted_memory
 from moemesh.planner.traffic.tensors import ELEMENT_BYTES, StagePlacement
 from moemesh.planner.traffic.volumes import volumes_ledger
 from moemesh.sharding.dispatchers import rows_at_once
@@ -131,7 +131,7 @@ def worst_routing(
 def of_own_run(
     model: ModelConfig, plan: Plan, *, seq_len: int, global_batch: int, dtype: str, rank: int
 ) -> WorstRouting:
-    """Worst routing of `moemesh train` on `rank`, with :func:`predict_activations`.
+    """Worst routing of `moemesh train` on `rank`, with :class:`LayerMemory`.
 
     Raises ValueError if the plan's schedule is impossible.
     """
@@ -160,12 +160,14 @@ def of_own_run(
         if crowd is not None:
             routing = crowded_routing(model, layout, ep_index, seq_len, crowd)
             rows = crowd * most_rows
-        settings = {"global_batch": global_batch, "element": element, "rank": rank}
-        kinds = predict_activations(placement, **settings, routing=routing)
+        memory = LayerMemory(
+            placement=placement, global_batch=global_batch, w=element, rank=rank,
+            given_routing=routing,
+        )  # fmt: skip
         width = model.expert_intermediate_size / plan.etp
         copies = _ROW_COPIES * hops * rows * model.hidden_size
         working = copies + _ROW_WIDTHS * min(rows, at_once) * width
-        return sum(kinds.values()) + element * working
+        return sum(memory.at_peak().values()) + element * working
 
     crowds = [1.0]
     if most_rows > at_once * chunks:
@@ -325,7 +327,6 @@ class Estimate:
 
     @property
     def speed(self) -> Speed:
-        """Tokens a second and MFU of a step."""
         return Speed.of(self.shape, self.layout, self.cluster, self.seconds["total"])
 
     @property
@@ -340,7 +341,6 @@ class Estimate:
 
     @property
     def fits_chance(self) -> float:
-        """The chance that a device has enough memory."""
         capacity = self.cluster.memory_bytes * self.pricing.usable_share
         return fits_chance(self.peak.needed, capacity, self.pricing.memory_width)
 

@@ -276,7 +276,6 @@ class MemoryEstimate:
 
 
 def estimate_memory(shape: ModelShape, layout: PlannedLayout) -> MemoryEstimate:
-    """The memory of every pipeline rank."""
     memory = partial(rank_memory, shape, layout, chunks=ChunkBytes(shape, layout))
     return MemoryEstimate(ranks=tuple(map(memory, range(layout.pp))))
 

@@ -20,7 +20,7 @@ from moemesh.planner.traffic.dispatch_traffic import (
     count_choices,
     uniform_routing,
 )
-from moemesh.planner.traffic.own_memory import predict_activations
+from moemesh.planner.traffic.own_memory import LayerMemory
 from moemesh.planner.traffic.tensors import StagePlacement
 from tests.twins.predictions import chosen_routing
 
@@ -56,18 +56,11 @@ def test_no_routing_holds_more(keys: dict[str, Any]) -> None:
     config = ModelConfig(num_layers=4, expert_intermediate_size=96)
     worst = of_own_run(config, plan, seq_len=SEQ_LEN, global_batch=BATCH, dtype="float32", rank=0)
     placement = StagePlacement(config, plan, SEQ_LEN)
+    step: dict[str, Any] = {"placement": placement, "global_batch": BATCH, "w": 4}
     held = [
-        sum(
-            predict_activations(
-                placement,
-                global_batch=BATCH,
-                element=4,
-                rank=rank,
-                routing=drawn(config, plan, rng),
-            ).values()
-        )
+        sum(LayerMemory(**step, rank=rank, given_routing=routing).at_peak().values())
         for rank in range(plan.layout.ep)
-        for _ in range(12)
+        for routing in (drawn(config, plan, rng) for _ in range(12))
     ]
     assert max(held) <= worst.activation_bytes
     k = config.experts_per_token

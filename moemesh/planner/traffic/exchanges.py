@@ -157,7 +157,6 @@ class LedgerLines:
             sums[place] += value * times
 
     def ledger(self) -> Ledger:
-        """The finished ledger."""
         return ledger_of((*key, *sums) for key, sums in self._sums.items())
 
 

@@ -475,40 +475,27 @@ class LayerMemory(RankStep):
             chunks.append((source, total, kept, picks))
         return tuple(map(sum, zip(*chunks, strict=True)))
 
-
-def predict_activations(
-    placement: StagePlacement,
-    *,
-    global_batch: int,
-    element: int,
-    rank: int = 0,
-    routing: Routing | None = None,
-) -> dict[str, int]:
-    """Bytes by kind that `rank` keeps for its backward at the peak of a step.
-
-    `routing` None is uniform routing. Replicas of experts are not counted.
-    """
-    memory = LayerMemory(
-        placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
-    )
-    plan, schedule, stages = placement.plan, placement.schedule, cache(memory.stage)
-    held = HeldMemory(is_full="full" in plan.recomputed_parts)
-    for entry in schedule.orders[memory.coordinates["pp"]]:
-        ops = sorted(entry, key=lambda op: op.kind != "F")
-        runs = [
-            held.run(
-                op.kind, stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
-            )
-            for op in ops
-        ]
-        # The backward of an overlapped block continues at each pause of the forward. With replicas
-        # it does not pause (moemesh/parallel/pipeline/program.py).
-        if plan.overlap_blocks and [op.kind for op in ops] == ["F", "B"]:
-            segments = None if plan.spreads_replicas else 1
-            for _ in runs[0]:
-                deque(islice(runs[1], segments), maxlen=0)
-        deque(chain.from_iterable(runs), maxlen=0)
-    return {kind: round(size) for kind, size in held.peak.items() if round(size)}
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind that the rank keeps for its backward at the peak of a step, without
+        replicas of experts."""
+        plan, schedule, stages = self.plan, self.schedule, cache(self.stage)
+        held = HeldMemory(is_full="full" in plan.recomputed_parts)
+        for entry in schedule.orders[self.coordinates["pp"]]:
+            ops = sorted(entry, key=lambda op: op.kind != "F")
+            runs = [
+                held.run(
+                    op.kind, stages(op.stage, schedule.sample(op) * schedule.num_slices + op.slice)
+                )
+                for op in ops
+            ]
+            # The backward of an overlapped block continues at each pause of the forward. With
+            # replicas it does not pause (moemesh/parallel/pipeline/program.py).
+            if plan.overlap_blocks and [op.kind for op in ops] == ["F", "B"]:
+                segments = None if plan.spreads_replicas else 1
+                for _ in runs[0]:
+                    deque(islice(runs[1], segments), maxlen=0)
+            deque(chain.from_iterable(runs), maxlen=0)
+        return {kind: round(size) for kind, size in held.peak.items() if round(size)}
 
 
 def predict_memory(
@@ -526,14 +513,14 @@ def predict_memory(
     """The memory of `rank` in a training step; `peak` is the sum of the parts.
 
     `num_states` is the number of tensors that the optimizer keeps of a parameter, by its name;
-    `routing` None is
-    uniform routing; `tuning` selects the parameters that train. Raises ValueError if the plan's
-    schedule is impossible.
+    `routing` None is uniform routing; `tuning` selects the parameters that train. Raises ValueError
+    if the plan's schedule is impossible.
     """
-    placement = StagePlacement(model, plan, seq_len, tuning)
-    shared = {"element": ELEMENT_BYTES[dtype], "rank": rank}
-    states = predict_states(placement, **shared, num_states=num_states)
-    kinds = predict_activations(placement, **shared, global_batch=global_batch, routing=routing)
+    placement, element = StagePlacement(model, plan, seq_len, tuning), ELEMENT_BYTES[dtype]
+    states = predict_states(placement, element=element, rank=rank, num_states=num_states)
+    kinds = LayerMemory(
+        placement=placement, global_batch=global_batch, w=element, rank=rank, given_routing=routing
+    ).at_peak()
     profile = replace(states, activations=sum(kinds.values()), activation_kinds=kinds)
     return replace(profile, peak=profile.total)
 

@@ -130,24 +130,17 @@ class _Volumes:
             self._enter("pp", "all_reduce", "backward", "tied_embedding", 1, size, 2)
 
     def _enter(
-        self,
-        axis: str,
-        op: str,
-        phase: str,
-        caller: str,
-        count: float,
-        payload: float,
-        members: int = 0,
+        self, axis: str, op: str, phase: str, caller: str, count: float, size: float, ranks: int = 0
     ) -> None:
-        """Events of one kind among `members` (0: the degree of the axis)."""
-        members = members or getattr(self.layout, axis)
-        if members < 2 or not count:
+        """Events with a tensor of `size` bytes among `ranks` (0: the degree of the axis)."""
+        ranks = ranks or getattr(self.layout, axis)
+        if ranks < 2 or not count:
             return
-        sent = payload
+        sent = size
         if op != "send_receive":
             # Collectives are rings, an all-reduce in two phases, or direct exchanges.
-            sent *= (2 if op == "all_reduce" else 1) * (members - 1) / members
-        self.volumes.append(Volume(axis, op, phase, caller, count, payload, sent, sent))
+            sent *= (2 if op == "all_reduce" else 1) * (ranks - 1) / ranks
+        self.volumes.append(Volume(axis, op, phase, caller, count, size, sent, sent))
 
     def _layer(
         self,
