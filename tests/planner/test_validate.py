@@ -10,7 +10,7 @@ from moemesh.cli.accuracy import report
 from moemesh.config.devices import GIB
 from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.accuracy.validate import error_statistics, predict, summarize
-from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
+from moemesh.planner.timing.calibration import shipped_calibration
 from tests.planner.published_rows import ARCHS, ROWS, llama, row, write_table
 from tests.test_cli import Invoke
 
@@ -36,10 +36,8 @@ def test_labels_of_memory(validation):
 
 
 def test_picks_the_measured_best_and_never_what_ran_out(validation):
-    picked = {one.group.split(",")[0]: one for one in validation.selections}
-    assert picked["Llama-13B"].picked == "910"
-    assert picked["Llama-13B"].regret == 0
-    assert validation.selection.out_of_memory == 0
+    assert validation.selection.groups == 2
+    assert validation.selection.mean_regret == validation.selection.out_of_memory == 0
 
 
 def test_a_finished_run_without_a_time_is_not_a_pick_that_ran_out():
@@ -88,15 +86,6 @@ def test_unpriced_rows_say_why_and_stay():
     assert "1 row not priced" in report(summary)
 
 
-def test_unknown_software_on_known_devices_is_predicted():
-    """A source that the package has never seen gets the constants of its device's relatives."""
-    known = parse_run(llama(1, 2, 1, 1, 31.3), ARCHS)
-    other = parse_run(llama(1, 2, 1, 1, 31.3, src="my_cluster"), ARCHS)
-    predicted = predict([known], shipped_calibration())[0].seconds
-    guessed = predict([other], shipped_calibration())[0].seconds
-    assert 0.75 < guessed / predicted < 1.33
-
-
 def test_a_row_made_to_fit_has_one_memory():
     """40 layers of 13B with 16 x 2,048 tokens need recomputation that the table leaves out."""
     whole = {"src": "x", "arch": "llama-13B", "hardware": "H100", "gpus": 8, "dp": 8, "mbs": 16,
@@ -133,12 +122,6 @@ def test_error_statistics():
     assert statistics.worst == 0.2
     assert statistics.p95 == pytest.approx(0.1 + 0.85 * 0.1)
     assert error_statistics([]) is None
-
-
-def test_worse_constants_show(validation):
-    """The test bites: with the bare priors the same rows are further off."""
-    bare = summarize(predict([parse_run(one, ARCHS) for one in ROWS], prior_calibration()))
-    assert bare.dense.median > validation.dense.median
 
 
 @pytest.mark.parametrize("text", ["1e-320", "0", "-3", "inf", "nan", "1e300"])

@@ -248,7 +248,7 @@ def run_of_folder(folder: Path, cluster: Cluster) -> PublishedRun:
     plan, data = config.plan, config.data
     run = PublishedRun(
         id=str(folder), source="moemesh", cluster=f"{DEFAULT_STACK}/{device.name}", tier="A",
-        ended="ok", device=device, seconds=seconds, metric="seconds",
+        ended="ok", device=device, seconds=seconds,
         row={"model": folder.name, "gpus": str(plan.world_size), "seq": str(data.seq_len),
              "gbs": str(data.global_batch)},
     )  # fmt: skip

@@ -46,16 +46,10 @@ from moemesh.schedule.build import require_defined
 
 
 def recompute_from_words(text: str) -> frozenset[str]:
-    """The recomputation in a table's column `recompute`; raises ConfigError for unknown words."""
-    known = spellings()["recompute"]
+    """The recomputation in a table's column `recompute`; raises KeyError for unknown words."""
     inner = re.sub(r"^selective\s*\((.*)\)$", r"\1", text.strip().lower())
-    parts = [part.strip() for part in re.split(r"[,+;]", inner or "none")]
-    if unknown := [part for part in parts if part not in known]:
-        message = f"`{unknown[0]}` names nothing that can be recomputed"
-        first = ("none", "full", "selective")
-        fix = f"known: {', '.join((*first, *sorted(known.keys() - set(first))))}"
-        raise ConfigError([Problem.of("not-a-choice", "recompute", text.strip(), message, fix)])
-    return frozenset(known[part] for part in parts) - {""}
+    parts = re.split(r"[,+;]", inner or "none")
+    return frozenset(spellings()["recompute"][part.strip()] for part in parts) - {""}
 
 
 def from_run(row: Mapping[str, str]) -> PlannedLayout:
@@ -152,7 +146,6 @@ class PublishedRun:
     #: Whether the table has the microbatch and the recomputation; otherwise they are chosen.
     microbatch_printed: bool = True
     recompute_printed: bool = True
-    metric: str = ""
     row: Mapping[str, str]
 
     @property
@@ -163,7 +156,6 @@ class PublishedRun:
 
     @property
     def model(self) -> str:
-        """The name of the model."""
         return self.row.get("model") or self.row.get("arch", "")
 
     @property
@@ -253,7 +245,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     row = annotated_row(uniform_row(row), device.generation if device else "")
     try:
         recompute_from_words(row.get("recompute", ""))
-    except ConfigError:
+    except KeyError:
         row["recompute"] = ""  # unknown words count as not published
     if row.get("rest") == "unstated":
         row["recompute"] = ""
@@ -277,7 +269,6 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         device=device,
         microbatch_printed=bool(row.get("mbs", "")),
         recompute_printed=bool(row.get("recompute", "")),
-        metric=row.get("metric_reported", ""),
         row=row,
     )
     if surplus := row.get("surplus"):

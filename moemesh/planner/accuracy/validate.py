@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import exp
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -241,14 +241,6 @@ class SelectionStatistics:
     out_of_memory: int
 
 
-class Selection(NamedTuple):
-    """The planner's choice in one group, by id, and its regret: None if it ran out of memory."""
-
-    group: str
-    picked: str
-    regret: float | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Validation:
     """Predictions of all runs with their statistics."""
@@ -260,16 +252,14 @@ class Validation:
     memory: ErrorStatistics | None
     fit: FitStatistics | None
     selection: SelectionStatistics | None
-    selections: tuple[Selection, ...]
 
     def json_text(self) -> str:
         """{"rows": one object a row of the table, "statistics": ...}; seconds and bytes."""
         rows: list[dict[str, Any]] = []
         for prediction in self.predictions:
+            name = prediction.run.id
             row = {
-                "id": int(prediction.run.id)
-                if prediction.run.id.isdecimal()
-                else prediction.run.id,
+                "id": int(name) if name.isdecimal() else name,
                 "seconds": prediction.seconds,
                 "memory_bytes": prediction.memory.allocated if prediction.memory else None,
                 "fits": prediction.fits,
@@ -312,13 +302,13 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
         right = sum(fits == ran for fits, ran in labels) / number
         wrongly = labels.count((True, False)) / number
         fit = FitStatistics(count=number, right=right, wrongly_fits=wrongly)
-    if selections := _select(predictions):
-        regrets = [choice.regret for choice in selections if choice.regret is not None]
+    if choices := _regrets(predictions):
+        regrets = [regret for regret in choices if regret is not None]
         selection = SelectionStatistics(
-            groups=len(selections),
+            groups=len(choices),
             mean_regret=numbers.fmean(regrets) if regrets else 0.0,
             worst_regret=max(regrets, default=0.0),
-            out_of_memory=len(selections) - len(regrets),
+            out_of_memory=len(choices) - len(regrets),
         )
     return Validation(
         predictions=tuple(predictions),
@@ -330,7 +320,6 @@ def summarize(predictions: Sequence[Prediction]) -> Validation:
         memory=error_statistics([prediction.memory_error for prediction in predictions]),
         fit=fit,
         selection=selection,
-        selections=tuple(selections),
     )
 
 
@@ -349,14 +338,13 @@ def error_statistics(errors: Sequence[float | None]) -> ErrorStatistics | None:
     )
 
 
-def _select(predictions: Sequence[Prediction]) -> list[Selection]:
-    """The planner's choice in each group of alternative runs. Runs of a group may differ in their
-    batch, so seconds per sequence are compared."""
+def _regrets(predictions: Sequence[Prediction]) -> list[float | None]:
+    """Regret of the planner's choice in each group of alternative runs; None for a choice that ran
+    out of memory. Runs of a group may differ in their batch, so seconds per sequence are
+    compared."""
 
     def each(prediction: Prediction, seconds: float | None) -> float:
-        return (seconds or 0.0) / (
-            prediction.run.layout.global_batch if prediction.run.layout else 1
-        )
+        return (seconds or 0.0) / prediction.run.priced[1].global_batch
 
     groups: dict[tuple[str, ...], list[Prediction]] = defaultdict(list)
     for prediction in predictions:
@@ -365,8 +353,8 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
         is_judged = run.ended == "OOM" or (run.ended == "ok" and run.seconds is not None)
         if prediction.seconds is not None and is_judged:
             groups[prediction.run.group].append(prediction)
-    selections: list[Selection] = []
-    for key, members in sorted(groups.items()):
+    regrets: list[float | None] = []
+    for members in groups.values():
         measured = {
             prediction.run.id: each(prediction, prediction.run.seconds)
             for prediction in members
@@ -380,6 +368,5 @@ def _select(predictions: Sequence[Prediction]) -> list[Selection]:
             fitting, key=lambda prediction: float(f"{each(prediction, prediction.seconds):.9g}")
         ).run.id
         best = min(measured.values())
-        regret = measured[picked] / best - 1 if picked in measured else None
-        selections.append(Selection(", ".join(part for part in key if part), picked, regret))
-    return selections
+        regrets.append(measured[picked] / best - 1 if picked in measured else None)
+    return regrets
