@@ -76,47 +76,26 @@ def test_methods_agree_and_baselines_say_their_gap() -> None:
         check_sums(answer)
 
 
-def grid(*, slow: bool) -> list[Any]:
-    cases = [
-        ("tiny", "dgx_h100", 1, 64, 8, {"stages": 2}),
-        ("qwen3-30b-a3b", "dgx_h100", 2, 4096, 64, {"stages": 4}),
-    ]
-    if slow:
-        cases = [
-            (model, "dgx_h100", nodes, seq_len, batch, {})
-            for model in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b")
-            for nodes in (2, 4)
-            for seq_len, batch in ((1024, 48), (4096, 64), (8192, 256))
-        ]
-    return [pytest.param(*case, id=f"{case[0]}-{case[2]}-{case[3]}-{case[4]}") for case in cases]
+CASES: list[tuple[str, int, int, int, int | None]] = [
+    ("tiny", 1, 64, 8, 2),
+    ("qwen3-30b-a3b", 2, 4096, 64, 4),
+    *(
+        (model, nodes, seq_len, batch, None)
+        for model in ("llama3-8b", "mixtral-8x7b", "qwen3-30b-a3b")
+        for nodes in (2, 4)
+        for seq_len, batch in ((1024, 48), (4096, 64), (8192, 256))
+    ),
+]
 
 
-@pytest.mark.representative("tiny-1-64-8")
-@pytest.mark.parametrize(
-    ("model", "cluster", "nodes", "seq_len", "batch", "more"),
-    [
-        *grid(slow=False),
-        *(pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in grid(slow=True)),
-    ],
-)
+@pytest.mark.representative("tiny-1-64-8-2")
+@pytest.mark.parametrize(("model", "nodes", "seq_len", "batch", "stages"), CASES)
 def test_every_printed_command_passes_config_check(
-    invoke: Invoke,
-    model: str,
-    cluster: str,
-    nodes: int,
-    seq_len: int,
-    batch: int,
-    more: dict[str, Any],
+    invoke: Invoke, model: str, nodes: int, seq_len: int, batch: int, stages: int | None
 ) -> None:
+    sizes: dict[str, Any] = {"seq_len": seq_len, "global_batch": batch, "stages": stages}
     try:
-        result = partition(
-            model=model,
-            cluster=cluster,
-            nodes=nodes,
-            seq_len=seq_len,
-            global_batch=batch,
-            **more,
-        )
+        result = partition(model=model, cluster="dgx_h100", nodes=nodes, **sizes)
     except StageError as error:
         assert "fits in" in str(error)
         return

@@ -20,14 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moemesh.config.errors import UserError
 from moemesh.planner.operators.resharding import MeshLayout
 
 FloatArray = NDArray[np.float64]
-
-
-class OperatorError(UserError):
-    """Error of an operator graph without a feasible choice of strategies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +91,9 @@ class OperatorGraph:
     counts: dict[str, int] = field(default_factory=dict[str, int])
 
     def count(self, group: str) -> int:
-        """The number of equal copies of a group."""
         return self.counts.get(group, 1)
 
     def edge_seconds(self, edge: Edge, choices: Sequence[int]) -> float:
-        """Seconds of one edge under `choices`."""
         return float(edge.seconds[choices[edge.source], choices[edge.target]])
 
     def group_costs(self, choices: Sequence[int]) -> dict[str, Cost]:
@@ -140,7 +133,6 @@ class ProgramAnswer(NamedTuple):
     """The result of HiGHS: `values` is None when it found nothing feasible."""
 
     values: FloatArray | None
-    infeasible: bool
     num_nodes: int
 
 
@@ -170,7 +162,7 @@ class IntegerProgram:
         # Late and untyped: scipy ships no type stubs, and importing it takes a third of a second.
         optimize: Any = import_module("scipy.optimize")
         sparse: Any = import_module("scipy.sparse")
-        rows, columns, values = zip(*self._entries, strict=True) if self._entries else ((), (), ())
+        rows, columns, values = zip(*self._entries, strict=True)
         shape = (len(self._rows), len(self._variables))
         matrix = sparse.coo_array((values, (rows, columns)), shape=shape).tocsr()
         costs, highs, integrality = np.array(self._variables, dtype=float).T
@@ -186,7 +178,7 @@ class IntegerProgram:
         )
         values = None if answer.x is None else np.asarray(answer.x, dtype=float)
         num_nodes = int(getattr(answer, "mip_node_count", 0) or 0)
-        return ProgramAnswer(values, infeasible=answer.status == 2, num_nodes=num_nodes)
+        return ProgramAnswer(values, num_nodes)
 
 
 class Assignment(NamedTuple):
@@ -199,10 +191,8 @@ class Assignment(NamedTuple):
 def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1.0) -> Assignment:
     """Least seconds + byte_price * (state + in_flight * saved bytes).
 
-    Raises OperatorError when no choice is finite.
+    Some choice must be finite: of a model it is that of whole operators.
     """
-    if not graph.operators:
-        return Assignment((), Cost())
     costs = [
         np.array([
             way.seconds + byte_price * (way.state_bytes + in_flight * way.saved_bytes)
@@ -235,9 +225,7 @@ def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1
                 terms = [*((pair, 1.0) for pair in line), *((end, -1.0) for end in members)]
                 program.row(terms, low=0.0, high=0.0)
     answer = program.solve()
-    if answer.values is None:
-        why = "no choice of strategies is feasible" if answer.infeasible else "HiGHS found nothing"
-        raise OperatorError(f"{why} for {len(graph.operators)} operators")
+    assert answer.values is not None, "no choice of strategies is feasible"
     choices = tuple(int(np.argmax(answer.values[variables])) for variables in nodes)
     return Assignment(choices, graph.cost(choices))
 

@@ -97,7 +97,6 @@ class ImpliedPlan(Shown):
         return self.plan.model_dump(exclude_defaults=True)
 
     def to_json(self) -> dict[str, Any]:
-        """This as an object of plain values."""
         return {**asdict(self), "plan": self.keys()}
 
 

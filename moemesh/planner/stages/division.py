@@ -217,22 +217,23 @@ class BestDraw(NamedTuple):
 
 
 def best_draw(
-    draw: Callable[[int, np.random.Generator], IntArray] | None,
+    method: str,
+    draw: Callable[[int, np.random.Generator], IntArray],
     logits: Sequence[FloatArray],
     evaluate: Evaluate,
     *,
     evaluations: int,
     seed: int,
 ) -> BestDraw:
-    """The best of `evaluations` draws. `draw(count, generator)` returns draws [count, variable];
-    without it a policy is learned, which starts from `logits`, one row per variable."""
+    """The best of `evaluations` draws: "random" ones, `draw(count, generator)` [count, variable],
+    or those of a "learned" policy, which starts from `logits`, one row per variable."""
     generator = np.random.default_rng(seed)
-    policy = [row.astype(float) for row in logits]
+    policy = [row.astype(float) for row in logits] if method == "learned" else []
     best, worst = BestDraw((), np.inf, 0), 0.0
     while best.evaluations < evaluations:
         count = min(_BATCH, evaluations - best.evaluations)
         chances = [np.exp(row - row.max()) / np.exp(row - row.max()).sum() for row in policy]
-        if draw is not None:
+        if method == "random":
             drawn = draw(count, generator)
         else:
             drawn = np.zeros((count, len(policy)), dtype=np.intp)
@@ -282,11 +283,8 @@ def baseline_division(
         divisions = map(division, draws)
         return np.array([np.inf if result is None else result.seconds for result in divisions])
 
-    logits: list[FloatArray] = []
-    if method == "learned":
-        share = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
-        logits = [np.log(np.array([1 - share, share]))] * gaps
-    sampler = draw if method == "random" else None
-    winner = best_draw(sampler, logits, evaluate, evaluations=evaluations, seed=seed)
+    share = min(max((num_stages - 1) / max(gaps, 1), 1e-3), 1 - 1e-3)
+    logits = [np.log(np.array([1 - share, share]))] * gaps
+    winner = best_draw(method, draw, logits, evaluate, evaluations=evaluations, seed=seed)
     best = division(winner.choices) if np.isfinite(winner.seconds) else None
     return best and replace(best, evaluations=winner.evaluations)

@@ -93,10 +93,8 @@ def baseline_placement(
     def draw(count: int, generator: np.random.Generator) -> IntArray:
         return generator.integers(0, problem.num_devices, (count, problem.num_operators))
 
-    is_random = method == "random"
-    logits = [] if is_random else [np.zeros(problem.num_devices)] * problem.num_operators
-    sampler = draw if is_random else None
-    return best_draw(sampler, logits, problem.evaluate, evaluations=evaluations, seed=seed)
+    logits = [np.zeros(problem.num_devices)] * problem.num_operators
+    return best_draw(method, draw, logits, problem.evaluate, evaluations=evaluations, seed=seed)
 
 
 def placement_problem(
