@@ -271,7 +271,6 @@ class PlannedLayout(MeshDegrees, Shown):
         return Layout(**degrees, ranks_per_node=self.ranks_per_node)
 
     def changed(self, **values: Any) -> PlannedLayout:
-        """A copy with other values."""
         return replace(self, **values)
 
     @cached_property

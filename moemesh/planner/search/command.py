@@ -127,7 +127,6 @@ class PlannedAnswer:
     cheapest: Candidate | None = None
 
     def speed(self, candidate: Candidate) -> Speed:
-        """Tokens per second, MFU and days of a candidate."""
         return Speed.of(self.model.shape, candidate.layout, self.cluster, candidate.seconds)
 
     def seconds_interval(self, candidate: Candidate) -> Interval:

@@ -147,7 +147,6 @@ class SearchSpace:
         return self._prices[index]
 
     def seconds(self, index: int) -> float:
-        """Seconds of a step of layout `index`."""
         return self.breakdown(index)["total"]
 
     def fitting(self, capacity: float, count: int) -> list[int]:
@@ -200,7 +199,6 @@ class SearchSpace:
         return int(np.argmin(self.needed))
 
     def candidate(self, index: int) -> Candidate:
-        """Layout `index` with its price."""
         return Candidate(
             layout=self.layout(index), breakdown=self.breakdown(index), memory=self.memory(index)
         )

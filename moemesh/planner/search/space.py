@@ -126,7 +126,6 @@ class Family:
         return np.flatnonzero(self.legal)
 
     def layout(self, number: int) -> PlannedLayout:
-        """Layout `number`."""
         place, expert_cut = divmod(number, self.columns.ep.size)
         at = np.unravel_index(int(self._places[place]), self.legal.shape)
         return self._layout(*map(int, at), expert_cut=expert_cut)

@@ -178,7 +178,6 @@ class ModelShape(HeadSizes):
 
     @cached_property
     def kind_counts(self) -> dict[LayerKind, int]:
-        """The number of layers of each kind."""
         return dict(Counter(self.kinds))
 
     @property
@@ -219,7 +218,6 @@ class ModelShape(HeadSizes):
         return self.activation == "swiglu"
 
     def changed(self, **values: Any) -> ModelShape:
-        """A copy with other values."""
         return ModelShape(**(self.to_json() | values))
 
     def truncated(self, num_layers: int) -> ModelShape:
@@ -245,7 +243,6 @@ class ModelShape(HeadSizes):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Every field, for JSON."""
         return {name: getattr(self, name) for name in ModelShape.model_fields}
 
 
