@@ -82,6 +82,9 @@ def test_a_plan_with_another_end_of_a_step_is_not_called_exact_by_mistake() -> N
     assert not {"step.losses", "gradient_norm"} & callers
 
 
+EXACT = "enters on rank"
+
+
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
@@ -89,26 +92,16 @@ def test_a_plan_with_another_end_of_a_step_is_not_called_exact_by_mistake() -> N
         ("dp=2,ep=2,dispatcher=auto", "chosen on the ranks themselves"),
         ("dp=2,recompute=norm+moe", "no [plan] of `moemesh train` describes this layout"),
         ("dp=2,microbatches=4,ep=2,spare_slots=1,combine=exact", "cannot be trained with spare"),
+        ("dp=2,ep=2,recompute=full", EXACT),
+        ("dp=2,ep=2,dispatcher=auto,spare_slots=1", EXACT),
+        ("pp=2,schedule=terapipe,slices=3,microbatches=2", EXACT),
+        ("pp=2,schedule=ampnet,microbatches=4", EXACT),
+        ("pp=2,schedule=zb_h2,microbatches=4,optimizer_validation=after", EXACT),
     ],
 )
-def test_closed_forms_say_why_they_are_not_exact(plan: str, reason: str) -> None:
-    document = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
-    assert "not to the byte" in document["notes"][-1] and reason in document["notes"][-1]
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "dp=2,ep=2,recompute=full",
-        "dp=2,ep=2,dispatcher=auto,spare_slots=1",
-        "pp=2,schedule=terapipe,slices=3,microbatches=2",
-        "pp=2,schedule=ampnet,microbatches=4",
-        "pp=2,schedule=zb_h2,microbatches=4,optimizer_validation=after",
-    ],
-)
-def test_what_training_does_is_exact(plan: str) -> None:
-    document = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)
-    assert "enters on rank" in document["notes"][-1]
+def test_what_training_does_is_exact_and_closed_forms_say_why_not(plan: str, reason: str) -> None:
+    note = estimated("tiny", plan, cluster="laptop_cpu", seq_len=32, global_batch=8)["notes"][-1]
+    assert reason in note and ("not to the byte" in note) == (reason != EXACT)
 
 
 def test_a_missing_batch_is_named(invoke: Invoke) -> None:

@@ -16,7 +16,7 @@ from moemesh.planner.timing.links import (
     members_per_node,
     visited_nodes,
 )
-from tests.planner.closed_forms import expected_nodes
+from moemesh.sharding.dispatchers import expected_distinct
 
 
 def test_group_bandwidth_counts_members_per_node():
@@ -59,7 +59,7 @@ def test_smooth_nodes_equal_the_binomials(nodes, per_node, k):
     if k > experts:
         return
     visited = visited_nodes(experts, k, nodes, 1, 1)
-    assert visited == pytest.approx(expected_nodes(experts, k, nodes), rel=1e-9)
+    assert visited == pytest.approx(expected_distinct(nodes, experts, k), rel=1e-9)
 
 
 def curve(**times: float) -> LinkCurve:

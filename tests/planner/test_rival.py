@@ -41,23 +41,6 @@ def test_the_best_layout_is_the_one_that_was_chosen() -> None:
     assert judged(planned.candidates[0].layout.text).verdict == "chosen"
 
 
-@pytest.mark.slow
-def test_what_is_left_open_is_the_best_that_the_search_has() -> None:
-    """A plain loop over all layouts with tp = 4 and ZeRO-3 finds none that is faster."""
-    search, _ = searched()
-    rival = judged("tp=4,data=zero3")
-    assert rival.candidate is not None
-    assert (rival.candidate.layout.tp, rival.candidate.layout.zero) == (4, 3)
-    layouts = ((index, search.layout(index)) for index in range(search.examined))
-    alike = [
-        index
-        for index, one in layouts
-        if one.tp == 4 and one.zero == 3 and search.needed[index] <= search.capacity
-    ]
-    assert len(alike) > 10
-    assert rival.candidate.seconds == pytest.approx(min(search.seconds(index) for index in alike))
-
-
 def test_the_parts_of_what_is_slower_add_up_to_the_difference() -> None:
     _, planned = searched()
     rival = judged("tp=8")

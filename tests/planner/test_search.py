@@ -79,23 +79,6 @@ def test_many_layouts_at_once_have_the_prices_of_one_by_one() -> None:
         assert price == pytest.approx(layouts.pricing.seconds(layouts.shape, layout), rel=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("memory_gib", [45.0, 80.0])
-def test_the_pick_is_the_best_of_a_plain_loop_over_all_layouts(memory_gib: float) -> None:
-    machine = cluster(1, memory_gib)
-    shape = load_model("deepseek-v2-lite").shape
-    narrow = space(machine, batch=4, schedules=("1f1b", "zb_v"), recompute=("none", "full"))
-    layouts = SearchSpace(shape, machine, narrow)
-    picked = layouts.fitting(layouts.capacity, 3)
-    fitting = [
-        layouts.seconds(index)
-        for index in range(layouts.examined)
-        if layouts.memory(index).needed <= layouts.capacity
-    ]
-    assert [layouts.seconds(index) for index in picked] == sorted(fitting)[:3]
-    assert all(layouts.memory(index).needed <= layouts.capacity for index in picked)
-
-
 @pytest.mark.representative("llama3-8b-80.0")
 @pytest.mark.parametrize("memory_gib", [50.0, 80.0])
 @pytest.mark.parametrize("model", ["deepseek-v2-lite", "llama3-8b"])
