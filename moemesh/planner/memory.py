@@ -248,11 +248,7 @@ def rank_memory(
             block = maximum(block, maximum(*layer_weights(shape, kind.moe).on_rank(layout)))
         buffers = buffers + w * minimum(block, NF4_NUMBERS_AT_ONCE)
     return RankMemory(
-        rank=rank,
-        **state_bytes,
-        activations=chunks.held[rank],
-        logits=logits,
-        buffers=buffers,
+        rank=rank, **state_bytes, activations=chunks.held[rank], logits=logits, buffers=buffers
     )
 
 

@@ -16,11 +16,7 @@ from moemesh.config.cluster import load_cluster
 from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.load import resolved_toml
 from moemesh.planner.accuracy.calibrate import cross_validate, fit
-from moemesh.planner.accuracy.calibration_file import (
-    calibration_toml,
-    fitted_cluster,
-    use_cluster,
-)
+from moemesh.planner.accuracy.calibration_file import calibration_toml, fitted_cluster, use_cluster
 from moemesh.planner.accuracy.own import learn, lessons, run_of_folder
 from moemesh.planner.accuracy.published import parse_run
 from moemesh.planner.accuracy.validate import predict
@@ -251,14 +247,9 @@ def test_own_runs_teach_what_constants_cannot_say_and_nothing_elsewhere(tmp_path
     assert max(abs(after[one]) for one in unseen - slow) < 0.015
     assert min(abs(before[one]) for one in unseen & slow) > 0.07
     own = learned.calibration.own["aleph_alpha/A100-80G"]
-    far = (
-        model_row(from_arch_table("moe-30B", ARCHS)),
-        layout_row(
-            from_arch_table("moe-30B", ARCHS),
-            PlannedLayout(dp=8, ep=8, seq_len=4096, global_batch=64),
-            Software(fsdp=True),
-        ),
-    )
+    moe, spread = from_arch_table("moe-30B", ARCHS), {"dp": 8, "ep": 8, "seq_len": 4096}
+    layout = PlannedLayout(global_batch=64, **spread)
+    far = model_row(moe), layout_row(moe, layout, Software(fsdp=True))
     assert abs(own.correction(*far)) < 1e-3
     assert "none of your 12 runs" in own.describe(*far)
     one = runs[0]

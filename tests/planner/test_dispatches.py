@@ -89,27 +89,13 @@ def test_pairs_add_up_to_the_ledger(
     text = f"dp={dp},ep={ep},etp={etp}" + (
         f",ranks_per_node={ranks_per_node}" if ranks_per_node else ""
     )
-    example = random_example(
-        text,
-        num_experts=8,
-        experts_per_token=3,
-        tokens=tokens,
-        hidden_size=64,
-        dtype="bfloat16",
-        seed=seed,
-    )
+    sizes: dict[str, Any] = {"num_experts": 8, "experts_per_token": 3, "hidden_size": 64}
+    example = random_example(text, tokens=tokens, dtype="bfloat16", seed=seed, **sizes)
     traffic = example.exchanges(dispatcher)
     for rank, ledger in enumerate(traffic.ledgers):
-        assert total(ledger.rows(), "wire_bytes") == sum(
-            x.wire_sent(rank) for x in traffic.exchanges
-        )
-        assert total(ledger.rows(), "received_bytes") == sum(
-            x.wire_received(rank) for x in traffic.exchanges
-        )
-
-
-def total(lines: list[dict[str, Any]], key: str) -> int:
-    return sum(line[key] for line in lines)
+        total = ledger.total()
+        assert total.wire_bytes == sum(one.wire_sent(rank) for one in traffic.exchanges)
+        assert total.received_bytes == sum(one.wire_received(rank) for one in traffic.exchanges)
 
 
 def test_results_take_the_way_of_their_rows_backwards() -> None:
@@ -178,11 +164,7 @@ def test_faster_links_and_measured_ones_change_the_time() -> None:
     quick = dispatch_times(faster, PUBLISHED, 64, ("all_to_all",))[0]
     assert quick.dispatch.seconds < 0.5 * row("all_to_all", 64).dispatch.seconds
     curve = LinkCurve(
-        operation="all_to_all",
-        ranks=8,
-        members_per_node=8,
-        bytes=(1e3, 1e12),
-        seconds=(0.25, 0.25),
+        operation="all_to_all", ranks=8, members_per_node=8, bytes=(1e3, 1e12), seconds=(0.25, 0.25)
     )
     measured = H800.model_copy(update={"links": (curve,)})
     times = dispatch_times(measured, PUBLISHED, 8, ("all_to_all",))[0]

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from moemesh.planner.kept_tensors import layer_kept
-from moemesh.planner.memory import (
-    estimate_memory,
-    rank_memory,
-    rank_weights,
-)
+from moemesh.planner.memory import estimate_memory, rank_memory, rank_weights
 from moemesh.planner.parameters import count_parameters
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.load_shape import gpt, load_model

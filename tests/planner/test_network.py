@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moemesh.config.cluster import LinkCurve
-from moemesh.planner.timing.links import (
-    Links,
-    LinkTable,
-    members_per_node,
-    visited_nodes,
-)
+from moemesh.planner.timing.links import Links, LinkTable, members_per_node, visited_nodes
 from moemesh.sharding.dispatchers import expected_distinct
 
 
@@ -49,11 +44,7 @@ def test_a_ring_has_a_hop_for_each_rank():
     assert links.ring_latency(4, 8) == pytest.approx(4 * 14e-6)
 
 
-@given(
-    nodes=st.sampled_from([1, 2, 4, 8, 16]),
-    per_node=st.integers(1, 32),
-    k=st.integers(1, 12),
-)
+@given(nodes=st.sampled_from([1, 2, 4, 8, 16]), per_node=st.integers(1, 32), k=st.integers(1, 12))
 def test_smooth_nodes_equal_the_binomials(nodes, per_node, k):
     experts = nodes * per_node
     if k > experts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -115,14 +116,6 @@ def test_a_large_batch_puts_each_branch_on_its_own_device() -> None:
 
 def test_a_placement_that_cannot_fit_names_the_bytes() -> None:
     _, problem = branches(16)
-    tight = PlacementProblem(
-        seconds=problem.seconds,
-        num_bytes=problem.num_bytes,
-        edges=problem.edges,
-        transfers=problem.transfers,
-        num_devices=2,
-        node_size=8,
-        cap_bytes=1000.0,
-    )
+    tight = replace(problem, cap_bytes=1000.0)
     with pytest.raises(StageError, match="fits in 1000 bytes a device"):
         best_placement(tight)

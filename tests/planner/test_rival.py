@@ -89,9 +89,7 @@ def test_what_is_illegal_names_the_rule_and_the_nearest_legal(
             assert again.verdict != "illegal"
 
 
-def test_words_of_what_is_asked_are_read_before_the_search(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_words_of_what_is_asked_are_read_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moemesh.planner.search.command.plan", lambda *_, **__: pytest.fail())
     with pytest.raises(ConfigError) as error:
         plan_named(

@@ -22,13 +22,7 @@ from moemesh.planner.shapes.load_shape import from_arch_table, load_model
 from moemesh.planner.shapes.shape import ModelShape, from_model_config
 from moemesh.planner.stage_cut import Stages, cut_by_weight, default_cut
 from moemesh.planner.timing.calibration import Constants
-from moemesh.planner.timing.columns import (
-    Software,
-    hardware_row,
-    layout_row,
-    model_row,
-    stacked,
-)
+from moemesh.planner.timing.columns import Software, hardware_row, layout_row, model_row, stacked
 from moemesh.planner.timing.compute import (
     LayerTime,
     PricedStep,

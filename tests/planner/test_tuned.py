@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -112,24 +113,16 @@ def test_each_pass_of_a_microbatch_unpacks_the_base(
     assert packed["elementwise"] - wide["elementwise"] == pytest.approx(expected, rel=1e-9)
 
 
+LITE = PlanRequest("deepseek-v2-lite", "dgx_h100", 4096, 64, top=2, trainable=True)
+
+
 @pytest.fixture(scope="module")
 def adapted() -> PlannedAnswer:
-    return plan_named(
-        PlanRequest(
-            "deepseek-v2-lite",
-            "dgx_h100",
-            4096,
-            64,
-            top=2,
-            settings=["lora.rank=8"],
-            trainable=True,
-        )
-    )
+    return plan_named(replace(LITE, settings=["lora.rank=8"]))
 
 
 def test_adapters_need_less_memory_and_time(adapted: PlannedAnswer) -> None:
-    full = plan_named(PlanRequest("deepseek-v2-lite", "dgx_h100", 4096, 64, top=1, trainable=True))
-    first, other = adapted.candidates[0], full.candidates[0]
+    first, other = adapted.candidates[0], plan_named(LITE).candidates[0]
     assert first.seconds < 0.9 * other.seconds
     same = first.layout.changed(adapters=False, trained_dense=1.0, trained_experts=1.0)
     everything = rank_memory(adapted.model.shape, same, 0)

@@ -71,12 +71,8 @@ def test_no_routing_holds_more(keys: dict[str, Any]) -> None:
 def test_capacity_bounds_the_rows_of_an_expert() -> None:
     config = ModelConfig(capacity_factor=1.25)
     plan = Plan(dp=4, ep=4)
-    common: dict[str, Any] = {
-        "seq_len": SEQ_LEN,
-        "global_batch": BATCH,
-        "dtype": "float32",
-        "rank": 0,
-    }
+    common: dict[str, Any] = {"seq_len": SEQ_LEN, "global_batch": BATCH, "dtype": "float32"}
+    common["rank"] = 0
     capped, free = (of_own_run(model, plan, **common) for model in (config, ModelConfig()))
     assert capped.rows < free.rows and capped.rows + capped.dropped_choices == free.rows
     # Of 16 tokens of 2 choices among 8 experts each takes ceil(16 * 2 * 1.25 / 8).

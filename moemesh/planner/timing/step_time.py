@@ -31,11 +31,7 @@ import numpy as np
 
 from moemesh.planner.arithmetic import Number, maximum, minimum, where
 from moemesh.planner.stage_cut import Stages
-from moemesh.planner.timing.columns import (
-    RankColumns,
-    rank_row,
-    stacked,
-)
+from moemesh.planner.timing.columns import RankColumns, rank_row, stacked
 from moemesh.planner.timing.compute import (
     ACTIVATION_BYTES,
     BlockTime,
