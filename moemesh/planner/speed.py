@@ -22,8 +22,6 @@ from moemesh.planner.parameters import training_flops
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import ModelShape
 
-SECONDS_A_DAY = 86_400
-
 
 def mfu(tflops_per_rank: float, peak_flops: float) -> float:
     """Model FLOPs utilization, a share. `tflops_per_rank`: 10^12 model FLOPs per second of a rank;
@@ -110,7 +108,7 @@ class Speed:
 
     def days(self, tokens: float) -> float:
         """Days of steps for `tokens` tokens, without evaluations, checkpoints and restarts."""
-        return tokens / self.tokens_per_second / SECONDS_A_DAY
+        return tokens / self.tokens_per_second / 86_400
 
     def gpu_hours(self, tokens: float) -> float:
         return self.days(tokens) * 24 * self.devices

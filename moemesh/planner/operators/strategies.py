@@ -32,8 +32,6 @@ from moemesh.planner.operators.graph import Edge, Operator, OperatorGraph, Strat
 from moemesh.planner.operators.resharding import MeshAxis, MeshLayout, reshard_seconds
 from moemesh.planner.timing.links import Links
 
-#: (floating-point operations, bytes moved) of one device -> seconds.
-ComputeSeconds = Callable[[float, float], float]
 WHOLE = "whole"
 PARTIAL = "partial"
 #: Share of the peak that products reach.
@@ -80,7 +78,8 @@ class CostModel:
     """
 
     axes: tuple[MeshAxis, ...]
-    compute_seconds: ComputeSeconds
+    #: (floating-point operations, bytes moved) of one device -> seconds.
+    compute_seconds: Callable[[float, float], float]
     state_bytes: float = 18.0
     gradient_bytes: float = 4.0
     weight_bytes: float = 2.0

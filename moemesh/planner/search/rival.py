@@ -36,16 +36,12 @@ from moemesh.schedule.build import is_defined
 # the exact memory model.
 
 
-#: Maximum number of keys in one edit.
-MOST_CHANGES = 2
-
-
 def nearest_that_fits(
     shape: ModelShape, cluster: Cluster, layout: PlannedLayout
 ) -> Candidate | None:
     """The fastest of the smallest changes that fit; None if no change of two keys fits."""
     known = pricing(cluster)
-    for count in range(1, MOST_CHANGES + 1):
+    for count in (1, 2):
         fitting: list[Candidate] = []
         for other in edits(shape, layout, count, node_size=cluster.gpus_per_node):
             memory = known.memory(shape, other)
