@@ -73,11 +73,6 @@ class Placement(ParameterTensor):
         """Whether this rank counts (norm) and saves (checkpoint) the range that it owns."""
         return own.is_first and mesh["pp"].index == self.holders[0]
 
-    @property
-    def stack(self) -> str:
-        """The name of the whole stack, if this is the part of it that does not train."""
-        return self.name.replace(".experts.rest.", ".experts.")
-
     def rows(self, mesh: Mesh) -> Sequence[int]:
         """Row of each expert of this rank in the stack sorted by logical id, which does not depend
         on the layout."""
@@ -110,6 +105,7 @@ def placements(
     for tensor in tuned_tensors(config, plan, tuning):
         placement = Placement(**vars(tensor))
         if holders is not None:
-            placement = replace(placement, holders=holders[placement.stack])
+            stack = tensor.name.replace(".experts.rest.", ".experts.")
+            placement = replace(placement, holders=holders[stack])
         whole[tensor.name] = placement
     return whole

@@ -16,13 +16,11 @@ from moemesh.config.plan import Plan
 from moemesh.config.train import TrainConfig
 from moemesh.model.batch import Batch
 from moemesh.parallel.expert.homes import rank_tokens as home_tokens
-from moemesh.parallel.parallelize import RankModel
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.migration import ExpertMigration
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.step import gradients_of_step, update
-from tests.parity.training import Shape, assemble, build, microbatches, on_ranks_of
-from tests.parity.training import owned as training_owned
+from tests.parity.training import Shape, assemble, build, microbatches, on_ranks_of, owned
 
 
 class Case(NamedTuple):
@@ -96,26 +94,12 @@ def _train(mesh: Mesh, case: Case) -> dict[str, Any]:
         num_moved += mover.update(step, result.counts_LE)
     return {
         "steps": steps,
-        "weights": owned(parallel),
+        "weights": owned(parallel, parallel.reducer.weights),
         "rank_tokens": rank_tokens,
         "counts": counts,
         "ledger": mesh.ledger,
         "num_moved": num_moved,
     }
-
-
-def owned(parallel: RankModel) -> list[tuple[str, tuple[int, ...], Any, Tensor]]:
-    """(name, logical shape, slices, tensor) of what this rank owns; each expert by itself."""
-    parts = []
-    for name, shape, slices, tensor in training_owned(parallel, parallel.reducer.weights):
-        where = parallel.placements[name]
-        if not where.is_expert:
-            parts.append((name, shape, slices, tensor))
-            continue
-        experts = where.places or range(where.shape[0])
-        for place, row in zip(slices[0], tensor, strict=True):
-            parts.append((f"{name}.{experts[place]}", shape[1:], slices[1:], row))
-    return parts
 
 
 def train(case: Case) -> Trained:

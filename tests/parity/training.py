@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import add
 from typing import Any, NamedTuple, TypeAlias
 from unittest import mock
 
@@ -25,10 +25,9 @@ from moemesh.config.tuning import Tuning
 from moemesh.model import initialization
 from moemesh.model.batch import Batch
 from moemesh.parallel.parallelize import RankModel, parallelize
-from moemesh.parallel.placement import OwnRange, Placement, part_of
+from moemesh.parallel.placement import part_of
 from moemesh.schedule.plan_schedule import build_step
-from moemesh.sharding.boxes import boxes
-from moemesh.sharding.boxes import rows as stack_rows
+from moemesh.sharding.boxes import logical_parts
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.optimizer import Optimizer
 from moemesh.train.records.artifacts import state_bytes
@@ -246,44 +245,29 @@ Part: TypeAlias = tuple[str, tuple[int, ...], tuple[range, ...], Tensor]
 
 
 def owned(parallel: RankModel, tensors: Mapping[str, Tensor]) -> list[Part]:
-    """Parts of `tensors`, states of parameters by name, that this rank owns and counts."""
+    """Parts of `tensors`, states of parameters by name, that this rank owns and counts. Experts are
+    parts of the whole stack, in the place of their logical id."""
     parts: list[Part] = []
+    mesh, num_experts = parallel.mesh, parallel.model.config.num_experts
     for name, own in parallel.reducer.held.items():
         where = parallel.placements[name]
         if where.is_packed:  # compared byte by byte
             where = replace(where, shape=(*where.shape[:-1], packed_bytes(where.shape[-1])))
-        if name in tensors and where.per_rank and where.counts(own, parallel.mesh):
-            parts += chosen(parallel, where, own, tensors[name])
-        elif name in tensors and where.counts(own, parallel.mesh):
-            slices = where.slices(parallel.mesh)
-            for box in boxes([len(part) for part in slices], own.numbers):
-                inside = tuple(
-                    part[first : first + length]
-                    for part, first, length in zip(slices, box.offset, box.shape, strict=True)
-                )
-                tensor = part_of(tensors[name].detach(), own, box.numbers).view(box.shape)
-                parts.append((name, where.shape, inside, tensor.clone()))
-    return parts
-
-
-def chosen(parallel: RankModel, where: Placement, own: OwnRange, tensor: Tensor) -> list[Part]:
-    """The same of a stack that holds some experts of a layer only: each of them as a part of the
-    whole stack."""
-    parts: list[Part] = []
-    shape = (parallel.model.config.num_experts, *where.shape[1:])
-    inner = where.slices(parallel.mesh)[1:]
-    sizes, experts = [len(part) for part in inner], where.experts(parallel.mesh)
-    for place, numbers in stack_rows(len(experts), math.prod(sizes), own.numbers):
-        first = place * math.prod(sizes)
-        for box in boxes(sizes, range(numbers.start - first, numbers.stop - first)):
-            inside = tuple(
-                part[start : start + length]
-                for part, start, length in zip(inner, box.offset, box.shape, strict=True)
-            )
-            part = range(box.numbers.start + first, box.numbers.stop + first)
-            piece = part_of(tensor.detach(), own, part).view(1, *box.shape).clone()
-            expert = experts[place]
-            parts.append((where.stack, shape, (range(expert, expert + 1), *inside), piece))
+        if name not in tensors or not where.counts(own, mesh):
+            continue
+        experts = where.experts(mesh) if where.is_expert else None
+        shape = where.shape[1:] if where.is_expert else where.shape
+        boxes = where.parts_of_expert(mesh) if where.is_expert else [where.slices(mesh)]
+        for part, numbers in logical_parts(name, shape, boxes, own.numbers, experts):
+            tensor = part_of(tensors[name].detach(), own, numbers).view(part.sizes).clone()
+            box = tuple(map(range, part.offset, map(add, part.offset, part.sizes)))
+            if where.is_expert:
+                module, expert, leaf = part.name.rsplit(".", 2)
+                first = range(int(expert), int(expert) + 1)
+                stack = f"{module}.{leaf}", (num_experts, *shape)
+                parts.append((*stack, (first, *box), tensor[None]))
+            else:
+                parts.append((part.name, shape, box, tensor))
     return parts
 
 
