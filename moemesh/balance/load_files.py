@@ -190,8 +190,8 @@ def _named_columns(
     ]
     layers, experts, steps = (places[kind][:1] for kind in ("layer", "expert", "step"))
     names_experts = all(_ONE_EXPERT.fullmatch(row[0].strip()) for row in rows)
-    has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[place]) for place in rest[1:])
-    has_layers &= bool(rest) and (len(rest) > 1 or bool(_ONE_LAYER.fullmatch(names[rest[0]])))
+    # The first of several columns may name the experts.
+    has_layers = len(rest) > 0 and all(_ONE_LAYER.fullmatch(names[p]) for p in rest[1:] or rest)
 
     def numbers() -> np.ndarray[Any, Any]:
         """The loads in the columns `rest`, a row for each of the table."""

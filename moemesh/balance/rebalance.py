@@ -174,8 +174,5 @@ def permute_experts(
 def homes_of(slots: Any, num_gpus: int) -> Any:
     """Rank of each expert [layers, experts], for a placement without replicas."""
     placed = np.asarray(slots)
-    homes = np.empty(placed.shape, np.int64)
-    per_gpu = placed.shape[1] // num_gpus
-    for row, slots_of_layer in zip(homes, placed, strict=True):
-        row[slots_of_layer] = np.repeat(np.arange(num_gpus, dtype=np.int64), per_gpu)
-    return like(slots, homes)[0]
+    # The slot of each expert: the inverse of a permutation.
+    return like(slots, np.argsort(placed, axis=1) // (placed.shape[1] // num_gpus))[0]

@@ -400,17 +400,14 @@ def main() -> None:
     if is_first:
         devices: list[dict[str, Any]] = []
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-            properties = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
-            capability = f"{properties.major}.{properties.minor}"
-            memory = {"free": free, "total": total}
-            devices.append({"name": properties.name, "capability": capability, **memory})
+            name = torch.cuda.get_device_name(index)
+            devices.append({"name": name, "free": free, "total": total})
         has_nccl = dist.is_nccl_available()
         facts = {
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
-            "gloo": dist.is_gloo_available(),
             "devices": devices,
             "experts": {
                 name: kernel.missing(torch.device("cuda", 0)) or kernel.version

@@ -120,7 +120,6 @@ def all_gather_start(
     ticket = record(axis, "all_gather", phase, caller, moved)
     x = x.contiguous()
     gathered = x.new_empty(sum(blocks), *x.shape[1:]) if into is None else into
-    work: Work | None
     if not _is_nccl(axis) and sum(blocks) * row_bytes > _FEW_BYTES:
         parts = _raw(gathered).split(blocks)
         work = send_and_receive([_raw(x)] * axis.size, parts, axis, _GATHER_TAG)
@@ -159,7 +158,6 @@ def reduce_scatter_start(
     moved = wire.reduce_scatter([rows * row_bytes for rows in blocks], axis.index)
     ticket = record(axis, "reduce_scatter", phase, caller, moved)
     x, dtype, num_rows = x.contiguous(), x.dtype, blocks[axis.index]
-    work: Work | None
     if _is_nccl(axis) and len(set(blocks)) == 1 and not in_tree:
         reduced = x.new_empty(num_rows, *x.shape[1:])
         work = _reduce_scatter_nccl(reduced, x, group=axis.group, async_op=True)
@@ -288,7 +286,6 @@ def all_to_all_start(
     is_small = row_bytes <= _SHORT_ROW_BYTES
     if input_splits is None:
         is_small = sum(inputs) * row_bytes <= _FEW_BYTES
-    work: Work | None
     if _is_nccl(axis) or is_small:
         work = staged.all_to_all_single(_raw(received), _raw(x), outputs, inputs, axis)
     else:

@@ -397,15 +397,13 @@ class FailureDetector:
         culprit, record, start = find_culprit(records), status.record, f"rank {status.rank}"
         if kind == "stopped":
             message = f"{start} was stopped (SIGSTOP)"
-            waiting = [w for w in records if w.inside and w.collective and w.rank != status.rank]
             if culprit is None or culprit.rank != status.rank:
                 # The operation of the first waiting rank, if this rank is one of its members.
-                at = next((w.collective for w in waiting if w.collective is not None), None)
+                others = (other for other in statuses if other.rank != status.rank)
+                at = next((at for other in others if (at := _collective(other))), None)
                 by_rank = {record.rank: record for record in records}
                 is_member = at is not None and status.rank in at.members
-                culprit = (
-                    culprit_in(status.rank, at, by_rank) if at is not None and is_member else None
-                )
+                culprit = culprit_in(status.rank, at, by_rank) if at and is_member else None
         elif record is not None and record.on_device:
             queue = f", behind {record.collective}" if record.collective is not None else ""
             message = f"{start} has waited for {waited:.0f} s for its device{queue}"

@@ -22,7 +22,7 @@ from tests.test_cli import run_guarded
 FACTS: dict[str, Any] = {"torch": "2.13.0", "cuda": "13.0", "nccl": "2.28.0", "devices": [],
                          "experts": {"liger": "0.8.5"}}  # fmt: skip
 LINK = {"bytes": 4 << 20, "seconds": 0.01}
-GPU = {"name": "H100", "capability": "9.0", "free": 79 << 30, "total": 80 << 30}
+GPU = {"name": "H100", "free": 79 << 30, "total": 80 << 30}
 
 
 def of(findings: Any) -> dict[str, tuple[str, str, str]]:
