@@ -414,8 +414,7 @@ class FailureDetector:
             state = "is busy" if status.state == "R" else "sleeps"
             where = "while it read data" if is_reading else "in user code"
             message = f"{start} {state} {where} for {waited:.0f} s without progress"
-        is_missed = culprit is not None and culprit.rank == status.rank and bool(culprit.entered)
-        if is_missed and culprit is not None and culprit.collective is not None:
+        if culprit is not None and culprit.entered and status.rank in culprit.missing:
             entered = _ranks(culprit.entered)
             message += (
                 f": it never entered {culprit.collective}, in which {entered} "

@@ -232,6 +232,7 @@ def test_without_replicas_it_permutes(tmp_path: Path) -> None:
         ("layer0,5,6\nlayer1,7,8\n", [5, 6], "names the rows"),
         ("\ufeff5,6\n7,8\n", [5, 6], None),
         ("e0,e1\n5,6\n", [5, 6], None),
+        ("load\n5\n6\n", [5], None),
         ("0,5,6\n1,7,8\n2,9,1\n", [0, 5, 6], "first column only counts"),
         ("0,1,2\n5,6,7\n", [0, 1, 2], "first row only counts"),
     ],

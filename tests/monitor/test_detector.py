@@ -93,6 +93,8 @@ CASES = {
     # Ranks that are stopped, do not start, or get no core (R) or disk (D).
     "stopped": Case(among(WAITING, status(1, "T")), "stopped", 1, trained=5,
                     waits=((0, 2, 3), (1,))),
+    "stopped inside": Case(among(WAITING, replace(waiting(2), state="T")), "stopped", 2,
+                           trained=5, waits=((0, 1, 2, 3), ())),
     "a suspended job": Case([status(r, "T") for r in range(4)], None, seconds=600.0, trained=5),
     "not started": Case([status(0, record=STARTING), RankStatus(rank=1, state="S")],
                         "hung", 1, 1, "did not start", 100.0, more={"patience": 30.0}),
@@ -151,6 +153,8 @@ def test_verdicts(name: str) -> None:
         return
     assert (verdict.kind, verdict.rank, verdict.exit_code) == (case.kind, case.rank, case.code)
     assert case.words in verdict.message
+    has_entered = verdict.rank in verdict.entered
+    assert not has_entered or "never entered" not in verdict.message
     assert case.after in (None, pytest.approx(clock.now - start, abs=0.5))
     assert case.waits in (None, (verdict.entered, verdict.missing))
 
