@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.settings import (
     BalancersSettings,
+    DeviceSettings,
     DispatchSettings,
     LayerSettings,
     LoadSettings,
@@ -25,6 +26,7 @@ SMALL = {"ranks_per_node": 2, "experts": 16, "top_k": 3}
     ("kind", "options", "message"),
     [
         (BalancersSettings, {"experts": 32, "ranks": 5}, r"ranks \(5\) must divide experts \(32\)"),
+        (DeviceSettings, {"shape": "tiny", "ranks": 3}, r"ranks \(3\) must divide experts \(4\)"),
         (DispatchSettings, {"dispatcher": "hierarchial"}, "no dispatcher .*hierarchical"),
         (DispatchSettings, {"mode": "forward"}, "no mode 'forward'.*moe_fwd_bwd"),
         (DispatchSettings, {"payload": "fp4"}, "no payload 'fp4'.*fp8"),
@@ -47,6 +49,7 @@ SMALL = {"ranks_per_node": 2, "experts": 16, "top_k": 3}
         (LinksSettings, {"device": "cuda", "hosts": 2}, "on the CPU"),
         (LoadSettings, {"tp": 3}, r"tp \(3\) must divide ranks \(4\)"),
         (LoadSettings, {"ranks": 3}, r"ranks / tp \(3\) must divide 32 experts"),
+        (LoadSettings, {"ranks": 16, "tp": 8}, r"tp \(8\) must divide 4 key heads"),
         (MemorySettings, {"servers": 4}, "at most 3"),
         (MemorySettings, {"hidden": 10}, "must divide"),
         (MemorySettings, {"sequences": 3}, r"\(4\)"),
