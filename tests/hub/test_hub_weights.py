@@ -177,6 +177,17 @@ def test_the_text_part_of_a_larger_model(name: str, tmp_path: Path) -> None:
         assert torch.equal(weights.read(key, [range(size) for size in tensor.shape]), tensor), key
 
 
+def test_a_head_of_its_own_is_not_the_embedding(tmp_path: Path) -> None:
+    """transformers does not tie two stored tensors that differ, in a family whose names are others
+    than those that `read_config` compares."""
+    folder = tiny_folder("gpt2", tmp_path)
+    table = load_file(folder / "model.safetensors")["transformer.wte.weight"]
+    HubWeights(changed(folder, lambda t: t.update({"lm_head.weight": table.clone()})))
+    changed(folder, lambda t: t.update({"lm_head.weight": table + 1}))
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.* differ, and config\.json makes"):
+        HubWeights(folder)
+
+
 def test_tensors_of_no_part_are_carried_and_named(tmp_path: Path) -> None:
     bias = "model.layers.0.self_attn.q_proj.bias"
     folder, config = tiny_folder("qwen3_moe", tmp_path), ["model.implementation=transformers"]

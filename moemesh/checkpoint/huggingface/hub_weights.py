@@ -36,7 +36,7 @@ from moemesh.checkpoint.huggingface.contents import WEIGHT_DTYPES, StoredTensor,
 from moemesh.checkpoint.huggingface.pieces import Read, slices
 from moemesh.checkpoint.huggingface.weight_folder import FolderWeights, WeightFolder, torch_dtype
 from moemesh.checkpoint.load import DeferredTensor, Shard
-from moemesh.config.huggingface.folder import read_config
+from moemesh.config.huggingface.folder import differ, read_config
 from moemesh.model.hub.build import blueprint
 from moemesh.model.hub.experts import is_experts
 
@@ -159,6 +159,15 @@ class HubTensors:
                 inner = _inside(plan.around.build(), model, stored)
                 candidates.append(_grouped(model, stored, inner))
         return min(candidates, key=lambda candidate: len(candidate.problems))
+
+    def tied(self) -> Iterator[list[str]]:
+        """The stored tensors of each parameter, without those that are converted."""
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        stored: dict[int, list[str]] = {}
+        for group in self.groups:
+            for name in group.outputs.keys() & parameters if group.converter is None else ():
+                stored.setdefault(id(parameters[name]), []).extend(group.names)
+        yield from stored.values()
 
     def irreversible(self) -> list[str]:
         """Stored tensors that transformers' conversion cannot compute from the parameters."""
@@ -351,6 +360,14 @@ class HubWeights(FolderWeights):
         self.values = read_config(path)
         self.tensors = HubTensors.of(self.values, self.folder.stored)
         refuse_problems(path, self.tensors.problems)
+        lines = [
+            f"{first} and {other} differ, and config.json makes them one tensor: "
+            "tie_word_embeddings = false makes them two"
+            for first, *others in self.tensors.tied()
+            for other in others
+            if differ(path, first, other)
+        ]
+        refuse_problems(path, lines)
         #: (group, row) and results of the last conversion.
         self._last: tuple[object, dict[str, Tensor]] = None, {}
 

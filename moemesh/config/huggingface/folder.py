@@ -102,7 +102,7 @@ def read_config(path: Path, key: str = PATH_KEY) -> dict[str, Any]:
     if values.get("model_type") == SAME_WINDOWS and "layer_types" in values:
         values["model_type"] = "ministral"
     is_tied = values.get("tie_word_embeddings") is not False
-    if is_tied and path.is_dir() and _has_own_head(path):
+    if is_tied and path.is_dir() and differ(path, EMBEDDING, HEAD):
         values["tie_word_embeddings"] = False
     return values
 
@@ -117,14 +117,14 @@ def other_folder(folder: Path, name: str | None = None) -> tuple[str, str] | Non
     return None
 
 
-def _has_own_head(folder: Path) -> bool:
-    """Whether the weights of a folder have a head that differs, in any byte, from the embedding.
-    False for a damaged folder: opening its weights reports the fault."""
+def differ(folder: Path, first: str, second: str) -> bool:
+    """Whether a folder has both of two tensors, and they differ in any byte. False for a damaged
+    folder: opening its weights reports the fault."""
     try:
         index: dict[str, str] = {}
         if not (folder / SINGLE).exists():
             index = parse_json((folder / INDEX).read_bytes())["weight_map"]
-        files = {name: folder / Path(index.get(name, SINGLE)).name for name in (EMBEDDING, HEAD)}
+        files = {name: folder / Path(index.get(name, SINGLE)).name for name in (first, second)}
         if not all(file.is_file() for file in files.values()):
             return False
         places: list[_Place] = []
