@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -149,15 +150,20 @@ def test_a_model_on_meta_is_sharded_and_drawn_later(way: str) -> None:
             torch.testing.assert_close(gradients[name], expected, rtol=1e-10, atol=1e-12, msg=name)
 
 
-def part_of_a_layer(rank: int) -> None:
+def mixed_experts(rank: int) -> None:
     model = build()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    y, _ = model(tokens_of(0, rank))
+    y.sum().backward()
+    with pytest.raises(LayerError, match="every rank has experts of its own"):
+        optimizer.step()
     fully_shard(model.moe.router)
     with pytest.raises(LayerError, match="fully_shard on the layer or on a module around it"):
         model(tokens_of(0, rank))
 
 
-def test_a_sharded_part_of_a_layer_is_refused() -> None:
-    run_on_ranks(RANKS, part_of_a_layer)
+def test_programs_that_mix_the_experts_of_ranks_are_refused() -> None:
+    run_on_ranks(RANKS, mixed_experts)
 
 
 def compiled(rank: int, backend: str) -> Any:

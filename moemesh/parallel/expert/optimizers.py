@@ -26,6 +26,18 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
+    # By name: the import of its module warns of deprecated parts of torch.
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if "ZeroRedundancyOptimizer" in kinds and any(
+        isinstance(parameter.grad, SpreadGradient)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ):
+        raise LayerError(
+            "ZeroRedundancyOptimizer sends each parameter from the rank that updates it to the "
+            "others, and every rank has experts of its own: another optimizer for "
+            "mm.expert_parameters(model).values()"
+        )
     for group in optimizer.param_groups:
         for kernel in ("fused", "foreach"):
             parameters = group["params"] if group.get(kernel) else ()
