@@ -363,6 +363,20 @@ def _losses(model: HubModel, batch: Batch, *inputs: Any) -> Tensor:
     return losses_T
 
 
+@torch.no_grad()
+def _small_logits(model: PreTrainedModel, head: nn.Linear, hidden_BSH: Tensor) -> Tensor | None:
+    """Logits by the code of `model` after its last layer with `head` in place of its own; None if
+    that code does not run alone."""
+    own: Any = model.get_output_embeddings()
+    model.set_output_embeddings(head)
+    try:
+        return tail(model, hidden_BSH)
+    except Exception:
+        return None
+    finally:
+        model.set_output_embeddings(own)
+
+
 def _has_plain_head(model: PreTrainedModel) -> bool:
     """Whether logits are exactly the last hidden states times the head's weight."""
     head: Any = model.get_output_embeddings()
@@ -370,31 +384,17 @@ def _has_plain_head(model: PreTrainedModel) -> bool:
         return False
     small = nn.Linear(head.in_features, 8, bias=False)
     hidden = torch.randn(1, 3, head.in_features)
-    model.set_output_embeddings(small)
-    try:
-        return torch.equal(tail(model, hidden), small(hidden))
-    except Exception:
-        return False
-    finally:
-        model.set_output_embeddings(head)
+    logits = _small_logits(model, small, hidden)
+    return logits is not None and torch.equal(logits, small(hidden))
 
 
-@torch.no_grad()
 def _differs(part: PreTrainedModel, whole: PreTrainedModel) -> bool:
     """Whether the code after the last layer of a text part gives other logits, such as scaled ones,
-    than that of the model around it; False if the latter does not run alone."""
+    than that of the model around it."""
     small = nn.Linear(part.config.hidden_size, 8, bias=False)
     hidden = torch.randn(1, 3, small.in_features)
-    logits: list[Tensor] = []
-    try:
-        for model in (part, whole):
-            head: Any = model.get_output_embeddings()
-            model.set_output_embeddings(small)
-            logits.append(tail(model, hidden))
-            model.set_output_embeddings(head)
-    except Exception:
-        return False
-    return not torch.equal(*logits)
+    first, second = (_small_logits(model, small, hidden) for model in (part, whole))
+    return first is not None and second is not None and not torch.equal(first, second)
 
 
 @torch.no_grad()
