@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from moemesh.ops.expert_blocks import (
     Block,
@@ -118,6 +119,7 @@ class _Anchor(torch.autograd.Function):
         return weights[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.calls:  # a queue computes them, or there were no calls
             return (None,) * (1 + ctx.num_weights)
@@ -169,6 +171,7 @@ class _ExpertMLP(torch.autograd.Function):
         return y_RH if slots is None else sum_rows(y_RH, rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
         # The weights are saved for autograd's check that nothing has changed them.

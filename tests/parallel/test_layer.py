@@ -431,6 +431,13 @@ def test_inputs_that_cannot_be_are_named() -> None:
         layer(torch.ones(3, HIDDEN), torch.ones(4, dtype=torch.bool))
 
 
+def test_a_second_derivative_is_refused() -> None:
+    layer, x_TH = MoELayer(16, 32, 4, 2), torch.randn(5, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x_TH)[0].square().sum(), x_TH, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
 def test_options_are_those_of_the_configuration() -> None:
     fields = get_type_hints(ModelConfig)  # without their ranges
     for name, kind in get_type_hints(RoutingOptions).items():
