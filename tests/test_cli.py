@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -247,6 +248,8 @@ def test_only_our_own_value_errors_are_the_users(
     monkeypatch.setattr(sys, "argv", ["moemesh", "train"])
     with pytest.raises(ValueError, match="a fault of ours"):
         cli.main()
+    error = OSError(errno.ENOSPC, "No space left on device", "out/model.safetensors")
+    assert invoke("train") == (2, "", "moemesh: out/model.safetensors: No space left on device\n")
     SomethingWrongError.__module__ = "moemesh.data.samples"
     error = SomethingWrongError("data.path names no file")
     code, _, err = invoke("train")

@@ -27,7 +27,10 @@ from moemesh.trace.strict_json import strict_json
 #: four of its own.
 _COLUMNS, _INDENT = 72, "    "
 #: System errors caused by the user's path.
-_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)
+_OF_A_PATH = (
+    *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),
+)
 
 
 class Verbs(typer.Typer):

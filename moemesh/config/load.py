@@ -67,6 +67,10 @@ FOLLOWING = {
 _FOLLOWS = "  # follows from other keys"
 #: End of the fix for a value without a correction of its own.
 _DEFAULT = ", the default"
+#: Units that a number may lose.
+_PLAIN_UNITS: dict[str, int] = dict.fromkeys(
+    ("tokens", "sequences", "steps", "layers", "GPUs", "ranks"), 1
+)
 #: The one key that holds a list of tables.
 SOURCES_KEY = "data.sources"
 IMPLEMENTATION_KEY = "model.implementation"
@@ -419,14 +423,15 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
     elif reason == "bool_type":
         is_off = str(value).lower() in ("0", "no", "off", "false", "0.0")
         fix = f"{field} = {'false' if is_off else 'true'}"
-    elif field == "sources" and isinstance(value, str):
-        fix = f"sources = [{{ path = {format_value(value)} }}]"
+    elif field == "sources" and isinstance(value, str | dict):
+        table = {"path": value} if isinstance(value, str) else cast("object", value)
+        fix = f"sources = [{format_value(table)}]"
     elif reason == "tuple_type" and isinstance(value, int) and not is_text:
         fix = f"{field} = [{value}]"
     elif reason == "finite_number":
         fix = f"leave {field} out to take the default"
-    elif isinstance(value, (str, float)) and is_number(str(value)):
-        number = float(value)
+    elif isinstance(value, (str, float)) and is_number(text := _without_unit(str(value), field)):
+        number = float(text)
         if reason == "float_type":
             fix = f"{field} = {number}"
         elif reason == "int_type" and number.is_integer():
@@ -435,6 +440,13 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
         shown = format_value(default)
         fix = f"leave {field} out" if default is None else f"{field} = {shown}{_DEFAULT}"
     return leaf.problem("wrong-type", key, message, fix)
+
+
+def _without_unit(text: str, field: str) -> str:
+    """`text` without a unit of the key `field`: "5min" of seconds is "300.0"."""
+    units = {"s": 1, "sec": 1, "min": 60, "h": 3600} if field.endswith("_seconds") else _PLAIN_UNITS
+    number, unit = re.fullmatch(r"([\d.]*)\s*(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    return str(float(number) * units[unit]) if is_number(number) and unit in units else text
 
 
 def _as_the_model(problem: Problem, base: ConfigSource) -> Problem:

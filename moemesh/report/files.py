@@ -32,9 +32,9 @@ def replace_file(path: Path, content: str) -> Path:
     try:
         unfinished.write_bytes(content.encode("utf-8", errors="replace"))
         return unfinished.replace(path)
-    except OSError:
+    except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a write names no file
 
 
 def kind_of(content: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 from moemesh import cli
 from moemesh.cli.application import app
 from moemesh.config.errors import UserError
-from moemesh.report.files import write_texts
+from moemesh.report.files import replace_file, write_texts
 from tests.huggingface.conversations import add_tokenizer
 from tests.huggingface.tiny import save
 
@@ -97,3 +98,13 @@ def test_nothing_is_written_where_one_of_several_is_refused(tmp_path: Path) -> N
     with pytest.raises(UserError):
         write_texts([(tmp_path / "a", "<svg>"), (tmp_path / "b", "<svg>")])
     assert not (tmp_path / "a").exists()
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/a\.html'"):
+        replace_file(tmp_path / "a.html", "<html>")
+    assert not list(tmp_path.iterdir())
