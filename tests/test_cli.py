@@ -249,7 +249,8 @@ def test_only_our_own_value_errors_are_the_users(
     with pytest.raises(ValueError, match="a fault of ours"):
         cli.main()
     error = OSError(errno.ENOSPC, "No space left on device", "out/model.safetensors")
-    assert invoke("train") == (2, "", "moemesh: out/model.safetensors: No space left on device\n")
+    code, _, err = invoke("train")
+    assert (code, err) == (2, "moemesh: out/model.safetensors: No space left on device\n")
     SomethingWrongError.__module__ = "moemesh.data.samples"
     error = SomethingWrongError("data.path names no file")
     code, _, err = invoke("train")
