@@ -120,11 +120,13 @@ def test_a_list_of_names_is_named_so() -> None:
         load_run([], ["lora.targets=3"], {})
 
 
+SIZES = {"num_hidden_layers": 5, "hidden_size": 96, "vocab_size": 300, "intermediate_size": 64}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 4}
+MIXTRAL = {"model_type": "mixtral", **SIZES, **HEADS, "num_experts_per_tok": 2}
+
+
 def test_a_model_folder_gives_the_sizes(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 5, "hidden_size": 96, "vocab_size": 300, "intermediate_size": 64}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 4}
-    values = {"model_type": "mixtral", **sizes, **heads, "num_experts_per_tok": 2}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     resolved = load_run([], [f"model.path={tmp_path}", "model.z_loss_coefficient=0.5"], {})
     model = resolved.config.model
     assert resolved.config.model_path == str(tmp_path)
@@ -139,10 +141,7 @@ def test_a_model_folder_gives_the_sizes(tmp_path: Path) -> None:
 
 
 def test_keys_beside_a_model_folder_that_its_weights_do_not_fit(tmp_path: Path) -> None:
-    sizes = {"num_hidden_layers": 5, "hidden_size": 96, "vocab_size": 300, "intermediate_size": 64}
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "num_local_experts": 4}
-    values = {"model_type": "mixtral", **sizes, **heads, "num_experts_per_tok": 2}
-    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL))
     given = ["num_layers=4", "router_logit_bias=true", "num_experts=4", "norm_eps=1e-6"]
     given += ["experts_per_token=1", "aux_loss_coefficient=0.1"]
     with pytest.raises(ConfigError) as caught:
