@@ -464,49 +464,39 @@ SHARED = {
     "tools": '[{"name": "f"}]',
 }
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
 SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
     "ShareGPT": (
         SHARED,
         {
             "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "tool_calls": [CALL]},
-                {"role": "tool", "content": "r"},
-                {"role": "assistant", "content": "b", "weight": 0},
-                {"role": "user", "content": "c"},
-                {"role": "assistant", "content": "d"},
+                *({"role": "system", "content": "Be brief."}, user("a")),
+                *({"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "r"}),
+                *(assistant("b", weight=0), user("c"), assistant("d")),
             ],
             "tools": [{"name": "f"}],
         },
     ),
     "Alpaca": (
         {"instruction": "Add.", "input": "1 2", "output": "3", "history": [["a", "b"]]},
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b"},
-                {"role": "user", "content": "Add.\n1 2"},
-                {"role": "assistant", "content": "3"},
-            ]
-        },
+        {"messages": [user("a"), assistant("b"), user("Add.\n1 2"), assistant("3")]},
     ),
     "Alpaca without input": (
         {"instruction": "Add.", "input": "", "output": "3"},
-        {"messages": [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]},
+        {"messages": [user("Add."), assistant("3")]},
     ),
     "prompt of messages": (
-        {
-            "prompt": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
-            "completion": [{"role": "assistant", "content": "c"}],
-        },
-        {
-            "messages": [
-                {"role": "assistant", "content": "a", "weight": 0},
-                {"role": "user", "content": "b"},
-                {"role": "assistant", "content": "c"},
-            ]
-        },
+        {"prompt": [assistant("a"), user("b")], "completion": [assistant("c")]},
+        {"messages": [assistant("a", weight=0), user("b"), assistant("c")]},
     ),
     "prompt of messages with a system": (
         {
@@ -528,14 +518,14 @@ SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "tools and values in a text": (
         {
-            "messages": [{"role": "assistant", "content": "a"}],
+            "messages": [assistant("a")],
             "tools": '[{"name": "f", "default": null}]',
             "chat_template_kwargs": {"enable_thinking": False, "unset": None},
             "images": [],
             "score": 1.5,
         },
         {
-            "messages": [{"role": "assistant", "content": "a"}],
+            "messages": [assistant("a")],
             "tools": [{"name": "f", "default": None}],
             "chat_template_kwargs": {"enable_thinking": False},
         },

@@ -102,19 +102,18 @@ def test_missing_path_names_it_and_the_nearest_parent(tmp_path: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="folder holds no readable file"):
-        Corpus.open(str(tmp_path))
-    with pytest.raises(DataError, match="pattern matches no file"):
-        Corpus.open(str(tmp_path / "*.txt"))
-    (tmp_path / "empty").write_bytes(b"")
-    with pytest.raises(DataError, match="no text in them"):
-        Corpus.open(str(tmp_path / "empty"))
-    with pytest.raises(DataError, match=r"holds no \.jsonl file"):
-        Corpus.open(str(tmp_path), format="jsonl")
-    with pytest.raises(DataError, match="neither a regular file nor a folder"):
-        Corpus.open("/dev/null")
-    with pytest.raises(DataError, match=r"empty: the parquet data cannot be read"):
-        Corpus.open(str(tmp_path / "empty"), format="parquet")
+    for made, path, format, words in (
+        (False, tmp_path, "auto", "folder holds no readable file"),
+        (False, tmp_path / "*.txt", "auto", "pattern matches no file"),
+        (True, tmp_path / "empty", "auto", "no text in them"),
+        (True, tmp_path, "jsonl", r"holds no \.jsonl file"),
+        (True, "/dev/null", "auto", "neither a regular file nor a folder"),
+        (True, tmp_path / "empty", "parquet", "empty: the parquet data cannot be read"),
+    ):
+        if made:
+            (tmp_path / "empty").write_bytes(b"")
+        with pytest.raises(DataError, match=words):
+            Corpus.open(str(path), format)
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
