@@ -253,9 +253,9 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
     gpus, policy = settings.gpus, settings.policy
     if policy == "published":
         raise balance.BalanceError("the published policy plans from scratch: leave out --previous")
+    slots = np.asarray(previous, np.int64)
     if settings.shares:
         split = balance.split_loads(loads, previous, num_gpus=gpus)
-        slots = np.asarray(previous, np.int64)
         return Placed(
             maps=maps_of(slots, loads.shape[1]),
             loads_before=balance.gpu_loads(loads, slots, gpus),
@@ -268,12 +268,8 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
         loads, previous, settings.tolerance, **sizes, policy=policy
     )
     return Placed(
-        maps=(
-            placement.physical_to_logical,
-            placement.logical_to_physical,
-            placement.replica_count,
-        ),
-        loads_before=balance.gpu_loads(loads, np.asarray(previous, np.int64), gpus),
+        maps=maps_of(placement.physical_to_logical, loads.shape[1]),
+        loads_before=balance.gpu_loads(loads, slots, gpus),
         loads_after=balance.gpu_loads(loads, placement.physical_to_logical, gpus),
         bound=np.array(placement.bound),
         moved=placement.moved,
