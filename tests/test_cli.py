@@ -21,7 +21,7 @@ from moemesh.cli.verbs import VERBS
 from moemesh.trace import machine
 from moemesh.train.preparation import Preparation, RunRequest
 from tests.mistakes.runner import get_command
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 #: Any import of torch, numpy or pydantic beyond what is allowed ends the process.
 GUARD = """
@@ -60,13 +60,7 @@ def run_all_guarded(
     """Several commands in one such interpreter; the exit code is that of the last."""
     given = [list(arguments) for arguments in commands]
     script = GUARD.format(forbidden=forbidden, commands=given, python=python)
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    return ended([sys.executable, "-c", script])
 
 
 def run(
@@ -221,7 +215,7 @@ def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
         "import sys; sys.argv = ['moemesh', 'cluster', 'list']; import atexit; atexit.register("
     )
     script += "lambda: print(*sys.modules)); from moemesh.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = ended([sys.executable, "-c", script])
     assert "moemesh.cli.machine" in done.stdout and "benchmarks.application" not in done.stdout
 
 
@@ -268,9 +262,7 @@ def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path, invoke: Invoke) -
 
 def test_a_closed_pipe_is_no_traceback() -> None:
     command = f"{Path(sys.executable).parent}/moemesh config show | head -n 1"
-    done = subprocess.run(
-        command, shell=True, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    done = ended([command], shell=True)
     assert done.stdout.startswith("model.preset")
     assert "Traceback" not in done.stderr
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import commands
-from tests.waiting import PATIENCE, until
+from tests.waiting import PATIENCE, ended, until
 
 EVERYTHING = """
 import os, sys
@@ -34,14 +34,7 @@ ENDS = {
 
 
 def run(python: str, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # type: ignore[call-overload, no-any-return]
-        [python, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-        **options,
-    )
+    return ended([python, *arguments], **options)
 
 
 def test_arguments_folder_environment_and_streams_arrive(tmp_path: Path) -> None:

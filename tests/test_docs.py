@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -33,7 +32,7 @@ from tests.documents import (
     regenerate,
     text_of,
 )
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 pytestmark = pytest.mark.documents
 
@@ -87,15 +86,7 @@ def run_command(command: str, shown: str, folder: Path) -> None:
     environment = os.environ | {"PATH": f"{stand_ins()}:{own}:{os.environ['PATH']}"}
     if " train" in command or word == "python":
         environment |= SMALL_RUN
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = ended(["bash", "-c", command], cwd=folder, env=environment)
     # How long a command works depends on the machine, and so do lines of progress.
     printed = done.stdout + re.sub(r"(?m)^moemesh: .*, \d+ s\n", "", done.stderr)
     # A document that shows a message of the command shows a mistake of the user.

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from tests import commands
 from tests.documents import SMALL_RUN
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 pytestmark = pytest.mark.documents
 
@@ -43,14 +42,7 @@ TESTED = {
 
 
 def run(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        [commands.python(), *map(str, arguments)],
-        env=os.environ | SMALL_RUN,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = ended([commands.python(), *arguments], env=os.environ | SMALL_RUN)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 ROOT = Path(__file__).parent.parent
 #: Stands for Python: makes environments of itself, writes its arguments down instead of installing,
@@ -65,15 +65,7 @@ def make(clone: Path, *words: str, refused: str = "nothing") -> subprocess.Compl
     hidden = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES")
     environ = {k: v for k, v in os.environ.items() if k not in hidden}
     environ |= {"LOG": str(clone / "log"), "REFUSED": refused, "no_proxy": "127.0.0.1"}
-    return subprocess.run(
-        ["make", *words, "PYTHON=./a python"],
-        cwd=clone,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    return ended(["make", *words, "PYTHON=./a python"], cwd=clone, env=environ)
 
 
 def installed(clone: Path) -> list[list[str]]:

@@ -17,7 +17,7 @@ from tests import commands, sandbox
 from tests.ranks import RankFailed, run_on_ranks
 from tests.report.fake_run import write_fake_run
 from tests.sandbox import ROOT
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, ended
 
 pytest_plugins = ["pytester"]
 
@@ -189,16 +189,9 @@ def run_in_a_used_checkout(folder: Path, *arguments: str, timeout: float) -> Non
     checkout.mkdir()
     used_checkout(checkout)
     before = contents(folder)
-    given = ["-m", "pytest", "--color=no", *arguments]
-    done = subprocess.run(
-        [sys.executable, *given],
-        cwd=checkout,
-        env=os.environ | USED | {"HOME": str(folder / "home"), "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    given = [sys.executable, "-m", "pytest", "--color=no", *arguments]
+    environ = os.environ | USED | {"HOME": str(folder / "home"), "PYTHONPATH": ""}
+    done = ended(given, cwd=checkout, env=environ, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ passed", done.stdout, re.MULTILINE), done.stdout
     assert contents(folder) == before

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.documents import ROOT
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 pytestmark = pytest.mark.documents
 
 
 def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--site-dir",
-            tmp_path / "site",
-            "--config-file",
-            ROOT / "mkdocs.yml",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = ended([*command, "--config-file", ROOT / "mkdocs.yml"])
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in tmp_path.rglob("*.html")}
     assert {"index.html", "tutorial/index.html", "errors/index.html", "seeds/index.html"} <= pages

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.train.runs import arguments, metrics
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 ROOT = Path(__file__).parent.parent
 #: Files of a wheel besides the package.
@@ -99,14 +98,6 @@ def test_a_wheel_in_an_environment_of_its_own_trains(tmp_path: Path) -> None:
 
 def call(*command: str, **options: Any) -> str:
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        command,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-        **options,
-    )
+    done = ended(command, env=environ, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

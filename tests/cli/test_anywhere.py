@@ -15,7 +15,7 @@ import pytest
 
 from moemesh.cli import application
 from tests.train.runs import arguments, metrics
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, ended
 
 SHADOWS = ("torch", "json", "socket", "pickle", "typing")
 NOBODY = 65534
@@ -47,15 +47,7 @@ def environment(path: Path | None = None) -> dict[str, str]:
 def run(
     *words: str, cwd: Path, code: int = 0, **options: object
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(  # type: ignore[call-overload]
-        [*COMMAND, *words],
-        cwd=cwd,
-        capture_output=True,
-        encoding="ascii",
-        timeout=PATIENCE,
-        check=False,
-        **options,
-    )
+    done = ended([*COMMAND, *words], cwd=cwd, encoding="ascii", **options)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done

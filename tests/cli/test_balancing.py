@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from moemesh.cli.balancing import BalanceSettings, balance, place
 from moemesh.config.errors import UserError
 from moemesh.trace.loads import LayerLoads
 from tests.balance.cases import check_maps, hottest
+from tests.waiting import ended
 
 LOADS = [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]]
 LOADS += [[20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
@@ -298,19 +298,12 @@ def test_the_verb(tmp_path: Path) -> None:
         "print([name for name in ('torch', 'numba') if name in sys.modules], file=sys.stderr)"
     )
     words = ["balance", str(path), "--replicas", "16", "--gpus", "8", "--nodes", "2"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words, "--groups", "4", "--json", "--svg", "a.svg"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-    )
+    further = ("--groups", "4", "--json", "--svg", "a.svg")
+    done = ended([sys.executable, "-c", code, *words, *further], cwd=tmp_path)
     assert json.loads(done.stdout)["balance"][0] == pytest.approx(151 * 8 / sum(LOADS[0]))
     assert done.stderr.strip() == "[]" and (tmp_path / "a.svg").exists()
     words[3] = "17"
-    wrong = subprocess.run(
-        [sys.executable, "-m", "moemesh", *words], capture_output=True, text=True, cwd=tmp_path
-    )
+    wrong = ended([sys.executable, "-m", "moemesh", *words], cwd=tmp_path)
     assert wrong.returncode == 2 and not wrong.stdout
     said = "--gpus (8) must divide --replicas (17): take 16 or 24 replicas"
     assert wrong.stderr == f"moemesh: {said}\n"

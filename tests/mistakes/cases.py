@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from moemesh.monitor.devices import signs_of_gpus
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
 from tests.sandbox import ROOT
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 
 class Mistake(NamedTuple):
@@ -139,15 +138,8 @@ def outcomes(python: str = sys.executable) -> list[Outcome]:
             name: value for name, value in os.environ.items() if not name.startswith("MOEMESH_")
         }
         environ |= {"PYTHONPATH": str(ROOT), "COLUMNS": "80", "NO_COLOR": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.mistakes.runner", python],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        command = [sys.executable, "-m", "tests.mistakes.runner", python]
+        done = ended(command, cwd=folder, env=environ)
     assert done.returncode == 0, done.stderr
     return [Outcome(*json.loads(line)) for line in done.stdout.splitlines()]
 

@@ -7,7 +7,6 @@ run them.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tests import commands
 from tests.mistakes.cases import FOREIGN, KEPT, MESSAGES, MISTAKES, Mistake, messages, outcomes
 from tests.mistakes.files import prepare
 from tests.mistakes.runner import Outcome
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 #: Seconds of CPU that a message may take: reading, checking and printing.
 SECONDS = 1.0
@@ -78,13 +77,7 @@ def test_a_mistake_takes_less_than_a_second_and_writes_nothing(results: list[Out
 )
 def test_a_mistake_of_a_user(command: str, words: str, tmp_path: Path) -> None:
     prepare(tmp_path)
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "moemesh"), *Mistake(command).arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    given = [Path(sys.executable).parent / "moemesh", *Mistake(command).arguments]
+    done = ended(given, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr

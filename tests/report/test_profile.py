@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 from moemesh.report.verdict import MARK, pauses_of, verdict
 from moemesh.trace.profile import Profile, RankProfile, offset_of, read_profile
 from moemesh.trace.timeline import WorkRecord
-from tests.waiting import PATIENCE
+from tests.waiting import ended
 
 
 def exchanges(ahead: float) -> list[list[tuple[float, float]]]:
@@ -160,10 +159,7 @@ def profiled(tmp_path, *plan):
     arguments = ["--set", "model.num_layers=2", "--set", "data.seq_len=32"]
     arguments += ["--set", "data.global_batch=4", "--steps", "2", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-m", "moemesh", "profile", *plan, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=PATIENCE
-    )
+    process = ended(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.stderr
     assert "profiler_start" not in process.stderr + process.stdout
     assert "\nwithout it  " in process.stdout and " -" not in process.stdout
