@@ -179,14 +179,14 @@ def exposed_rows(planned: PlannedStep, waited: float | None, step: float) -> lis
     together, bubble = sum(parts.values()), planned.parts.get("bubble", 0.0)
     rows = [*parts.items(), ("exposed communication", together), ("bubble", bubble)]
     rows_shown = [
-        (name, *_of_step(seconds, planned.seconds), "", "") for name, seconds in rows if seconds
+        (name, *of_step(seconds, planned.seconds), "", "") for name, seconds in rows if seconds
     ]
-    total = _of_step(together + bubble, planned.seconds)
-    measured = ("not measured", "") if waited is None else _of_step(waited, step)
+    total = of_step(together + bubble, planned.seconds)
+    measured = ("not measured", "") if waited is None else of_step(waited, step)
     return [*rows_shown, ("waiting for other ranks", *total, *measured)]
 
 
-def _of_step(seconds: float, step: float) -> tuple[str, str]:
+def of_step(seconds: float, step: float) -> tuple[str, str]:
     """`seconds` in milliseconds, and as a share of a step, as texts."""
     return milliseconds(seconds), f"{seconds / step:.1%}" if step else ""
 

@@ -32,7 +32,7 @@ from moemesh.report.svg import clip, short
 from moemesh.report.timeline_picture import KINDS, LONG_NAMES
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.memory_profile import MEASURED_HELD, PARTS, PREDICTED_HELD, format_bytes
-from moemesh.trace.run import Event, Run, median_of
+from moemesh.trace.run import Run, median_of
 from moemesh.trace.strict_json import finite
 from moemesh.trace.timeline import COMMUNICATION, MICROSECONDS, Timeline
 
@@ -316,22 +316,14 @@ def _medians(run: Run) -> list[Table]:
         return []
     tables: list[Table] = []
     if run.seconds is None:
-        tables.append(
-            Table(
-                caption=f"Median over all steps but the first{run.of_steps}, in milliseconds, "
-                "rank 0",
-                header=("Part", "Time", "Share of the step"),
-                rows=[
-                    (
-                        _OF_RANK_0[name],
-                        f"{seconds * 1e3:,.3f}",
-                        f"{seconds / step:.1%}" if step else "",
-                    )
-                    for name, seconds in medians.items()
-                    if seconds is not None
-                ],
-            )
-        )
+        caption = f"Median over all steps but the first{run.of_steps}, in milliseconds, rank 0"
+        rows = [
+            (_OF_RANK_0[name], *bars.of_step(seconds, step))
+            for name, seconds in medians.items()
+            if seconds is not None
+        ]
+        header = ("Part", "Time", "Share of the step")
+        tables.append(Table(caption=caption, header=header, rows=rows))
     if run.planned is not None:
         tables.append(
             Table(
@@ -496,16 +488,16 @@ def events(run: Run) -> Chapter:
     """Events other than steps: alarms and decisions first, ordered by time (`events.jsonl`)."""
     if not run.events:
         return Chapter(missing=missing(run, "events.jsonl"))
-    groups: dict[bool, list[Event]] = {False: [], True: []}
-    for event in run.events:
-        groups[event.kind in _ORDINARY].append(event)
     captions = {False: "Alarms, warnings and decisions", True: "Notes of the start and the end"}
     tables: list[Table] = []
-    for is_ordinary, group in groups.items():
-        if group:
-            shown = group[-MAX_TABLE_ROWS:]
-            more = f", the last {len(shown)} of {len(group):,}" if len(shown) < len(group) else ""
-            rows = [
+    for is_ordinary, caption in captions.items():
+        group = [event for event in run.events if (event.kind in _ORDINARY) == is_ordinary]
+        shown = group[-MAX_TABLE_ROWS:]
+        more = f", the last {len(shown)} of {len(group):,}" if len(shown) < len(group) else ""
+        table = Table(
+            caption=caption + more,
+            header=("Time (UTC)", "Step", "Kind", "Text"),
+            rows=[
                 (
                     clip(event.time.replace("T", " ").removesuffix("+00:00"), 30),
                     "" if event.step is None else f"{event.step:,}",
@@ -513,18 +505,13 @@ def events(run: Run) -> Chapter:
                     clip(event.text, _MAX_TEXT),
                 )
                 for event in shown
-            ]
-            tables.append(
-                Table(
-                    caption=captions[is_ordinary] + more,
-                    header=("Time (UTC)", "Step", "Kind", "Text"),
-                    rows=rows,
-                    num_names=4,
-                    folded=is_ordinary,
-                )
-            )
-    note = "" if groups[False] else "No alarm and no warning."
-    return Chapter(tables=tables, note=note)
+            ],
+            num_names=4,
+            folded=is_ordinary,
+        )
+        tables += [table] if group else []
+    has_alarm = any(event.kind not in _ORDINARY for event in run.events)
+    return Chapter(tables=tables, note="" if has_alarm else "No alarm and no warning.")
 
 
 #: Identity, title and function of each chapter, in page order.

@@ -357,11 +357,30 @@ class Explanation:
 
 def explain(run: Run) -> Explanation:
     """Explains `run` from its records, compared with the planned step if the cluster is known."""
-    evidence = evidence_of(run)
+    evidence, losses = evidence_of(run), losses_of(run)
+    if run.failure is not None:
+        cause, sentences, command = _failed(run, evidence, run.failure)
+    else:
+        cause, sentences, command = _not_failed(run, evidence, losses)
+    return Explanation(
+        run=str(run.folder),
+        state=evidence.of_run.state,
+        cause=cause,
+        sentences=tuple(sentences),
+        lines=_lines(run, evidence, losses.line),
+        command=command,
+        shares=evidence.shares if run.failure is None else {},
+        facts=evidence.facts,
+        of_run=evidence.of_run,
+        failure=run.failure,
+        planned=run.planned if run.failure is None else None,
+    )
+
+
+def _not_failed(run: Run, evidence: Evidence, losses: Losses) -> tuple[str, list[str], str]:
+    """Cause, sentences and command."""
     of_run = evidence.of_run
     state = of_run.state
-    if run.failure is not None:
-        return _failed(run, evidence, run.failure)
     # Causes with a share of the step, the largest first. Without the share of compute, a small
     # share of another cause does not explain the step.
     shares = evidence.shares
@@ -381,7 +400,6 @@ def explain(run: Run) -> Explanation:
     sentences, command = [progress], ""
     if state == "finished" and (reason := run.summary.get("early_stop")):
         sentences.append(f"It ended early: {reason}.")
-    losses = losses_of(run)
     if state == "interrupted":
         event = run.events[-1].text if run.events else ""
         cause = "disk full" if is_disk_full(event) else "killed"
@@ -422,18 +440,7 @@ def explain(run: Run) -> Explanation:
             f"The time of a step cannot be explained: {reason}.",
             *_plan(evidence, run.planned),
         ]
-    return Explanation(
-        run=str(run.folder),
-        state=state,
-        cause=cause,
-        sentences=tuple(sentences),
-        lines=_lines(run, evidence, losses.line),
-        command=command,
-        shares=evidence.shares,
-        facts=evidence.facts,
-        of_run=evidence.of_run,
-        planned=run.planned,
-    )
+    return cause, sentences, command
 
 
 def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], ...]:
@@ -518,8 +525,8 @@ def _changed(run: Run, overrides: Sequence[str], *, continues: bool = True) -> s
     return shlex.join(["moemesh", "train", str(file), *arguments, "--out", str(folder)])
 
 
-def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explanation:
-    """The explanation of a run with the report `failure`."""
+def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> tuple[str, list[str], str]:
+    """Cause, sentences and command of a run with the report `failure`."""
     cause = cause_of(failure)
     place = culprit_of(failure)
     kind = str(failure.get("kind", "an error"))
@@ -552,17 +559,7 @@ def _failed(run: Run, evidence: Evidence, failure: Mapping[str, Any]) -> Explana
         command = shlex.join(["moemesh", "checkpoint", "verify", str(run.folder)])
     if (bundle := failure.get("bundle")) and str(bundle) not in message:
         sentences.append(f"The step can be replayed from {bundle}.")
-    return Explanation(
-        run=str(run.folder),
-        state="failed",
-        cause=cause.name,
-        sentences=tuple(sentences),
-        lines=_lines(run, evidence, losses_of(run).line),
-        command=command,
-        facts=evidence.facts,
-        of_run=evidence.of_run,
-        failure=failure,
-    )
+    return cause.name, sentences, command
 
 
 def _checkpoint(run: Run) -> str:

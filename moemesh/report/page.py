@@ -37,6 +37,7 @@ NAME, COMPARISON = "report.html", "comparison.html"
 #: Longest texts in characters, which bound the size of the page: config.toml, a value, a value in a
 #: comparison.
 _MAX_TEXT, _MAX_VALUE, _MAX_SHOWN = 32_000, 300, 200
+_UNREAD = "Not everything could be read"
 
 
 def write(run: Run | Path | str, out: Path | None = None) -> Path:
@@ -139,11 +140,7 @@ def document(run: Run) -> PageDocument:
                 has_failed,
                 [(name, _cut(command, 8 * _MAX_VALUE)) for name, command in commands],
             ),
-            NoticeBox(
-                "warnings",
-                "Not everything could be read",
-                [("", _cut(warning, _MAX_VALUE)) for warning in run.warnings],
-            ),
+            NoticeBox("warnings", _UNREAD, [("", _cut(x, _MAX_VALUE)) for x in run.warnings]),
         ],
         chapters=[*chapters, words, configuration],
     )
@@ -173,6 +170,10 @@ def comparison(*runs: Run) -> PageDocument:
     if len({*names}) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names, start=1)]
     names = [svg.clip(name, 40) for name in names]
+    named = list(zip(names, runs, strict=True))
+    explained = [
+        (name, _cut(" ".join(explain(run).sentences), 8 * _MAX_VALUE)) for name, run in named
+    ]
     chapters = [
         replace(make(runs, names), identity=title.lower(), title=title)
         for title, make in (
@@ -189,22 +190,9 @@ def comparison(*runs: Run) -> PageDocument:
         title=", ".join(names),
         lines=[str(folder) for folder in folders],
         boxes=[
+            NoticeBox("explanation", "In short", explained),
             NoticeBox(
-                "explanation",
-                "In short",
-                [
-                    (name, _cut(" ".join(explain(run).sentences), 8 * _MAX_VALUE))
-                    for name, run in zip(names, runs, strict=True)
-                ],
-            ),
-            NoticeBox(
-                "warnings",
-                "Not everything could be read",
-                [
-                    (name, line)
-                    for name, run in zip(names, runs, strict=True)
-                    for line in run.warnings
-                ],
+                "warnings", _UNREAD, [(name, x) for name, run in named for x in run.warnings]
             ),
         ],
         chapters=[*chapters, glossary(chapters)],

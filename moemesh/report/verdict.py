@@ -46,13 +46,10 @@ def verdict(profile: Profile) -> list[str]:
         f"profile     {plural(profile.num_steps, 'step')} on {plural(len(profile.ranks), 'rank')}, "
         f"{step / 1e3:,.1f} ms a step with the profiler, which slows operations and long waits"
     ]
-    plain = [_span(rank.plain) for rank in profile.ranks if rank.plain]
+    plain = [rank.plain for rank in profile.ranks if rank.plain]
     phases_of, total = [rank.phases for rank in profile.ranks], step * steps
     if plain:
-        phases_of, total = (
-            [rank.plain for rank in profile.ranks if rank.plain],
-            statistics.fmean(plain),
-        )
+        phases_of, total = plain, statistics.fmean(map(_span, plain))
         lines.append(f"without it  {total / PLAIN / 1e3:,.1f} ms a step, of which the shares are")
     parts: defaultdict[str, float] = defaultdict(float)
     for phases in phases_of:
