@@ -279,17 +279,12 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
     payload, wanted = request.payload or "fp8", tuple(request.dispatcher or PREDICTED)
     choices = [("payload", payload, ("fp8", "bfloat16"))]
     choices += [("dispatcher", name, tuple(PREDICTED)) for name in wanted]
-    if problems := [
-        Problem.of(
-            "not-a-choice",
-            key,
-            value,
-            f"{key} is one of {', '.join(legal)}",
-            nearest_choice(value, legal),
-        )
-        for key, value, legal in choices
-        if value not in legal
-    ]:
+    problems: list[Problem] = []
+    for key, value, legal in choices:
+        if value not in legal:
+            message, fix = f"{key} is one of {', '.join(legal)}", nearest_choice(value, legal)
+            problems.append(Problem.of("not-a-choice", key, value, message, fix))
+    if problems:
         raise ConfigError(problems)
     machine = load_cluster(request.cluster)
     names = ("tokens", "hidden_size", "experts", "experts_per_token", "groups", "groups_kept")

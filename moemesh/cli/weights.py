@@ -220,20 +220,13 @@ def generate(request: GenerateRequest) -> None:
     from moemesh.train.weights.weight_sources import local_source
 
     need = '; fix: --prompt "What is 3 + 4?"'
-    has_text = request.prompt is not None or request.prompts is not None
+    texts = [text for text in (request.prompt, request.prompts) if text is not None]
+    lacks_chat = request.system is not None and not request.chat
     for is_wrong, option, message in (
-        (
-            request.prompt is not None and request.prompts is not None,
-            "--prompts",
-            "conflicts with --prompt; fix: give one of them",
-        ),
-        (not has_text and not request.chat, "--prompt", f"is missing{need}"),
-        (not has_text and request.as_json, "--json", f"answers one --prompt{need}"),
-        (
-            request.system is not None and not request.chat,
-            "--system",
-            "is a turn of a conversation; fix: add --chat",
-        ),
+        (len(texts) > 1, "--prompts", "conflicts with --prompt; fix: give one of them"),
+        (not texts and not request.chat, "--prompt", f"is missing{need}"),
+        (not texts and request.as_json, "--json", f"answers one --prompt{need}"),
+        (lacks_chat, "--system", "is a turn of a conversation; fix: add --chat"),
     ):
         if is_wrong:
             raise typer.BadParameter(message, param_hint=option)
