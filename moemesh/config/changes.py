@@ -14,31 +14,19 @@ from moemesh.config.schema import SCHEMA_KEY, SECTIONS
 from moemesh.config.toml import format_value
 
 Kind = Literal["free", "layout", "training", "model"]
-#: Keys without effect on the result. The preset is only a name: the model's own fields count.
-FREE = frozenset(
-    {
-        "model.preset",
-        "data.bad_record_share",
-        "data.cache",
-        "train.checkpoint_async",
-        "train.checkpoint_folder",
-        "train.checkpoint_every",
-        "train.checkpoints_kept",
-        "train.cluster",
-        "train.compile",
-        "train.experts",
-        "train.load_bins",
-        "train.log_every",
-        "train.validate_every",
-        "train.validation_batches",
-        "train.patience",
-        "train.restarts",
-        "train.resume",
-        "train.sinks",
-        "train.device",
-        "train.timeout_seconds",
-    }
-)
+#: Keys without effect on the result, by section. The preset is only a name: the model's own fields
+#: count.
+_FREE = {
+    "model": ("preset",),
+    "data": ("bad_record_share", "cache"),
+    "train": (
+        *("checkpoint_async", "checkpoint_folder", "checkpoint_every", "checkpoints_kept"),
+        *("cluster", "compile", "device", "experts", "load_bins", "log_every", "patience"),
+        *("restarts", "resume", "sinks", "timeout_seconds", "validate_every"),
+        "validation_batches",
+    ),
+}
+FREE = frozenset(f"{section}.{key}" for section, keys in _FREE.items() for key in keys)
 #: Keys outside [train] and [data] that change the course of training, but no stored tensor.
 TRAINING = frozenset(
     {

@@ -292,15 +292,13 @@ def config_values(config: RunConfig) -> dict[str, dict[str, object]]:
         fields: dict[str, object] = dict(source) if name == "model" else {}
         for key in SECTIONS[name].model_fields:
             value: object = getattr(section, key)
-            # Of each table of a list, TOML has the keys that differ from their defaults.
-            fields[key] = (
-                value
-                if not isinstance(value, tuple)
-                else tuple(
+            if isinstance(value, tuple):
+                # Of each table of a list, TOML has the keys that differ from their defaults.
+                value = tuple(
                     item.model_dump(exclude_defaults=True) if isinstance(item, Section) else item
                     for item in cast("tuple[object, ...]", value)
                 )
-            )
+            fields[key] = value
         sections[name] = fields
     if config.train.epochs is not None:  # these follow from the data
         given = config.train.model_fields_set
