@@ -141,19 +141,11 @@ def lessons_text(taught: "Sequence[Lesson]", counts: "Sequence[int]", *, unseen:
     known = "whose stack was left out of everything" if unseen else "with what is packaged"
     head = f"step time of a cluster's other runs, {known}, after N own runs: median, p95, and the "
     head += "share of runs in the stated 80 % interval"
-    cells = [
-        (
-            cluster,
-            str(next(iter(after.values())).runs),
-            *(
-                f"{after[count].median:.1%} {after[count].p95:6.1%} {after[count].within:4.0%}"
-                if count in after
-                else ""
-                for count in counts
-            ),
-        )
-        for cluster, after in rows.items()
-    ]
+    cells: list[tuple[str, ...]] = []
+    for cluster, after in rows.items():
+        shown = {n: f"{x.median:.1%} {x.p95:6.1%} {x.within:4.0%}" for n, x in after.items()}
+        number = str(next(iter(after.values())).runs)
+        cells.append((cluster, number, *(shown.get(count, "") for count in counts)))
     inside = [[lesson.within for lesson in taught if lesson.own == count] for count in counts]
     means = [f"{sum(shares) / len(shares):.0%}" if shares else "" for shares in inside]
     cells.append(("mean of the clusters within", "", *means))

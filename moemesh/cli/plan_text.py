@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from itertools import count
 from math import floor
 from textwrap import indent
 from typing import NamedTuple
@@ -552,15 +551,8 @@ def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:
         caption="Layouts that fit",
         header=("#", "Role", "Like it", *differing),
         rows=[
-            (
-                f"{number}",
-                ", ".join(candidate.roles),
-                f"{candidate.alike or ''}",
-                *(values[key] for key in differing),
-            )
-            for number, candidate, values in zip(
-                count(1), planned.candidates, choices, strict=False
-            )
+            (f"{n}", ", ".join(x.roles), f"{x.alike or ''}", *(choice[key] for key in differing))
+            for n, (x, choice) in enumerate(zip(planned.candidates, choices, strict=True), start=1)
         ],
         num_names=2,
     )
