@@ -111,6 +111,13 @@ def clean() -> list[tuple[int, dict[str, object]]]:
     return states
 
 
+def assert_replaced(before: list[tuple[int, dict[str, object]]]) -> None:
+    """The next call has processes of the same state that were not there `before`."""
+    after = clean()
+    assert [state for _, state in after] == [state for _, state in before]
+    assert not {pid for pid, _ in after} & {pid for pid, _ in before}
+
+
 def is_preloaded(rank: int) -> bool:
     return "tests.preload" in sys.modules
 
@@ -150,9 +157,7 @@ def _process_of_mesh(mesh: object) -> int:
 def test_a_changed_process_is_replaced(what: str) -> None:
     before = clean()
     run_on_ranks(2, change, what)
-    after = clean()
-    assert [state for _, state in after] == [state for _, state in before]
-    assert not {pid for pid, _ in after} & {pid for pid, _ in before}
+    assert_replaced(before)
 
 
 def test_seeds_and_threads_are_set_again() -> None:
@@ -181,9 +186,7 @@ def test_a_failure_names_its_rank_and_reaches_no_other_call(
     with pytest.raises(RankFailed, match=message) as caught:
         run_on_ranks(2, function)
     assert caught.value.rank == 1
-    after = clean()
-    assert [state for _, state in after] == [state for _, state in before]
-    assert not {pid for pid, _ in after} & {pid for pid, _ in before}
+    assert_replaced(before)
 
 
 def test_a_rank_that_hangs_is_named_with_its_stack() -> None:

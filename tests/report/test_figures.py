@@ -110,8 +110,8 @@ def test_colours_have_contrast():
         assert svg.contrast(colour, "#ffffff") >= 4.5, colour
     for colour in (*timeline_picture.KINDS.values(), *svg.COLOURS):
         assert svg.contrast(svg.ink_on(colour), colour) >= 4.5, colour
-        tinted = svg.tint(colour)
-        assert svg.contrast(svg.ink_on(tinted), tinted) >= 4.5, tinted
+        for tinted in (svg.tint(colour), svg.tint(colour, 0.5)):
+            assert svg.contrast(svg.ink_on(tinted), tinted) >= 4.5, tinted
     dark = {**svg.DARK, **timeline_picture.DARK}
     for colour in (*svg.COLOURS, svg.INK, svg.MUTED):
         assert svg.contrast(dark[colour], svg.DARK_GROUND) >= 4.5, colour
