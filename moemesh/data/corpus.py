@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.data.chat import ChatTemplate, Rendered, completed
-from moemesh.data.indexed import IndexedTokens, mask_of
+from moemesh.data.indexed import IndexedTokens, joined_mask
 from moemesh.data.input_files import DataFile, check_head, find, reading
 from moemesh.data.records import MESSAGES, BadRecordError, BadRecordLog, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
@@ -82,8 +82,7 @@ class Corpus:
         else:
             documents = documents_of(files, reader, text_key, log or BadRecordLog(source=source))
         newline = between(reader)
-        parts: list[np.ndarray] = []
-        masks: list[np.ndarray | None] = []
+        parts: list[tuple[np.ndarray, np.ndarray | None]] = []
         starts: list[int] = []
         num_tokens, after_text = 0, False
         for document in documents:
@@ -93,21 +92,15 @@ class Corpus:
                 added = [(newline, None), *added] if after_text else added
                 starts.append(num_tokens + (len(newline) if after_text else 0))
                 after_text = document.learned is None
-            for ids, learned in added:
-                parts.append(ids)
-                masks.append(learned)
-                num_tokens += len(ids)
-        if not parts or not len(parts[0]):
+            parts += added
+            num_tokens += sum(len(ids) for ids, _ in added)
+        if not num_tokens:
             raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
         return Corpus(
-            tokens=parts[0] if len(parts) == 1 else np.concatenate(parts),
+            tokens=parts[0][0] if len(parts) == 1 else np.concatenate([ids for ids, _ in parts]),
             vocab_size=vocab_size,
             source=source,
-            learned=None
-            if all(mask is None for mask in masks)
-            else np.concatenate(
-                [mask_of(mask, len(ids)) for ids, mask in zip(parts, masks, strict=True)]
-            ),
+            learned=joined_mask(parts),
             starts=np.array(starts, dtype=np.int64),
         )
 

@@ -23,7 +23,7 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -435,10 +435,7 @@ class IndexedWriter:
     def _flush(self) -> None:
         parts, self._buffer, self._num_buffered = self._buffer, [], 0
         if parts:
-            learned = None
-            if any(mask is not None for _, mask in parts):
-                learned = np.concatenate([mask_of(mask, len(ids)) for ids, mask in parts])
-            self._write(np.concatenate([ids for ids, _ in parts]), learned)
+            self._write(np.concatenate([ids for ids, _ in parts]), joined_mask(parts))
 
     def _write(self, ids: np.ndarray, learned: np.ndarray | None) -> None:
         if learned is not None and self._mask is None:
@@ -512,6 +509,13 @@ class IndexedWriter:
                 self.commit()
         finally:
             self.abandon()
+
+
+def joined_mask(parts: Sequence[tuple[np.ndarray, np.ndarray | None]]) -> np.ndarray | None:
+    """The mask of several (ids, mask) in a row; None if all of their tokens carry loss."""
+    if all(mask is None for _, mask in parts):
+        return None
+    return np.concatenate([mask_of(mask, len(ids)) for ids, mask in parts])
 
 
 def mask_of(learned: np.ndarray | None, count: int) -> np.ndarray:
