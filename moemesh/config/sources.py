@@ -166,27 +166,24 @@ def _mended(text: str) -> str:
 
 def _syntax_problem(name: str, text: str, error: ValueError) -> Problem:
     """The problem of the file `name` whose `text` is not TOML."""
-    match = re.search(r"\(at line (\d+)", str(error))
-    rows = text.splitlines() or [""]
+    reason, rows = str(error), text.splitlines() or [""]
+    match = re.search(r"\(at line (\d+)", reason)
     number = int(match.group(1)) if match else len(rows)
     line = rows[min(number, len(rows)) - 1].strip()
-    wrong = Leaf(value=line[:80] or None, origin=f"{name}:{number}")
-    return wrong.problem("syntax", "", unreadable(error), _syntax_fix(str(error), line))
-
-
-def _syntax_fix(reason: str, line: str) -> str:
-    """The fix of a line of TOML that tomllib refuses for `reason`."""
-    key, equals, value = (part.strip() for part in line.partition("="))
+    key, _, value = line.partition("=")
+    section = line.partition("#")[0].strip("[] ")
+    fix = "each key as key = value, with text in quotes, and every quote closed"
     if "Cannot" in reason:
-        return "give each key, and each section, once"
-    if not equals and (name := line.partition("#")[0].strip("[] ")) and set(line) & set("[]"):
-        return f"[{name}]"
-    if "Unclosed" in reason:
-        return "close every bracket: the open one may be in a line above"
-    if "Invalid value" in reason:
-        given = value.strip("= ")
-        return f"{key} = {_mended(given)}" if given else "a value after the equals sign"
-    return "each key as key = value, with text in quotes, and every quote closed"
+        fix = "give each key, and each section, once"
+    elif "=" not in line and section and set(line) & set("[]"):
+        fix = f"[{section}]"
+    elif "Unclosed" in reason:
+        fix = "close every bracket: the open one may be in a line above"
+    elif "Invalid value" in reason:
+        given = value.strip().strip("= ")
+        fix = f"{key.strip()} = {_mended(given)}" if given else "a value after the equals sign"
+    wrong = Leaf(value=line[:80] or None, origin=f"{name}:{number}")
+    return wrong.problem("syntax", "", unreadable(error), fix)
 
 
 def read_text(path: Path) -> str:
