@@ -171,10 +171,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
             padded = means + [0.0] * (num_experts[layer] - len(means))
             squeezed.append(_squeeze(over_mean(padded), _MAX_ROWS))
         matrix = [list(row) for row in zip(*squeezed, strict=True)]
-        names = (
-            (top + svg.FONT_SIZE - 2, "expert 0"),
-            (top + len(matrix) * cell, num_experts[layer] - 1),
-        )
+        last = top + len(matrix) * cell, str(num_experts[layer] - 1)
         drawn = _panel(
             matrix,
             EXPERT_CLASSES,
@@ -184,7 +181,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
             cell=cell,
             title=f"layer {layer}",
             below=(f"step {svg.short(items[0].step)}", svg.short(items[-1].step)),
-            rows=[(y, str(name)) for y, name in names],
+            rows=[(top + svg.FONT_SIZE - 2, "expert 0"), last],
         )
         height = top + len(matrix) * cell + 24
         title = f"Expert load of layer {layer}"

@@ -150,13 +150,6 @@ class View:
         """Forget the added rows, after the file was truncated."""
         self.row, self._seconds, self._losses = None, None, Curve()
 
-    @property
-    def seconds_left(self) -> float | None:
-        """Expected seconds of the remaining steps, without validation and saves."""
-        if self.total is None or self.row is None or self._seconds is None:
-            return None
-        return max(self.total - self.row.step, 0) * self._seconds
-
     def line(self) -> str:
         """The newest step on one line."""
         return "" if self.row is None else "  ".join([self._place(), *self._facts()])
@@ -187,7 +180,8 @@ class View:
     def _place(self) -> str:
         assert self.row is not None
         of = f"/{self.total}" if self.total else ""
-        left = self.seconds_left
+        # Expected seconds of the remaining steps, without validation and saves.
+        left = max((self.total or 0) - self.row.step, 0) * (self._seconds or 0.0)
         more = f"  {duration(left)} left" if left else ""
         return f"step {self.row.step}{of}  loss {self.row.loss:.4f}{more}"
 
