@@ -169,7 +169,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
         for c in range(columns):
             means = _mean_loads(items[c * len(items) // columns : (c + 1) * len(items) // columns])
             padded = means + [0.0] * (num_experts[layer] - len(means))
-            squeezed.append(_squeeze(over_mean(padded), _MAX_ROWS))
+            squeezed.append(squeeze(over_mean(padded), _MAX_ROWS))
         matrix = [list(row) for row in zip(*squeezed, strict=True)]
         last = top + len(matrix) * cell, str(num_experts[layer] - 1)
         drawn = _panel(
@@ -238,8 +238,8 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
         return ""
     if len(rows) > 128:
         columns = zip_longest(*rows, fillvalue=0.0)
-        rows = [list(row) for row in zip(*(_squeeze(c, 128) for c in columns), strict=True)]
-    matrix = [_squeeze(row, 256) for row in rows]
+        rows = [list(row) for row in zip(*(squeeze(c, 128) for c in columns), strict=True)]
+    matrix = [squeeze(row, 256) for row in rows]
     description = (
         f"Mean load of each expert (columns) in each of {len(layers)} layers (rows, "
         f"from layer {min(layers)} at the top to layer {max(layers)}), as a ratio to the mean."
@@ -249,7 +249,7 @@ def mean_heat_map(loads: Sequence[LayerLoads]) -> str:
     return _layers_figure("mean-loads", title, description, EXPERT_CLASSES, "expert", panels)
 
 
-def _squeeze(values: Sequence[float], length: int) -> list[float]:
+def squeeze(values: Sequence[float], length: int) -> list[float]:
     """At most `length` values, neighbours averaged."""
     if len(values) <= length:
         return list(values)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from moemesh.config.limits import parse_json, visible
 from moemesh.monitor.lease import body_of
+from moemesh.report.heat_maps import squeeze
 from moemesh.trace.run import (
     Event,
     MetricsRow,
@@ -114,11 +114,9 @@ def sparkline(values: Sequence[float], width: int) -> str:
     >>> sparkline([3, 2, 1], 8), sparkline([1, 1], 8), sparkline([], 8)
     ('█▄▁', '▁▁', '')
     """
-    count = min(len(values), max(width, 1))
-    if not count:
+    if not values:
         return ""
-    cuts = [index * len(values) // count for index in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    means = squeeze(values, max(width, 1))
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[int((mean - low) * scale + 0.5 - 1e-9)] for mean in means)
