@@ -85,7 +85,9 @@ class ParameterRecord:
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
     """Sizes and parameters of a model of transformers. ``values``: its ``config.json``;
-    ``layers``: the module that holds the decoder layers; ``layer_kinds``: the class of the mixer
+    ``layers``: the module that holds the decoder layers; ``around``: that of the text part in the
+    larger model that ``AutoModelForCausalLM`` makes of the folder, empty where it makes this one;
+    ``layer_kinds``: the class of the mixer
     and of the MLP of each layer; ``has_plain_head``: logits are the last hidden states times the
     head's weight; ``documents``: how documents in one row are kept apart ("positions", "masks",
     or "rows": they are not); ``reads_between``: parameters outside of the layers are read between
@@ -117,8 +119,15 @@ class Architecture:
     reads_between: bool = False
     layer_output: tuple[tuple[str, tuple[int, ...]], ...] = ()
     uncut: str = ""
+    around: str = ""
     notes: tuple[str, ...] = ()
     costs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def name_in_folder(self, name: str) -> str:
+        """The name of a parameter or module in the model that transformers makes of the folder."""
+        base, _, rest = name.partition(".")
+        is_inside = self.around and base == self.layers.partition(".")[0]
+        return f"{self.around}.{rest}" if is_inside else name
 
     @property
     def cuts_experts(self) -> bool:

@@ -4,14 +4,24 @@ their export."""
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 
+from moemesh.checkpoint.huggingface.convert import write_adapters
+from moemesh.checkpoint.huggingface.pieces import slices
+from moemesh.comm.mesh import Mesh
+from moemesh.config.lora import is_adapter
+from moemesh.model.batch import Batch
+from moemesh.train.inference.evaluation import load as load_on
+from moemesh.train.step import sum_losses
+from moemesh.train.weights.weight_sources import config_of
 from tests.hub.families import random_model, tiny_folder
 from tests.hub.test_hub_runs import LENGTH, PAIR, loss_of, text_file
 from tests.train.runs import moemesh, said, sets, settings
@@ -141,3 +151,56 @@ def test_our_code_and_that_of_transformers_tune_alike(tmp_path: Path) -> None:
         assert ours.keys() == theirs.keys()
         for key, tensor in ours.items():
             torch.testing.assert_close(theirs[key].double(), tensor.double(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_a_text_part_are_those_of_the_larger_model(tmp_path: Path) -> None:
+    """PEFT finds them in the model that transformers makes of the folder, and not the modules of
+    its encoder with the same names; those of the text part alone are read, too."""
+    folder = tiny_folder("gemma3", tmp_path / "in")
+    given = ["lora.rank=2", "lora.alpha=3", 'lora.targets=["q_proj"]', f"data.path={folder}"]
+    config = config_of(folder, [*given, "data.tokenizer=bytes"])
+    tokens = torch.arange(24)[None]
+    batch = Batch(
+        tokens_BS=tokens[:, :-1],
+        targets_BS=tokens[:, 1:],
+        sequences_B=torch.zeros(1, dtype=torch.int64),
+        training=False,
+    )
+
+    def loss_and_adapters(more: list[str]) -> tuple[float, dict[str, torch.Tensor]]:
+        model = load_on(config_of(folder, [*given, *more]), Mesh.single("cpu"), folder)
+        named = {name: one for name, one in model.model.named_parameters() if is_adapter(name)}
+        if not more:
+            for number, one in enumerate(named.values()):
+                generator = torch.Generator().manual_seed(number)
+                one.data.copy_(torch.randn(one.shape, generator=generator) * 0.3)
+        with torch.no_grad():
+            total, count = sum_losses(model, [batch])
+        return total / count, named
+
+    loss, named = loss_and_adapters([])
+    write_adapters(
+        lambda name, box: named[name].detach()[slices(box)],
+        config.model,
+        "gemma3",
+        tmp_path / "peft",
+        dtype=torch.float32,
+        base=None,
+    )
+    net = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        net = peft.PeftModel.from_pretrained(net, tmp_path / "peft").eval()
+    assert not any("lora" in name and "vision" in name for name, _ in net.named_modules())
+    with torch.no_grad():
+        expected = net(input_ids=tokens, labels=tokens, use_cache=False).loss
+    assert loss == pytest.approx(float(expected), abs=2e-6)
+    assert loss_and_adapters([f"lora.path={tmp_path / 'peft'}"])[0] == loss
+    file, settings = (
+        tmp_path / "peft" / name for name in ("adapter_model.safetensors", "adapter_config.json")
+    )
+    stored = load_file(file)
+    save_file({key.replace("language_model.", ""): one for key, one in stored.items()}, file)
+    settings.write_text(settings.read_text().replace(r"\\.language_model", ""))
+    assert loss_and_adapters([f"lora.path={tmp_path / 'peft'}"])[0] == loss

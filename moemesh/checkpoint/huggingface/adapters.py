@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -201,6 +202,7 @@ def adaptations(model: ModelConfig, kind: str) -> Iterator[Adaptation]:
             if not (parts := record.adapted(model.lora)):
                 continue
             module = record.name if record.is_expert else record.name.rpartition(".")[0]
+            module = model.architecture.name_in_folder(module)
             weight = ParameterTensor(
                 name=f"{record.module}.{module.rpartition('.')[2]}",
                 shape=record.logical_shape,
@@ -246,8 +248,9 @@ class EndWeight(NamedTuple):
 
 def weights_of_ends(model: ModelConfig) -> list[EndWeight]:
     """The weights of the ends of `model`, each of which one tensor of transformers holds."""
+    named = model.architecture.name_in_folder if model.architecture is not None else str
     return [
-        EndWeight(weight.name, ENDS.get(weight.name, weight.name), weight.shape)
+        EndWeight(weight.name, named(ENDS.get(weight.name, weight.name)), weight.shape)
         for weight in tensors(model, Plan())
         if weight.unit in ("embedding", "head") and not is_adapter(weight.name)
         if weight.name in ENDS or model.architecture is not None
@@ -269,6 +272,10 @@ def peft_config(
             parameters.add(".".join(adaptation.module.split(".")[-2:]) + ".weight")
         else:
             modules.add(adaptation.target)
+    targets: str | list[str] = sorted(modules)
+    if modules and model.architecture is not None and (around := model.architecture.around):
+        # Encoders may have modules of the same names.
+        targets = rf"{re.escape(around)}\..*\.({'|'.join(targets)})"
     rank, alpha = lora.rank, int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     double = 2 * lora.rank, lora.alpha * (math.sqrt(2) if lora.rslora else 2)
     patterns: dict[str, tuple[int, float]] = {}
@@ -287,7 +294,7 @@ def peft_config(
         "r": rank,
         "lora_alpha": alpha,
         "use_rslora": lora.rslora,
-        "target_modules": sorted(modules) or None,
+        "target_modules": targets or None,
         "target_parameters": sorted(parameters) or None,
         "modules_to_save": sorted({weight.module for weight in saved}) or None,
         "rank_pattern": {pattern: rank for pattern, (rank, _) in patterns.items()},
@@ -335,8 +342,18 @@ def check_adapter_folder(
     patterns each may have its own scaling, unless the model `trains`: B is then multiplied by the
     ratio. Raises CheckpointError if the folder does not belong to `model`."""
     check_folder(path)
+    file, header = path / CONFIG, path / WEIGHTS
+    if not header.exists() and (pickled := path / "adapter_model.bin").exists():
+        raise CheckpointError(
+            f"{path} holds no {WEIGHTS}; {pickled.name} is never read, since reading it runs code "
+            "of its author: load it with PEFT where that is safe, and write it by save_pretrained"
+        )
+    shapes = {name: entry.shape for name, entry in read_header(header).items()}
+    part = model.architecture
+    if part is not None and not any(name.startswith(_PREFIX + part.around) for name in shapes):
+        # Adapters of the text part alone have its names.
+        model = model.with_architecture(replace(part, around=""))
     lora, adapted = model.lora, list(adaptations(model, kind))
-    file = path / CONFIG
     given, written = PEFT_DEFAULTS | read_json(file, _CONFIG_LIMIT), peft_config(model, kind, None)
     if given.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
@@ -362,13 +379,6 @@ def check_adapter_folder(
         is_known = key in KNOWN_FIELDS or key == "init_lora_weights" or (key, value) == _NO_BIAS
         if not is_known and value not in (None, False):
             raise CheckpointError(f"{file}: uses {key}, which is not known here")
-    header = path / WEIGHTS
-    if not header.exists() and (pickled := path / "adapter_model.bin").exists():
-        raise CheckpointError(
-            f"{path} holds no {WEIGHTS}; {pickled.name} is never read, since reading it runs code "
-            "of its author: load it with PEFT where that is safe, and write it by save_pretrained"
-        )
-    shapes = {name: entry.shape for name, entry in read_header(header).items()}
     of_folder = sorted({match[1] for name in shapes if (match := _LEAF.search(name))})
     advice = f"; the folder has adapters of {', '.join(of_folder)}"
     places = {adaptation.name(factor): adaptation for adaptation in adapted for factor in "AB"}

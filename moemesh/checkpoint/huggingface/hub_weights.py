@@ -37,7 +37,7 @@ from moemesh.checkpoint.huggingface.pieces import Read, slices
 from moemesh.checkpoint.huggingface.weight_folder import FolderWeights, WeightFolder, torch_dtype
 from moemesh.checkpoint.load import DeferredTensor, Shard
 from moemesh.config.huggingface.folder import differ, read_config
-from moemesh.model.hub.build import blueprint
+from moemesh.model.hub.build import blueprint, place_in
 from moemesh.model.hub.experts import is_experts
 
 #: Modules around a layer: ``model.language_model.`` of ``model.language_model.layers.0.mlp``.
@@ -207,8 +207,7 @@ def _inside(
 ) -> dict[str, str]:
     """Name in the text part `model` of the model `whole` -> stored name, by the renamings of the
     latter."""
-    part = type(getattr(model, model.base_model_prefix))
-    path = next((name for name, module in whole.named_modules() if type(module) is part), "")
+    path = place_in(whole, model)
     names: dict[str, Any] = dict(whole.state_dict())
     changes = get_model_conversion_mapping(whole)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]

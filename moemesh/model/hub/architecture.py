@@ -26,7 +26,7 @@ from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.architecture import hub_model
 from moemesh.config.huggingface.keys import wrong
 from moemesh.model.batch import Batch
-from moemesh.model.hub.build import blueprint, initialize
+from moemesh.model.hub.build import blueprint, initialize, place_in
 from moemesh.model.hub.costs import count_costs, unpacked_masks
 from moemesh.model.hub.experts import adds_up, is_experts, set_exchange, width_of
 from moemesh.model.hub.model import HubModel, masks, tail
@@ -88,7 +88,8 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     plan = blueprint(values)
     model = plan.build(torch.bfloat16)
     kind = str(values["model_type"])
-    if plan.around is not None and _differs(model, plan.around.build()):
+    whole = plan.around and plan.around.build()
+    if plan.around is not None and whole is not None and _differs(model, whole):
         kinds = f"{plan.kind.__name__} and {plan.around.kind.__name__}"
         message = f"{kinds} compute other logits from the same hidden states"
         raise wrong("not-available", "model_type", kind, message, "the folder of a text model")
@@ -219,6 +220,7 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
         reads_between=reads_between,
         layer_output=layer_output,
         uncut=uncut,
+        around="" if whole is None or plan.is_own else place_in(whole, model),
         notes=tuple(notes),
         costs=count_costs(model, plan.build(), name) if is_counted else {},
     )

@@ -33,12 +33,14 @@ Slices = Callable[[str, tuple[int, ...]], Sequence[range] | None]
 
 class Blueprint(NamedTuple):
     """The class and the configuration of a model, and a sentence for each change of the latter;
-    `around`: those of the larger model whose text part it is."""
+    `around`: those of the larger model whose text part it is. `is_own`: whether
+    ``AutoModelForCausalLM`` makes the text part of the folder."""
 
     kind: type[PreTrainedModel]
     config: PretrainedConfig
     notes: tuple[str, ...]
     around: Blueprint | None = None
+    is_own: bool = True
 
     def build(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The model on the meta device, in the mode of training."""
@@ -130,7 +132,15 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
                 setattr(part, key, 0.0 if is_dropout else value)
                 notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
     family: Any = known[type(config)]
-    return Blueprint(family, config, tuple(notes), around)
+    is_own = config is whole or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None) is family
+    return Blueprint(family, config, tuple(notes), around, is_own)
+
+
+def place_in(whole: PreTrainedModel, model: PreTrainedModel) -> str:
+    """The module of the larger model `whole` that is the base of its text part `model`; "" without
+    one."""
+    base = type(model.base_model)
+    return next((name for name, module in whole.named_modules() if type(module) is base), "")
 
 
 @torch.no_grad()
