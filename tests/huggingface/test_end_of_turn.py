@@ -12,7 +12,12 @@ from moemesh.config.errors import UserError
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.train.weights.conversion import convert, write_adapter
-from moemesh.train.weights.end_of_turn import text_ends, unapplied_settings
+from moemesh.train.weights.end_of_turn import (
+    EndOfTurn,
+    put_end_of_turn,
+    text_ends,
+    unapplied_settings,
+)
 from tests.cli.test_data import CHATML
 from tests.data.texts import byte_level_tokenizer
 from tests.huggingface.conversations import add_tokenizer, write_sums
@@ -197,6 +202,29 @@ def test_the_ends_of_a_text_are_those_of_transformers(
     ids = [expected] if isinstance(expected, int) else expected or []
     assert text_ends(folder) == ids
     assert bool(ids) is (generation is None or bool(generation.get("eos_token_id")))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values.pop("eos_token_id"),
+        lambda values: values.update(
+            text_config=dict(values), model_type="mistral3", vision_config={}, eos_token_id=None
+        ),
+    ],
+    ids=["the default of the class", "the text part of a larger model"],
+)
+def test_ends_that_config_json_does_not_write_itself(tmp_path: Path, change: Any) -> None:
+    folder = base_model(tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    change(values)
+    (folder / "config.json").write_text(json.dumps(values))
+    config = transformers.AutoConfig.from_pretrained(folder)
+    expected = transformers.GenerationConfig.from_model_config(config).eos_token_id
+    assert text_ends(folder) == [expected]
+    put_end_of_turn(folder, EndOfTurn("<|im_end|>", "<|im_end|>", 7))
+    for name in ("generation_config.json", "config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == [expected, 7]
 
 
 @pytest.mark.parametrize("ends", [2.0, "2", True, [2, None], [[2]], {"a": 2}])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moemesh.checkpoint.huggingface.convert import carry_along, write_json
 from moemesh.config.errors import UserError
@@ -67,13 +68,28 @@ def text_ends(folder: Path) -> list[int]:
     if file is None:
         return []
     try:
-        given = parse_json(file.read_text(encoding="utf-8")).get(EOS)
+        values = parse_json(file.read_text(encoding="utf-8"))
+        given = (values if file.name == GENERATION else _ids_of(folder, values)).get(EOS)
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file}: not a JSON object ({error})") from error
     ids = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(number) is int for number in ids):
         raise UserError(f"{file}: {EOS} = {json.dumps(given)} must be an id, or a list of ids")
     return ids
+
+
+def _ids_of(folder: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The ids that ``generate`` takes from the config.json of a folder with these `values`: with
+    the defaults of its class, and those of the text part where the whole model has none. Without
+    the package transformers, or if it does not read the file, those that are written."""
+    try:
+        from transformers import AutoConfig, GenerationConfig  # pyright: ignore  # optional
+
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        return GenerationConfig.from_model_config(config).to_dict()
+    except Exception:  # the package raises anything for a malformed file
+        written = {key: value for key, value in values.items() if value is not None}
+        return dict(values.get("text_config") or {}) | written
 
 
 def unapplied_settings(folder: Path) -> list[str]:
@@ -131,10 +147,11 @@ def put_end_of_turn(out: Path, end: EndOfTurn) -> str:
             f"generate(..., stop_strings=[{text}], tokenizer=tokenizer)"
         )
     config = settings_of(out / CONFIG)
+    given = _ids_of(out, config)
     generation = settings_of(out / GENERATION) or {
-        key: config[key] for key in (EOS, *_IDS) if config.get(key) is not None
+        key: given[key] for key in (EOS, *_IDS) if given.get(key) is not None
     }
-    for name, values in ((GENERATION, generation), (CONFIG, config)):
+    for name, values in ((GENERATION, generation), (CONFIG, config | {EOS: given.get(EOS)})):
         before = values.get(EOS)
         ids = [before] if isinstance(before, int) else list(before or [])
         if end.id not in ids:
