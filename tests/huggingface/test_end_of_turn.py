@@ -204,27 +204,25 @@ def test_the_ends_of_a_text_are_those_of_transformers(
     assert bool(ids) is (generation is None or bool(generation.get("eos_token_id")))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda values: values.pop("eos_token_id"),
-        lambda values: values.update(
-            text_config=dict(values), model_type="mistral3", vision_config={}, eos_token_id=None
-        ),
-    ],
-    ids=["the default of the class", "the text part of a larger model"],
-)
-def test_ends_that_config_json_does_not_write_itself(tmp_path: Path, change: Any) -> None:
-    folder = base_model(tmp_path / "model")
-    values = json.loads((folder / "config.json").read_text())
-    change(values)
+def test_settings_of_the_text_part_without_generation_config(tmp_path: Path) -> None:
+    folder, values = tmp_path, {"eos_token_id": 3, "bos_token_id": 1, "repetition_penalty": 1.3}
+    values = {"eos_token_id": None, "text_config": values}
     (folder / "config.json").write_text(json.dumps(values))
-    config = transformers.AutoConfig.from_pretrained(folder)
-    expected = transformers.GenerationConfig.from_model_config(config).eos_token_id
-    assert text_ends(folder) == [expected]
+    given = transformers.GenerationConfig.from_pretrained(
+        folder, "config.json", _from_model_config=True
+    )
+    assert text_ends(folder) == [given.eos_token_id] == [3]
+    assert unapplied_settings(folder) == ["repetition_penalty"] and given.repetition_penalty == 1.3
     put_end_of_turn(folder, EndOfTurn("<|im_end|>", "<|im_end|>", 7))
-    for name in ("generation_config.json", "config.json"):
-        assert json.loads((folder / name).read_text())["eos_token_id"] == [expected, 7]
+    generation, config = (
+        json.loads((folder / name).read_text())
+        for name in ("generation_config.json", "config.json")
+    )
+    assert generation == {"eos_token_id": [3, 7], "bos_token_id": 1}
+    assert config == {**values, "eos_token_id": [3, 7]}
+    (folder / "generation_config.json").unlink()
+    (folder / "config.json").write_text("{}")  # no default of a class
+    assert text_ends(folder) == []
 
 
 @pytest.mark.parametrize("ends", [2.0, "2", True, [2, None], [[2]], {"a": 2}])

@@ -69,7 +69,7 @@ def text_ends(folder: Path) -> list[int]:
         return []
     try:
         values = parse_json(file.read_text(encoding="utf-8"))
-        given = (values if file.name == GENERATION else _ids_of(folder, values)).get(EOS)
+        given = (values if file.name == GENERATION else _of_config(values)).get(EOS)
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file}: not a JSON object ({error})") from error
     ids = given if isinstance(given, list) else [] if given is None else [given]
@@ -78,24 +78,20 @@ def text_ends(folder: Path) -> list[int]:
     return ids
 
 
-def _ids_of(folder: Path, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The ids that ``generate`` takes from the config.json of a folder with these `values`: with
-    the defaults of its class, and those of the text part where the whole model has none. Without
-    the package transformers, or if it does not read the file, those that are written."""
-    try:
-        from transformers import AutoConfig, GenerationConfig  # pyright: ignore  # optional
-
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        return GenerationConfig.from_model_config(config).to_dict()
-    except Exception:  # the package raises anything for a malformed file
-        written = {key: value for key, value in values.items() if value is not None}
-        return dict(values.get("text_config") or {}) | written
+def _of_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that ``generate`` takes from the `values` of a config.json: those of the text
+    part where the whole model has none."""
+    written = {key: value for key, value in values.items() if value is not None}
+    return dict(values.get("text_config") or {}) | written
 
 
 def unapplied_settings(folder: Path) -> list[str]:
-    """Keys of generation_config.json that change the texts of ``generate`` of transformers, and
-    that ``moemesh generate`` does not apply."""
-    settings = settings_of(folder / GENERATION)
+    """Keys of generation_config.json, or without that file of config.json, that change the texts of
+    ``generate`` of transformers, and that ``moemesh generate`` does not apply."""
+    if (folder / GENERATION).is_file():
+        settings = settings_of(folder / GENERATION)
+    else:
+        settings = _of_config(settings_of(folder / CONFIG))
     return [key for key in _UNAPPLIED if settings.get(key) not in (None, False, 0, 1, [], {})]
 
 
@@ -147,7 +143,7 @@ def put_end_of_turn(out: Path, end: EndOfTurn) -> str:
             f"generate(..., stop_strings=[{text}], tokenizer=tokenizer)"
         )
     config = settings_of(out / CONFIG)
-    given = _ids_of(out, config)
+    given = _of_config(config)
     generation = settings_of(out / GENERATION) or {
         key: given[key] for key in (EOS, *_IDS) if given.get(key) is not None
     }
