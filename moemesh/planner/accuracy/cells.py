@@ -8,9 +8,12 @@ itself. Spellings and rules are those of ``presets/calibration/rows.toml``.
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 from moemesh.config.plan import DEGREES
@@ -59,29 +62,77 @@ def spellings() -> dict[str, Any]:
 def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
     """Our column and the unit of its cells for each column of a table, as far as its name is known
     and the table has no column of that name. Other characters than letters and digits count as
-    underscores: "Tokens / sec / GPU" is "tokens_sec_gpu"."""
+    underscores: "Tokens / sec / GPU" is "tokens_sec_gpu". Of two names for one column that of
+    the earlier pattern counts."""
     given = [name.strip().lower() for name in names]
     names = [re.sub(r"\W+", "_", name.replace("#", "num ")).strip("_") for name in given]
     dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp",
               "model.preset": "arch", "model.path": "arch"}  # fmt: skip
-    columns: list[tuple[str, str]] = []
-    for spelled, name in zip(given, names, strict=True):
+    known: list[tuple[int, int, str, str]] = []  # priority, place, our column, unit
+    for place, (spelled, name) in enumerate(zip(given, names, strict=True)):
         key = spelled if spelled in all_keys() else aliases().get(name, "")
-        known = [(dotted.get(key, key.partition(".")[2]), "")] if key else []
+        known += [(-1, place, dotted.get(key, key.partition(".")[2]), "")] if key else []
         known += [
-            (column, unit)
-            for pattern, column, unit in spellings()["columns"]["names"]
+            (number, place, column, unit)
+            for number, (pattern, column, unit) in enumerate(spellings()["columns"]["names"])
             if re.fullmatch(pattern, name)
         ]
-        taken = {*names, *(column for column, _ in columns)}
-        free = (own for own in known if own[0] not in taken and own[0] in _READ)
-        columns.append(next(free, (name, "")))
+    columns, taken, placed = [(name, "") for name in names], {*names}, set[int]()
+    for _, place, column, unit in sorted(known):
+        if column in _READ and column not in taken and place not in placed:
+            columns[place] = column, unit
+            taken.add(column)
+            placed.add(place)
     return columns
+
+
+def table_lines(data: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """The names of the columns, and the number and cells of each line that is not empty, of a table
+    with any separator, of Markdown or of LaTeX. Titles above the names are skipped; names in two
+    lines are joined. Between semicolons a comma may be that of decimals, with points between
+    thousands. Raises UnicodeDecodeError and csv.Error."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        text = data.decode("utf-16")
+    else:
+        try:
+            text = data.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            text = data.decode("cp1252")
+    if re.search(r"&.*\\\\", text):
+        text = re.sub(r"(?m)^[^&\n]*$|\\\\.*$", "", text)  # rules; ends of rows
+        text = re.sub(r"\$?\s*\\pm\s*\$?[\d.]+|\$|\\,|\\(?=[#%_])|\\[a-z]+(?=\{)|[{}]", "", text)
+    first = next((line for line in text.splitlines() if line.strip(" ,;")), "")
+    separator = max(",;\t|&", key=first.count)
+    if separator == "|":
+        text = re.sub(r"(?m)^[ \t]*\|?[-:| \t]*$|^[ \t]*\||\|[ \t]*$", "", text)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
+    lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    lines = [(number, cells) for number, cells in lines if any(cells)]
+    while len(lines) > 1 and sum(map(bool, lines[0][1])) == 1 < sum(map(bool, lines[1][1])):
+        del lines[0]
+    header = lines.pop(0)[1] if lines else []
+    if "" in header and lines and not re.search(r"\d", "".join(lines[0][1])):
+        pairs = zip_longest(header, lines.pop(0)[1], fillvalue="")
+        header = [f"{up} {low}" if low[:1] in ("(", "[") else low or up for up, low in pairs]
+    whole = r"[+-]?(\d{1,3}(\.\d{3})+|\d+)"
+    every = (cell for _, cells in lines for cell in cells)
+    if separator == ";" and any(re.fullmatch(rf"{whole},\d+", cell) for cell in every):
+        point = str.maketrans(",", ".", ".")
+        for _, cells in lines:
+            is_number = (re.fullmatch(rf"{whole}(,\d+)?", cell) for cell in cells)
+            cells[:] = [
+                c.translate(point) if n else c for c, n in zip(cells, is_number, strict=True)
+            ]
+    return header, lines
 
 
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
     """The row with uniform spellings; other columns are unchanged."""
     uniform, words = dict(row), spellings()["spelling"]
+    (oom,) = (pattern for pattern, word in words["status"] if word == "OOM")
+    for name in uniform.keys() & {*_MEASURED}:  # printed in place of a time or a memory
+        if re.fullmatch(oom, uniform[name], re.IGNORECASE):
+            uniform |= {name: "", "status": uniform.get("status") or "OOM"}
     for name in uniform.keys() & {*words, *_COUNTS}:
         text = uniform[name].strip()
         known = (
@@ -146,7 +197,8 @@ def measured_in(row: Mapping[str, str], name: str) -> float | None:
     text = row.get(name, "")
     if text.lower() in ("", "-", "n/a", "na", "none"):
         return None
-    match = _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", text.lower()))
+    number_text = re.sub(r"\s*(±|\+/-)\s*[\d.]+", "", text.lower())  # without its deviation
+    match = _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", number_text))
     units = {"": 1.0, **spellings()["unit"][name]}
     unit = re.sub(r"[_/](gpu|device)$", "", match[3]) if match else None
     if match is None or unit not in units:

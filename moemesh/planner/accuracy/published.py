@@ -7,9 +7,8 @@ Columns are those of published run tables (`id`, `src`, `arch`, `hardware`, `gpu
 from __future__ import annotations
 
 import csv
-import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from moemesh.planner.accuracy.cells import (
     measured_in,
     own_columns,
     spellings,
+    table_lines,
     uniform_row,
     whole_in,
 )
@@ -195,19 +195,17 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     the table's folder, or from the packaged table. Raises UserError for unreadable files, missing
     columns or duplicate ids."""
     try:
-        text = table.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        header, lines = table_lines(table.read_bytes())
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the table {table}: {error}") from None
-    reader = csv.DictReader(io.StringIO(text, newline=""))
-    own = own_columns(reader.fieldnames or [])
-    columns = reader.fieldnames = [name for name, _ in own]
+    own = own_columns(header)
+    columns = [name for name, _ in own]
     if missing := [name for name in NEEDED_COLUMNS if name not in columns]:
         raise UserError(
             f"{table} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
             f"its first line names {', '.join(columns[:8]) or 'none'}"
         )
-    units = {name: unit for name, unit in own if unit}
-    rows = [_cells(row, units, reader.line_num) for row in reader]
+    rows = [_cells(cells, own, number) for number, cells in lines]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
     entries: dict[str, Any] = read_preset_table("architectures", "calibration")
@@ -229,13 +227,13 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
     return runs
 
 
-def _cells(row: Mapping[Any, Any], units: Mapping[str, str], line: int) -> dict[str, str]:
-    """The cells of one line, with the units of their columns. `line` names a row without an id."""
-    cells = {key: (value or "").strip() for key, value in row.items() if key is not None}
-    for name, unit in units.items():
-        cells[name] += f" {unit}" if re.fullmatch(r"[\d.,e+-]+", cells[name]) else ""
-    if more := row.get(None):
-        cells["surplus"] = f"line {line} has {len(more)} more cells than the first line has columns"
+def _cells(given: Sequence[str], own: Sequence[tuple[str, str]], line: int) -> dict[str, str]:
+    """The cells of one line by column, with their units. `line` names a row without an id."""
+    cells = dict.fromkeys((name for name, _ in own), "")
+    for (name, unit), text in zip(own, given, strict=False):
+        cells[name] = f"{text} {unit}" if unit and re.fullmatch(r"[\d.,e+-]+", text) else text
+    if (more := len(given) - len(own)) > 0:
+        cells["surplus"] = f"line {line} has {more} more cells than the first line has columns"
     return cells | {"line": str(line), "id": cells.get("id") or f"line {line}"}
 
 

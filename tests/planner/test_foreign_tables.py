@@ -1,0 +1,97 @@
+"""Tables of ten authors: each row is priced, or named with one reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from moemesh.planner.accuracy.published import read_runs
+
+NAMES = "Model,GPUs,GPU,TP,PP,Global batch,Seq,Step time (s)\n"
+LLAMA = ("llama3-8B", 8, 128, 8192, 10.5, "ok")
+OOM = ("llama3-8B", 8, 128, 8192, None, "OOM")
+#: Author -> the file, and of each row model, devices, batch, sequence, seconds and outcome, or
+#: words of its reason.
+TABLES: dict[str, tuple[bytes, list[tuple[object, ...] | str]]] = {
+    "MLPerf": (
+        b"System,# of Accelerators,Accelerator,Benchmark,Global Batch Size,Sequence Length,"
+        b'TP,PP,DP,Step time (s)\nEos,16,H100-SXM5-80GB,GPT3 175B,"1,536",2048,8,8,1,12.1\n'
+        b"Eos,11616,H100-SXM5-80GB,GPT3 175B,2904,2048,4,8,363,3.0\n",
+        ["tp 8 x pp 8", ("gpt3-175B", 11616, 2904, 2048, 3.0, "ok")],
+    ),
+    "Markdown": (
+        b"| Model | GPUs | GPU | TP | PP | Global batch | Seq | Step time (s) |\n"
+        b"|:--|--:|---|---|---|---|---|---|\n"
+        b"| Llama-3-8B | 8 | H100 | 1 | 1 | 128 | 8k | 10.5 \xc2\xb1 0.2 |\n"
+        b"| Llama-3-8B | 8 | H100 | 1 | 1 | 128 | 8192 | OOM |\n",
+        [LLAMA, OOM],
+    ),
+    "torchtitan": (
+        b"GPUs|Model|TPS/GPU|Memory (GiB)|Seq Len|Local BS|Hardware|Sharding Strategy\n"
+        b"8|Llama 3 8B|12483.047619|58.0|8192|16|H100|FSDP\n"
+        b"8|Llama 3 8B|OOM|OOM|8192|16|H100|FSDP\n",
+        [LLAMA, OOM],
+    ),
+    "DeepSpeed": (
+        b"model_name,ds_zero_stage,num_gpus,train_micro_batch_size_per_gpu,"
+        b"gradient_accumulation_steps,seq_length,gpu,iter_time\n"
+        b"llama3-8b,2,8,2,8,8192,H100,10500 ms\n"
+        b"llama3-8b,ZeRO-3 + offload,8,2,8,8192,H100,35 sec\n",
+        [LLAMA, "zero is `ZeRO-3 + offload`"],
+    ),
+    "MosaicML": (
+        b"Model,SeqLen (T),# GPUs,GPU,Global Batch Size (T),Global Batch Size (S),MicroBatchSize,"
+        b"GradAccum,Sharding Strategy,Step time\nllama3-8b,8192,8,h100_80gb,1048576,128,8,2,"
+        b"FULL_SHARD,10.5\n7b,8192,8,h100_80gb,1048576,128,8,2,FULL_SHARD,10.5\n",
+        [LLAMA, "arch is `7b`"],
+    ),
+    "AMD": (
+        b"Model,GPU,Nodes,GPUs per node,GBS,Seq,TP,PP,tokens/s/GPU\n"
+        b'Llama-3-8B,AMD Instinct MI300X,1,8,128,8192,1,1,"12.483,05"\n'
+        b"Llama-3-8B,MI300X,1,8,128,8192,1,1,12483.047619\n",
+        ["tokens_s_gpu is `12.483,05`", LLAMA],
+    ),
+    "MaxText": (
+        b"Model,Accelerator,TFLOP/chip/sec,Global batch,seq_len,chips,TP,PP\n"
+        b"llama3-8b,v5p-128,3.28e+02,128,8192,64,1,1\nllama3-8b,v9x-128,328,128,8192,64,1,1\n",
+        [("llama3-8B", 64, 128, 8192, 2.571009, "ok"), "hardware is `v9x-128`"],
+    ),
+    "LaTeX": (
+        b"\\textbf{Model} & \\textbf{\\#GPUs} & GPU & TP & PP & Seq. & Global batch & "
+        b"Iteration time [ms] \\\\\n\\midrule\nLlama-3-8B & 8 & H100 & 1 & 1 & 8{,}192 & $128$ & "
+        b"10\\,500$\\pm$30 \\\\\nLlama-3-8B & 8 & H100 & 1 & 1 & 8192 & 128 & \\textbf{OOM} \\\\\n",
+        [LLAMA, OOM],
+    ),
+    "a German Excel": (
+        "Modell;Anzahl GPUs;Karte;TP;PP;Sequenzlänge;Globale Batchgröße;Schrittzeit (s)\r\n"
+        "Llama-3-8B;8;H100;1;1;8.192;128;10,5\r\n;;;;;;;\r\nSumme;8;;;;;;1.234,5\r\n".encode(
+            "cp1252"
+        ),
+        [LLAMA, "hardware is ``"],
+    ),
+    "merged names under a title": (
+        b"Table 3: our runs,,,,,,,\nModel,System,,Parallelism,,Batch,,Step time\n"
+        b",GPU,GPUs,TP,PP,GBS,Seq,(s)\nLlama-3-8B,H100,8,1,1,128,8192,10.5\n",
+        [LLAMA],
+    ),
+    "a spreadsheet in UTF-16": (
+        (NAMES + "Llama-3-8B,8,H100,1,1,128,8192,10.5\n").replace(",", "\t").encode("utf-16"),
+        [LLAMA],
+    ),
+}
+
+
+@pytest.mark.parametrize("author", TABLES)
+def test_each_row_is_read_or_named(author, tmp_path):
+    data, rows = TABLES[author]
+    (tmp_path / "runs.csv").write_bytes(data)
+    runs = read_runs(tmp_path / "runs.csv")
+    for run, row in zip(runs, rows, strict=True):
+        if isinstance(row, str):
+            assert row in run.reason
+            continue
+        assert not run.reason and run.layout is not None and run.shape is not None
+        *sizes, seconds, ended = row
+        layout = run.layout
+        read = [run.shape.name, layout.world_size, layout.global_batch, layout.seq_len]
+        assert read == sizes
+        assert (run.ended, run.seconds) == (ended, pytest.approx(seconds) if seconds else None)
