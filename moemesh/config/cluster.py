@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.limits import parse_toml
-from moemesh.config.section import NotNegative, Positive, Range, Section, Size
+from moemesh.config.section import Positive, Range, Section, Size
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_choice, nearest_name
 from moemesh.config.toml import format_key, format_value, unreadable
@@ -104,6 +104,11 @@ class OwnRun(Section):
     features: dict[str, float]
 
 
+#: Numbers of any machine: smaller rates are in GB/s or TFLOP/s, larger latencies in microseconds.
+_Rate = Annotated[float, Range(1e5)]
+_Latency = Annotated[float, Range(0.0, 1.0, open_high=True)]
+
+
 class Cluster(Section):
     """Equal nodes of equal devices. Bandwidths are bytes/s in one direction for one device,
     latencies seconds, `peak_flops` dense operations/s by dtype ("bfloat16", "float8", ...).
@@ -115,13 +120,13 @@ class Cluster(Section):
     nodes: Size
     gpus_per_node: Size
     #: Memory of one device.
-    memory_bytes: Annotated[int, Range(1)]
-    memory_bandwidth: Positive
+    memory_bytes: Annotated[int, Range(10**6)]
+    memory_bandwidth: _Rate
     peak_flops: dict[str, float]
-    intra_node_bandwidth: Positive
-    intra_node_latency: NotNegative
-    inter_node_bandwidth: Positive
-    inter_node_latency: NotNegative
+    intra_node_bandwidth: _Rate
+    intra_node_latency: _Latency
+    inter_node_bandwidth: _Rate
+    inter_node_latency: _Latency
     #: The device by name ("H100-80G"), for constants that were calibrated on the same device.
     accelerator: str = ""
     #: Share of a device's memory that a job may take; None: as calibrated for the device.
@@ -149,9 +154,9 @@ class Cluster(Section):
         ]
         faults = list[tuple[str, object, str, str]]()
         for dtype, flops in self.peak_flops.items():
-            if flops <= 0:
-                message = f"peak_flops of {dtype} must be above 0, not {flops}"
-                fix = f"the dense peak in operations/s, or leave {dtype} out"
+            if flops < _SLOWEST:
+                message = f"peak_flops of {dtype} must be at least {_SLOWEST:g}, not {flops:g}"
+                fix = f"the dense peak in operations/s, such as 989.4e12, or leave {dtype} out"
                 faults.append((f"peak_flops.{dtype}", flops, message, fix))
         for name, value in self.constants.items():
             if value <= 0:
@@ -234,6 +239,8 @@ def load_cluster(source: str | Path | Cluster) -> Cluster:
     return _build(table, source)
 
 
+#: Least operations/s of a device: smaller numbers are TFLOP/s.
+_SLOWEST = 1e6
 #: Latencies of NVLink and of InfiniBand in seconds: typical values, which data sheets lack.
 _INTRA_LATENCY, _INTER_LATENCY = 3e-6, 8e-6
 
@@ -315,6 +322,24 @@ def _cluster_of_devices(source: str) -> Cluster:
     raise ConfigError([Problem.of("no-file", "cluster", source, message, fix)])
 
 
+#: Unit of a text in place of a number -> its multiple of the key's own unit; B is a byte, b a bit.
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9} | {
+    f"{prefix}{unit}": size * factor
+    for prefix, size in {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}.items()
+    for unit, factor in {"B": 1, "b": 0.125, "bit": 0.125, "FLOP": 1, "FLOPS": 1}.items()
+} | {"MiB": 2.0**20, "GiB": 2.0**30}  # fmt: skip
+
+
+def _in_units(name: str, value: object) -> str:
+    """The line of the file for the key `name`, whose `value` is a text with a unit; else ""."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Zµ]+?)(?:/s|ps)?", str(value).strip())
+    if match is None or match[2] not in _UNITS:
+        return ""
+    number = float(match[1]) * _UNITS[match[2]]
+    shown = f"{number:.0f}" if name == "memory_bytes" else _shown(number)
+    return f"{name} = {{ bfloat16 = {shown} }}" if name == "peak_flops" else f"{name} = {shown}"
+
+
 def _build(table: dict[str, object], origin: str) -> Cluster:
     """The checked cluster of one table."""
     try:
@@ -324,7 +349,7 @@ def _build(table: dict[str, object], origin: str) -> Cluster:
         for detail in error.errors(include_url=False):
             name = ".".join(str(part) for part in detail["loc"])
             code, value, message = "wrong-type", detail["input"], detail["msg"]
-            fix = example(name.partition(".")[0])
+            fix = _in_units(name, detail["input"]) or example(name.partition(".")[0])
             if detail["type"] == "missing":
                 code, value, message = "missing", None, "it must be given"
             if name in KEYS:

@@ -20,6 +20,30 @@ MODEL = {
     "rope_theta": 10000.0, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
+#: A cluster with units in texts, and one in other units.
+UNITS = """name = "mine"
+nodes = 4
+gpus_per_node = 8
+memory_bytes = "80 GB"
+memory_bandwidth = "3.35TB/s"
+peak_flops = "989 TFLOPS"
+intra_node_bandwidth = "450 GB/s"
+inter_node_bandwidth = "400 Gb/s"
+intra_node_latency = "3us"
+inter_node_latency = "8 parsec"
+"""
+OTHER_UNITS = """name = "mine"
+nodes = 4
+gpus_per_node = 8
+memory_bytes = 80
+memory_bandwidth = 3350
+peak_flops = { bfloat16 = 989 }
+intra_node_bandwidth = 450
+inter_node_bandwidth = 50
+intra_node_latency = 3
+inter_node_latency = 8
+"""
+
 
 def prepare(folder: Path) -> None:
     """Write the files of the corpus into an empty folder."""
@@ -38,6 +62,8 @@ def prepare(folder: Path) -> None:
         "negative.json": "[[4, 3, 2, -1]]",
         "routing.json": json.dumps({"plan": "dp=2,ep=2", "num_experts": 4, "experts": [[[9]], []]}),
         "small_cluster.toml": 'name = "small"\n',
+        "units.toml": UNITS,
+        "other_units.toml": OTHER_UNITS,
         "documents/letter.txt": "a letter\n",
         "encoder/config.json": json.dumps({"model_type": "t5"}),
         "broken_model/config.json": '{"model_type": ',
