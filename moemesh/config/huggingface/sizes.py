@@ -467,7 +467,7 @@ def read_sizes(config: Config) -> Sizes:
     with every key that is missing or means layers without a formula.
     """
     notes: tuple[str, ...] = ()
-    if config.get("vision_config") or config.get("audio_config"):
+    if any(isinstance(config.get(part), Mapping) for part in ("vision_config", "audio_config")):
         notes = ("only the text model is counted",)
     for key in _TEXT_KEYS:
         text: Any = config.get(key)
