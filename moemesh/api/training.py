@@ -193,7 +193,7 @@ class ParallelModel(Shown):
         parts: dict[str, Tensor | Sharded] = {}
         for name, master in self._masters.items():
             where = self.parallel.placements[name]
-            offset = where.offset(self.parallel.mesh)
+            offset = tuple(part.start for part in where.slices(self.parallel.mesh))
             parts[name] = Sharded(master.detach(), where.shape, offset)
         return parts | dict(self.parallel.model.named_buffers())
 

@@ -154,6 +154,10 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
         message, code = str(error), USER_ERROR
         if isinstance(error, RuntimeError) and "home directory" in message:  # of pathlib
             message = "a path begins with ~ and the name of an unknown user: write it in full"
+        elif isinstance(error, OSError) and error.filename == getattr(sys.stdout, "name", ""):
+            # What is left in its buffer goes to the null device.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            message, code = f"standard output cannot be written: {error.strerror}", 1
         elif (
             isinstance(error, OSError)
             and error.filename
@@ -161,10 +165,6 @@ def run(commands: typer.Typer, program: str, words: Sequence[str] | None = None)
             and "RANK" not in os.environ
         ):
             message = f"{error.filename}: {error.strerror}"
-        elif isinstance(error, OSError) and error.filename == getattr(sys.stdout, "name", ""):
-            # What is left in its buffer goes to the null device.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            message, code = f"standard output cannot be written: {error.strerror}", 1
         elif not is_user_error(error):
             raise  # a bug
         # Every rank has the same configuration: rank 0 prints.
