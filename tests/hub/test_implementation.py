@@ -224,6 +224,10 @@ def test_transformers_that_is_missing_or_too_old_is_named(
             r"code in the folder is never run[\s\S]*has the family itself",
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized weights are not read"),
+        (
+            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+            "quantized weights are not read",
+        ),
     ],
 )
 def test_a_folder_that_transformers_cannot_train_is_refused_with_the_reason(
@@ -241,8 +245,11 @@ def test_a_text_part_is_computed_as_in_the_larger_model() -> None:
     with pytest.raises(ConfigError, match="MllamaForCausalLM has no base model"):
         read(CONFIG_MAPPING["mllama"]().to_dict())
     config = {"text_config": values_of("qwen3_moe"), "vision_config": {}, "model_type": "any"}
-    with pytest.raises(ConfigError, match="text part of a larger model"):
+    with pytest.raises(ConfigError, match="text part of a larger model "):
         model_values(config)
+    quantized = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ConfigError, match="and quantized weights are not read into its models"):
+        model_values(config | {"quantization_config": quantized})
 
 
 @pytest.mark.parametrize(

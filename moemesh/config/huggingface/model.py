@@ -167,6 +167,8 @@ def model_values(config: Config) -> dict[str, object]:
     sizes = read_sizes(config)
     if sizes.notes:
         message = "only the code of transformers computes the text part of a larger model"
+        if table(config, _QUANTIZATION):
+            message += ", and quantized weights are not read into its models"
         raise wrong("not-available", "model_type", config.get("model_type"), message, _UNTRAINED)
     row = trained_families()["family"][family_of(config)]
     fields = sizes.fields

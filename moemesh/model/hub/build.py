@@ -88,8 +88,11 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
     installed = transformers.__version__
     if kind not in CONFIG_MAPPING:
         raise unknown_family(values, installed)
-    if values.get("quantization_config"):
-        method = dict(values["quantization_config"]).get("quant_method")
+    parts = (values, values.get("text_config") or {})
+    if quantization := next(
+        filter(None, (part.get("quantization_config") for part in parts)), None
+    ):
+        method = dict(quantization).get("quant_method")
         message = "quantized weights are not read into models of transformers"
         fix = "the folder of the original weights, or one converted to bfloat16"
         raise wrong("not-available", "quantization_config", method, message, fix)

@@ -31,7 +31,7 @@ from moemesh.trace.strict_json import strict_json
 from moemesh.train.inference.evaluation import load, on_ranks
 from moemesh.train.records.run_folder import answers_chats
 from moemesh.train.weights.conversion import to_stderr
-from moemesh.train.weights.end_of_turn import GENERATION, text_ends, unapplied_settings
+from moemesh.train.weights.end_of_turn import text_ends, unapplied_settings
 from moemesh.train.weights.weight_sources import config_of
 
 #: Function of logits [V] that returns the id of the next token.
@@ -334,7 +334,7 @@ def generate(
     unapplied = next(filter(None, map(unapplied_settings, folders)), [])
     if unapplied and not launch.launched():
         to_stderr(
-            f"note: {GENERATION} sets {', '.join(unapplied)}, which are not applied: the likeliest "
+            f"note: the folder of the model sets {', '.join(unapplied)}, which are not applied: the likeliest "
             "token is chosen, or with --temperature and --top-p a random one"
         )
 
