@@ -334,8 +334,8 @@ def generate(
     unapplied = next(filter(None, map(unapplied_settings, folders)), [])
     if unapplied and not launch.launched():
         to_stderr(
-            f"note: the folder of the model sets {', '.join(unapplied)}, which are not applied: the likeliest "
-            "token is chosen, or with --temperature and --top-p a random one"
+            f"note: the folder of the model sets {', '.join(unapplied)}, which are not applied: "
+            "the likeliest token is chosen, or with --temperature and --top-p a random one"
         )
 
     def note_positions(length: int, name: str) -> None:
