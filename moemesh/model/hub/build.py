@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
 from moemesh.config.huggingface.architecture import unknown_family
@@ -112,8 +113,8 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
         message = f"transformers {installed} has no language model of this family"
         raise wrong("not-available", "model_type", kind, message, "a decoder-only language model")
     around = None
-    if config is not whole and type(whole) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        larger: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(whole)]
+    if config is not whole and type(whole) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        larger: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)]
         around = Blueprint(larger, whole, ())
     config = copy.deepcopy(config)
     notes: list[str] = []
