@@ -266,10 +266,11 @@ def check_head(file: DataFile) -> None:
             'to "text" to train on the JSON text itself'
         )
     if format == "text" and suffix in TABLES:
+        tabs = ", sep='\\t'" * (suffix == ".tsv")
         raise DataError(
             f'{path} is named as a table. Set data.format to "text" to train on its text as it is, '
             "or convert it: python -c \"import datasets; datasets.load_dataset('csv', "
-            f"data_files='{path}')['train'].to_parquet('{path.stem}.parquet')\""
+            f"data_files='{path}'{tabs})['train'].to_parquet('{path.stem}.parquet')\""
         )
     if format == "jsonl" and suffix == ".json" and is_object and not is_record:
         raise DataError(

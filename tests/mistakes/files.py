@@ -63,6 +63,8 @@ def prepare(folder: Path) -> None:
         "routing.json": json.dumps({"plan": "dp=2,ep=2", "num_experts": 4, "experts": [[[9]], []]}),
         "small_cluster.toml": 'name = "small"\n',
         "units.toml": UNITS,
+        "no_family.json": '{"hidden_size": 64, "num_hidden_layers": 2}',
+        "table.tsv": "id\ttext\n1\ta\n",
         "other_units.toml": OTHER_UNITS,
         "documents/letter.txt": "a letter\n",
         "encoder/config.json": json.dumps({"model_type": "t5"}),

@@ -63,7 +63,7 @@ def read_refused(values: dict[str, Any], error: ConfigError) -> Architecture:
     transformers is missing, raises that alone, after the problem of an unknown family.
     """
     is_beyond_us = {problem.code for problem in error.problems} <= _BEYOND_US
-    if not is_beyond_us or table(values, "quantization_config"):
+    if not (is_beyond_us and values.get("model_type")) or table(values, "quantization_config"):
         raise error
     try:
         transformers_version()

@@ -483,6 +483,9 @@ def read_sizes(config: Config) -> Sizes:
         if text is not None:
             raise wrong("wrong-type", key, text, f"{key} must be an object")
     kind = str(config.get("model_type") or "")
+    if not kind:
+        message = "a config.json of transformers names its family"
+        raise wrong("missing", "model_type", None, message, '"model_type": "llama", for one')
     known = known_families()
     same = {other: name for name, others in known["same"].items() for other in others}
     name = same.get(kind, kind)
@@ -495,7 +498,7 @@ def read_sizes(config: Config) -> Sizes:
         message = "the planner does not know the layers of this model family"
         # A family with another number is hardly a typing error; it is a hint at a similar one.
         fix = nearest_choice(kind, tuple(sorted({*known["family"], *same})), any_number=True)
-        raise wrong("unknown-model", "model_type", kind or None, message, fix)
+        raise wrong("unknown-model", "model_type", kind, message, fix)
     values = as_class(config, name)
     for key, value in family.get("defaults", {}).items():
         if values.get(key) is None:

@@ -104,10 +104,12 @@ class SearchSpace:
             self.examined += family.size
             progress(f"{self.examined:,} layouts")
         if not needed:
-            batch = space.global_batch
+            batch, count = space.global_batch, space.num_devices
             reasons = counted(dict(self.rejected.most_common(3)))
             message = f"no layout of {space.num_devices} devices is legal for this model and batch "
-            fix = f"global_batch = {max(-(-batch // space.num_devices), 1) * space.num_devices}"
+            multiples = {batch // count * count, -(-batch // count) * count} - {0}
+            fix = f"global_batch = {' or '.join(map(str, sorted(multiples)))}"
+            fix = "another number of devices" if multiples == {batch} else fix
             problem = Problem.of("no-plan", "global_batch", batch, f"{message}({reasons})", fix)
             raise ConfigError([problem])
         self.needed = np.concatenate(needed)
