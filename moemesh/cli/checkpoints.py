@@ -291,7 +291,7 @@ def prune(
 @checkpoint_app.command(short_help="List tensors that differ in two checkpoints, and by how much.")
 def diff(
     first: Annotated[str, "A run (its newest), or RUN/step-N.", "<A>"],
-    second: Annotated[str, "The same.", "<B>"],
+    second: Annotated[str, "The run or checkpoint to compare with.", "<B>"],
     all_lines: Annotated[bool, "Print every tensor.", {"names": ("--all",)}] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from moemesh.config.errors import UserError
 from moemesh.planner.accuracy.published import read_runs
 
 NAMES = "Model,GPUs,GPU,TP,PP,Global batch,Seq,Step time (s)\n"
@@ -21,7 +22,7 @@ TABLES: dict[str, tuple[bytes, list[tuple[object, ...] | str]]] = {
     "Markdown": (
         b"| Model | GPUs | GPU | TP | PP | Global batch | Seq | Step time (s) |\n"
         b"|:--|--:|---|---|---|---|---|---|\n"
-        b"| Llama-3-8B | 8 | H100 | 1 | 1 | 128 | 8k | 10.5 \xc2\xb1 0.2 |\n"
+        b"| Llama-3-8B | 8 | H100 | 1 | 1 | 128 | 8,192 tokens | 10.5 \xc2\xb1 0.2 |\n"
         b"| Llama-3-8B | 8 | H100 | 1 | 1 | 128 | 8192 | OOM |\n",
         [LLAMA, OOM],
     ),
@@ -63,10 +64,9 @@ TABLES: dict[str, tuple[bytes, list[tuple[object, ...] | str]]] = {
     ),
     "a German Excel": (
         "Modell;Anzahl GPUs;Karte;TP;PP;Sequenzlänge;Globale Batchgröße;Schrittzeit (s)\r\n"
-        "Llama-3-8B;8;H100;1;1;8.192;128;10,5\r\n;;;;;;;\r\nSumme;8;;;;;;1.234,5\r\n".encode(
-            "cp1252"
-        ),
-        [LLAMA, "hardware is ``"],
+        "Llama-3-8B;8;H100;1;1;8’192;128;10,5\r\n;;;;;;;\r\n"
+        "Llama-3-8B;8;H100;1;1;8.192;128;10,5\r\nSumme;8;;;;;;1.234,5\r\n".encode("cp1252"),
+        [LLAMA, LLAMA, "hardware is ``"],
     ),
     "merged names under a title": (
         b"Table 3: our runs,,,,,,,\nModel,System,,Parallelism,,Batch,,Step time\n"
@@ -95,3 +95,10 @@ def test_each_row_is_read_or_named(author, tmp_path):
         read = [run.shape.name, layout.world_size, layout.global_batch, layout.seq_len]
         assert read == sizes
         assert (run.ended, run.seconds) == (ended, pytest.approx(seconds) if seconds else None)
+
+
+def test_a_column_that_is_there_twice_is_named(tmp_path):
+    names = NAMES.replace("\n", ",step_time_s\n")
+    (tmp_path / "runs.csv").write_text(f"{names}Llama-3-8B,8,H100,1,1,128,8192,10.5,10.6\n")
+    with pytest.raises(UserError, match="two columns step_time_s"):
+        read_runs(tmp_path / "runs.csv")

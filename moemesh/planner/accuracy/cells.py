@@ -26,7 +26,9 @@ OWN_STACK = "own"
 #: Columns of whole numbers; "4k" is one of them.
 _COUNTS = ("gpus", "nodes", "node_gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs",
            "accumulation", "gbs", "seq")  # fmt: skip
-_COUNT = re.compile(r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)", re.IGNORECASE)
+_COUNT = re.compile(
+    r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)(?: *(?:tokens|sequences|seqs|gpus))?", re.IGNORECASE
+)
 #: Columns that a table must have.
 NEEDED_COLUMNS = ("arch", "hardware", "seq")
 #: Measured columns, with the least and the largest number that a run can show.
@@ -42,8 +44,10 @@ _MEASURED = {
     "batch_tokens": (1, 1e12),
 }
 #: Columns that may have another name.
-_READ = frozenset({"id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision",
-                   "recompute", "status", "stack"})  # fmt: skip
+READ_COLUMNS = frozenset({
+    "id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision", "recompute",
+    "status", "stack",
+})  # fmt: skip
 #: A number, "k", and a unit.
 _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
 #: A comma before other than three digits is that of decimals.
@@ -79,7 +83,7 @@ def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
         ]
     columns, taken, placed = [(name, "") for name in names], {*names}, set[int]()
     for _, place, column, unit in sorted(known):
-        if column in _READ and column not in taken and place not in placed:
+        if column in READ_COLUMNS and column not in taken and place not in placed:
             columns[place] = column, unit
             taken.add(column)
             placed.add(place)
@@ -106,7 +110,7 @@ def table_lines(data: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
     if separator == "|":
         text = re.sub(r"(?m)^[ \t]*\|?[-:| \t]*$|^[ \t]*\||\|[ \t]*$", "", text)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
-    lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
+    lines = [(reader.line_num, [_joined(cell.strip()) for cell in cells]) for cells in reader]
     lines = [(number, cells) for number, cells in lines if any(cells)]
     while len(lines) > 1 and sum(map(bool, lines[0][1])) == 1 < sum(map(bool, lines[1][1])):
         del lines[0]
@@ -124,6 +128,12 @@ def table_lines(data: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
                 c.translate(point) if n else c for c, n in zip(cells, is_number, strict=True)
             ]
     return header, lines
+
+
+def _joined(cell: str) -> str:
+    """The cell without spaces and apostrophes between the thousands of a number."""
+    is_number = re.fullmatch(r"[+-]?\d{1,3}([ '’\u00a0\u202f]\d{3})+([.,]\d+)?", cell)
+    return re.sub(r"[ '’\u00a0\u202f]", "", cell) if is_number else cell
 
 
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_name
 from moemesh.planner.accuracy.cells import (
     NEEDED_COLUMNS,
+    READ_COLUMNS,
     annotated_row,
     decimal_in,
     measured_in,
@@ -205,6 +206,8 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
             f"{table} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
             f"its first line names {', '.join(columns[:8]) or 'none'}"
         )
+    if twice := [name for name in READ_COLUMNS if columns.count(name) > 1]:
+        raise UserError(f"{table} has two columns {twice[0]}: leave one out, or rename it")
     rows = [_cells(cells, own, number) for number, cells in lines]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")

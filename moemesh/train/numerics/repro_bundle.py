@@ -127,7 +127,8 @@ class ReproBundle:
         except UserError:
             raise
         except Exception as error:  # safetensors has errors of its own
-            raise UserError(f"{folder}: not a replay bundle ({error})") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UserError(f"{folder}: not a replay bundle ({BODY}: {reason})") from error
         if not has_weights:
             raise UserError(
                 f"{folder}: the bundle was written without weights, which were larger than "
