@@ -522,7 +522,7 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
 
 def _python(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch or table of Arrow. Texts of the type arrow.json, which datasets writes
-    for values of mixed types (its feature Json), become the values that they stand for."""
+    for values of mixed types (its feature Json), become these values."""
 
     def parsed(value: Any, kind: Any) -> Any:
         if value is None:

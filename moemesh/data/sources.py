@@ -153,9 +153,9 @@ def check(data: DataConfig, vocab_size: int) -> list[Exception]:
     for source in data.all_sources:
         errors += found_by(partial(_check_source, source, vocab_size, reader))
     if data.validation is not None:
-        found = found_by(partial(_check_source, validation_source(data), vocab_size, reader))
+        problems = found_by(partial(_check_source, validation_source(data), vocab_size, reader))
         # The same checks report data.path; here another key names the files.
-        texts = (str(error).replace("data.path ", "data.validation ", 1) for error in found)
+        texts = (str(error).replace("data.path ", "data.validation ", 1) for error in problems)
         errors += map(DataError, texts)
     return errors
 
