@@ -8,7 +8,6 @@ copied to the host and back; on every other axis a call is torch's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -87,24 +86,19 @@ def broadcast(tensor: Tensor, axis: Axis, source_index: int) -> None:
         tensor.copy_(copy)
 
 
-def _message(
-    is_sent: bool,
-    x: Tensor,
-    axis: Axis,
-    index: int,
-    *,
-    group: ProcessGroup | None = None,
-    tag: int = 0,
+def send(
+    x: Tensor, axis: Axis, index: int, *, group: ProcessGroup | None = None, tag: int = 0
 ) -> Any:
-    start = partial(dist.isend if is_sent else dist.irecv, group=group or axis.group, tag=tag)
-    if not is_staged(x, axis):
-        return start(x, axis.ranks[index])
-    copy = x.cpu() if is_sent else torch.empty(x.shape, dtype=x.dtype)
-    then = None if is_sent else lambda: x.copy_(copy)
-    return PendingWork([start(copy, axis.ranks[index])], kept=[copy], then=then)
+    """Pending ``dist.isend`` to rank `index` of the axis."""
+    copy = x.cpu() if is_staged(x, axis) else x
+    work = dist.isend(copy, axis.ranks[index], group=group or axis.group, tag=tag)
+    return work if copy is x else PendingWork([work], kept=[copy])
 
 
-#: Pending ``dist.isend`` of `x` to rank `index` of the axis.
-send = partial(_message, True)
-#: Pending ``dist.irecv`` into `x` from rank `index` of the axis.
-receive = partial(_message, False)
+def receive(
+    into: Tensor, axis: Axis, index: int, *, group: ProcessGroup | None = None, tag: int = 0
+) -> Any:
+    """Pending ``dist.irecv`` from rank `index` of the axis."""
+    copy = torch.empty(into.shape, dtype=into.dtype) if is_staged(into, axis) else into
+    work = dist.irecv(copy, axis.ranks[index], group=group or axis.group, tag=tag)
+    return work if copy is into else PendingWork([work], then=lambda: into.copy_(copy))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, ParamSpec, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,18 +84,11 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
-_Arguments = ParamSpec("_Arguments")
-
-
-def _waited(
-    start: Callable[_Arguments, Callable[[], Tensor]],
-) -> Callable[_Arguments, Tensor]:
-    """`start`, and then the wait for its result."""
-
-    def run(*arguments: _Arguments.args, **keywords: _Arguments.kwargs) -> Tensor:
-        return start(*arguments, **keywords)()
-
-    return run
+def all_gather(
+    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
+) -> Tensor:
+    """[own rows, ...] to [all rows, ...] in rank order; `sizes`: each rank's rows, None = equal."""
+    return all_gather_start(x, axis, sizes, phase=phase, caller=caller)()
 
 
 def all_gather_start(
@@ -107,9 +100,8 @@ def all_gather_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """[own rows, ...] to [all rows, ...] in rank order; `sizes`: each rank's rows, None = equal.
-    Call the returned function exactly once for the result. `into`: where it goes, contiguous; `x`
-    may be this rank's rows of it. None makes a new tensor."""
+    """Asynchronous all_gather: call the returned function exactly once for the result. `into`:
+    where it goes, contiguous; `x` may be this rank's rows of it. None makes a new tensor."""
     if axis.size == 1:
         return lambda: x if into is None else into.copy_(x)
     blocks = _blocks(x.shape[0] * axis.size, axis, sizes)
@@ -132,7 +124,11 @@ def all_gather_start(
     return partial(_after, ticket, work, lambda: gathered)
 
 
-all_gather = _waited(all_gather_start)
+def reduce_scatter(
+    x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, phase: str, caller: str
+) -> Tensor:
+    """[all rows, ...] of partial sums to [own rows, ...] summed; `sizes` as in all_gather."""
+    return reduce_scatter_start(x, axis, sizes, phase=phase, caller=caller)()
 
 
 def reduce_scatter_start(
@@ -145,10 +141,9 @@ def reduce_scatter_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """[all rows, ...] of partial sums to [own rows, ...] summed; `sizes` as in all_gather. Call the
-    returned function exactly once for the result. `in_tree`: added in a balanced binary tree over
-    the ranks, as in :func:`all_reduce_in_tree_`. `in_place`: the result may be a view of all
-    received blocks, whose memory it then keeps."""
+    """Asynchronous reduce_scatter: call the returned function exactly once for the result.
+    `in_tree`: added in a balanced binary tree over the ranks, as in :func:`all_reduce_in_tree_`.
+    `in_place`: the result may be a view of all received blocks, whose memory it then keeps."""
     if axis.size == 1:
         return lambda: x
     blocks = _blocks(x.shape[0], axis, sizes)
@@ -189,9 +184,6 @@ def reduce_scatter_start(
         return total.to(dtype)
 
     return partial(_after, ticket, work, sum_in_rank_order)
-
-
-reduce_scatter = _waited(reduce_scatter_start)
 
 
 def _after(ticket: Ticket | None, work: Work | None, result: Callable[[], Tensor]) -> Tensor:
@@ -256,6 +248,19 @@ def all_reduce_in_tree_(tensor: Tensor, axis: Axis, *, phase: str, caller: str) 
         flat.copy_(all_gather(total, axis, blocks, phase=phase, caller=caller))
 
 
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+    *,
+    phase: str,
+    caller: str,
+) -> Tensor:
+    """`input_splits[i]` rows go to rank i, `output_splits[i]` come from it; None = equal splits."""
+    return all_to_all_start(x, axis, input_splits, output_splits, phase=phase, caller=caller)()
+
+
 def all_to_all_start(
     x: Tensor,
     axis: Axis,
@@ -265,8 +270,7 @@ def all_to_all_start(
     phase: str,
     caller: str,
 ) -> Callable[[], Tensor]:
-    """`input_splits[i]` rows go to rank i, `output_splits[i]` come from it; None = equal splits.
-    Call the returned function exactly once for the result."""
+    """Asynchronous all_to_all: call the returned function exactly once for the result."""
     if axis.size == 1:
         return lambda: x
     if (input_splits is None) != (output_splits is None):
@@ -292,9 +296,6 @@ def all_to_all_start(
         sent, parts = _raw(x).split(inputs), _raw(received).split(outputs)
         work = send_and_receive(sent, parts, axis, _EXCHANGE_TAG)
     return partial(_after, ticket, work, lambda: received)
-
-
-all_to_all = _waited(all_to_all_start)
 
 
 def exchange_start(
