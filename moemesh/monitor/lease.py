@@ -118,7 +118,7 @@ class Lease:
     def refuse_held(folder: Path) -> None:
         """Raises RunFolderError, as :meth:`take` would, if a process holds the lease of `folder`
         and its lock is visible on this host; takes and writes nothing."""
-        if is_locked(folder / FILE):
+        if is_locked(folder / FILE, in_doubt=False):
             raise _in_use(folder, describe_holder(body_of(folder)))
 
     @staticmethod

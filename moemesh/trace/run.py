@@ -473,8 +473,9 @@ def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def is_locked(file: Path) -> bool:
-    """Whether a process holds the lock of `file`; False if it cannot be opened or locked.
+def is_locked(file: Path, *, in_doubt: bool = True) -> bool:
+    """Whether a process holds the lock of `file`; False if it cannot be opened. `in_doubt`: the
+    answer if its file system refuses locks.
 
     The check briefly takes a shared lock, so that concurrent checks do not see each other as
     owners.
@@ -486,7 +487,7 @@ def is_locked(file: Path) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
-        return isinstance(error, BlockingIOError)
+        return in_doubt or isinstance(error, BlockingIOError)
     finally:
         os.close(handle)
     return False

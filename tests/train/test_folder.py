@@ -25,7 +25,9 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.samples import Samples
 from moemesh.monitor.devices import FOLDER_VARIABLE, RESOLVED
+from moemesh.monitor.lease import Lease
 from moemesh.sharding.load_run import load_run
+from moemesh.trace.run import is_locked
 from moemesh.train.records import run_folder as folder_module
 from moemesh.train.records.run_folder import (
     Events,
@@ -225,6 +227,9 @@ def test_a_lease_that_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("moemesh.monitor.lease.fcntl.flock", refuse)
     with pytest.raises(RunFolderError, match="cannot be locked"):
         run.lock()
+    # Nothing that a live process may hold is swept away, and no run is refused for it.
+    assert is_locked(tmp_path / "lease")
+    Lease.refuse_held(tmp_path)
     (tmp_path / "lease").unlink()
     (tmp_path / "lease").mkdir()
     with pytest.raises(RunFolderError, match="cannot be opened"):
