@@ -60,7 +60,9 @@ def set_recompute(model: Transformer, plan: Plan, ledger: Ledger) -> None:
     memory = Recomputation(ledger)
     if plan.recompute == "full":
         model.memory = memory
-    for module in model.modules() if plan.recompute == "selective" else ():
+    if plan.recompute != "selective":
+        return
+    for module in model.modules():
         if isinstance(module, AttentionBlock) and plan.recompute_attention:
             module.memory = memory
         elif isinstance(module, Experts):

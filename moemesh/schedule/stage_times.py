@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import get_args
 
 from moemesh.config.errors import UserError
 from moemesh.config.limits import parse_json
@@ -17,7 +16,7 @@ from moemesh.schedule.terapipe import stage_costs
 from moemesh.sharding.stages import cut_layers, last_stage_cost, layer_costs
 from moemesh.trace.timeline import Timeline, WorkRecord
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 def estimated_costs(plan: Plan, model: ModelConfig, seq_len: int) -> Costs:
