@@ -370,13 +370,14 @@ def _small_logits(model: PreTrainedModel, head: nn.Linear, hidden_BSH: Tensor) -
     """Logits by the code of `model` after its last layer with `head` in place of its own; None if
     that code does not run alone."""
     own: Any = model.get_output_embeddings()
-    model.set_output_embeddings(head)
     try:
+        model.set_output_embeddings(head)
         return tail(model, hidden_BSH)
     except Exception:
         return None
     finally:
-        model.set_output_embeddings(own)
+        if own is not None:
+            model.set_output_embeddings(own)
 
 
 def _has_plain_head(model: PreTrainedModel) -> bool:
