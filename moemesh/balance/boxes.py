@@ -120,7 +120,8 @@ def pack_box(weight: Floats, num_gpus: int, floor: float, tolerance: float, slot
     per_gpu = num_slots // num_gpus
     if per_gpu >= num_experts:
         # All GPUs hold the same experts, so all loads are the mean; duplicates are unavoidable.
-        slots[:] = np.arange(num_slots) % per_gpu % num_experts
+        for slot in range(num_slots):
+            slots[slot] = slot % per_gpu % num_experts
         return total(weight) / num_gpus
     counts = counts_by_quotient(weight, num_slots, num_gpus)
     bound = max(floor, total(weight) / num_gpus, (weight / counts).max())

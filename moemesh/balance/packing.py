@@ -107,7 +107,9 @@ def pack(weight: Floats, counts: Ints, num_gpus: int, goal: float, slots: Ints) 
     if not separate(slots, unit, load):
         # Deal replicas round robin: up to `num_gpus` copies in a row land on different GPUs.
         replicas = np.repeat(np.arange(len(counts)), counts)
-        slots.reshape(num_gpus, -1)[:] = replicas.reshape(-1, num_gpus).T
+        per_gpu = len(slots) // num_gpus
+        for slot in range(len(slots)):
+            slots[slot] = replicas[slot % per_gpu * num_gpus + slot // per_gpu]
         add_up(slots, unit, load)
     swap_opposite(slots, unit, load, goal)
     return swap_hottest(slots, unit, load, goal)
