@@ -521,27 +521,28 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
 
 
 def _python(batch: Any) -> list[dict[str, Any]]:
-    """The rows of a batch or table of Arrow. Texts of the type arrow.json, which datasets writes
-    for values of mixed types (its feature Json), become these values."""
+    """The rows of a batch or table of Arrow. Maps become objects; texts of the type arrow.json,
+    which datasets writes for values of mixed types (its feature Json), become these values. Raises ValueError for such a text that is not JSON, and for a key twice in a map."""
 
     def parsed(value: Any, kind: Any) -> Any:
         if value is None:
             return None
         if getattr(kind, "extension_name", "") == "arrow.json":
             return parse_json(value)
+        if hasattr(kind, "item_type"):  # a map: a list of pairs
+            table = {key: parsed(item, kind.item_type) for key, item in value}
+            if len(table) < len(value):
+                raise ValueError("a map has a key twice")
+            return table
         if isinstance(value, list):
             return [parsed(item, kind.value_type) for item in value]
         if isinstance(value, dict):
-            is_map = hasattr(kind, "item_type")
-            return {
-                key: parsed(item, kind.item_type if is_map else kind.field(key).type)
-                for key, item in value.items()
-            }
+            return {key: parsed(item, kind.field(key).type) for key, item in value.items()}
         return value
 
-    rows = batch.to_pylist(maps_as_pydicts="strict")
+    rows = batch.to_pylist()
     for field in batch.schema:
-        if "arrow.json" in str(field.type):
+        if re.search(r"arrow\.json|map<", str(field.type)):
             for row in rows:
                 row[field.name] = parsed(row[field.name], field.type)
     return rows

@@ -621,3 +621,12 @@ def test_json_in_a_table_is_what_it_stands_for(tmp_path: Path, form: str) -> Non
     (_, record), *_ = all_of(next(tmp_path.iterdir()))
     more = {} if form == "dataset" else {"chat_template_kwargs": {"think": "no"}}
     assert record == {"messages": turns, "tools": tools, **more}
+
+
+def test_a_map_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    messages = pa.array([[{"role": "assistant", "content": "a"}]])
+    values = pa.array([[("think", "no"), ("think", "yes")]], pa.map_(pa.string(), pa.string()))
+    table = pa.table({"messages": messages, "chat_template_kwargs": values})
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: .* a key twice"):
+        all_of(tmp_path / "a.parquet")
