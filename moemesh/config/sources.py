@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -100,31 +100,53 @@ def read_file(path: Path) -> ConfigSource:
         else:
             problems.append(_not_a_section(section, leaf))
     if path.name == RUN_CONFIG:
-        leaves = {
-            key: replace(leaf, value=input_of_run(path.parent, leaf.value))
-            if key in INPUTS
-            else leaf
-            for key, leaf in leaves.items()
-        }
+        for key in INPUTS & leaves.keys():
+            value = input_of_run(path.parent, key, leaves[key].value)
+            leaves[key] = replace(leaves[key], value=value)
     return ConfigSource(leaves=leaves, problems=tuple(problems))
 
 
-#: Keys with the path of an input.
-INPUTS = ("model.path", "lora.path", "data.path", "data.validation", "data.tokenizer")
+#: Keys with the path of an input, or with tables that have one (data.sources).
+INPUTS = frozenset(
+    {
+        *("model.path", "lora.path", "train.cluster"),
+        *("data.path", "data.sources", "data.validation", "data.tokenizer"),
+    }
+)
 
 
-def input_of_run(folder: Path, value: object) -> object:
-    """The path `value` in the configuration of the run in `folder`: if a relative path does not
-    exist here, the path from a directory in which the run was started, if it exists there."""
-    if not isinstance(value, str) or os.path.isabs(value) or Path(value).exists() or glob(value):
-        return value
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        starts = parse_json((folder / "provenance.json").read_text(encoding="utf-8"))["starts"]
-        for start in reversed(starts):
-            path = str(Path(start["directory"], value))
-            if Path(path).exists() or glob(path):
-                return path
-    return value
+def input_of_run(folder: Path, key: str, value: object) -> object:
+    """The `value` of `key` in the configuration of the run in `folder`: a relative path that does
+    not exist here is the path from a directory in which the run was started, if it exists there."""
+
+    def place(path: str) -> str:
+        is_name = key == "data.tokenizer" and path == "bytes"
+        is_name |= key == "train.cluster" and path in preset_names("clusters")
+        if is_name or os.path.isabs(path) or _exists(path):
+            return path
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            text = (folder / "provenance.json").read_text(encoding="utf-8")
+            for start in reversed(parse_json(text)["starts"]):
+                if _exists(moved := str(Path(start["directory"], path))):
+                    return moved
+        return path
+
+    return with_paths(value, place)
+
+
+def with_paths(value: object, change: Callable[[str], str]) -> object:
+    """The `value` of a key in INPUTS with each path changed."""
+    if isinstance(value, list):
+        return [with_paths(item, change) for item in cast("list[object]", value)]
+    if isinstance(value, dict):
+        table = cast("dict[str, object]", value)
+        return table | {key: with_paths(table[key], change) for key in table if key == "path"}
+    return change(value) if isinstance(value, str) else value
+
+
+def _exists(path: str) -> bool:
+    """Whether a file, a folder or a match of a pattern exists."""
+    return os.path.exists(path) or bool(glob(path, recursive=True))
 
 
 #: Setting of what was given in place of a configuration -> its noun.

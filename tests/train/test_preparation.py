@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.cli.train import FILES
+from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.monitor import devices
 from moemesh.monitor.lease import Lease
@@ -125,6 +126,44 @@ def test_a_run_is_resumed_from_another_folder(
     (folder / "elsewhere/a.txt").write_text("other")
     code, _, error = invoke("train", "../kept/a", "--dry-run")
     assert code == 2 and str(folder) not in error
+
+
+def test_sources_and_clusters_of_a_run_are_found_from_another_folder(
+    folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "bytes").mkdir()  # the tokenizer is the word, the cluster that of the package
+    sources = 'data.sources=[{path="a.txt"}, {path="**/b.txt"}]'
+    (folder / "b.txt").write_text("another text " * 100)
+    (folder / "kept/a/checkpoints/step-5").mkdir(parents=True)
+    for cluster in ("mine.toml", "one_h100"):
+        (folder / cluster).write_text(load_cluster("one_h100").to_toml("mine"))
+        given = [sources, "train.steps=10", f"train.cluster={cluster}"]
+        (folder / "kept/a/config.toml").write_text(resolved_toml(load_run([], given).config))
+        (folder / "kept/a/provenance.json").write_text(
+            json.dumps({"starts": [{"directory": str(folder)}]})
+        )
+        (folder / "elsewhere").mkdir(exist_ok=True)
+        monkeypatch.chdir(folder / "elsewhere")
+        code, out, error = invoke("train", "../kept/a", "--dry-run")
+        assert code == 0 and "resume   from ../kept/a/checkpoints/step-5\n" in out, error
+        config = load_run([Path("../kept/a/config.toml")], []).config
+        assert config.data.sources[0].path == f"{folder}/a.txt"
+        wanted = f"{folder}/mine.toml" if cluster == "mine.toml" else cluster
+        assert (config.data.tokenizer, config.train.cluster) == ("bytes", wanted)
+        monkeypatch.chdir(folder)
+
+
+def test_a_run_with_absolute_paths_takes_the_relative_ones_of_its_first_command(
+    folder: Path, invoke: Invoke
+) -> None:
+    (folder / "run/checkpoints/step-5").mkdir(parents=True)
+    recorded = load_run([], [f"data.path={folder}/a.txt", "train.steps=10"]).config
+    (folder / "run/config.toml").write_text(resolved_toml(recorded))
+    given = ["train", "--dry-run", "--out", "run", "--set", "train.steps=10", "--set"]
+    code, out, error = invoke(*given, "data.path=a.txt")
+    assert code == 0 and "resume   from run/checkpoints/step-5\n" in out, error
+    (folder / "b.txt").write_text("other")
+    assert invoke(*given, "data.path=b.txt")[0] == 2
 
 
 def test_a_folder_in_use_is_refused_before_any_data_is_read(folder: Path, invoke: Invoke) -> None:

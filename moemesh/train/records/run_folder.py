@@ -33,7 +33,7 @@ from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
 from moemesh.config.limits import few, parse_json
 from moemesh.config.schema import all_keys, explain_unknown_key
-from moemesh.config.sources import INPUTS, input_of_run
+from moemesh.config.sources import INPUTS, input_of_run, with_paths
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import has_chat_template
@@ -234,12 +234,17 @@ class RunFolder:
         changes = [
             change
             for change in compare(self.recorded.config, new)
-            if change.key not in INPUTS or input_of_run(self.path, change.old) != change.new
+            if change.key not in INPUTS or not self._is_same_input(change)
         ]
         if _steps(self.checkpoints) == [0]:  # converted weights have no course of training yet
             allowed = [change.key for change in changes]
         refuse_changes(changes, frozenset(allowed), self.recorded.whose)
         return changes
+
+    def _is_same_input(self, change: Change) -> bool:
+        """Whether both paths of an input are one place."""
+        old = input_of_run(self.path, change.key, change.old)
+        return with_paths(old, os.path.abspath) == with_paths(change.new, os.path.abspath)
 
     def lock(
         self, *, takeover: bool = False, log: Callable[[str], None] = lambda text: None
