@@ -522,7 +522,8 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
 
 def _python(batch: Any) -> list[dict[str, Any]]:
     """The rows of a batch or table of Arrow. Maps become objects; texts of the type arrow.json,
-    which datasets writes for values of mixed types (its feature Json), become these values. Raises ValueError for such a text that is not JSON, and for a key twice in a map."""
+    which datasets writes for values of mixed types (its feature Json), become these values. Raises
+    ValueError for such a text that is not JSON, and for a key twice in a map."""
 
     def parsed(value: Any, kind: Any) -> Any:
         if value is None:
