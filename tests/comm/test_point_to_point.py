@@ -1,13 +1,18 @@
-"""Messages between two ranks, one by one and in pairs, and their ledger."""
+"""Messages between two ranks, one by one and in pairs, their ledger, and pending work."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from moemesh.comm import point_to_point
+from moemesh.comm import point_to_point, staged, transfers
 from moemesh.comm.mesh import Axis, Mesh
 from moemesh.config.layout import Layout
+from moemesh.monitor import progress
+from moemesh.monitor.progress import RANK_BYTES, read_record
 from tests.ranks import mesh_on_ranks
 
 
@@ -38,3 +43,36 @@ def messages(mesh: Mesh) -> None:
 
 def test_messages_between_two_ranks():
     mesh_on_ranks(Layout(pp=2), messages)
+
+
+def staged_messages(mesh: Mesh) -> None:
+    with mock.patch.object(staged, "is_staged", return_value=True):
+        messages(mesh)
+        x = torch.arange(2.0) + 10 * mesh.rank
+        rows = transfers.all_to_all(x, mesh["pp"], phase="forward", caller="test")
+    assert rows.tolist() == [mesh.rank, 10.0 + mesh.rank]
+
+
+def test_messages_through_copies_on_the_host():
+    mesh_on_ranks(Layout(pp=2), staged_messages)
+
+
+def test_pending_work_ends_once_and_shows_what_it_waits_for():
+    memory, seen = bytearray(RANK_BYTES), list[object]()
+
+    def is_inside() -> bool:
+        record = read_record(memory, 0)
+        assert record is not None
+        return bool(record.inside)
+
+    work = SimpleNamespace(wait=lambda: seen.append(is_inside()), is_completed=lambda: False)
+    progress.attach_memory(memory, 0)
+    try:
+        ticket = progress.entered("all_reduce", "dp", "test", (0, 1), 8)
+        pending = staged.PendingWork([work, work], then=lambda: seen.append("then"), ticket=ticket)
+        assert not pending.is_completed() and not is_inside()
+        pending.wait()
+        pending.wait()
+        assert seen == [True, True, "then"] and pending.is_completed() and not is_inside()
+    finally:
+        progress.detach()
