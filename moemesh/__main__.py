@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from types import FrameType
 
 
@@ -16,8 +17,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Run the command of ``sys.argv``."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not under nohup
-        signal.signal(signal.SIGINT, _interrupt)
+    # A shell without job control starts a command in the background with SIGINT ignored.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        with suppress(ValueError):  # in another thread than the main one
+            signal.signal(signal.SIGINT, _interrupt)
     from moemesh.cli import main as command
 
     command()

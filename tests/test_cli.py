@@ -6,16 +6,18 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import typer
 
-from moemesh import __version__, cli
+from moemesh import __main__, __version__, cli
 from moemesh.cli.application import app
 from moemesh.cli.verbs import VERBS
 from moemesh.trace import machine
@@ -229,6 +231,14 @@ def test_ctrl_c_in_an_import_prints_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_the_command_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no handler of signals can be set."""
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)
+    monkeypatch.setattr(cli, "main", lambda: 7 / 0)
+    with ThreadPoolExecutor() as pool, pytest.raises(ZeroDivisionError):
+        pool.submit(__main__.main).result()
 
 
 def test_only_our_own_value_errors_are_the_users(
