@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from moemesh.checkpoint.stored import read_manifest
+from moemesh.monitor import lease
 from moemesh.trace.run import Run
 from tests import commands
 from tests.drill.rank import Spec
@@ -231,6 +232,11 @@ def test_a_run_that_was_killed_before_it_saved_begins_again_and_keeps_its_rows(
     rows = (out / "metrics.jsonl").read_bytes()
     assert "run records 2 steps, and" in said(*short, code=2)
     assert (out / "metrics.jsonl").read_bytes() == rows and not (out / "checkpoints").exists()
+
+
+def test_runs_take_the_lease_of_their_folder(one_rank: Path, two_ranks: Path) -> None:
+    """Its file stays; tests/train/test_folder.py has what a held lease refuses."""
+    assert all((run / lease.FILE).exists() for run in (one_rank, two_ranks))
 
 
 def test_a_truncated_checkpoint_is_named_and_the_older_one_used(
