@@ -113,8 +113,11 @@ class ParallelModel(Shown):
             )
 
     def facts(self) -> dict[str, object]:
-        mesh, size = self.parallel.mesh, sum(parameter.numel() for parameter in self.parameters())
-        return {"mesh": mesh, "own_parameters": size, "num_steps": self.num_steps}
+        return {
+            "mesh": self.parallel.mesh,
+            "own_parameters": sum(parameter.numel() for parameter in self.parameters()),
+            "num_steps": self.num_steps,
+        }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Logical name -> this rank's shard, for an optimizer; for bfloat16 weights their fp32

@@ -110,8 +110,9 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
     candidates: Sequence[Candidate] = ()
     with suppress(ConfigError, NothingFits):
         # The search assumes bfloat16 for trained weights, whatever train.dtype is.
-        batch = data.seq_len, data.global_batch
-        request = PlanRequest(config.model, machine, *batch, trainable=True)
+        request = PlanRequest(
+            config.model, machine, data.seq_len, data.global_batch, trainable=True
+        )
         candidates = plan_named(request).candidates
     for candidate in candidates:
         plan = plan_of(candidate.layout)

@@ -135,5 +135,7 @@ class ExpertMigration:
         self._set(layer, new)
 
     def _set(self, layer: int, places: Sequence[int]) -> None:
-        of_rank = self._parallel.model, self._parallel.placements, self._parallel.homes
-        set_homes(*of_rank, layer, places, self._mesh.device)
+        parallel = self._parallel
+        set_homes(
+            parallel.model, parallel.placements, parallel.homes, layer, places, self._mesh.device
+        )

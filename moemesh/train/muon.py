@@ -143,8 +143,12 @@ class MatrixUpdates:
             exchange = self._exchanges.get(unit)
             if exchange is not None:
                 # The tensors that this rank owns, from the parts of all ranks.
-                owners, received = exchange.owners, self._send(exchange.there, direction_parts.get)
-                owned = [x for x in direction_parts.items() if owners.get(x[0].name) == rank]
+                owned = [
+                    (part, tensor)
+                    for part, tensor in direction_parts.items()
+                    if exchange.owners.get(part.name) == rank
+                ]
+                received = self._send(exchange.there, direction_parts.__getitem__)
                 for part, tensor in (*owned, *received):
                     if part.name not in whole:
                         whole[part.name] = tensor.new_zeros(part.shape)

@@ -259,8 +259,8 @@ class ValidatedSteps:
                 steps.flush()
             for step in steps.take():
                 assert step.result is not None
-                facts = {name: getattr(step, name) for name in ("number", "recorder", "seconds")}
-                finished.append(FinishedStep(result=step.result, **facts))
+                facts = {"recorder": step.recorder, "seconds": step.seconds}
+                finished.append(FinishedStep(number=step.number, result=step.result, **facts))
             num_returned = int(steps.waiting is None)  # all stages hold the last step's weights
             while len(finished) > num_returned:
                 session.report(finished.pop(0))

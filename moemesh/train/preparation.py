@@ -443,8 +443,10 @@ def check_inputs(
 
     def open_small() -> None:
         if sources.is_small(config.data):
-            sizes = {"seed": config.train.seed, "vocab_size": config.model.vocab_size}
-            samples = sources.open_samples(config.data, **sizes, cache=cache, log=notes.append)
+            seed, vocab_size = config.train.seed, config.model.vocab_size
+            samples = sources.open_samples(
+                config.data, seed=seed, vocab_size=vocab_size, cache=cache, log=notes.append
+            )
             opened.append(samples)
 
     problems = untrainable(resolved, folder)

@@ -226,10 +226,8 @@ class FolderContents:
 def refuse_problems(path: Path, lines: Sequence[str]) -> None:
     """Raises CheckpointError with the first of `lines`: faults of a folder's weights."""
     if lines:
-        head, left = (
-            f"{path}: the weights are not those of its config.json:",
-            len(lines) - _MOST_LINES,
-        )
+        head = f"{path}: the weights are not those of its config.json:"
+        left = len(lines) - _MOST_LINES
         more = [f"and {left} more"] if left > 0 else []
         raise CheckpointError("\n  ".join([head, *lines[:_MOST_LINES], *more]))
 

@@ -379,8 +379,10 @@ def generate(
                 numbers = range(first, min(first + batch, len(wanted) + 1))
                 answers = {number: new_answer() for number in numbers if number in rows}
                 choosers = [chooser(temperature, top_p, seed + number - 1) for number in answers]
-                given = [rows[number] for number in answers], [*answers.values()], choosers
-                answer_together(parallel.model, *given, mesh.device)
+                batch_ids = [rows[number] for number in answers]
+                answer_together(
+                    parallel.model, batch_ids, list(answers.values()), choosers, mesh.device
+                )
                 for number in numbers if mesh.rank == 0 else ():
                     growing, head = answers.get(number), "" if chat else wanted[number - 1]
                     if growing is not None:

@@ -143,30 +143,44 @@ def origin(
     parameters: tuple[str, ...],
 ) -> NonfiniteOrigin:
     """The first value in the order of the computation; all ranks call with the values of all."""
-    phase = next((phase for phase in PHASES if any(x.phase == phase for x in seen)), None)
+    phase = next(
+        (phase for phase in PHASES if any(finding.phase == phase for finding in seen)), None
+    )
     if phase is None:
         return NonfiniteOrigin(phase="unrepeated", parameters=parameters[:MOST_NAMED])
-    candidates = [x for x in seen if x.phase == phase]
+    candidates = [finding for finding in seen if finding.phase == phase]
     if phase == "backward":
         # A backward goes from the last layer to the first: the gradient of a weight of a later
         # layer, or of an earlier microbatch, comes before it.
         first = min(candidates, key=order)
         before = first.microbatch, -first.layer
-        weights = [x for x in seen if x.phase == "gradient" and x.layer >= 0]
-        candidates = [x for x in weights if (x.microbatch, -x.layer) < before] or candidates
+        weights = [
+            finding for finding in seen if finding.phase == "gradient" and finding.layer >= 0
+        ]
+        candidates = [
+            finding for finding in weights if (finding.microbatch, -finding.layer) < before
+        ] or candidates
     first = min(candidates, key=lambda value: (order(value), not value.is_fresh, value.rank))
     place = order(first), first.name, first.is_fresh
-    same = [x for x in candidates if (order(x), x.name, x.is_fresh) == place]
+    same = [
+        finding
+        for finding in candidates
+        if (order(finding), finding.name, finding.is_fresh) == place
+    ]
     in_step = first.phase not in ("weight", "sum")
-    concerned = [x for x in same if x.sequences]
+    concerned = [finding for finding in same if finding.sequences]
     if in_step and not concerned:
         # Rows of experts are tokens of other ranks, which have them in the same layer.
         where = first.phase, first.microbatch, first.layer
-        concerned = [x for x in seen if (x.phase, x.microbatch, x.layer) == where]
-    sequences = sorted({sequence for x in concerned for sequence in x.sequences})
-    are_all = all(len(x.sequences) == x.num_looked for x in concerned)
-    experts = tuple(sorted({expert for x in same for expert in x.experts}))
-    layer, ranks = layer_in(first.name), tuple(sorted({x.rank for x in same}))
+        concerned = [
+            finding
+            for finding in seen
+            if (finding.phase, finding.microbatch, finding.layer) == where
+        ]
+    sequences = sorted({sequence for finding in concerned for sequence in finding.sequences})
+    are_all = all(len(finding.sequences) == finding.num_looked for finding in concerned)
+    experts = tuple(sorted({expert for finding in same for expert in finding.experts}))
+    layer, ranks = layer_in(first.name), tuple(sorted({finding.rank for finding in same}))
     return NonfiniteOrigin(
         phase=first.phase,
         rank=first.rank,
@@ -233,7 +247,9 @@ class NaNCheck:
         """The first values of each phase, of every rank; all ranks call."""
         local: list[dict[str, Any]] = []
         for phase in PHASES:
-            ordered = sorted((x for x in self._seen.values() if x.phase == phase), key=order)
+            ordered = sorted(
+                (finding for finding in self._seen.values() if finding.phase == phase), key=order
+            )
             local += map(asdict, ordered[:_MOST_SENT])
         tuples = ("experts", "sequences")  # which come as lists from JSON
         return [
@@ -367,9 +383,12 @@ class NaNCheck:
                     **({"sequences": sequences} if sequences else _sequences(context, x)),
                 )
 
+            def begin_backward(_: Tensor) -> None:
+                self._current = microbatch
+
             for x in _floats(output):
-                if x.requires_grad:  # the begin of its backward
-                    x.register_hook(lambda _: setattr(self, "_current", microbatch))
+                if x.requires_grad:
+                    x.register_hook(begin_backward)
 
         yield module.register_forward_pre_hook(begin, with_kwargs=True)
         yield module.register_forward_hook(end, with_kwargs=True)

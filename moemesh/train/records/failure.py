@@ -265,9 +265,15 @@ def _of_ended(ended: SupervisorResult, epoch: int | None, advice: str) -> dict[s
         ranks = {"entered": list(verdict.entered), "missing": list(verdict.missing)}
         content["collective"] = _collective(verdict.collective) | ranks
     if verdict.calls:
-        shown = ((_collective(call.collective), call.ranks) for call in verdict.calls)
-        keys = ("operation", "bytes", "caller")
-        content["calls"] = [{k: x[k] for k in keys} | {"ranks": [*ranks]} for x, ranks in shown]
+        content["calls"] = [
+            {
+                "operation": call.collective.op,
+                "bytes": call.collective.num_bytes,
+                "caller": call.collective.caller,
+                "ranks": list(call.ranks),
+            }
+            for call in verdict.calls
+        ]
     if verdict.lost:
         lost = [{"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost]
         content["unreachable"] = lost

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from moemesh.checkpoint.files import explain, replace_by
 from moemesh.config.limits import parse_json
@@ -175,9 +175,16 @@ CSV_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE = "metrics.csv", "tensorboard", "wan
 _COLUMNS = tuple(item.name for item in fields(MetricsRow))
 
 
-#: Opens the sink of a run folder for rows from step `first_step` on. Its methods `write`, with the
-#: row of a step, and `close` may raise anything, and may take long.
-Opener = Callable[[Path, int], Any]
+class Sink(Protocol):
+    """Takes the rows of a run in order; calls may raise anything, and may take long."""
+
+    def write(self, row: MetricsRow) -> None: ...
+
+    def close(self) -> None: ...
+
+
+#: Opens the sink of a run folder for rows from step `first_step` on.
+Opener = Callable[[Path, int], Sink]
 
 
 class CsvSink:
@@ -310,7 +317,7 @@ class Sinks:
             self._log(self._messages.popleft(), "sink")
 
     def _run(self) -> None:
-        opened: dict[str, Any] = {}
+        opened: dict[str, Sink] = {}
         for name in self._names:
             with self._guarded(name, "cannot be opened"):
                 opened[name] = OPENERS[name](self._folder, self._first_step)

@@ -152,7 +152,9 @@ def _buffers(parallel: RankModel, *, saved: bool = False) -> list[Shard]:
     shards: list[Shard] = []
     for name, buffer in parallel.model.named_buffers():
         module = name.rpartition(".")[0] + "."
-        where = next(x for name, x in parallel.placements.items() if name.startswith(module))
+        where = next(
+            where for other, where in parallel.placements.items() if other.startswith(module)
+        )
         if not saved or where.holders[0] == parallel.mesh["pp"].index:
             shards.append(shard_of(f"model.{name}", buffer))
     return shards
