@@ -223,6 +223,8 @@ def test_settings_of_the_text_part_without_generation_config(tmp_path: Path) -> 
     (folder / "generation_config.json").unlink()
     (folder / "config.json").write_text("{}")  # no default of a class
     assert text_ends(folder) == []
+    (folder / "config.json").write_text('{"text_config": [1], "temperature": 0.5}')
+    assert (text_ends(folder), unapplied_settings(folder)) == ([], ["temperature"])
 
 
 @pytest.mark.parametrize("ends", [2.0, "2", True, [2, None], [[2]], {"a": 2}])

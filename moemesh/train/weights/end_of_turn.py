@@ -82,7 +82,8 @@ def _of_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that ``generate`` takes from the `values` of a config.json: those of the text
     part where the whole model has none."""
     written = {key: value for key, value in values.items() if value is not None}
-    return dict(values.get("text_config") or {}) | written
+    text = values.get("text_config")
+    return {**text, **written} if isinstance(text, dict) else written
 
 
 def unapplied_settings(folder: Path) -> list[str]:
