@@ -408,47 +408,57 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
         ]
         messages = [*context, *completion]
     elif key == "conversations":
-        turns = fields[key]
-        if not isinstance(turns, list):
-            raise BadRecordError(where, f'"{key}" must be a list, and is {_kind(turns)}')
-        messages = list[Any]()
-        for number, turn in enumerate(turns, start=1):
-            if not isinstance(turn, dict) or "from" not in turn:
-                messages.append(turn)
-                continue
-            role, others = turn["from"], {k: turn[k] for k in turn if k not in ("from", "value")}
-            if role == "function_call":
-                calls = _json(turn.get("value"), f"turn {number}", where)
-                calls = [calls] if isinstance(calls, dict) else calls
-                if not (isinstance(calls, list) and all(isinstance(x, dict) for x in calls)):
-                    reason = f'turn {number} is from "{role}"; its "value" must be an object'
-                    raise BadRecordError(where, f"{reason} or a list of objects")
-                calls = [{"type": "function", "function": call} for call in calls]
-                messages.append({"role": "assistant", "tool_calls": calls, **others})
-            elif isinstance(role, str) and role in ROLES:
-                content = {"content": turn["value"]} if "value" in turn else {}
-                messages.append({"role": ROLES[role], **content, **others})
-            else:
-                known = _some([*ROLES, "function_call"], 99)
-                raise BadRecordError(where, f'turn {number} is from "{role}"; known are {known}')
+        messages = _sharegpt(fields[key], where)
     else:
-        earlier = fields.get("history", [])
-        given = [fields[key], fields.get("input", ""), fields["output"]]
-        are_pairs = isinstance(earlier, list) and all(
-            isinstance(pair, list) and len(pair) == 2 for pair in earlier
-        )
-        if not are_pairs or not all(isinstance(text, str) for text in chain(given, *earlier)):
-            reason = f'"{key}", "input" and "output" must be texts, "history" a list of pairs'
-            raise BadRecordError(where, reason)
-        *question, answer = given
-        texts = [*chain(*earlier), "\n".join(filter(None, question)), answer]
-        messages = [
-            {"role": role, "content": text}
-            for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-        ]
+        messages = _alpaca(fields, key, where)
     if fields.get("system"):
         messages.insert(0, {"role": "system", "content": fields["system"]})
     return _conversation(messages, fields, where)
+
+
+def _sharegpt(turns: Any, where: Where) -> list[Any]:
+    """The messages of ``conversations``; those with other keys are returned unchanged."""
+    if not isinstance(turns, list):
+        raise BadRecordError(where, f'"conversations" must be a list, and is {_kind(turns)}')
+    messages = list[Any]()
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict) or "from" not in turn:
+            messages.append(turn)
+            continue
+        role, others = turn["from"], {k: turn[k] for k in turn if k not in ("from", "value")}
+        if role == "function_call":
+            calls = _json(turn.get("value"), f"turn {number}", where)
+            calls = [calls] if isinstance(calls, dict) else calls
+            if not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+                reason = f'turn {number} is from "{role}"; its "value" must be an object'
+                raise BadRecordError(where, f"{reason} or a list of objects")
+            calls = [{"type": "function", "function": call} for call in calls]
+            messages.append({"role": "assistant", "tool_calls": calls, **others})
+        elif isinstance(role, str) and role in ROLES:
+            content = {"content": turn["value"]} if "value" in turn else {}
+            messages.append({"role": ROLES[role], **content, **others})
+        else:
+            known = _some([*ROLES, "function_call"], 99)
+            raise BadRecordError(where, f'turn {number} is from "{role}"; known are {known}')
+    return messages
+
+
+def _alpaca(fields: Mapping[str, Any], key: str, where: Where) -> list[dict[str, str]]:
+    """The messages of ``history``, and of the question under `key` with its ``output``."""
+    earlier = fields.get("history", [])
+    given = [fields[key], fields.get("input", ""), fields["output"]]
+    are_pairs = isinstance(earlier, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in earlier
+    )
+    if not are_pairs or not all(isinstance(text, str) for text in chain(given, *earlier)):
+        reason = f'"{key}", "input" and "output" must be texts, "history" a list of pairs'
+        raise BadRecordError(where, reason)
+    *question, answer = given
+    texts = [*chain(*earlier), "\n".join(filter(None, question)), answer]
+    return [
+        {"role": role, "content": text}
+        for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
+    ]
 
 
 def _json(value: Any, name: str, where: Where) -> Any:
