@@ -335,6 +335,8 @@ def _in_units(name: str, value: object) -> str:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Zµ]+?)(?:/s|ps)?", str(value).strip())
     if match is None or match[2] not in _UNITS:
         return ""
+    if match[2].endswith("s") != name.endswith("latency"):  # bytes of a latency, or the reverse
+        return ""
     number = float(match[1]) * _UNITS[match[2]]
     shown = f"{number:.0f}" if name == "memory_bytes" else _shown(number)
     return f"{name} = {{ bfloat16 = {shown} }}" if name == "peak_flops" else f"{name} = {shown}"

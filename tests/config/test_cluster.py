@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,21 @@ def test_other_words_for_a_key(tmp_path: Path, word: str, key: str) -> None:
     (problem,) = (x for x in caught.value.problems if x.code == "unknown-key")
     assert problem.fix.startswith(f"{key} is ")
     assert not any(set(row.names) & KEYS.keys() for row in KEYS.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("intra_node_latency", "3us", "intra_node_latency = 3e-06"),
+        ("intra_node_latency", "3 GB", "intra_node_latency = 3e-6"),
+        ("intra_node_bandwidth", "2 ms", "intra_node_bandwidth = 450e9"),
+    ],
+)
+def test_a_unit_of_another_quantity_is_no_fix(
+    tmp_path: Path, key: str, value: str, fix: str
+) -> None:
+    text = load_cluster("one_h100").to_toml("mine")
+    (tmp_path / "mine.toml").write_text(re.sub(rf"(?m)^{key} = .*", f'{key} = "{value}"', text))
+    with pytest.raises(ConfigError) as error:
+        load_cluster(tmp_path / "mine.toml")
+    assert error.value.problems[0].fix == fix
