@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -155,8 +156,11 @@ def mixed_experts(rank: int) -> None:
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     y, _ = model(tokens_of(0, rank))
     y.sum().backward()
-    with pytest.raises(LayerError, match="every rank has experts of its own"):
-        optimizer.step()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaged = PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=1, warmup_steps=0))
+    for refused in (optimizer, averaged):
+        with pytest.raises(LayerError, match="every rank has experts of its own"):
+            refused.step()
     fully_shard(model.moe.router)
     with pytest.raises(LayerError, match="fully_shard on the layer or on a module around it"):
         model(tokens_of(0, rank))

@@ -16,6 +16,7 @@ from moemesh.parallel.expert.transformers_trainer import caller, with_experts
 
 #: Module of torch whose functions of this name save and load the state of an optimizer.
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
 _WATCHED: WeakSet[Optimizer] = WeakSet()
 
 
@@ -28,14 +29,19 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     # By name: the import of its module warns of deprecated parts of torch.
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if "ZeroRedundancyOptimizer" in kinds and any(
+    mixes = None
+    if "ZeroRedundancyOptimizer" in kinds:
+        mixes = "ZeroRedundancyOptimizer sends each parameter from the rank that updates it to the"
+        mixes += " others"
+    elif caller("step", _LOCAL_SGD):  # it has no hooks, and calls an optimizer with them
+        mixes = "PostLocalSGDOptimizer averages each parameter over the ranks"
+    if mixes is not None and any(
         isinstance(parameter.grad, SpreadGradient)
         for group in optimizer.param_groups
         for parameter in group["params"]
     ):
         raise LayerError(
-            "ZeroRedundancyOptimizer sends each parameter from the rank that updates it to the "
-            "others, and every rank has experts of its own: another optimizer for "
+            f"{mixes}, and every rank has experts of its own: another optimizer for "
             "mm.expert_parameters(model).values()"
         )
     for group in optimizer.param_groups:
