@@ -18,10 +18,13 @@ from moemesh.checkpoint.huggingface.contents import FolderContents, StoredTensor
 from moemesh.checkpoint.huggingface.convert import carry_along, write_folder
 from moemesh.checkpoint.huggingface.logical import ahead_tensors, logical_tensors
 from moemesh.checkpoint.huggingface.weight_folder import HuggingFaceWeights, WeightFolder
+from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import INDEX, SINGLE, lacks_weights
 from moemesh.config.model import ModelConfig
+from moemesh.config.run import RunConfig
 from moemesh.sharding.load_run import load_run
+from moemesh.train.inference import evaluation
 from moemesh.train.weights.weight_sources import check_folder, check_weights
 from tests.huggingface import ours
 from tests.huggingface.ours import assert_near, deferred
@@ -340,3 +343,17 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='model_type = "ministral"'):
         load_run([], [*keys, "model.implementation=moemesh"])
     assert load_run([], keys).config.model.implementation == "transformers"
+
+
+def test_weights_of_another_shape_are_found_before_a_model_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save("llama", tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"intermediate_size": 64}))
+    config = load_run([], [f"model.path={folder}"]).config
+    made: list[RunConfig] = []
+    monkeypatch.setattr(evaluation, "construct", lambda config, mesh: made.append(config))
+    with pytest.raises(CheckpointError, match="shape"):
+        evaluation.load(config, Mesh.single("cpu"), folder)
+    assert not made

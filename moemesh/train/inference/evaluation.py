@@ -55,18 +55,30 @@ def on_ranks(config: RunConfig, work: Callable[[Mesh], str], *more: str) -> int:
 def load(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> RankModel:
     """The model of a run's newest checkpoint or its `best` one, or of a folder of transformers or
     PEFT, on these ranks."""
+    # Weights that cannot be read are found before a model takes memory.
+    weights: saving.WeightSource
+    adapters = state = None
+    if (source / CONFIG).exists() or is_adapter_folder(source):
+        weights = open_weights(config, to_stderr if mesh.rank == 0 else lambda note: None)
+        adapters = open_adapters(config, trains=False)
+    else:
+        weights = checkpoint = open_checkpoint(mesh, source, best=best)
+        state = checkpoint.state
     parallel = construct(config, mesh)
     # Weights are loaded into fp32 masters and rounded once; SGD without momentum has no state.
     optimizer = Optimizer.of(parallel, TrainConfig(optimizer="sgd", momentum=0.0))
-    if (source / CONFIG).exists() or is_adapter_folder(source):
-        log = to_stderr if mesh.rank == 0 else lambda note: None
-        saving.load_weights(open_weights(config, log), parallel, optimizer)
-        if config.lora.is_packed:
-            load_base(config, parallel)
-        if (adapters := open_adapters(config, trains=False)) is not None:
-            saving.load_weights(adapters, parallel, optimizer)
-        return parallel
-    folder = checkpoints_of(source)
+    saving.load_weights(weights, parallel, optimizer)
+    if config.lora.is_packed:
+        load_base(config, parallel, state)
+    if adapters is not None:
+        saving.load_weights(adapters, parallel, optimizer)
+    return parallel
+
+
+def open_checkpoint(mesh: Mesh, run: Path, *, best: bool) -> store.Checkpoint:
+    """The newest readable checkpoint of a run, or its `best` one; all ranks get the same. Raises
+    CheckpointError without one."""
+    folder = checkpoints_of(run)
     step = gather_json(best_step(folder), mesh.control)[0] if best else None
     checkpoint, skipped = store.open_together(folder, mesh.control, step)
     if checkpoint is None:
@@ -77,10 +89,7 @@ def load(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> 
             f"moemesh: warning: the checkpoint of step {step} is left out: {reason}; "
             f"these are the weights of step {checkpoint.step}"
         )
-    saving.load_weights(checkpoint, parallel, optimizer)
-    if config.lora.is_packed:
-        load_base(config, parallel, checkpoint.state)
-    return parallel
+    return checkpoint
 
 
 #: Seconds between lines of a long evaluation.
