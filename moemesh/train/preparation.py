@@ -25,7 +25,9 @@ from moemesh.config.changes import Change
 from moemesh.config.dispatcher_table import DISPATCHERS, dispatcher_row
 from moemesh.config.errors import ConfigError, Problem, found_by, refuse_together
 from moemesh.config.hub import short_name
+from moemesh.config.huggingface.folder import read_config
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
+from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.names import Names
 from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.run import RunConfig
@@ -239,6 +241,29 @@ def _crowded_cores(start: Start) -> Iterator[str]:
         yield f"{ranks} ranks share {cores} core(s): right results, no speed to measure"
 
 
+#: Families of our code whose routers in transformers multiply their inputs by noise.
+_WITH_JITTER = ("mixtral", "minimax_m2")
+
+
+def _without_noise(start: Start) -> Iterator[str]:
+    """What is random in the training of transformers or PEFT, and is not random here."""
+    config = start.config
+    given: dict[str, object] = {}
+    if config.model_path is not None and config.model.implementation == "moemesh":
+        with suppress(ConfigError):  # reported by the check of the folder
+            given |= read_config(Path(config.model_path))
+        if given.get("model_type") not in _WITH_JITTER:
+            given.pop("router_jitter_noise", None)
+    if config.lora.path is not None:
+        with suppress(ConfigError):  # the same
+            adapters = read_config(Path(config.lora.path) / ADAPTER_CONFIG, "lora.path")
+            given |= {"lora_dropout": adapters.get("lora_dropout")}
+    for key in ("attention_dropout", "router_jitter_noise", "lora_dropout"):
+        size = given.get(key)
+        if isinstance(size, int | float) and size > 0:
+            yield f"{key} = {size} is set to 0: results would depend on the layout"
+
+
 #: Warnings in the order of their lines.
 WARNINGS: tuple[Callable[[Start], Iterator[str]], ...] = (
     _without_effect,
@@ -248,6 +273,7 @@ WARNINGS: tuple[Callable[[Start], Iterator[str]], ...] = (
     _long_warmup,
     _large_bubble,
     _crowded_cores,
+    _without_noise,
 )
 
 

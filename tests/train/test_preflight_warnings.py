@@ -66,6 +66,24 @@ def test_what_was_probably_not_meant_gets_one_remark(overrides: list[str], words
     assert words in remark
 
 
+def test_dropout_and_jitter_of_a_folder_get_a_remark(tmp_path: Path) -> None:
+    folder, adapters = tmp_path / "model", tmp_path / "adapters"
+    for path in (folder, adapters):
+        path.mkdir()
+    values = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 64}
+    values |= {"vocab_size": 256, "attention_dropout": 0.0}
+    tuned = {"peft_type": "LORA", "r": 4, "lora_dropout": 0.0}
+    given = [f"model.path={folder}", f"lora.path={adapters}"]
+    for noise in (0.0, 0.125):
+        values["router_jitter_noise"] = values["attention_dropout"] = noise
+        (folder / "config.json").write_text(json.dumps(values))
+        (adapters / "adapter_config.json").write_text(json.dumps(tuned | {"lora_dropout": noise}))
+        keys = ("attention_dropout", "router_jitter_noise", "lora_dropout")
+        expected = [f"{key} = 0.125 is set to 0" for key in keys if noise]
+        remarks = said(*given)
+        assert [remark.partition(":")[0] for remark in remarks] == expected
+
+
 def test_many_ranks_on_few_cores() -> None:
     config = load_run([], ["plan.dp=2"], {}).config
     assert list(preflight_warnings(config, 2)) == []
