@@ -112,6 +112,14 @@ def defer(experts: ExpertWeights) -> DeferredProducts:
     return DeferredProducts(_Anchor.apply(calls, *experts.tensors), calls)
 
 
+def _without_graph(
+    function: type[torch.autograd.Function], ctx: Any, gradient: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The backward of `function` where the gradients are to have a graph (``create_graph``): their
+    second derivative raises. As a decorator of each backward it would make seven calls a layer."""
+    return once_differentiable(function.backward)(ctx, gradient)
+
+
 class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: list[list[WeightGradient]], *weights: Tensor) -> Tensor:
@@ -119,8 +127,9 @@ class _Anchor(torch.autograd.Function):
         return weights[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _without_graph(_Anchor, ctx, gradient)
         if not ctx.calls:  # a queue computes them, or there were no calls
             return (None,) * (1 + ctx.num_weights)
         by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
@@ -171,8 +180,9 @@ class _ExpertMLP(torch.autograd.Function):
         return y_RH if slots is None else sum_rows(y_RH, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _without_graph(_ExpertMLP, ctx, grad)
         call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
         # The weights are saved for autograd's check that nothing has changed them.
         source_NH, weights_R, *saved = ctx.saved_tensors

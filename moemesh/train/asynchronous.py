@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -213,7 +214,8 @@ class TrainingStream:
             # All ranks of a stage have its norm and its skips: only the first of them adds them.
             stop, first = float(self._stop_requested()), float(mesh["stage"].index == 0)
             scalars = [stop, first * part.num_skipped, first * part.squares]
-            total = pack_sums([part.losses.new_tensor(scalars)], part.losses, part.loads).cpu()
+            own = torch.tensor(scalars, dtype=torch.float64, device=part.losses.device)
+            total = pack_sums([own], part.losses, part.loads).cpu()
             work = all_reduce_(
                 total, mesh.control, caller="step.report", phase="optimizer", async_op=True
             )

@@ -180,12 +180,12 @@ def step_result(
 ) -> StepResult:
     """The result from sums over all ranks: `packed` by :func:`pack_sums`, loads of the shapes of
     `like`."""
-    sizes = [2 + len(counts.ahead), *(part.numel() for part in like)]
+    sizes = [2 + len(counts.ahead), *[part.numel() for part in like]]
     losses, *parts = packed.cpu().split_with_sizes(sizes)
     loss, aux, *ahead = losses.tolist()
-    counts_LE, dropped_L, *rank_LP = (
+    counts_LE, dropped_L, *rank_LP = [
         part.round().long().view(shape.shape) for part, shape in zip(parts, like, strict=True)
-    )
+    ]
     at_depths = [sum_ / max(count, 1) for sum_, count in zip(ahead, counts.ahead, strict=True)]
     return StepResult(
         loss=loss / max(counts.num_tokens, 1),
@@ -203,7 +203,7 @@ def step_result(
 def pack_sums(first: Sequence[Tensor], losses: Tensor, loads: Sequence[Tensor]) -> Tensor:
     """One vector of `first`, and of `losses` and `loads` as in :class:`StepSums`: integers as
     float64, which is exact."""
-    return torch.cat([*first, losses, *(part.flatten().double() for part in loads)])
+    return torch.cat([*first, losses, *[part.flatten().double() for part in loads]])
 
 
 def token_losses(losses_T: Tensor, batch: Batch) -> Tensor:
