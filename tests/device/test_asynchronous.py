@@ -48,12 +48,22 @@ def test_a_stage_counts_tokens_without_the_other_stages() -> None:
     assert run_on_ranks(4, counted_by_one_stage) == [18, 18, 0, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipedream", "pipedream_2bw"])
-def test_an_asynchronous_run_on_a_device_learns_as_on_the_host(name: str) -> None:
-    plan = {"pp": 2, "dp": 2, "ep": 2, "microbatches": 4, "schedule": name}
-    plan["dispatcher"] = "all_to_all"
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [
+        ("pipedream", {"pp": 2}),
+        *(
+            pytest.param(name, {"pp": 2, "dp": 2, "ep": 2}, marks=pytest.mark.slow)
+            for name in ("pipedream", "pipedream_2bw")
+        ),
+    ],
+)
+def test_an_asynchronous_run_on_a_device_learns_as_on_the_host(
+    name: str, degrees: dict[str, int]
+) -> None:
+    plan = {**degrees, "microbatches": 4, "schedule": name, "dispatcher": "all_to_all"}
     wanted = stream(MODEL, plan, TRAIN, SHAPE)
-    for steps in run_on_ranks(4, streamed_on_device, plan):
+    ranks = degrees["pp"] * degrees.get("dp", 1)
+    for steps in run_on_ranks(ranks, streamed_on_device, plan):
         assert [loss for loss, _ in steps] == pytest.approx(wanted.losses, rel=1e-5)
         assert [aux for _, aux in steps] == pytest.approx(wanted.aux, rel=1e-5)
