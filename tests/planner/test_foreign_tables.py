@@ -102,3 +102,63 @@ def test_a_column_that_is_there_twice_is_named(tmp_path):
     (tmp_path / "runs.csv").write_text(f"{names}Llama-3-8B,8,H100,1,1,128,8192,10.5,10.6\n")
     with pytest.raises(UserError, match="two columns step_time_s"):
         read_runs(tmp_path / "runs.csv")
+
+
+LLAMA_CELLS = {"Model": "Llama-3-8B", "GPUs": "8", "GPU": "H100", "TP": "1", "PP": "1",
+               "Global batch": "128", "Seq": "8192"}  # fmt: skip
+
+
+def only_run(path, cells, title=""):
+    """The run of a table with one row."""
+    lines = [title] * bool(title) + ["\t".join(cells), "\t".join(cells.values())]
+    path.write_text("\n".join(lines))
+    (run,) = read_runs(path)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("column", "cell", "seconds"),
+    [
+        ("Step time (s)", "10.5*", 10.5),
+        ("Step time (s)", "**10.5**", 10.5),
+        ("Step time (s)", "10.5†‡", 10.5),
+        ("Step time (s)", "10.5 [1]", 10.5),
+        ("Step time (s)", "~10.5", 10.5),
+        ("Step time (ms)", "10500*", 10.5),
+        ("Step time (ms)", "~10,500", 10.5),
+        ("Step time (ms)", "10500 ± 12.5", 10.5),
+        ("Step time (ms)", "10.5k", 10.5),
+        ("Step time (ms)", "10.5 s", 10.5),
+        ("Step time (min)", "1.5", 90),
+        ("Step time", "1m30s", 90),
+        ("Step time", "00:01:30", 90),
+        ("Step time", "1h 0m 1.5s", 3601.5),
+        ("Step time", "10.5 s/it", 10.5),
+        ("Step time", "0.5 it/s", 2),
+        ("it/s", "0.5", 2),
+        ("s/it", "10.5", 10.5),
+        ("steps/sec", "0.5", 2),
+        ("Achieved teraFLOP/s per GPU", "~400 TFLOP/s/GPU", pytest.approx(17.0, rel=0.2)),
+        ("MFU", "40 %", pytest.approx(17.0, rel=0.2)),
+        ("samples/s", "12.5 seq/s", 10.24),
+        ("Step time", "01:30", "step_time_s is `01:30`"),
+        ("Step time", "<12", "step_time_s is `<12`"),
+        ("Step time", "0 it/s", "step_time_s is `0 it/s`"),
+        ("tokens/s", "9.1k tok/s/GPU", "tokens_s is `9.1k tok/s/GPU`"),
+        ("Step time", "—", None),
+        ("Step time", "N.A.", None),
+    ],
+)
+def test_a_measure_in_any_unit(column, cell, seconds, tmp_path):
+    """A unit of the column counts for cells with marks, too; a unit of a cell wins."""
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {column: cell})
+    if isinstance(seconds, str):
+        assert seconds in run.reason
+    else:
+        assert (run.reason, run.seconds) == ("", seconds)
+
+
+@pytest.mark.parametrize("cell", ["8k", "8K", "8,192", "8192†", "8,192 tokens"])
+def test_a_sequence_length_in_any_form(cell, tmp_path):
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {"Seq": cell, "Step time": "10.5"})
+    assert run.layout is not None and run.layout.seq_len == 8192

@@ -50,13 +50,21 @@ READ_COLUMNS = frozenset({
 })  # fmt: skip
 #: A number, "k", and a unit.
 _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
+#: Marks of a footnote or of the best figure, at the end of a cell or around it.
+_MARKS = re.compile(r"^\*+(?=\S)|\s*\^?(?:[*†‡§¶¹²³]|\\(?:d?dag(?:ger)?|ast)\b|\[\d+\])+$")
+#: A time of hours, minutes and seconds: "1m30s", "00:01:30".
+_CLOCK = re.compile(
+    r"(?:(\d+) ?h(?:ours?)? ?)?(?:(\d+) ?m(?:ins?)? ?)?(\d+(?:\.\d+)?) ?s(?:ec)?"
+    r"|(\d+):(\d\d):(\d\d(?:\.\d+)?)"
+)
 #: A comma before other than three digits is that of decimals.
 _DECIMAL_COMMA = re.compile(r"(?<=\d),(?=(\d{1,2}|\d{4,})(?!\d)(?!,))")
 
 
 @cache
 def spellings() -> dict[str, Any]:
-    """``columns.names``: (pattern of a name, our column, unit); ``unit``: column -> unit -> factor;
+    """``columns.names``: (pattern of a name, our column, unit); ``unit``: column -> unit -> factor,
+    negative for a unit of the reciprocal;
     ``spelling``: column -> (pattern of a whole cell, uniform spelling), the first match counts;
     ``precision``: number type -> pattern; ``recompute``: word -> part of a layout's recomputation;
     ``rule``: in order, "when" (column -> pattern) and "set" (column -> value)."""
@@ -66,10 +74,11 @@ def spellings() -> dict[str, Any]:
 def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
     """Our column and the unit of its cells for each column of a table, as far as its name is known
     and the table has no column of that name. Other characters than letters and digits count as
-    underscores: "Tokens / sec / GPU" is "tokens_sec_gpu". Of two names for one column that of
-    the earlier pattern counts."""
+    underscores: "Tokens / sec / GPU" is "tokens_per_sec_per_gpu". Of two names for one column
+    that of the earlier pattern counts."""
     given = [name.strip().lower() for name in names]
-    names = [re.sub(r"\W+", "_", name.replace("#", "num ")).strip("_") for name in given]
+    spoken = [name.replace("#", "num ").replace("/", " per ") for name in given]
+    names = [re.sub(r"\W+", "_", name).strip("_") for name in spoken]
     dotted = {"data.seq_len": "seq", "data.global_batch": "gbs", "plan.stages_per_rank": "vpp",
               "model.preset": "arch", "model.path": "arch"}  # fmt: skip
     known: list[tuple[int, int, str, str]] = []  # priority, place, our column, unit
@@ -140,14 +149,19 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
     """The row with uniform spellings; other columns are unchanged."""
     uniform, words = dict(row), spellings()["spelling"]
     (oom,) = (pattern for pattern, word in words["status"] if word == "OOM")
+    for name in uniform.keys() & {*_MEASURED, *_COUNTS, "vpp", "zero"}:
+        uniform[name] = _MARKS.sub("", uniform[name].strip())
     for name in uniform.keys() & {*_MEASURED}:  # printed in place of a time or a memory
         if re.fullmatch(oom, uniform[name], re.IGNORECASE):
             uniform |= {name: "", "status": uniform.get("status") or "OOM"}
-    for name in uniform.keys() & {*words, *_COUNTS}:
+    for name in uniform.keys() & READ_COLUMNS - {"id", "arch", "hardware"}:
         text = uniform[name].strip()
+        if name in _MEASURED and text.lower() == "nan":
+            continue  # a measure that failed
+        missing = words["missing"] if name != "status" else ()
         known = (
             match.expand(word)
-            for pattern, word in words.get(name, words["count"])
+            for pattern, word in (*words.get(name, ()), *missing)
             if (match := re.fullmatch(pattern, text, re.IGNORECASE))
         )
         uniform[name] = next(known, text)
@@ -201,20 +215,41 @@ def whole_in(row: Mapping[str, str], name: str, default: int) -> int:
     return int(number)
 
 
+def with_unit(text: str, unit: str) -> str:
+    """The cell with the unit of its column, unless it has one of its own."""
+    match = _quantity(_MARKS.sub("", text)) if unit else None
+    return f"{match[0]} {unit}" if match and not match[3] else text
+
+
+def _quantity(text: str) -> re.Match[str] | None:
+    """Number, "k" and unit of a cell, without its deviation."""
+    number_text = re.sub(r"\s*(±|\+/-)\s*[\d.]+", "", text.strip().lower())
+    return _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", number_text))
+
+
 def measured_in(row: Mapping[str, str], name: str) -> float | None:
     """The number of a measured column; None for a cell without one. Raises ValueError for a number
     that is impossible for a run."""
     text = row.get(name, "")
-    if text.lower() in ("", "-", "n/a", "na", "none"):
+    if not text:
         return None
-    number_text = re.sub(r"\s*(±|\+/-)\s*[\d.]+", "", text.lower())  # without its deviation
-    match = _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", number_text))
+    if name == "step_time_s" and (clock := _CLOCK.fullmatch(text.lower())):
+        parts = clock.groups()[3:] if clock[4] else clock.groups()[:3]
+        text = str(
+            sum(float(part or 0) * size for part, size in zip(parts, (3600, 60, 1), strict=True))
+        )
+    match = _quantity(text)
     units = {"": 1.0, **spellings()["unit"][name]}
-    unit = re.sub(r"[_/](gpu|device)$", "", match[3]) if match else None
+    unit = match[3] if match else None
+    if unit and name.endswith(("_gpu", "_gib")):
+        unit = re.sub(r"[_/](gpu|device)$", "", unit)
     if match is None or unit not in units:
         known = ", ".join(list(units)[1:])
         raise ValueError(f"{name} is `{text}`: not a number, alone or with a unit ({known})")
-    number = float(match[1].replace(",", "")) * (1000 if match[2] else 1) * units[unit]
+    number = float(match[1].replace(",", "")) * (1000 if match[2] else 1)
+    if units[unit] < 0 and number:
+        number = 1 / number
+    number *= abs(units[unit])
     if name in ("mfu_pct", "hfu_pct") and number <= 1 and not unit:
         number *= 100  # a share
     least, most = _MEASURED[name]

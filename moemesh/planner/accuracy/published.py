@@ -30,6 +30,7 @@ from moemesh.planner.accuracy.cells import (
     table_lines,
     uniform_row,
     whole_in,
+    with_unit,
 )
 from moemesh.planner.parameters import count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
@@ -234,7 +235,7 @@ def _cells(given: Sequence[str], own: Sequence[tuple[str, str]], line: int) -> d
     """The cells of one line by column, with their units. `line` names a row without an id."""
     cells = dict.fromkeys((name for name, _ in own), "")
     for (name, unit), text in zip(own, given, strict=False):
-        cells[name] = f"{text} {unit}" if unit and re.fullmatch(r"[\d.,e+-]+", text) else text
+        cells[name] = with_unit(text, unit)
     if (more := len(given) - len(own)) > 0:
         cells["surplus"] = f"line {line} has {more} more cells than the first line has columns"
     return cells | {"line": str(line), "id": cells.get("id") or f"line {line}"}
