@@ -162,3 +162,56 @@ def test_a_measure_in_any_unit(column, cell, seconds, tmp_path):
 def test_a_sequence_length_in_any_form(cell, tmp_path):
     run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {"Seq": cell, "Step time": "10.5"})
     assert run.layout is not None and run.layout.seq_len == 8192
+
+
+#: Column and cell -> tp, pp, dp, ZeRO and its group on 64 devices, or words of the reason.
+LAYOUTS = {
+    ("Parallelism", "FSDP 16 + TP 4"): (4, 1, 16, 3, 0),
+    ("Parallelism", "FSDP2, TP 4"): (4, 1, 16, 3, 0),
+    ("Parallelism", "FSDP"): (1, 1, 64, 3, 0),
+    ("Layout", "TP=4, PP=2"): (4, 2, 8, 0, 0),
+    ("Layout", "DP8×TP4×PP2"): (4, 2, 8, 0, 0),
+    ("Layout", "DP8xTP4xPP2"): (4, 2, 8, 0, 0),
+    ("Layout", "tp4-pp2-dp8"): (4, 2, 8, 0, 0),
+    ("Strategy", "8-way tensor, 4-way pipeline"): (8, 4, 2, 0, 0),
+    ("Strategy", "8-way tensor parallelism and 4-way pipeline parallelism"): (8, 4, 2, 0, 0),
+    ("Strategy", "ZeRO-1, TP 8"): (8, 1, 8, 1, 0),
+    ("Strategy", "HSDP 8x8"): (1, 1, 64, 3, 8),
+    ("Strategy", "HSDP"): (1, 1, 64, 3, 8),
+    ("Strategy", "DP 8 + FSDP 8"): (1, 1, 64, 3, 8),
+    ("TP×PP", "4x2"): (4, 2, 8, 0, 0),
+    ("TP/PP/DP", "4/2/8"): (4, 2, 8, 0, 0),
+    ("TPxPP", "(4, 2)"): (4, 2, 8, 0, 0),
+    ("(t, p, d)", "(4, 2, 8)"): (4, 2, 8, 0, 0),
+    ("tp_pp", "4-2"): (4, 2, 8, 0, 0),
+    ("Strategy", "HSDP 16x4"): "which number is that of the shards is not stated",
+    ("Strategy", "FSDP + offload"): "`offload` is not read",
+    ("Strategy", "TP 4 PP 2 TP 8"): "two numbers for tp",
+    ("Strategy", "3D"): "`3d` is not read",
+    ("Strategy", "TP 4 x 2"): "is not read",
+    ("Strategy", "SP 4"): "sp is on or off",
+    ("Strategy", "FSDP, ZeRO-2"): "FSDP is ZeRO-3",
+    ("Strategy", "TP 4, PP 3"): "tp 4 x pp 3",
+    ("TP×PP", "4x2x8"): "layout is `4x2x8`",
+    ("TP×PP", "8"): "layout is `8`",
+}
+
+
+@pytest.mark.parametrize(("column", "cell"), LAYOUTS)
+def test_a_layout_in_one_cell_is_read_whole_or_refused(column, cell, tmp_path):
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key not in ("TP", "PP")}
+    cells |= {"GPUs": "64", column: cell, "Step time": "2.5"}
+    run, expected = only_run(tmp_path / "runs.csv", cells), LAYOUTS[column, cell]
+    if isinstance(expected, str):
+        assert expected in run.reason
+        return
+    assert not run.reason and run.layout is not None
+    layout = run.layout
+    assert (layout.tp, layout.pp, layout.dp, layout.zero, layout.zero_group) == expected
+
+
+def test_a_layout_in_words_does_not_contradict_its_columns(tmp_path):
+    """Words that are not read do no harm beside columns that state the layout."""
+    cells = LLAMA_CELLS | {"Strategy": "TP 2", "Step time": "10.5"}
+    assert "but tp is `1`" in only_run(tmp_path / "runs.csv", cells).reason
+    assert not only_run(tmp_path / "runs.csv", cells | {"Strategy": "ours"}).reason

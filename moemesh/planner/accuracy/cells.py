@@ -20,6 +20,7 @@ from moemesh.config.plan import DEGREES
 from moemesh.config.schema import all_keys
 from moemesh.config.sources import read_preset_table
 from moemesh.config.suggest import aliases
+from moemesh.planner.accuracy.layout_words import joined_cell, joined_degrees, layout_in_words
 
 #: Software stack of runs whose table names none: the author's own.
 OWN_STACK = "own"
@@ -46,7 +47,7 @@ _MEASURED = {
 #: Columns that may have another name.
 READ_COLUMNS = frozenset({
     "id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision", "recompute",
-    "status", "stack",
+    "status", "stack", "layout",
 })  # fmt: skip
 #: A number, "k", and a unit.
 _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
@@ -90,11 +91,15 @@ def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
             for number, (pattern, column, unit) in enumerate(spellings()["columns"]["names"])
             if re.fullmatch(pattern, name)
         ]
-    columns, taken, placed = [(name, "") for name in names], {*names}, set[int]()
+    joined = {place: ",".join(joined_degrees(name)) for place, name in enumerate(given)}
+    columns = [
+        ("layout", joined[place]) if joined[place] else (n, "") for place, n in enumerate(names)
+    ]
+    taken, placed = {*names} - {"layout"}, {place for place in joined if joined[place]}
     for _, place, column, unit in sorted(known):
         if column in READ_COLUMNS and column not in taken and place not in placed:
             columns[place] = column, unit
-            taken.add(column)
+            taken |= {column} - {"layout"}
             placed.add(place)
     return columns
 
@@ -171,6 +176,18 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
             tokens = float(digits) * 1024 ** (1 + (unit == "m"))
             if not unit or (tokens.is_integer() and (unit == "k" or name == "seq")):
                 uniform[name] = str(int(tokens)) if unit else digits
+    if text := uniform.get("layout"):
+        try:
+            layout = layout_in_words(text)
+        except ValueError as error:
+            if not any(uniform.get(name) for name in ("tp", "pp", "dp", "zero")):
+                uniform["unread"] = str(error)
+            layout = {}
+        for name, value in layout.items():
+            given = uniform.get(name) or value
+            if given != value and not (name == "zero" and given[0] == value[0]):
+                uniform["unread"] = f"layout is `{text}`, but {name} is `{given}`"
+            uniform[name] = given
     return uniform
 
 
@@ -216,7 +233,10 @@ def whole_in(row: Mapping[str, str], name: str, default: int) -> int:
 
 
 def with_unit(text: str, unit: str) -> str:
-    """The cell with the unit of its column, unless it has one of its own."""
+    """The cell with the unit of its column, unless it has one of its own, or with the words of a
+    column of several degrees."""
+    if "," in unit:
+        return joined_cell(unit.split(","), text)
     match = _quantity(_MARKS.sub("", text)) if unit else None
     return f"{match[0]} {unit}" if match and not match[3] else text
 

@@ -207,7 +207,7 @@ def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
             f"{table} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
             f"its first line names {', '.join(columns[:8]) or 'none'}"
         )
-    if twice := [name for name in READ_COLUMNS if columns.count(name) > 1]:
+    if twice := [name for name in READ_COLUMNS if columns.count(name) > 1 and name != "layout"]:
         raise UserError(f"{table} has two columns {twice[0]}: leave one out, or rename it")
     rows = [_cells(cells, own, number) for number, cells in lines]
     if not rows:
@@ -235,9 +235,10 @@ def _cells(given: Sequence[str], own: Sequence[tuple[str, str]], line: int) -> d
     """The cells of one line by column, with their units. `line` names a row without an id."""
     cells = dict.fromkeys((name for name, _ in own), "")
     for (name, unit), text in zip(own, given, strict=False):
-        cells[name] = with_unit(text, unit)
+        text = with_unit(text, unit)
+        cells[name] = ", ".join(filter(None, (cells[name], text))) if name == "layout" else text
     if (more := len(given) - len(own)) > 0:
-        cells["surplus"] = f"line {line} has {more} more cells than the first line has columns"
+        cells["unread"] = f"line {line} has {more} more cells than the first line has columns"
     return cells | {"line": str(line), "id": cells.get("id") or f"line {line}"}
 
 
@@ -273,10 +274,13 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         recompute_printed=bool(row.get("recompute", "")),
         row=row,
     )
-    if surplus := row.get("surplus"):
-        return replace(run, reason=surplus)
+    if unread := row.get("unread"):
+        return replace(run, reason=unread)
     if device is None:
         return replace(run, reason=f"hardware is `{row.get('hardware', '')}`: no known device")
+    if row.get("hsdp", node := str(device.node_size)) != node:
+        reason = f"layout is `{row['layout']}`: which number is that of the shards is not stated"
+        return replace(run, reason=f"{reason} (the devices of a node are {node})")
     try:
         shape = _shape(row.get("arch", ""), archs)
         layout = from_run(row)
