@@ -76,13 +76,16 @@ def validate_runs(request: ValidateRequest) -> None:
     from moemesh.planner.accuracy.own import lessons
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import predict, summarize
+    from moemesh.planner.speed import accelerator_of_cluster
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
     from moemesh.report.curves import Agreement, agreement_chart
 
-    read = [run for path in request.runs for run in read_runs(path, request.archs)]
+    clusters = [load_cluster(source) for source in request.cluster or []]
+    hardware = accelerator_of_cluster(clusters[0]).name if len(clusters) == 1 else ""
+    read = [run for path in request.runs for run in read_runs(path, request.archs, hardware)]
     calibration = shipped_calibration()
-    for source in request.cluster or []:
-        read, calibration = use_cluster(read, calibration, load_cluster(source))
+    for cluster in clusters:
+        read, calibration = use_cluster(read, calibration, cluster)
     further = list[str]()
     start = replace(prior_calibration(), allocations=calibration.allocations)
     if request.cross:

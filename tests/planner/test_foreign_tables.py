@@ -215,3 +215,46 @@ def test_a_layout_in_words_does_not_contradict_its_columns(tmp_path):
     cells = LLAMA_CELLS | {"Strategy": "TP 2", "Step time": "10.5"}
     assert "but tp is `1`" in only_run(tmp_path / "runs.csv", cells).reason
     assert not only_run(tmp_path / "runs.csv", cells | {"Strategy": "ours"}).reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"Number of parameters (billion)": "18.4"}, ""),
+        ({"Model": "GPT 18.4B"}, ""),
+        ({"Number of parameters (billion)": "7"}, "has 18.4 billion parameters"),
+        ({}, "the row prints none"),
+    ],
+)
+def test_a_gpt_of_sizes_is_confirmed_by_its_parameters(sizes, reason, tmp_path):
+    """Row 4 of table 1 of Megatron's SC21 paper; sizes alone may be those of any model."""
+    sizes |= {"Attention heads": "48", "Hidden size": "6144", "Number of layers": "40"}
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "Model"} | sizes
+    cells |= {"GPUs": "256", "TP": "8", "Global batch": "1024", "Seq": "2048", "GPU": "A100"}
+    run = only_run(tmp_path / "runs.csv", cells | {"Achieved teraFLOP/s per GPU": "135"})
+    assert reason in run.reason and bool(reason) == bool(run.reason)
+    assert reason or run.priced[0].name == "gpt:40x6144a48v51200"
+
+
+def test_one_device_of_the_title_or_of_the_cluster_is_that_of_the_rows(tmp_path):
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "GPU"} | {"Step time": "10.5"}
+    run = only_run(tmp_path / "runs.csv", cells, "Table 2: runs on H200 GPUs")
+    assert run.device is not None and run.device.name == "H200-141G"
+    (run,) = read_runs(tmp_path / "runs.csv", hardware="A100-80G")
+    assert run.device is not None and run.device.name == "A100-80G"
+    for title in ("", "H100 against A100"):
+        with pytest.raises(UserError, match=r"lacks the column hardware.*--cluster NAME"):
+            only_run(tmp_path / "runs.csv", cells, title)
+
+
+@pytest.mark.parametrize("corner", ["", "Setting"])
+def test_a_table_with_its_names_down_the_side(corner, tmp_path):
+    lines = [
+        [corner, "first", "second"],
+        *([name, cell, cell] for name, cell in LLAMA_CELLS.items()),
+    ]
+    lines.append(["Step time (s)", "10.5", "OOM"])
+    (tmp_path / "runs.csv").write_text("\n".join(map(",".join, lines)))
+    first, second = read_runs(tmp_path / "runs.csv")
+    assert [first.id, second.id, first.reason, second.reason] == ["first", "second", "", ""]
+    assert (first.seconds, second.ended) == (10.5, "OOM")

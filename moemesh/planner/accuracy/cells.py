@@ -11,7 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -44,10 +44,12 @@ _MEASURED = {
     "mem_gib": (1e-6, 1e6),
     "batch_tokens": (1, 1e12),
 }
+#: Columns that are a GPT in place of its name.
+GPT_SIZES = ("layers", "hidden", "heads")
 #: Columns that may have another name.
 READ_COLUMNS = frozenset({
     "id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision", "recompute",
-    "status", "stack", "layout",
+    "status", "stack", "layout", *GPT_SIZES, "params_b",
 })  # fmt: skip
 #: A number, "k", and a unit.
 _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
@@ -104,11 +106,12 @@ def own_columns(names: Sequence[str]) -> list[tuple[str, str]]:
     return columns
 
 
-def table_lines(data: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The names of the columns, and the number and cells of each line that is not empty, of a table
-    with any separator, of Markdown or of LaTeX. Titles above the names are skipped; names in two
-    lines are joined. Between semicolons a comma may be that of decimals, with points between
-    thousands. Raises UnicodeDecodeError and csv.Error."""
+def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]]]:
+    """The titles above the names, the names of the columns, and the number and cells of each line
+    that is not empty, of a table with any separator, of Markdown or of LaTeX. Names in two lines
+    are joined; a table with its names down the first column is turned, and its rows are numbered.
+    Between semicolons a comma may be that of decimals, with points between thousands. Raises
+    UnicodeDecodeError and csv.Error."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         text = data.decode("utf-16")
     else:
@@ -119,15 +122,23 @@ def table_lines(data: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
     if re.search(r"&.*\\\\", text):
         text = re.sub(r"(?m)^[^&\n]*$|\\\\.*$", "", text)  # rules; ends of rows
         text = re.sub(r"\$?\s*\\pm\s*\$?[\d.]+|\$|\\,|\\(?=[#%_])|\\[a-z]+(?=\{)|[{}]", "", text)
-    first = next((line for line in text.splitlines() if line.strip(" ,;")), "")
+    full = [line for line in text.splitlines() if line.strip(" ,;")] or [""]
+    first = next((x for x in full if max(map(x.count, ",;\t|&")) > 1), full[0])  # no title
     separator = max(",;\t|&", key=first.count)
     if separator == "|":
         text = re.sub(r"(?m)^[ \t]*\|?[-:| \t]*$|^[ \t]*\||\|[ \t]*$", "", text)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     lines = [(reader.line_num, [_joined(cell.strip()) for cell in cells]) for cells in reader]
     lines = [(number, cells) for number, cells in lines if any(cells)]
+    titles = list[str]()
     while len(lines) > 1 and sum(map(bool, lines[0][1])) == 1 < sum(map(bool, lines[1][1])):
-        del lines[0]
+        titles += lines.pop(0)[1]
+    down = _num_known(cells[0] for _, cells in lines)
+    if down > 2 and down > _num_known(lines[0][1]):
+        if lines[0][1][0].lower() in ("", "key", "setting", "parameter", "metric"):
+            lines[0][1][0] = "id"
+        columns = zip_longest(*(cells for _, cells in lines), fillvalue="")
+        lines = [(number, list(cells)) for number, cells in enumerate(columns)]
     header = lines.pop(0)[1] if lines else []
     if "" in header and lines and not re.search(r"\d", "".join(lines[0][1])):
         pairs = zip_longest(header, lines.pop(0)[1], fillvalue="")
@@ -141,7 +152,11 @@ def table_lines(data: bytes) -> tuple[list[str], list[tuple[int, list[str]]]]:
             cells[:] = [
                 c.translate(point) if n else c for c, n in zip(cells, is_number, strict=True)
             ]
-    return header, lines
+    return " ".join(filter(None, titles)), header, lines
+
+
+def _num_known(names: Iterable[str]) -> int:
+    return sum(name in READ_COLUMNS for name, _ in own_columns([*names]))
 
 
 def _joined(cell: str) -> str:

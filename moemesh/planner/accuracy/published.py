@@ -20,6 +20,7 @@ from moemesh.config.plan import ScheduleName
 from moemesh.config.sources import preset_names, read_preset_table
 from moemesh.config.suggest import nearest_name
 from moemesh.planner.accuracy.cells import (
+    GPT_SIZES,
     NEEDED_COLUMNS,
     READ_COLUMNS,
     annotated_row,
@@ -32,12 +33,13 @@ from moemesh.planner.accuracy.cells import (
     whole_in,
     with_unit,
 )
-from moemesh.planner.parameters import count_flops
+from moemesh.planner.parameters import count_flops, count_parameters
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
 from moemesh.planner.shapes.load_shape import (
     SHAPES,
     family_name,
     from_arch_table,
+    gpt,
     load_model,
     preset_of,
 )
@@ -192,24 +194,32 @@ class PublishedRun:
         return self.shape is not None and self.shape.is_moe
 
 
-def read_runs(table: Path, archs: Path | None = None) -> list[PublishedRun]:
+def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> list[PublishedRun]:
     """Every row of a CSV table. Architectures come from `archs`, by default ``model_archs.json`` in
-    the table's folder, or from the packaged table. Raises UserError for unreadable files, missing
-    columns or duplicate ids."""
+    the table's folder, or from the packaged table. `hardware` is the device of a table without that
+    column, by default the only one that its title names. Raises UserError for unreadable files,
+    missing columns or duplicate ids."""
     try:
-        header, lines = table_lines(table.read_bytes())
+        title, header, lines = table_lines(table.read_bytes())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the table {table}: {error}") from None
     own = own_columns(header)
     columns = [name for name, _ in own]
-    if missing := [name for name in NEEDED_COLUMNS if name not in columns]:
+    devices = {device.name for word in title.split() if (device := accelerator_of(word))}
+    constant = {"hardware": hardware or (title if len(devices) == 1 else "")}
+    if set(GPT_SIZES) <= {*columns}:
+        constant["arch"] = "gpt"
+    if missing := [x for x in NEEDED_COLUMNS if x not in columns and not constant.get(x)]:
+        lacks = f"the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        option = "; --cluster NAME or a title that names one device stands for hardware"
         raise UserError(
-            f"{table} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
-            f"its first line names {', '.join(columns[:8]) or 'none'}"
+            f"{table} lacks {lacks}; its first line names {', '.join(columns[:8]) or 'none'}"
+            + option * ("hardware" in missing)
         )
     if twice := [name for name in READ_COLUMNS if columns.count(name) > 1 and name != "layout"]:
         raise UserError(f"{table} has two columns {twice[0]}: leave one out, or rename it")
-    rows = [_cells(cells, own, number) for number, cells in lines]
+    constant = {name: word for name, word in constant.items() if name not in columns}
+    rows = [constant | _cells(cells, own, number) for number, cells in lines]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
     entries: dict[str, Any] = read_preset_table("architectures", "calibration")
@@ -282,7 +292,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         reason = f"layout is `{row['layout']}`: which number is that of the shards is not stated"
         return replace(run, reason=f"{reason} (the devices of a node are {node})")
     try:
-        shape = _shape(row.get("arch", ""), archs)
+        shape = _sized_gpt(row) or _shape(row.get("arch", ""), archs)
         layout = from_run(row)
         _check(row, shape, layout, device)
         seconds, memory = _measured_seconds(row, shape, layout, device), measured_in(row, "mem_gib")
@@ -344,6 +354,34 @@ def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
         raise ValueError(message + f"; did you mean {near}?" * bool(near))
     shape = load_model(name).shape
     return shape.truncated(int(layers[1:])) if re.fullmatch(r"L\d+", layers) else shape
+
+
+def _sized_gpt(row: Mapping[str, str]) -> ModelShape | None:
+    """The GPT of a row that prints its sizes and no other model. Sizes leave open how wide the MLP
+    is: a name or the number of parameters must confirm that the model is a GPT. Raises
+    ValueError."""
+    layers, hidden, heads = (whole_in(row, name, 0) for name in GPT_SIZES)
+    arch = row.get("arch", "")
+    if not (layers and hidden and heads) or not re.fullmatch(
+        r"(gpt[\W_]*)?([\d.]+ ?[bt])?", arch, re.I
+    ):
+        return None
+    shape = gpt(layers, hidden, heads)
+    printed = decimal_in(row, "params_b") or float(
+        (re.findall(r"([\d.]+) ?b", arch, re.I) or [0])[0]
+    )
+    counted = count_parameters(shape).total / 1e9
+    if abs(printed / counted - 1) > _ROUNDED_SIZE:
+        sizes = f"layers {layers}, hidden {hidden}, heads {heads}"
+        raise ValueError(
+            f"arch: a GPT of {sizes} has {counted:.3g} billion parameters, the row prints "
+            f"{printed or 'none'} (params_b): name the model"
+        )
+    return shape
+
+
+#: Relative rounding of a printed number of parameters.
+_ROUNDED_SIZE = 0.05
 
 
 def _one_a_stage(row: Mapping[str, str]) -> str:
