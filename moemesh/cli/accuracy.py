@@ -191,12 +191,17 @@ def calibrate(request: CalibrateRequest) -> None:
     from moemesh.planner.accuracy.own import learn, run_of_folder, unused
     from moemesh.planner.accuracy.published import read_runs
     from moemesh.planner.accuracy.validate import predict, summarize
+    from moemesh.planner.speed import accelerator_of_cluster
     from moemesh.planner.timing.calibration import prior_calibration, shipped_calibration
 
     out, wanted = request.out, request.cluster
     folders = [path for path in request.runs if path.is_dir()]
     tables = [path for path in request.runs if path not in folders]
-    read = [run for path in tables for run in read_runs(path, request.archs)]
+    hardware = ""
+    if wanted is not None:
+        with suppress(UserError):  # a name of the table's own
+            hardware = accelerator_of_cluster(load_cluster(wanted)).name
+    read = [run for path in tables for run in read_runs(path, request.archs, hardware)]
     machine = None
     if folders:
         if wanted is None:

@@ -60,6 +60,8 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
         example = "moemesh schedule 1f1b --ranks 4 --microbatches 8"
         fix = "leave out --all" if request.everything else example
         raise typer.BadParameter(f"give the NAME of a schedule, or --all; fix: {fix}")
+    if request.text and as_json:
+        raise typer.BadParameter("--text and --json are two forms of one answer: give one of them")
     if request.everything:
         if svg is not None or trace is not None or save is not None or request.text:
             raise typer.BadParameter("--all prints a table: --svg and the like take one schedule")

@@ -152,3 +152,10 @@ def test_a_schedule_that_cannot_be_made_is_told_beside_the_others(invoke: Invoke
     assert "an even number of ranks" in rows["dualpipe"]["refused"]
     assert rows["zb_h1"]["bubble_rate"] == single["bubble_rate"]
     assert rows["zb_h1"]["peak_activation"] == max(single["peak_activation"])
+
+
+def test_a_picture_and_an_object_are_two_answers(invoke):
+    code, _, problem = invoke(
+        "schedule", "1f1b", "--ranks", "2", "--microbatches", "4", "--text", "--json"
+    )
+    assert code == 2 and "--text and --json" in problem

@@ -258,3 +258,13 @@ def test_a_table_with_its_names_down_the_side(corner, tmp_path):
     first, second = read_runs(tmp_path / "runs.csv")
     assert [first.id, second.id, first.reason, second.reason] == ["first", "second", "", ""]
     assert (first.seconds, second.ended) == (10.5, "OOM")
+
+
+def test_calibrate_takes_the_device_of_its_cluster(tmp_path, invoke):
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "GPU"}
+    rows = [",".join([*cells.values(), seconds]) for seconds in ("10.5", "10.6", "10.7", "10.8")]
+    (tmp_path / "runs.csv").write_text("\n".join([",".join([*cells, "Step time"]), *rows]))
+    out = str(tmp_path / "mine.toml")
+    run = ("calibrate", str(tmp_path / "runs.csv"), "--out", out)
+    assert "lacks the column hardware" in invoke(*run)[2]
+    assert invoke(*run, "--cluster", "dgx_h100")[0] == 0
