@@ -141,6 +141,8 @@ def only_run(path, cells, title=""):
         ("Achieved teraFLOP/s per GPU", "~400 TFLOP/s/GPU", pytest.approx(17.0, rel=0.2)),
         ("MFU", "40 %", pytest.approx(17.0, rel=0.2)),
         ("samples/s", "12.5 seq/s", 10.24),
+        ("TFLOP/s", "3200", "tflops_gpu is 3200, above the peak of H100-80G (989.5)"),
+        ("MFU", "140", "mfu_pct is 140, above the peak"),
         ("Step time", "01:30", "step_time_s is `01:30`"),
         ("Step time", "<12", "step_time_s is `<12`"),
         ("Step time", "0 it/s", "step_time_s is `0 it/s`"),

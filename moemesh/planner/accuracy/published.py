@@ -470,6 +470,15 @@ def _check(
                 f"step_time_s is {seconds:g}: that is {share:.3g} times the peak of {device.name}, "
                 "so it is in another unit or of another batch"
             )
+    narrow = {"float8": 1, "float4": 2}.get(layout.precision, 0)
+    peak = device.peak_flops[narrow]
+    limits = {"tflops_gpu": peak / 1e12, "mfu_pct": 100 * peak / device.peak_flops[0]}
+    for name, limit in limits.items():
+        if (rate := measured_in(row, name) or 0) > limit * (1 + _ROUNDED):
+            raise ValueError(
+                f"{name} is {rate:g}, above the peak of {device.name} ({limit:g}): of several "
+                "devices, or in another unit"
+            )
     if layout.seq_len % layout.cp:
         raise ValueError(f"seq {layout.seq_len} does not divide over cp {layout.cp}")
     if problems := layout.check(shape.sizes if layout.pp == 1 else None):
