@@ -234,7 +234,7 @@ def test_ctrl_c_in_an_import_prints_nothing() -> None:
 
 
 def test_the_command_runs_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no handler of signals can be set."""
+    """A thread cannot set a handler of signals."""
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)
     monkeypatch.setattr(cli, "main", lambda: 7 / 0)
     with ThreadPoolExecutor() as pool, pytest.raises(ZeroDivisionError):

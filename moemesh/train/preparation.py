@@ -246,7 +246,7 @@ _WITH_JITTER = ("mixtral", "minimax_m2")
 
 
 def _without_noise(start: Start) -> Iterator[str]:
-    """What is random in the training of transformers or PEFT, and is not random here."""
+    """A note for each kind of noise in the training of transformers or PEFT that is off here."""
     config = start.config
     given: dict[str, object] = {}
     if config.model_path is not None and config.model.implementation == "moemesh":

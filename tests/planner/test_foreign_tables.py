@@ -270,3 +270,12 @@ def test_calibrate_takes_the_device_of_its_cluster(tmp_path, invoke):
     run = ("calibrate", str(tmp_path / "runs.csv"), "--out", out)
     assert "lacks the column hardware" in invoke(*run)[2]
     assert invoke(*run, "--cluster", "dgx_h100")[0] == 0
+
+
+def test_model_parallelism_alone_does_not_state_the_layout(tmp_path):
+    table = tmp_path / "runs.csv"
+    head = "model,hardware,seq,gpus,Model-parallel size,dp,gbs,step_time_s"
+    rows = [f"llama2-7b,H100-80G,4096,8,{ways},{8 // ways},64,3.1" for ways in (1, 2)]
+    table.write_text("\n".join([head, *rows]))
+    one, two = read_runs(table)
+    assert not one.reason and two.reason.startswith("mp is `2`: tensor or pipeline")

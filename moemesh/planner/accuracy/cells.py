@@ -25,7 +25,7 @@ from moemesh.planner.accuracy.layout_words import joined_cell, joined_degrees, l
 #: Software stack of runs whose table names none: the author's own.
 OWN_STACK = "own"
 #: Columns of whole numbers; "4k" is one of them.
-_COUNTS = ("gpus", "nodes", "node_gpus", "tp", "pp", "dp", "ep", "cp", "etp", "mbs",
+_COUNTS = ("gpus", "nodes", "node_gpus", "mp", "tp", "pp", "dp", "ep", "cp", "etp", "mbs",
            "accumulation", "gbs", "seq")  # fmt: skip
 _COUNT = re.compile(
     r"([\d,]*\d(?:\.\d+)?)\s*(k|m?)(?: *(?:tokens|sequences|seqs|gpus))?", re.IGNORECASE
@@ -191,6 +191,9 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
             tokens = float(digits) * 1024 ** (1 + (unit == "m"))
             if not unit or (tokens.is_integer() and (unit == "k" or name == "seq")):
                 uniform[name] = str(int(tokens)) if unit else digits
+    ways = uniform.get("mp") or "1"
+    if ways != "1" and not (uniform.get("tp") and uniform.get("pp")):
+        uniform["unread"] = f"mp is `{ways}`: tensor or pipeline parallelism? Write tp and pp"
     if text := uniform.get("layout"):
         try:
             layout = layout_in_words(text)

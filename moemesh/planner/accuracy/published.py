@@ -211,7 +211,7 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
         constant["arch"] = "gpt"
     if missing := [x for x in NEEDED_COLUMNS if x not in columns and not constant.get(x)]:
         lacks = f"the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-        option = "; --cluster NAME or a title that names one device stands for hardware"
+        option = "; --cluster NAME or a title that names one device replaces hardware"
         raise UserError(
             f"{table} lacks {lacks}; its first line names {', '.join(columns[:8]) or 'none'}"
             + option * ("hardware" in missing)
