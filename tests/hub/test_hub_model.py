@@ -169,6 +169,14 @@ def test_jitter_and_dropout_are_off_and_told() -> None:
     assert any("router_jitter_noise = 0.01" in note for note in plan.notes)
 
 
+@pytest.mark.parametrize("size", [0.0, 0.25])
+def test_a_loss_on_logits_that_is_not_added_is_reported(size: float) -> None:
+    """transformers adds it to the loss of this family."""
+    notes = blueprint({"model_type": "bamba", "z_loss_coefficient": size}).notes
+    expected = ["z_loss_coefficient = 0.25 has no effect"] if size else []
+    assert [note.partition(":")[0] for note in notes] == expected
+
+
 def test_experts_pass_through_our_exchange() -> None:
     """The library's own default refuses float64 on a CPU."""
     net = blueprint(values_of("olmoe")).build(torch.float64)

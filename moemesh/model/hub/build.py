@@ -135,6 +135,8 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
             if (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
                 setattr(part, key, 0.0 if is_dropout else value)
                 notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
+        if size := getattr(part, "z_loss_coefficient", 0):
+            notes.append(f"z_loss_coefficient = {size} has no effect: logits have no z-loss here")
     family: Any = known[type(config)]
     is_own = config is whole or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(whole), None) is family
     return Blueprint(family, config, tuple(notes), around, is_own)
