@@ -264,6 +264,18 @@ def _without_noise(start: Start) -> Iterator[str]:
             yield f"{key} = {size} is set to 0: results would depend on the layout"
 
 
+def _gate_and_up_apart(start: Start) -> Iterator[str]:
+    """PEFT holds gate and up of all experts in one parameter, which it adapts with one A."""
+    config = start.config
+    if config.lora.path is None or config.model.implementation != "moemesh":
+        return
+    with suppress(ConfigError):  # reported by the check of the folder
+        adapters = read_config(Path(config.lora.path) / ADAPTER_CONFIG, "lora.path")
+        names = adapters.get("target_parameters")
+        if isinstance(names, list) and any(str(name).endswith("gate_up_proj") for name in names):
+            yield "gate and up of an expert train an A each: in PEFT they share one"
+
+
 #: Warnings in the order of their lines.
 WARNINGS: tuple[Callable[[Start], Iterator[str]], ...] = (
     _without_effect,
@@ -274,6 +286,7 @@ WARNINGS: tuple[Callable[[Start], Iterator[str]], ...] = (
     _large_bubble,
     _crowded_cores,
     _without_noise,
+    _gate_and_up_apart,
 )
 
 

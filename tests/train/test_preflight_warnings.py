@@ -84,6 +84,21 @@ def test_dropout_and_jitter_of_a_folder_get_a_remark(tmp_path: Path) -> None:
         assert [remark.partition(":")[0] for remark in remarks] == expected
 
 
+def test_a_shared_factor_of_gate_and_up_gets_a_remark(tmp_path: Path) -> None:
+    folder, adapters = tmp_path / "model", tmp_path / "adapters"
+    for path in (folder, adapters):
+        path.mkdir()
+    values = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 64}
+    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": 256}))
+    given = [f"model.path={folder}", f"lora.path={adapters}"]
+    for stack, words in (("gate_up_proj", "train an A each"), ("down_proj", "")):
+        tuned = {"peft_type": "LORA", "r": 4, "target_parameters": [f"experts.{stack}"]}
+        (adapters / "adapter_config.json").write_text(json.dumps(tuned))
+        remarks = said(*given)
+        assert len(remarks) == bool(words)
+        assert all(words in remark for remark in remarks)
+
+
 def test_many_ranks_on_few_cores() -> None:
     config = load_run([], ["plan.dp=2"], {}).config
     assert list(preflight_warnings(config, 2)) == []
