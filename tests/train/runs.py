@@ -48,7 +48,7 @@ def shared_file(folder: Path) -> Path:
 def settings(keys: Mapping[str, Any]) -> list[str]:
     """``plan.tp=2`` of every key; ``plan__tp`` is plan.tp."""
     return [
-        f"{key.replace('__', '.')}={value if isinstance(value, str) else json.dumps(value)}"
+        f"{key.replace('__', '.')}={value if isinstance(value, (str, Path)) else json.dumps(value)}"
         for key, value in keys.items()
     ]
 
