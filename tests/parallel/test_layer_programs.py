@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -152,6 +152,10 @@ def test_a_model_on_meta_is_sharded_and_drawn_later(way: str) -> None:
 
 
 def mixed_experts(rank: int) -> None:
+    with warnings.catch_warnings():  # the import compiles scripts of torch.jit, which is deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+
     model = build()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     y, _ = model(tokens_of(0, rank))
