@@ -127,7 +127,9 @@ def remember(folder: Place, states: Sequence[VerifiedState], *, only: bool = Fal
     for state in states:
         if state.is_verified and state.digest is not None:
             verified[f"step-{state.step}"] = (state.digest, state.is_finite)
-    content = {name: {"digest": x, "finite": fine} for name, (x, fine) in verified.items()}
+    content = {
+        name: {"digest": digest, "finite": fine} for name, (digest, fine) in verified.items()
+    }
     text = json.dumps(content, indent=1).encode()
     with suppress(CheckpointError, OSError):
         if files.read_start(folder / VERIFIED, len(text) + 1) == text:

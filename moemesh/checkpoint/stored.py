@@ -109,7 +109,10 @@ class StoredCheckpoint:
             if any(start >= stop for start, stop in common):
                 continue
             source, target = (
-                tuple(slice(a - o, b - o) for (a, b), o in zip(common, origin, strict=True))
+                tuple(
+                    slice(start - o, stop - o)
+                    for (start, stop), o in zip(common, origin, strict=True)
+                )
                 for origin in (piece.offset, offset)
             )
             path = self.path / piece.file

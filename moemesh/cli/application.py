@@ -26,7 +26,7 @@ from moemesh.trace.strict_json import strict_json
 #: Columns of an example in the help, which can be copied, without two of indentation by click and
 #: four of its own.
 _COLUMNS, _INDENT = 72, "    "
-#: System errors caused by the user's path.
+#: System errors of a path that the user chose, a full disk included.
 _OF_A_PATH = (
     *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),

@@ -119,8 +119,11 @@ def ls(place: Place, as_json: AsJson = False) -> None:
     rows: list[dict[str, Any]] = []
     for step in selected.steps:
         state = verified_state(selected.folder, step, read_back=False)
-        row: dict[str, Any] = {"step": step, "verified": state.is_verified}
-        row["finite"] = state.is_finite
+        row: dict[str, Any] = {
+            "step": step,
+            "verified": state.is_verified,
+            "finite": state.is_finite,
+        }
         with suppress(CheckpointError, OSError):
             manifest = read_manifest(selected.path(step))
             row["bytes"] = sum(file.size for file in manifest.files.values())
@@ -193,9 +196,15 @@ def verify(
             with suppress(OSError):  # the folder may be read-only
                 digest = stored.manifest.digest
                 remember(selected.folder, [VerifiedState(step, digest, True, not names)])
-        row: dict[str, Any] = {"step": step, "damaged": bool(damages), "bytes": size}
-        row["damages"] = [damage._asdict() for damage in damages]
-        content.append(row | {"nonfinite": list(names)})
+        content.append(
+            {
+                "step": step,
+                "damaged": bool(damages),
+                "bytes": size,
+                "damages": [damage._asdict() for damage in damages],
+                "nonfinite": list(names),
+            }
+        )
         faults = [str(damage) for damage in damages] if all_lines else by_file(damages)
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_letters
 from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
@@ -443,7 +444,8 @@ def _type_problem(kind: type[Section], field: str, leaf: Leaf, detail: ErrorDeta
 def _without_unit(text: str, field: str) -> str:
     """`text` without a unit of the key `field`: "5min" of seconds is "300.0"."""
     units = {"s": 1, "sec": 1, "min": 60, "h": 3600} if field.endswith("_seconds") else _PLAIN_UNITS
-    number, unit = re.fullmatch(r"([\d.]*)\s*(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
+    number = text.rstrip(f" {ascii_letters}")
+    unit = text.removeprefix(number).strip()
     return str(float(number) * units[unit]) if is_number(number) and unit in units else text
 
 

@@ -124,15 +124,18 @@ class LocalPass(NamedTuple):
         return gradients_of(*inputs, visible, scale=self.scale)
 
 
-def attention_with_lse(qkv: Qkv, way: AttentionPass, sinks_N: Tensor | None = None) -> Partial:
-    """:func:`attention` by `way`, and the log-sum-exp [B, N, S] of the logits, sinks included, in
-    fp32 or fp64, without gradient. A query without a key (and a sink) has the output 0 and the
-    log-sum-exp -inf."""
-    return Partial(*_Attention.apply(*qkv, sinks_N, way))
+def attention_with_lse(
+    qkv: Qkv, attention_pass: AttentionPass, sinks_N: Tensor | None = None
+) -> Partial:
+    """:func:`attention` by `attention_pass`, and the log-sum-exp [B, N, S] of the logits, sinks
+    included, in fp32 or fp64, without gradient. A query without a key (and a sink) has the output 0
+    and the log-sum-exp -inf."""
+    return Partial(*_Attention.apply(*qkv, sinks_N, attention_pass))
 
 
 class _Attention(torch.autograd.Function):
-    """A sink has a share of the weights, but no value."""
+    """Attention by an :class:`AttentionPass`, with sinks: each has a share of the weights, but no
+    value."""
 
     @staticmethod
     def forward(
@@ -141,10 +144,10 @@ class _Attention(torch.autograd.Function):
         key_BMCD: Tensor,
         value_BMCD: Tensor,
         sinks_N: Tensor | None,
-        way: AttentionPass,
+        attention_pass: AttentionPass,
     ) -> tuple[Tensor, Tensor]:
         qkv = query_BNSD, key_BMCD, value_BMCD
-        y_BNSD, lse_BNS = way.forward(qkv)
+        y_BNSD, lse_BNS = attention_pass.forward(qkv)
         if sinks_N is not None:
             own_BNS = lse_BNS
             lse_BNS = torch.logaddexp(own_BNS, sinks_N.to(own_BNS.dtype)[:, None])
@@ -152,7 +155,7 @@ class _Attention(torch.autograd.Function):
         # The heads of a token are contiguous: the output projection reads them without a copy.
         y_BNSD = y_BNSD.transpose(1, 2).to(query_BNSD.dtype).contiguous().transpose(1, 2)
         ctx.save_for_backward(*qkv, sinks_N, y_BNSD, lse_BNS)
-        ctx.way = way
+        ctx.attention_pass = attention_pass
         ctx.mark_non_differentiable(lse_BNS)
         ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
         return y_BNSD, lse_BNS
@@ -162,7 +165,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient_BNSD: Tensor, _: None) -> tuple[Tensor | None, ...]:
         query_BNSD, key_BMCD, value_BMCD, sinks_N, y_BNSD, lse_BNS = ctx.saved_tensors
         qkv = query_BNSD, key_BMCD, value_BMCD
-        by_qkv = ctx.way.backward(gradient_BNSD, Partial(y_BNSD, lse_BNS), qkv)
+        by_qkv = ctx.attention_pass.backward(gradient_BNSD, Partial(y_BNSD, lse_BNS), qkv)
         by_sinks = None
         if sinks_N is not None:
             weight_BNS = torch.exp(sinks_N.to(lse_BNS.dtype)[:, None] - lse_BNS)

@@ -77,8 +77,9 @@ def plain_exchange(
     meanwhile: Callable[[], Tensor] | None = None,
     is_complete: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The default :class:`ExpertExchange`: dispatch, compute and combine, one after the other; one
-    operation if all experts are local, and ours (a :class:`LocalRows` is for our products)."""
+    """The default :class:`ExpertExchange`: dispatch, compute and combine, one after the other. With
+    local experts of our own code one operation does all three; other code takes no
+    :class:`LocalRows`."""
     x_TH, weights_TK, experts_TK = tokens
     plan = flow.once(dispatcher.plan_complete if is_complete else dispatcher.plan, experts_TK)
     if isinstance(dispatcher, LocalDispatcher) and isinstance(experts, Experts):

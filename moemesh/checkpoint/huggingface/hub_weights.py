@@ -451,5 +451,7 @@ def stored_hub_tensors(
                     row = index if group.merges and group.is_by_row else None
                     make = partial(reverted, group, row, name)
                 shape, dtype = tensors.stored[name].shape, dtype_of(name)
-                write = partial(lambda make, dtype: make().to(dtype), make, dtype)
-                yield name, DeferredTensor(dtype, shape, write)
+                yield (
+                    name,
+                    DeferredTensor(dtype, shape, lambda make=make, dtype=dtype: make().to(dtype)),
+                )

@@ -63,8 +63,9 @@ def _table() -> dict[str, Any]:
 def names_of(kind: str, *, fused: bool) -> BlockNames:
     """The names of a family in one of the two layouts: its row over the usual names."""
     table = _table()
-    rows = table["fused" if fused else "family"]
-    row = {"stack": "fused" if fused else None} | rows.get(kind, {})
+    row = {"stack": "fused" if fused else None} | table["fused" if fused else "family"].get(
+        kind, {}
+    )
     return BlockNames(**{**table["usual"], **row, "stack": table["stack"].get(row["stack"])})
 
 
@@ -96,8 +97,10 @@ def pieces(name: str, shape: Shape, kind: str, *, fused: bool = False) -> list[T
                     order,
                     (0, start, *zeros),
                 )
-                for word, count, start in zip(
-                    "qkv", (packed - 2, 1, 1), (0, packed - 2, packed - 1), strict=True
+                for word, count, start in (
+                    ("q", packed - 2, 0),
+                    ("k", 1, packed - 2),
+                    ("v", 1, packed - 1),
                 )
             ]
         case ["feed_forward", "gate_up" | "down" as leaf]:
@@ -150,9 +153,10 @@ def _mlp(leaf: str, block: str, shape: Shape, names: BlockNames) -> list[TensorP
     if leaf == "down":
         return [whole(f"{block}.{names.down}.weight", shape)]
     _, width, hidden = shape
-    shapes = (width, hidden), (1, width, hidden), (0, 1, 2)
     return [
-        TensorPiece(f"{block}.{part}.weight", *shapes, (at, 0, 0))
+        TensorPiece(
+            f"{block}.{part}.weight", (width, hidden), (1, width, hidden), (0, 1, 2), (at, 0, 0)
+        )
         for at, part in enumerate((names.gate, names.up))
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from math import isclose, prod
 from pathlib import Path
@@ -209,7 +210,7 @@ def torch_dtype(name: str) -> torch.dtype:
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 
 
-class FolderWeights:
+class FolderWeights(ABC):
     """The weights of a folder by the names of checkpoints, with the prefix "model."."""
 
     folder: WeightFolder
@@ -221,10 +222,10 @@ class FolderWeights:
                 self.read_into(shard.name.removeprefix("model."), shard.box, shard.tensor)
         self.folder.close()
 
+    @abstractmethod
     def read_into(self, name: str, box: Sequence[range], out: Tensor) -> None:
         """Fill `out` with the part `box` of a parameter, a buffer, a stack of experts or one of
         them."""
-        raise NotImplementedError
 
 
 class HuggingFaceWeights(FolderWeights):
