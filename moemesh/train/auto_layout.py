@@ -63,8 +63,9 @@ class Fitted:
     def text(self) -> str:
         """Both plans side by side."""
         changed = list(dict.fromkeys([*DEGREES, *_changes(self)]))
-        number = self.before.world_size
-        lines = [f"layout   for {self.ranks} ranks in place of {number}: {self.how}"]
+        lines = [
+            f"layout   for {self.ranks} ranks in place of {self.before.world_size}: {self.how}"
+        ]
         for title, plan in (("before", self.before), ("now", self.plan)):
             values = "  ".join(f"{name}={getattr(plan, name)}" for name in changed)
             lines.append(f"{title:<9}{values}")
@@ -105,10 +106,12 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
         )
     per_node = ranks_per_node if ranks_per_node and not ranks % ranks_per_node else ranks
     name = config.train.cluster or (_GPUS if on_gpus else _CPUS)
-    sizes = {"nodes": ranks // per_node, "gpus_per_node": per_node}
-    machine, data = load_cluster(name).model_copy(update=sizes), config.data
+    machine = load_cluster(name).model_copy(
+        update={"nodes": ranks // per_node, "gpus_per_node": per_node}
+    )
     candidates: Sequence[Candidate] = ()
     with suppress(ConfigError, NothingFits):
+        data = config.data
         # The search assumes bfloat16 for trained weights, whatever train.dtype is.
         request = PlanRequest(
             config.model, machine, data.seq_len, data.global_batch, trainable=True
@@ -128,8 +131,9 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
         return Fitted(before=config.plan, plan=plan, ranks=ranks, how=how)
     given = [name for name in _WITHOUT_VALUE if getattr(config.plan, name) is not None]
     hint = f", or leave out plan.{', plan.'.join(given)}" if given else ""
-    why = f"no plan of {ranks} ranks trains this configuration"
-    raise NoLayout(f"{why}: start another number{hint}")
+    raise NoLayout(
+        f"no plan of {ranks} ranks trains this configuration: start another number{hint}"
+    )
 
 
 def is_trained(config: RunConfig, plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.remote import Place
@@ -26,6 +26,7 @@ from moemesh.config.dispatcher_table import DISPATCHERS, dispatcher_row
 from moemesh.config.errors import ConfigError, Problem, found_by, refuse_together
 from moemesh.config.hub import short_name
 from moemesh.config.huggingface.folder import read_config
+from moemesh.config.huggingface.keys import off_note
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.names import Names
@@ -254,26 +255,27 @@ def _without_noise(start: Start) -> Iterator[str]:
             given |= read_config(Path(config.model_path))
         if given.get("model_type") not in _WITH_JITTER:
             given.pop("router_jitter_noise", None)
-    if config.lora.path is not None:
-        with suppress(ConfigError):  # the same
-            adapters = read_config(Path(config.lora.path) / ADAPTER_CONFIG, "lora.path")
-            given |= {"lora_dropout": adapters.get("lora_dropout")}
+    given |= {"lora_dropout": _adapter_config(config).get("lora_dropout")}
     for key in ("attention_dropout", "router_jitter_noise", "lora_dropout"):
         size = given.get(key)
         if isinstance(size, int | float) and size > 0:
-            yield f"{key} = {size} is set to 0: results would depend on the layout"
+            yield off_note(key, size)
+
+
+def _adapter_config(config: RunConfig) -> dict[str, Any]:
+    """The ``adapter_config.json`` of lora.path; empty without one that can be read."""
+    if config.lora.path is not None:
+        with suppress(ConfigError):  # reported by the check of the folder
+            return read_config(Path(config.lora.path) / ADAPTER_CONFIG, "lora.path")
+    return {}
 
 
 def _gate_and_up_apart(start: Start) -> Iterator[str]:
     """PEFT holds gate and up of all experts in one parameter, which it adapts with one A."""
-    config = start.config
-    if config.lora.path is None or config.model.implementation != "moemesh":
-        return
-    with suppress(ConfigError):  # reported by the check of the folder
-        adapters = read_config(Path(config.lora.path) / ADAPTER_CONFIG, "lora.path")
-        names = adapters.get("target_parameters")
-        if isinstance(names, list) and any(str(name).endswith("gate_up_proj") for name in names):
-            yield "gate and up of an expert train an A each: in PEFT they share one"
+    names = _adapter_config(start.config).get("target_parameters")
+    is_ours = start.config.model.implementation == "moemesh" and isinstance(names, list)
+    if is_ours and any(str(name).endswith("gate_up_proj") for name in names):
+        yield "gate and up of an expert train an A each: in PEFT they share one"
 
 
 #: Warnings in the order of their lines.

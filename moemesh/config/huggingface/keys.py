@@ -170,6 +170,11 @@ def num_layers(config: Config) -> int:
     return layers
 
 
+def off_note(key: str, value: float) -> str:
+    """The note on a key of dropout or noise, which the random numbers of a layout would decide."""
+    return f"{key} = {value} is set to 0: results would depend on the layout"
+
+
 def wrong(code: str, key: str, value: object, message: str, fix: str = "") -> ConfigError:
     """A problem with one key as an exception."""
     return ConfigError([Problem.of(code, key, value, message, fix)])

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moemesh.config.huggingface.architecture import unknown_family
-from moemesh.config.huggingface.keys import wrong
+from moemesh.config.huggingface.keys import off_note, wrong
 from moemesh.config.lora import packed_bytes
 from moemesh.model.hub.experts import IMPLEMENTATION, adopt
 from moemesh.model.hub.precision import exactly
@@ -134,7 +134,7 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
             is_dropout = "dropout" in key or key.endswith(("pdrop", "layerdrop"))
             if (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
                 setattr(part, key, 0.0 if is_dropout else value)
-                notes.append(f"{key} = {value} is set to 0: results would depend on the layout")
+                notes.append(off_note(key, value))
         if size := getattr(part, "z_loss_coefficient", 0):
             notes.append(f"z_loss_coefficient = {size} has no effect: logits have no z-loss here")
     family: Any = known[type(config)]

@@ -70,8 +70,11 @@ def write_end(
         )
         bubble = 0.0 if drawn is None else simulate(drawn).bubble_rate
         of_seconds = predicted_seconds(config, rates, of_ledger, of_memory, bubble)
-        memory_and_ledger = {"memory": of_memory.to_json(), "ledger": of_ledger.rows()}
-        predicted = {**memory_and_ledger, "seconds": of_seconds}
+        predicted = {
+            "memory": of_memory.to_json(),
+            "ledger": of_ledger.rows(),
+            "seconds": of_seconds,
+        }
     steps, parts = seconds
     local = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), dict(parts), predicted)
     ledgers, memories, timelines, measured_parts, predictions = (
@@ -81,14 +84,20 @@ def write_end(
         return
     entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
     folder.write_json("ledger.json", ledgers_to_json(entries, steps=num_steps))
-    predicted_of = {rank: x for rank, x in enumerate(predictions) if x is not None}
+    predicted_of = {
+        rank: prediction for rank, prediction in enumerate(predictions) if prediction is not None
+    }
     profiles = MemoryProfiles(
         ranks=tuple(map(MemoryProfile.from_json, memories)),
-        predicted=tuple(MemoryProfile.from_json(x["memory"]) for x in predicted_of.values()),
+        predicted=tuple(
+            MemoryProfile.from_json(records["memory"]) for records in predicted_of.values()
+        ),
     )
     folder.write_json("memory.json", profiles.to_json())
     if predicted_of:
-        expected = {rank: Ledger.from_rows(x["ledger"]) for rank, x in predicted_of.items()}
+        expected = {
+            rank: Ledger.from_rows(records["ledger"]) for rank, records in predicted_of.items()
+        }
         folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
     if steps:
         of_steps = StepSeconds(
