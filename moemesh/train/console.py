@@ -128,7 +128,9 @@ class Console:
         self._silent, self._log_every = silent, log_every
         self._events = events or Events(None)
         self._terminal = not silent and sys.stdout.isatty()
-        self._rich = RichConsole(highlight=False, file=drawn_on(sys.stdout))
+        # Only a terminal is drawn on: a flush here would fail where the reader of a pipe has left.
+        file = drawn_on(sys.stdout) if self._terminal else sys.stdout
+        self._rich = RichConsole(highlight=False, file=file)
         self._live: Live | None = None
         self._view = View("")
         self._drawn_at = 0.0

@@ -120,7 +120,7 @@ def test_time_that_is_left() -> None:
     assert progress.seconds_left == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_closed_pipe_stops_no_run(ranks: int, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
