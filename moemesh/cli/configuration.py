@@ -112,16 +112,16 @@ def config_diff(
     from moemesh.config.changes import compare
     from moemesh.config.load import resolved_toml
     from moemesh.config.schema import all_keys
+    from moemesh.config.sources import RUN_CONFIG
     from moemesh.config.toml import format_value
     from moemesh.sharding.load_run import load_recorded, load_run
-    from moemesh.train.records.run_folder import CONFIG
 
     texts: list[str] = []
     origins: list[dict[str, str]] = []
     for path in (first, second):
         if path.is_dir():  # a run's record is not resolved
-            texts.append(resolved_toml(load_recorded(path / CONFIG)))
-            origins.append(dict.fromkeys(all_keys(), str(path / CONFIG)))
+            texts.append(resolved_toml(load_recorded(path / RUN_CONFIG)))
+            origins.append(dict.fromkeys(all_keys(), str(path / RUN_CONFIG)))
         else:
             resolved = load_run([path], (), {})
             texts.append(resolved_toml(resolved.config))

@@ -24,12 +24,10 @@ from moemesh.config.suggest import nearest_choice, nearest_path
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
-#: Another file of the folder of a run.
-RUN_PLAN = "plan.json"
 #: Endings of files of data.
 _TEXTS = (".txt", *DATA_ENDINGS)
-#: The configuration in the folder of a run.
-RUN_CONFIG = "config.toml"
+#: Files in the folder of a run: its configuration, its plan, and the records of its starts.
+RUN_CONFIG, RUN_PLAN, RUN_STARTS = "config.toml", "plan.json", "provenance.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +123,7 @@ def input_of_run(folder: Path, key: str, value: object) -> object:
         if is_name or os.path.isabs(path) or _exists(path):
             return path
         with suppress(OSError, ValueError, LookupError, TypeError):
-            text = (folder / "provenance.json").read_text(encoding="utf-8")
+            text = (folder / RUN_STARTS).read_text(encoding="utf-8")
             for start in reversed(parse_json(text)["starts"]):
                 if _exists(moved := str(Path(start["directory"], path))):
                     return moved

@@ -29,10 +29,10 @@ from moemesh.report.explain import explain
 from moemesh.report.facts import RunFacts
 from moemesh.report.files import replace_file
 from moemesh.trace.memory_profile import MEASURED_HELD, MEASURED_PEAKS, PARTS, format_bytes
-from moemesh.trace.run import Run
+from moemesh.trace.run import REPORT, Run
 from moemesh.trace.step_seconds import duration
 
-NAME, COMPARISON = "report.html", "comparison.html"
+COMPARISON = "comparison.html"
 
 #: Longest texts in characters, which bound the size of the page: config.toml, a value, a value in a
 #: comparison.
@@ -47,7 +47,7 @@ def write(run: Run | Path | str, out: Path | None = None) -> Path:
     new one is complete.
     """
     run = run if isinstance(run, Run) else Run.load(run)
-    return replace_file(out or run.folder / NAME, document(run).to_html())
+    return replace_file(out or run.folder / REPORT, document(run).to_html())
 
 
 def document(run: Run) -> PageDocument:

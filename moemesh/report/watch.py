@@ -20,9 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from moemesh.config.limits import parse_json, visible
+from moemesh.config.sources import RUN_PLAN
+from moemesh.monitor.lease import FILE as LEASE
 from moemesh.monitor.lease import body_of
 from moemesh.report.heat_maps import squeeze
 from moemesh.trace.run import (
+    EVENTS,
+    METRICS,
     Event,
     MetricsRow,
     missing_steps,
@@ -231,7 +235,7 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metrics, self._events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
+        self._metrics, self._events = Tail(folder / METRICS), Tail(folder / EVENTS)
         self._last_kind = ""  # of the newest event that starts or ends a run
         #: Counter of the lease, and the time at which it was first read.
         self._beat: tuple[object, float] = (None, 0.0)
@@ -241,7 +245,7 @@ class Watched:
     @property
     def is_run(self) -> bool:
         """Whether a run has written into the folder."""
-        names = ("metrics.jsonl", "events.jsonl", "plan.json", "lease")
+        names = (METRICS, EVENTS, RUN_PLAN, LEASE)
         return any((self.folder / name).exists() for name in names)
 
     def look(self) -> list[Event]:

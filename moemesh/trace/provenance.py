@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from moemesh.config.limits import parse_json
+from moemesh.config.sources import RUN_STARTS
 
-FILE = "provenance.json"
 #: Version of the file's format, its key "schema".
 SCHEMA = 1
 
@@ -43,7 +43,7 @@ _LOCATION_PREFIXES = ("environment.SLURM_", "environment.TORCHELASTIC_", "enviro
 def read_starts(folder: Path) -> list[dict[str, Any]]:
     """The records of a run's starts, oldest first; empty if the file is missing or damaged."""
     try:
-        content: Any = parse_json((folder / FILE).read_text(encoding="utf-8"))
+        content: Any = parse_json((folder / RUN_STARTS).read_text(encoding="utf-8"))
         return [cast("dict[str, Any]", dict(start)) for start in content["starts"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

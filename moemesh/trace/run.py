@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar, cast
 from moemesh.config.data import loss_unit
 from moemesh.config.limits import few, parse_json, parse_toml
 from moemesh.config.shown import Shown
+from moemesh.config.sources import RUN_CONFIG, RUN_PLAN, RUN_STARTS
 from moemesh.config.suggest import nearest_path
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads, LoadBins
@@ -32,11 +33,17 @@ from moemesh.trace.timeline import Timeline
 
 T = TypeVar("T")
 
+#: Files of a run: a line for each step, for each layer with experts at each step, for each event.
+METRICS, LOADS, EVENTS = "metrics.jsonl", "loads.jsonl", "events.jsonl"
+#: The page of a run, and the report of its newest failure.
+REPORT, FAILURE = "report.html", "failure.json"
+#: Folder of the reports of earlier failures, and of replay bundles.
+FAILURES = "failures"
 #: Files of a run; a run folder has at least one of them.
 FILES: tuple[str, ...] = (
-    *("config.toml", "plan.json", "metrics.jsonl", "ledger.json", "ledger_predicted.json"),
-    *("timeline.json", "timeline_simulated.json", "memory.json", "loads.jsonl", "events.jsonl"),
-    *("failure.json", "summary.json", "seconds.json"),
+    *(RUN_CONFIG, RUN_PLAN, METRICS, "ledger.json", "ledger_predicted.json"),
+    *("timeline.json", "timeline_simulated.json", "memory.json", LOADS, EVENTS),
+    *(FAILURE, "summary.json", "seconds.json"),
 )
 #: Exceptions of malformed data during the conversion to a trace type.
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
@@ -304,35 +311,35 @@ class Run(Shown):
         if not any((folder / name).is_file() for name in FILES):
             raise RunError(f"{folder} holds no run: none of {', '.join(FILES)} is in it")
         reader = _Reader(folder)
-        config_text = reader.text("config.toml")
-        newest = {row.step: row for row in reader.rows("metrics.jsonl", MetricsRow.from_json)}
+        config_text = reader.text(RUN_CONFIG)
+        newest = {row.step: row for row in reader.rows(METRICS, MetricsRow.from_json)}
         loads, bins = LoadBins(), dict[int, int]()
-        for row in reader.rows("loads.jsonl", LayerLoads.from_json):
+        for row in reader.rows(LOADS, LayerLoads.from_json):
             loads.add(row)
             bins[row.step] = row.steps
         summary = reader.json("summary.json", _object) or {}
         last_step = max([*newest, *bins, newest_checkpoint(folder)], default=0)
         if isinstance(steps := summary.get("steps"), int):
             last_step = max(last_step, steps)
-        if text := missing_steps("metrics.jsonl", dict.fromkeys(newest, 1), last_step):
+        if text := missing_steps(METRICS, dict.fromkeys(newest, 1), last_step):
             reader.warnings.append(text)
         # Versions that recorded the loads of every n-th step only have more gaps than bins.
         gaps = gaps_of(bins, last_step) if bins else []
-        if 2 * len(gaps) < len(bins) and (text := missing_steps("loads.jsonl", bins, last_step)):
+        if 2 * len(gaps) < len(bins) and (text := missing_steps(LOADS, bins, last_step)):
             reader.warnings.append(text)
         ledgers, ledger_steps = reader.json("ledger.json", ledgers_from_json) or ({}, 1)
         predicted, _ = reader.json("ledger_predicted.json", ledgers_from_json) or ({}, 1)
         # Replay bundles are in the same folder under other names.
-        numbers = [path.name for path in folder.glob("failures/*") if path.name.isdecimal()]
+        numbers = [path.name for path in folder.glob(f"{FAILURES}/*") if path.name.isdecimal()]
         failures = [
-            reader.json(f"failures/{number}/failure.json", _object)
+            reader.json(f"{FAILURES}/{number}/{FAILURE}", _object)
             for number in sorted(numbers, key=int)[-_MOST_FAILURES:]
         ]
         return cls(
             folder=folder,
             config_text=config_text,
-            config=reader.parse("config.toml", config_text, parse_toml) or {},
-            plan=reader.json("plan.json", _object) or {},
+            config=reader.parse(RUN_CONFIG, config_text, parse_toml) or {},
+            plan=reader.json(RUN_PLAN, _object) or {},
             metrics=tuple(newest[step] for step in sorted(newest)),
             ledgers=ledgers,
             ledger_steps=ledger_steps,
@@ -342,10 +349,9 @@ class Run(Shown):
             memory=reader.json("memory.json", MemoryProfiles.from_json),
             seconds=reader.json("seconds.json", StepSeconds.from_json),
             loads=loads.all(),
-            starts=reader.json("provenance.json", lambda data: tuple(map(_object, data["starts"])))
-            or (),
-            events=tuple(reader.rows("events.jsonl", Event.from_json)),
-            failure=reader.json("failure.json", _object),
+            starts=reader.json(RUN_STARTS, lambda data: tuple(map(_object, data["starts"]))) or (),
+            events=tuple(reader.rows(EVENTS, Event.from_json)),
+            failure=reader.json(FAILURE, _object),
             earlier_failures=tuple(failure for failure in failures if failure is not None),
             summary=summary,
             warnings=tuple(reader.warnings),
@@ -356,7 +362,7 @@ class Run(Shown):
 def recorded(folder: Path, section: str, key: str) -> Any:
     """A key of the configuration of the run in `folder`; None if it is unset or unreadable."""
     try:
-        return parse_toml((folder / "config.toml").read_text(encoding="utf-8"))[section][key]
+        return parse_toml((folder / RUN_CONFIG).read_text(encoding="utf-8"))[section][key]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -364,7 +370,7 @@ def recorded(folder: Path, section: str, key: str) -> Any:
 def read_failure(folder: Path) -> dict[str, Any]:
     """The newest failure report of the run in `folder`; empty without a readable one."""
     try:
-        return _object(parse_json((folder / "failure.json").read_text(encoding="utf-8")))
+        return _object(parse_json((folder / FAILURE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
 
@@ -400,7 +406,7 @@ def missing_steps(name: str, rows: Mapping[int, int], last: int, before: int = 0
 def read_metrics(folder: Path | str) -> Iterator[MetricsRow]:
     """Yields the rows of a run's `metrics.jsonl` without damaged ones; none if the file is
     missing."""
-    return _Reader(Path(folder)).rows("metrics.jsonl", MetricsRow.from_json)
+    return _Reader(Path(folder)).rows(METRICS, MetricsRow.from_json)
 
 
 class _Reader:

@@ -32,6 +32,7 @@ from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.names import Names
 from moemesh.config.optimizer_table import OPTIMIZERS
 from moemesh.config.run import RunConfig
+from moemesh.config.sources import RUN_PLAN
 from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.data import sources
@@ -46,6 +47,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.schedule.plan_schedule import build_step, step_problems
 from moemesh.schedule.simulate import simulate
 from moemesh.trace.machine import usable_cores
+from moemesh.trace.run import REPORT
 from moemesh.train.records.kept_schedules import readable, refuse_unrecorded
 from moemesh.train.records.run_folder import RunFolder, refuse_unknown_permissions
 from moemesh.train.weights.weight_sources import (
@@ -95,7 +97,7 @@ def _idle_replicas(config: RunConfig, _: Path | None) -> Iterator[Problem]:
 
 
 def _random_base(config: RunConfig, folder: Path | None) -> Iterator[Problem]:
-    lora, is_new = config.lora, not (folder and (folder / "plan.json").exists())
+    lora, is_new = config.lora, not (folder and (folder / RUN_PLAN).exists())
     if config.model_path is not None:
         return
     if lora.is_packed:
@@ -312,10 +314,6 @@ def warnings_before_ranks(config: RunConfig) -> Iterator[str]:
         yield warning
     if gpus and ranks > gpus:
         yield f"{ranks} ranks share {gpus} GPU(s) of this machine: torchrun starts one on each"
-
-
-#: Final page of a run.
-REPORT = "report.html"
 
 
 @dataclass(frozen=True, kw_only=True)

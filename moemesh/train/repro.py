@@ -13,9 +13,12 @@ from typing import Any
 
 from moemesh.config.changes import compare
 from moemesh.config.errors import UserError
+from moemesh.config.esft_table import KEPT_TABLE
 from moemesh.config.python import python_command
+from moemesh.config.sources import ENVIRONMENT_PREFIX, RUN_CONFIG
 from moemesh.trace.provenance import ProvenancePart, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
+from moemesh.train.records.kept_schedules import SCHEDULE
 from moemesh.train.records.run_folder import MARKS
 
 #: Schedules whose order of operations depends on the arrival of messages.
@@ -108,9 +111,9 @@ def repro(
     starts = read_starts(run)
     if not starts:
         try:
-            text = (run / "config.toml").read_text(encoding="utf-8")
+            text = (run / RUN_CONFIG).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ReproError(f"{run / 'config.toml'}: cannot be read ({error})") from error
+            raise ReproError(f"{run / RUN_CONFIG}: cannot be read ({error})") from error
         starts = [{"first_step": 1, "config": text}]
         log(f"note: {run} has no provenance.json; only its config.toml is repeated")
     parts = covering_parts(starts, last)
@@ -135,7 +138,9 @@ def repro(
             log(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
             output = None if shows_steps else subprocess.DEVNULL
             # The recorded configuration includes the overrides of the environment.
-            environment = {k: v for k, v in os.environ.items() if not k.startswith("MOEMESH__")}
+            environment = {
+                k: v for k, v in os.environ.items() if not k.startswith(ENVIRONMENT_PREFIX)
+            }
             code = subprocess.run(
                 command, cwd=directory, env=environment, stdout=output, check=False
             ).returncode
@@ -168,10 +173,10 @@ def _overrides(run: Path, record: Mapping[str, Any]) -> list[str]:
     """Keys for files that the run folder has copies of, and for node borders of the launcher."""
     overrides = ['train.resume="auto"']
     text = str(record["config"])
-    if (run / "schedule.txt").exists():
-        overrides.append(f"plan.schedule={json.dumps(str((run / 'schedule.txt').resolve()))}")
-    if (run / "esft.json").exists() and "\nesft = " in text:
-        overrides.append(f"train.esft={json.dumps(str((run / 'esft.json').resolve()))}")
+    if (run / SCHEDULE).exists():
+        overrides.append(f"plan.schedule={json.dumps(str((run / SCHEDULE).resolve()))}")
+    if (run / KEPT_TABLE).exists() and "\nesft = " in text:
+        overrides.append(f"train.esft={json.dumps(str((run / KEPT_TABLE).resolve()))}")
     if len(record.get("hosts") or ()) > 1 and "\nranks_per_node = " not in text:
         overrides.append(f"plan.ranks_per_node={record['ranks_per_node']}")
     if any(f'\nschedule = "{name}"' in text for name in _BY_ARRIVAL) and "\nreplay = " not in text:

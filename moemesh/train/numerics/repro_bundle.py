@@ -30,17 +30,19 @@ from moemesh.config.errors import ConfigError, UserError
 from moemesh.config.limits import parse_json
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.config.sources import RUN_CONFIG
 from moemesh.config.trainable import refusals
 from moemesh.data.samples import Windows
 from moemesh.parallel.parallelize import RankModel
 from moemesh.sharding.load_run import load_recorded
+from moemesh.trace.run import FAILURES
 from moemesh.trace.strict_json import strict_json
 from moemesh.train.numerics.nan_check import NonfiniteOrigin, examine
 from moemesh.train.opening import construct, own_batches
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.weights import saving
 
-FOLDER, BODY, CONFIG = "failures", "bundle.json", "config.toml"
+BODY = "bundle.json"
 BATCH, WEIGHTS = "batch.safetensors", "weights"
 #: Largest number of kept bundles of a run, the newest ones.
 MOST_KEPT = 2
@@ -63,7 +65,7 @@ def begin_bundle(
     limit = config.train.bundle_gib * 2**30
     if not limit:
         return None
-    folder, mesh = run / FOLDER / f"step-{step}", parallel.mesh
+    folder, mesh = run / FAILURES / f"step-{step}", parallel.mesh
     batch = samples.arrays(ids)
     size = sum(array.nbytes for array in batch.values())
     dtype = next(parallel.model.parameters()).dtype
@@ -76,7 +78,7 @@ def begin_bundle(
             # Remove older bundles, and an earlier one of the same step.
             bundles = sorted(
                 (int(match[1]), path)
-                for path in (run / FOLDER).glob("step-*")
+                for path in (run / FAILURES).glob("step-*")
                 if (match := _NAME.fullmatch(path.name)) and (path / BODY).is_file()
             )
             kept = [path for number, path in bundles if number != step][-(MOST_KEPT - 1) :]
@@ -85,7 +87,7 @@ def begin_bundle(
                     shutil.rmtree(path)
             folder.mkdir(parents=True)
             save_file(batch, folder / BATCH)
-            (folder / CONFIG).write_text(resolved_toml(config), encoding="utf-8")
+            (folder / RUN_CONFIG).write_text(resolved_toml(config), encoding="utf-8")
             body = {"format": _FORMAT, "step": step, "seed": config.train.seed}
             body |= {"samples": ids.tolist(), "weights": has_weights}
             (folder / BODY).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
@@ -136,7 +138,7 @@ class ReproBundle:
             )
         self.weights, self.text = folder / WEIGHTS, str(body.get("text", ""))
         sections = ("model", "plan", "data", "train", "lora")
-        self.config = load_recorded(folder / CONFIG, overrides, sections=sections)
+        self.config = load_recorded(folder / RUN_CONFIG, overrides, sections=sections)
 
     def arrays(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """See :meth:`Windows.arrays`."""

@@ -18,6 +18,7 @@ from torch import nn
 from moemesh.config.cluster import load_cluster
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.config.sources import RUN_CONFIG, RUN_PLAN
 from moemesh.config.train import TrainConfig
 from moemesh.data.samples import Samples
 from moemesh.model.attention import Attention, LatentAttention
@@ -37,7 +38,7 @@ from moemesh.schedule.action import Schedule
 from moemesh.sharding.parameters import num_trained
 from moemesh.trace.loads import COLLAPSE_STEPS, LayerLoads, collapse_text
 from moemesh.trace.memory_profile import MemoryProfile
-from moemesh.trace.run import LEAST_STEPS, MetricsRow
+from moemesh.trace.run import LEAST_STEPS, LOADS, METRICS, REPORT, MetricsRow
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.early_stop import EarlyStop
 from moemesh.train.optimizer import Optimizer
@@ -46,7 +47,6 @@ from moemesh.train.records.failure import keep_failure
 from moemesh.train.records.machine_rates import measure_rates
 from moemesh.train.records.rows import Sinks, cut_after
 from moemesh.train.records.run_folder import (
-    CONFIG,
     DATA,
     ROWS,
     RunFolder,
@@ -123,8 +123,8 @@ class Artifacts:
         self.parallel, self.optimizer, self._log = parallel, optimizer, log
         self._writes = self.mesh.rank == 0
         self._alarms = LoadAlarms(log)
-        self._metrics = folder.row_log("metrics.jsonl", log)
-        load_rows = folder.row_log("loads.jsonl", log)
+        self._metrics = folder.row_log(METRICS, log)
+        load_rows = folder.row_log(LOADS, log)
         self._recent = deque[LayerLoads](maxlen=COLLAPSE_STEPS * len(config.model.routed_layers))
         self._loads = LoadLog(load_rows, config.train.load_bins, folder.saved_steps)
         self._sinks: Sinks | None = None
@@ -161,17 +161,17 @@ class Artifacts:
         config, data = resolved_toml(self.config), record_of_data(samples)
         self.identity = {"config": config, "data": data}
         self.folder.write_json(DATA, data)
-        self.folder.write_text(CONFIG, config)
+        self.folder.write_text(RUN_CONFIG, config)
         plan, path = self.config.plan, self.folder.path
         # The launcher decides the borders of nodes, unless the plan has them.
         borders = self.mesh.layout.ranks_per_node
         derived = {"world_size": plan.world_size, "edp": plan.edp, "ranks_per_node": borders}
         record = json.dumps({**plan.model_dump(mode="json"), **derived}, indent=1) + "\n"
-        earlier = path / "plan.json"
+        earlier = path / RUN_PLAN
         if earlier.is_file() and earlier.read_text(encoding="utf-8", errors="replace") != record:
             for name in _OF_A_PLAN:
                 (path / f"{name}.json").unlink(missing_ok=True)
-        self.folder.write_text("plan.json", record)
+        self.folder.write_text(RUN_PLAN, record)
         if not done and (names := self.folder.set_rows_aside()):
             text = f"an earlier start saved nothing; its rows are kept in {' and '.join(names)}"
             self._log(f"{text}, and the run restarts at step 1", "note")
@@ -370,7 +370,7 @@ class Artifacts:
                 *lowest,
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
-                f"report              {Path(self.folder.path) / 'report.html'}",
+                f"report              {Path(self.folder.path) / REPORT}",
                 f"{'next':<20}{explain:<{width}}what bounds its speed, and what would change it",
                 f"{'':<20}{generate:<{width}}text from the trained model",
                 *([] if self._validation < self._unigram else [above]),

@@ -23,10 +23,9 @@ from moemesh.monitor.detector import Verdict
 from moemesh.monitor.failures import cause_of
 from moemesh.monitor.progress import Collective, ProgressRecord, own_record
 from moemesh.monitor.supervisor import Straggler, SupervisorResult
-from moemesh.trace.run import read_failure
+from moemesh.trace.run import FAILURE, FAILURES, read_failure
 from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
 
-FILE, EARLIER = "failure.json", "failures"
 #: Version of the layout of the file.
 SCHEMA = 1
 #: Number of the innermost frames of a traceback that are kept; a frame of a text is two lines.
@@ -74,7 +73,7 @@ def write_verdict(
     previous start, if the ranks failed before one of them had the lease.
     """
     content = _of_ended(ended, epoch, advice) | {"action": action}
-    place = folder / FILE
+    place = folder / FAILURE
     with suppress(OSError):
         if first_rank is not None:
             place = kept_in(folder, epoch) / f"node-{first_rank}.json"
@@ -122,7 +121,7 @@ ReportId = tuple[int, int, int]
 def report_id(folder: Path) -> ReportId | None:
     """The identity of the newest report in a run folder; None without a report."""
     try:
-        stat = (folder / FILE).stat()
+        stat = (folder / FAILURE).stat()
     except OSError:
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -130,7 +129,7 @@ def report_id(folder: Path) -> ReportId | None:
 
 def kept_in(folder: Path, epoch: int | None) -> Path:
     """The folder that gets the report and the logs of this epoch's failure at the next start."""
-    return folder / EARLIER / str(epoch or 0)
+    return folder / FAILURES / str(epoch or 0)
 
 
 def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
@@ -139,17 +138,17 @@ def keep_failure(folder: Path, *, have_ended: bool = False) -> Path | None:
 
     `have_ended`: no rank is running, so that their stderr also belongs to that failure.
     """
-    file = folder / FILE
+    file = folder / FAILURE
     with suppress(OSError, ValueError):
         if not file.exists():
             return None
         place = kept_in(folder, _epoch_of(folder))
         place.mkdir(parents=True, exist_ok=True)
-        report = place / FILE
+        report = place / FAILURE
         if report.exists():
             numbers = (report.with_stem(f"{report.stem}-{number}") for number in itertools.count(1))
             os.replace(report, next(other for other in numbers if not other.exists()))
-        os.replace(file, place / FILE)
+        os.replace(file, place / FAILURE)
         for stacks in (folder / LOGS).glob("rank-*.stacks"):
             os.replace(stacks, place / stacks.name)
         for errors in (folder / LOGS).glob("rank-*.err") if have_ended else ():
@@ -237,8 +236,8 @@ def go_on(folder: Path, command: Sequence[str]) -> str:
 
 def details(folder: Path) -> str:
     """A reference to the report."""
-    if (folder / FILE).exists():
-        return f"details in {folder / FILE}"
+    if (folder / FAILURE).exists():
+        return f"details in {folder / FAILURE}"
     return f"no report could be written into {folder}"
 
 
@@ -338,7 +337,7 @@ def _link(folder: Path, content: dict[str, Any]) -> bool:
     with suppress(OSError):
         temporary = _temporary(folder, content)
         with suppress(OSError):
-            os.link(temporary, folder / FILE)
+            os.link(temporary, folder / FAILURE)
             is_first = True
         temporary.unlink()
     return is_first

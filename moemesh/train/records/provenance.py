@@ -22,9 +22,10 @@ from moemesh.comm.collectives import gather_json
 from moemesh.comm.mesh import Mesh
 from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
+from moemesh.config.sources import RUN_STARTS
 from moemesh.data.samples import Samples
 from moemesh.trace.machine import processor, usable_cores
-from moemesh.trace.provenance import FILE, SCHEMA, read_starts
+from moemesh.trace.provenance import SCHEMA, read_starts
 from moemesh.train.records.run_folder import RunFolder, now
 
 #: Largest number of kept records: the first start and the newest ones.
@@ -119,7 +120,7 @@ def record_return(folder: RunFolder, step: int) -> None:
 
 
 def _write(folder: RunFolder, starts: Sequence[Mapping[str, Any]]) -> None:
-    folder.write_json(FILE, {"schema": SCHEMA, "starts": starts})
+    folder.write_json(RUN_STARTS, {"schema": SCHEMA, "starts": starts})
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:

@@ -33,7 +33,7 @@ from moemesh.checkpoint.stored import candidates, read_manifest
 from moemesh.config.changes import Change, compare, kind_of
 from moemesh.config.limits import few, parse_json
 from moemesh.config.schema import all_keys, explain_unknown_key
-from moemesh.config.sources import INPUTS, input_of_run, with_paths
+from moemesh.config.sources import INPUTS, RUN_CONFIG, RUN_PLAN, input_of_run, with_paths
 from moemesh.config.train import Resume
 from moemesh.data.samples import Samples
 from moemesh.data.tokenizer import has_chat_template
@@ -47,14 +47,14 @@ from moemesh.monitor.lease import (
     why_lost,
 )
 from moemesh.trace.machine import file_of
-from moemesh.trace.run import Run, recorded
+from moemesh.trace.run import EVENTS, LOADS, METRICS, Run, recorded
 from moemesh.train.records.rows import RowLog
 
-CHECKPOINTS, LOGS, CONFIG, DATA = "checkpoints", "logs", "config.toml", "data.json"
+CHECKPOINTS, LOGS, DATA = "checkpoints", "logs", "data.json"
 #: Files with rows of steps, which are cut back when a run resumes.
-ROWS = ("metrics.jsonl", "loads.jsonl")
+ROWS = (METRICS, LOADS)
 #: Files that make a folder a run. config.toml does not: users keep their own under that name.
-MARKS = (LEASE, "plan.json", "metrics.jsonl")
+MARKS = (LEASE, RUN_PLAN, METRICS)
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 #: Kinds of the events of a run that has saved.
 _SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
@@ -142,7 +142,7 @@ class RunFolder:
                 f'{path} holds no checkpoint and train.resume is "must": check the folder, or set '
                 'train.resume = "auto" to start a run'
             )
-        if resume == "auto" and "metrics.jsonl" in names and not has_checkpoint:
+        if resume == "auto" and METRICS in names and not has_checkpoint:
             run, former = Run.load(path), checkpoints_of(path)
             # A run creates its checkpoint folder before its first step: if that is gone, it may
             # have had checkpoints.
@@ -185,7 +185,7 @@ class RunFolder:
     def recorded(self) -> Recorded:
         """The record in the newest checkpoint, or, if that has none (of an older version), in the
         files of the run folder. Raises RunFolderError for unreadable ones."""
-        text = self._read_text(CONFIG)
+        text = self._read_text(RUN_CONFIG)
         for step in _steps(self.checkpoints):
             path = self.checkpoints / f"step-{step}"
             try:
@@ -433,7 +433,7 @@ class Events:
 
     def __init__(self, folder: RunFolder | None) -> None:
         """`folder` None: no events are written (on every rank but the first)."""
-        self._log = None if folder is None else folder.row_log("events.jsonl")
+        self._log = None if folder is None else folder.row_log(EVENTS)
 
     def add(self, kind: str, text: str, step: int | None = None) -> None:
         """`kind`: a word such as "alarm"; `step`: the last finished one."""

@@ -48,6 +48,7 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.lora import NO_ADAPTERS, is_adapter
 from moemesh.config.model import ModelConfig
 from moemesh.config.run import RunConfig
+from moemesh.config.sources import RUN_CONFIG
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.ops.nf4 import dequantize, quantize
 from moemesh.parallel.parallelize import RankModel
@@ -424,7 +425,7 @@ def write_run(weights: Read, config: RunConfig, out: Path) -> RunFolder:
     state: dict[str, Any] = {"step": 0, "position": 0, "moments": [], "updates": 0}
     dtype = "float32" if config.train.dtype == "bfloat16" else config.train.dtype
     write_checkpoint(weights, config.model, folder.checkpoints, state, getattr(torch, dtype))
-    (out / "config.toml").write_text(resolved_toml(config), encoding="utf-8")
+    (out / RUN_CONFIG).write_text(resolved_toml(config), encoding="utf-8")
     return folder
 
 
@@ -435,13 +436,13 @@ def _opened(source: Path, best: bool) -> tuple[Path, RunConfig, Checkpoint]:
     if (source / MANIFEST).exists():
         run = source.resolve().parent.parent
         checkpoint = open_checkpoint(source.parent, int(source.name.rpartition("-")[2]))
-    elif (source / "config.toml").exists() and checkpoints_of(source).is_dir():
+    elif (source / RUN_CONFIG).exists() and checkpoints_of(source).is_dir():
         folder = checkpoints_of(source)
         checkpoint = open_checkpoint(folder, best_step(folder)) if best else newest(folder)
     else:
         message = "neither a run, nor a checkpoint of one, nor a folder with config.json"
         raise refused("IN", str(source), message)
-    return run, load_recorded(run / "config.toml"), checkpoint
+    return run, load_recorded(run / RUN_CONFIG), checkpoint
 
 
 def to_stderr(note: str) -> None:

@@ -36,6 +36,7 @@ from moemesh.config.huggingface.model import family_of, quantization_of
 from moemesh.config.limits import few, parse_json
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.run import RunConfig
+from moemesh.config.sources import RUN_CONFIG
 from moemesh.config.suggest import nearest_choice, nearest_path
 from moemesh.config.trainable import refusals
 from moemesh.sharding.load_run import load_recorded, load_run
@@ -62,9 +63,9 @@ def config_of(source: Path, given: Sequence[str], *, prints_notes: bool = False)
         if prints_notes and "RANK" not in os.environ:  # the launcher has printed them
             for note in resolved.notes:
                 print(f"moemesh: note: {note}", file=sys.stderr, flush=True)
-    elif (source / "config.toml").exists():
+    elif (source / RUN_CONFIG).exists():
         sections = ("model", "data", "train", "lora")
-        config = load_recorded(source / "config.toml", given, sections=sections)
+        config = load_recorded(source / RUN_CONFIG, given, sections=sections)
     else:
         raise neither(source)
     if problems := refusals(config):
@@ -100,7 +101,7 @@ def check_weights(source: Path, *, takes_adapters: bool = False) -> None:
         check_folder(source)
     elif takes_adapters and is_adapter_folder(source):
         check_adapters(source)
-    elif not (source / "config.toml").exists():
+    elif not (source / RUN_CONFIG).exists():
         raise neither(source)
     elif not candidates(checkpoints_of(source)):
         raise CheckpointError(
@@ -113,7 +114,7 @@ def check_best(source: Path, best: bool) -> None:
     """Raises a UserError if `best` is set and `source` is not a run with a best checkpoint."""
     if not best:
         return
-    if (source / MANIFEST).exists() or not (source / "config.toml").exists():
+    if (source / MANIFEST).exists() or not (source / RUN_CONFIG).exists():
         message = f"{source} is not a run: one checkpoint, or a folder, has nothing to choose from"
         raise refused("--best", str(source), message, "leave it out")
     best_step(checkpoints_of(source))
