@@ -8,7 +8,7 @@ batched, memory is not paged. For serving, convert the run and use a server.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
@@ -22,6 +22,7 @@ from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.limits import parse_json
+from moemesh.config.run import RunConfig
 from moemesh.data.chat import ChatTemplate
 from moemesh.data.tokenizer import Tokenizer
 from moemesh.model.batch import Batch
@@ -252,6 +253,157 @@ def prompts_of(file: Path) -> list[str]:
     return lines
 
 
+class PromptEncoder:
+    """Token ids of prompts for the model of `config`. With `template` a prompt is a question of a
+    conversation, after its earlier `turns`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        turns: list[dict[str, str]],
+    ) -> None:
+        self.config, self.tokenizer, self.template, self.turns = config, tokenizer, template, turns
+
+    def ids(self, text: str, name: str = "--prompt") -> list[int]:
+        """The ids of a prompt. Raises UserError, which calls it `name`, for one that the model
+        cannot continue."""
+        if self.template is not None:
+            text = self.template.prompt([*self.turns, {"role": "user", "content": text}])
+        try:
+            ids = self.tokenizer.encode(text.encode(), name).tolist()
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"{name} is not UTF-8 text: character {error.start + 1} is invalid"
+            ) from error
+        if not ids:
+            raise UserError(f"{name} is empty; it needs at least one token")
+        model = self.config.model
+        if max(ids) >= model.vocab_size:
+            raise UserError(
+                f"{name} has the id {max(ids)}, not below model.vocab_size "
+                f"{model.vocab_size}: another tokenizer than the model's?"
+            )
+        if len(ids) >= (most := model.max_position_embeddings or len(ids) + 1):
+            raise UserError(
+                f"{name} has {len(ids)} tokens, and the model has {most} positions: at most "
+                f"{most - 1}, and a new one"
+            )
+        return ids
+
+    def note_positions(self, length: int, name: str = "--prompt") -> None:
+        """Print a note on a prompt and its answer that are longer than the model has positions."""
+        if length > (most := self.config.model.max_position_embeddings or length):
+            to_stderr(
+                f"note: {name}: {length} tokens with the answer, and the model has {most} "
+                "positions: the text after them is unreliable"
+            )
+
+
+class Answers:
+    """Answers of a loaded `model`: all ranks of `mesh` compute them, the first one prints.
+
+    `new_text` makes the text of an answer; `seed` is that of the first prompt.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        mesh: Mesh,
+        encoder: PromptEncoder,
+        new_text: Callable[..., GrowingText],
+        *,
+        temperature: float,
+        top_p: float,
+        seed: int,
+        as_json: bool,
+    ) -> None:
+        self.model, self.mesh, self.encoder, self.new_text = model, mesh, encoder, new_text
+        self.as_json, self.seed = as_json, seed
+        self.chooser = partial(chooser, temperature, top_p)
+        #: One random generator for all answers of a conversation.
+        self.choose = self.chooser(seed)
+
+    def answer(
+        self, ids: list[int], log: Callable[[str], object] = lambda text: None
+    ) -> tuple[str, list[int]]:
+        """The text that follows the prompt `ids`, and its tokens; `log` gets it piece by piece."""
+        growing = self.new_text(log=log)
+        for token in continuation(self.model, ids, self.choose, self.mesh.device):
+            if not growing.add(token):
+                break
+        text = growing.text()
+        if self.mesh.rank == 0:
+            self.encoder.note_positions(len(ids) + len(growing.tokens))
+            if not text:
+                why = "its tokens have no text" if growing.tokens else "the model ends it at once"
+                to_stderr(f"note: the answer is empty: {why}")
+        return text, growing.tokens
+
+    def of_prompt(self, ids: list[int], head: str) -> str:
+        """`head` and the answer to a prompt; on a terminal they are printed as they grow, and ""
+        is returned."""
+        if self.mesh.rank == 0 and sys.stdout.isatty() and not self.as_json:
+            _print_more(head)
+            self.answer(ids, _print_more)
+            print(flush=True)
+            return ""
+        text, tokens = self.answer(ids)
+        return strict_json({"text": text, "tokens": tokens}) if self.as_json else head + text
+
+    def of_file(
+        self,
+        heads: Sequence[str],
+        rows: Mapping[int, list[int]],
+        errors: Mapping[int, str],
+        batch: int,
+    ) -> None:
+        """Print the answers to the lines of a file, `batch` lines at a time. Lines are numbered
+        from 1: `heads` are printed before their answers, `rows` has the ids of valid prompts,
+        `errors` the reason of each other line."""
+        for first in range(1, len(heads) + 1, batch):
+            numbers = range(first, min(first + batch, len(heads) + 1))
+            texts = {number: self.new_text() for number in numbers if number in rows}
+            choosers = [self.chooser(self.seed + number - 1) for number in texts]
+            prompts = [rows[number] for number in texts]
+            device = self.mesh.device
+            answer_together(self.model, prompts, list(texts.values()), choosers, device)
+            for number in numbers if self.mesh.rank == 0 else ():
+                if (growing := texts.get(number)) is None:
+                    row: dict[str, Any] = {"line": number, "error": errors.get(number)}
+                else:
+                    length = len(rows[number]) + len(growing.tokens)
+                    self.encoder.note_positions(length, f"line {number}")
+                    row = {"line": number, "text": growing.text(), "tokens": growing.tokens}
+                if self.as_json:
+                    print(strict_json(row), flush=True)
+                elif growing is not None:
+                    print(f"== line {number}\n{heads[number - 1]}{growing.text()}", flush=True)
+
+    def converse(self) -> None:
+        """Read questions from stdin, a line each, and print answers, until /exit or end of
+        input."""
+        turns, is_terminal = self.encoder.turns, sys.stdin.isatty()
+        num_before = len(turns)
+        if is_terminal:
+            print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
+        with suppress(EOFError, KeyboardInterrupt):
+            while (question := input("> " if is_terminal else "").strip()) != "/exit":
+                if question:
+                    text, _ = self.answer(self.encoder.ids(question), _print_more)
+                    turns.append({"role": "user", "content": question})
+                    turns.append({"role": "assistant", "content": text})
+                    print(flush=True)
+        if is_terminal:
+            print(flush=True)
+        elif len(turns) == num_before:
+            raise UserError("stdin holds no question: give one as --prompt, or a line each")
+
+
+_print_more = partial(print, end="", flush=True)
+
+
 def generate(
     source: Path,
     prompt: str | None,
@@ -292,149 +444,59 @@ def generate(
         batch = 1  # the modelling code's cache has no place for padding
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat needs one") if chat else None
-    chats = answers_chats(source, config.data.tokenizer)
-    if template is None and chats and not launch.launched():
-        note = "this run was tuned on conversations: --chat uses their template"
-        print(f"note: {note}", file=sys.stderr, flush=True)
+    prints_notes = not launch.launched()  # a rank that the command started leaves them to it
+    if prints_notes and template is None and answers_chats(source, config.data.tokenizer):
+        to_stderr("note: this run was tuned on conversations: --chat uses their template")
     converses = prompt is None and prompts is None
     if converses and (ranks := config.plan.world_size) > 1:
         why = f"the plan has {ranks} ranks, and a conversation is held by one"
         raise UserError(f"{why}: give --prompt TEXT, or one rank")
     turns = [] if system is None else [{"role": "system", "content": system}]
-
-    def ids_of(text: str, name: str = "--prompt") -> list[int]:
-        if template is not None:
-            text = template.prompt([*turns, {"role": "user", "content": text}])
-        try:
-            ids = tokenizer.encode(text.encode(), name).tolist()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"{name} is not UTF-8 text: character {error.start + 1} is invalid"
-            ) from error
-        if not ids:
-            raise UserError(f"{name} is empty; it needs at least one token")
-        if max(ids) >= config.model.vocab_size:
-            raise UserError(
-                f"{name} has the id {max(ids)}, not below model.vocab_size "
-                f"{config.model.vocab_size}: another tokenizer than the model's?"
-            )
-        if len(ids) >= (most := config.model.max_position_embeddings or len(ids) + 1):
-            raise UserError(
-                f"{name} has {len(ids)} tokens, and the model has {most} positions: at most "
-                f"{most - 1}, and a new one"
-            )
-        return ids
-
-    prompt_ids = [] if prompt is None else ids_of(prompt)
-    wanted = [] if prompts is None else prompts_of(prompts)
-    stop = "" if template is None else template.stop
+    encoder = PromptEncoder(config, tokenizer, template, turns)
+    prompt_ids = [] if prompt is None else encoder.ids(prompt)
+    lines = [] if prompts is None else prompts_of(prompts)
     # The ids that end a text, from the first file of the model's folder that names them.
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
     stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
     unapplied = next(filter(None, map(unapplied_settings, folders)), [])
-    if unapplied and not launch.launched():
+    if prints_notes and unapplied:
         to_stderr(
             f"note: the folder of the model sets {', '.join(unapplied)}, which are not applied: "
             "the likeliest token is chosen, or with --temperature and --top-p a random one"
         )
-
-    def note_positions(length: int, name: str) -> None:
-        if length > (most := config.model.max_position_embeddings or length):
-            to_stderr(
-                f"note: {name}: {length} tokens with the answer, and the model has {most} "
-                "positions: the text after them is unreliable"
-            )
-
-    new_answer = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
     rows: dict[int, list[int]] = {}
     errors: dict[int, str] = {}
-    for number, line in enumerate(wanted, start=1):
+    for number, line in enumerate(lines, start=1):
         try:
-            rows[number] = ids_of(line, f"line {number}")
+            rows[number] = encoder.ids(line, f"line {number}")
         except UserError as error:
             errors[number] = str(error)
-            if not launch.launched():
+            if prints_notes:
                 to_stderr(f"{prompts}: {error}")
+    stop = "" if template is None else template.stop
+    new_text = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
 
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source, best=best)
-
-        def answer(ids: list[int], log: Callable[[str], object]) -> tuple[str, list[int]]:
-            growing = new_answer(log=log)
-            # One random generator for all answers of a conversation.
-            for token in continuation(parallel.model, ids, choose, mesh.device):
-                if not growing.add(token):
-                    break
-            text = growing.text()
-            if mesh.rank == 0:
-                note_positions(len(ids) + len(growing.tokens), "--prompt")
-            if not text and mesh.rank == 0:
-                why = "its tokens have no text" if growing.tokens else "the model ends it at once"
-                to_stderr(f"note: the answer is empty: {why}")
-            return text, growing.tokens
-
-        choose = chooser(temperature, top_p, seed)
-        if wanted:
-            for first in range(1, len(wanted) + 1, batch):
-                numbers = range(first, min(first + batch, len(wanted) + 1))
-                answers = {number: new_answer() for number in numbers if number in rows}
-                choosers = [chooser(temperature, top_p, seed + number - 1) for number in answers]
-                batch_ids = [rows[number] for number in answers]
-                answer_together(
-                    parallel.model, batch_ids, list(answers.values()), choosers, mesh.device
-                )
-                for number in numbers if mesh.rank == 0 else ():
-                    growing, head = answers.get(number), "" if chat else wanted[number - 1]
-                    if growing is not None:
-                        note_positions(len(rows[number]) + len(growing.tokens), f"line {number}")
-                    if growing is not None and not as_json:
-                        print(f"== line {number}\n{head}{growing.text()}", flush=True)
-                    elif as_json:
-                        row: dict[str, Any] = {"line": number, "error": errors.get(number)}
-                        if growing is not None:
-                            row = {"line": number, "text": growing.text(), "tokens": growing.tokens}
-                        print(strict_json(row), flush=True)
-            parallel.close()
-            return ""
-        if converses:
-            _converse(turns, ids_of, answer)
-            return ""
-        head = "" if chat else prompt or ""
-        if mesh.rank == 0 and sys.stdout.isatty() and not as_json:
-            # On a terminal, print as the text grows.
-            _print_more(head)
-            answer(prompt_ids, _print_more)
-            print(flush=True)
-            parallel.close()
-            return ""
-        text, tokens = answer(prompt_ids, lambda text: None)
+        answers = Answers(
+            parallel.model,
+            mesh,
+            encoder,
+            new_text,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            as_json=as_json,
+        )
+        output = ""
+        if lines:
+            answers.of_file([""] * len(lines) if chat else lines, rows, errors, batch)
+        elif converses:
+            answers.converse()
+        else:
+            output = answers.of_prompt(prompt_ids, "" if chat else prompt or "")
         parallel.close()
-        return strict_json({"text": text, "tokens": tokens}) if as_json else head + text
+        return output
 
     code = on_ranks(config, work, "--temperature", str(temperature))  # one note is enough
-    return code or (2 if errors and not launch.launched() else 0)
-
-
-_print_more = partial(print, end="", flush=True)
-
-
-def _converse(
-    turns: list[dict[str, str]],
-    ids_of: Callable[[str], list[int]],
-    answer: Callable[[list[int], Callable[[str], object]], tuple[str, list[int]]],
-) -> None:
-    """Read questions from stdin, a line each, and print answers, until /exit or end of input."""
-    is_terminal, before = sys.stdin.isatty(), len(turns)
-    if is_terminal:
-        print("/exit or Ctrl-D ends the conversation", file=sys.stderr)
-    with suppress(EOFError, KeyboardInterrupt):
-        while (question := input("> " if is_terminal else "").strip()) != "/exit":
-            if question:
-                text, _ = answer(ids_of(question), _print_more)
-                turns.append({"role": "user", "content": question})
-                turns.append({"role": "assistant", "content": text})
-                print(flush=True)
-    if is_terminal:
-        print(flush=True)
-    elif len(turns) == before:
-        raise UserError("stdin holds no question: give one as --prompt, or a line each")
+    return code or (2 if errors and prints_notes else 0)
