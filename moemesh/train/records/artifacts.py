@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -216,28 +217,7 @@ class Artifacts:
     ) -> MetricsRow:
         """Record a finished step, and write it; returns its row of metrics. `epoch`: number of
         passes through the training samples so far."""
-        data, plan, train = self.config.data, self.config.plan, self.config.train
-        device, result, recorder = self.mesh.device, step.result, step.recorder
-        # Local measurements: time, memory, FLOP/s.
-        flops = self._flops_per_token * data.global_batch * data.seq_len
-        tflops = flops / plan.world_size / step.seconds / 1e12
-        measured = {
-            "data_seconds": recorder.seconds("data", step.number),
-            "memory_bytes": _peak_bytes(device),
-            "tflops_per_rank": tflops,
-        }
-        waited = progress.waited_in_steps()
-        # NCCL returns to the host at once, and its device waits.
-        if waited is not None and plan.world_size > 1 and device.type == "cpu":
-            measured["communication_seconds"] = waited - self._waited
-            self._waited = waited
-        if self._peak_flops is not None:
-            measured["mfu"] = mfu(tflops, self._peak_flops)
-        counts_LE, dropped_L = result.counts_LE, result.dropped_L
-        if num_wanted := int(counts_LE.sum() + dropped_L.sum()):
-            mean_L = counts_LE.double().mean(dim=1).clamp(min=1e-9)
-            measured["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
-            measured["dropped_share"] = int(dropped_L.sum()) / num_wanted
+        result = step.result
         row = MetricsRow(
             step=step.number,
             loss=result.loss,
@@ -245,16 +225,16 @@ class Artifacts:
             aux_loss=result.aux_loss,
             tokens=result.num_tokens,
             tokens_per_second=result.num_tokens / step.seconds,
-            lr=train.learning_rate(step.number),
+            lr=self.config.train.learning_rate(step.number),
             seconds=step.seconds,
             validation_loss=validation_loss,
             mtp_loss=result.mtp_loss,
             epoch=epoch,
-            **measured,
+            **self._measured(step),
         )
         if self._clock is not None:
-            self._clock.finish_step(recorder, step.number, step.seconds)
-        self._last, self._row = recorder, row
+            self._clock.finish_step(step.recorder, step.number, step.seconds)
+        self._last, self._row = step.recorder, row
         self._steps += 1
         if validation_loss is not None:
             self._validation = validation_loss
@@ -268,7 +248,7 @@ class Artifacts:
         if rank_LP is None:
             ep = self.config.plan.ep
             rank_LP = rank_tokens(result.counts_LE, layers, self.parallel.homes, ep)
-        numbers = (tensor.tolist() for tensor in (counts_LE, rank_LP, dropped_L))
+        numbers = (tensor.tolist() for tensor in (result.counts_LE, rank_LP, result.dropped_L))
         loads = [
             LayerLoads(
                 step=row.step,
@@ -284,6 +264,31 @@ class Artifacts:
         for layer in loads:
             self._alarms.check(layer)
         return row
+
+    def _measured(self, step: FinishedStep) -> dict[str, Any]:
+        """Fields of :class:`MetricsRow` that are measured: time, memory and speed of this rank, and
+        the balance of the experts."""
+        data, plan, device = self.config.data, self.config.plan, self.mesh.device
+        flops = self._flops_per_token * data.global_batch * data.seq_len
+        tflops = flops / plan.world_size / step.seconds / 1e12
+        measured = {
+            "data_seconds": step.recorder.seconds("data", step.number),
+            "memory_bytes": _peak_bytes(device),
+            "tflops_per_rank": tflops,
+        }
+        waited = progress.waited_in_steps()
+        # NCCL returns to the host at once, and its device waits.
+        if waited is not None and plan.world_size > 1 and device.type == "cpu":
+            measured["communication_seconds"] = waited - self._waited
+            self._waited = waited
+        if self._peak_flops is not None:
+            measured["mfu"] = mfu(tflops, self._peak_flops)
+        counts_LE, dropped_L = step.result.counts_LE, step.result.dropped_L
+        if num_wanted := int(counts_LE.sum() + dropped_L.sum()):
+            mean_L = counts_LE.double().mean(dim=1).clamp(min=1e-9)
+            measured["load_max_over_mean"] = float((counts_LE.amax(dim=1) / mean_L).max())
+            measured["dropped_share"] = int(dropped_L.sum()) / num_wanted
+        return measured
 
     @contextmanager
     def first_step_memory(self) -> Iterator[None]:
@@ -307,6 +312,7 @@ class Artifacts:
 
         assert self._last is not None
         config, pipeline = self.config, self.parallel.pipeline
+        has_pipeline = pipeline.schedule.num_ranks > 1
         memory = MemoryProfile(
             rank=self.mesh.rank,
             **state_bytes(self.parallel, self.optimizer),
@@ -331,13 +337,13 @@ class Artifacts:
                 config,
                 self.folder,
                 self.mesh,
-                replace(self._last.timeline(), digest=pipeline.digest),
-                memory,
-                self._clock.result() if self._clock is not None else (0, {}),
-                self._rates,
-                self._steps,
-                (self.drawn or pipeline.schedule) if pipeline.schedule.num_ranks > 1 else None,
-                summary,
+                timeline=replace(self._last.timeline(), digest=pipeline.digest),
+                memory=memory,
+                seconds=(0, {}) if self._clock is None else self._clock.result(),
+                rates=self._rates,
+                num_steps=self._steps,
+                drawn=(self.drawn or pipeline.schedule) if has_pipeline else None,
+                summary=summary,
             )
         except OSError as error:
             file, reason = error.filename or self.folder.path, error.strerror or error

@@ -31,6 +31,7 @@ def write_end(
     config: RunConfig,
     folder: RunFolder,
     mesh: Mesh,
+    *,
     timeline: Timeline,
     memory: MemoryProfile,
     seconds: tuple[int, Mapping[str, float]],
@@ -46,64 +47,30 @@ def write_end(
     the machine, on which the predicted seconds are based; `num_steps`: steps of this start;
     `drawn`: the schedule that is simulated beside the measured timeline.
     """
-    model, plan, data, train = config.model, config.plan, config.data, config.train
-    plan = plan.without_offload if mesh.device.type == "cpu" else plan
-    common: dict[str, Any] = {
-        "seq_len": data.seq_len,
-        "global_batch": data.global_batch,
-        "dtype": train.dtype,
-        "rank": mesh.rank,
-        "tuning": config.tuning,
-    }
-    # The prediction of a step of this rank, for uniform routing; None if a schedule comes from a
-    # file that the planner cannot model.
-    predicted: dict[str, Any] | None = None
-    with suppress(ValueError):
-        on_accelerator = mesh.device.type != "cpu"
-        of_memory = predicted_memory(config, mesh.rank, on_cpu=not on_accelerator)
-        of_ledger = predict_ledger(
-            model,
-            plan,
-            **common,
-            on_accelerator=on_accelerator,
-            whole_matrices=train.updates_matrices,
-        )
-        bubble = 0.0 if drawn is None else simulate(drawn).bubble_rate
-        of_seconds = predicted_seconds(config, rates, of_ledger, of_memory, bubble)
-        predicted = {
-            "memory": of_memory.to_json(),
-            "ledger": of_ledger.rows(),
-            "seconds": of_seconds,
-        }
-    steps, parts = seconds
+    num_measured, parts = seconds
+    predicted = _predicted_step(config, mesh, rates, drawn)
     local = (mesh.ledger.rows(), memory.to_json(), timeline.to_json(), dict(parts), predicted)
-    ledgers, memories, timelines, measured_parts, predictions = (
+    ledgers, memories, timelines, parts_of_ranks, predictions = (
         gather_json(records, mesh.control) for records in local
     )
     if mesh.rank:
         return
+    predictions = {rank: step for rank, step in enumerate(predictions) if step is not None}
     entries = {rank: Ledger.from_rows(ledger) for rank, ledger in enumerate(ledgers)}
     folder.write_json("ledger.json", ledgers_to_json(entries, steps=num_steps))
-    predicted_of = {
-        rank: prediction for rank, prediction in enumerate(predictions) if prediction is not None
-    }
+    if predictions:
+        entries = {rank: Ledger.from_rows(step["ledger"]) for rank, step in predictions.items()}
+        folder.write_json("ledger_predicted.json", ledgers_to_json(entries))
     profiles = MemoryProfiles(
         ranks=tuple(map(MemoryProfile.from_json, memories)),
-        predicted=tuple(
-            MemoryProfile.from_json(records["memory"]) for records in predicted_of.values()
-        ),
+        predicted=tuple(MemoryProfile.from_json(step["memory"]) for step in predictions.values()),
     )
     folder.write_json("memory.json", profiles.to_json())
-    if predicted_of:
-        expected = {
-            rank: Ledger.from_rows(records["ledger"]) for rank, records in predicted_of.items()
-        }
-        folder.write_json("ledger_predicted.json", ledgers_to_json(expected))
-    if steps:
+    if num_measured:
         of_steps = StepSeconds(
-            steps=steps,
-            ranks=dict(enumerate(measured_parts)),
-            predicted={rank: prediction["seconds"] for rank, prediction in predicted_of.items()},
+            steps=num_measured,
+            ranks=dict(enumerate(parts_of_ranks)),
+            predicted={rank: step["seconds"] for rank, step in predictions.items()},
             rates=dict(rates),
         )
         folder.write_json("seconds.json", of_steps.to_json())
@@ -118,6 +85,31 @@ def write_end(
         with suppress(UserError):  # a report without a price is better than none
             run = replace(run, planned=planned_step(config, cluster))
     page.write(run)
+
+
+def _predicted_step(
+    config: RunConfig, mesh: Mesh, rates: Mapping[str, float], drawn: Schedule | None
+) -> dict[str, Any] | None:
+    """Memory, ledger and seconds of a step of this rank with uniform routing, as JSON; None if the
+    schedule comes from a file that the planner cannot model."""
+    on_cpu = mesh.device.type == "cpu"
+    with suppress(ValueError):
+        memory = predicted_memory(config, mesh.rank, on_cpu=on_cpu)
+        ledger = predict_ledger(
+            config.model,
+            config.plan.without_offload if on_cpu else config.plan,
+            seq_len=config.data.seq_len,
+            global_batch=config.data.global_batch,
+            dtype=config.train.dtype,
+            rank=mesh.rank,
+            tuning=config.tuning,
+            on_accelerator=not on_cpu,
+            whole_matrices=config.train.updates_matrices,
+        )
+        bubble = 0.0 if drawn is None else simulate(drawn).bubble_rate
+        seconds = predicted_seconds(config, rates, ledger, memory, bubble)
+        return {"memory": memory.to_json(), "ledger": ledger.rows(), "seconds": seconds}
+    return None
 
 
 def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> Timeline:
