@@ -353,34 +353,9 @@ def check_adapter_folder(
     if part is not None and not any(name.startswith(_PREFIX + part.around) for name in shapes):
         # Adapters of the text part alone have its names.
         model = model.with_architecture(replace(part, around=""))
-    lora, adapted = model.lora, list(adaptations(model, kind))
     given, written = PEFT_DEFAULTS | read_json(file, _CONFIG_LIMIT), peft_config(model, kind, None)
-    if given.get("peft_type") != "LORA":
-        raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
-    patterns = {
-        key: _numbers(given, default, key, file)
-        for key, default in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha"))
-    }
-    expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
-    if given.get("r") == written["r"]:  # the form that this package writes
-        expected = {key: written[key] for key in expected}
-    for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
-        is_free = key != "use_rslora" and any(patterns.values())
-        if not is_free and given.get(key, False) != expected[key]:
-            raise CheckpointError(
-                f"{file}: has {key} = {given.get(key)}, and lora.{ours} is {getattr(lora, ours)}"
-            )
-    if (init := given.get("init_lora_weights")) not in SAME_BASE:
-        raise CheckpointError(
-            f"{file}: init_lora_weights = {init!r} changes the weights beside the adapters: "
-            "save them with PEFT's `path_initial_model_for_weight_conversion`, as plain ones"
-        )
-    for key, value in given.items():
-        is_known = key in KNOWN_FIELDS or key == "init_lora_weights" or (key, value) == _NO_BIAS
-        if not is_known and value not in (None, False):
-            raise CheckpointError(f"{file}: uses {key}, which is not known here")
-    of_folder = sorted({match[1] for name in shapes if (match := _LEAF.search(name))})
-    advice = f"; the folder has adapters of {', '.join(of_folder)}"
+    patterns = _check_fields(file, given, written, model.lora)
+    adapted = list(adaptations(model, kind))
     places = {adaptation.name(factor): adaptation for adaptation in adapted for factor in "AB"}
     held = {adaptation.module for name, adaptation in places.items() if name in shapes}
     targets = {
@@ -389,6 +364,8 @@ def check_adapter_folder(
         if adaptation.module in held
         for part in adaptation.parts
     }
+    of_folder = sorted({match[1] for name in shapes if (match := _LEAF.search(name))})
+    advice = f"; the folder has adapters of {', '.join(of_folder)}"
     missing = [
         name
         for name, adaptation in places.items()
@@ -420,36 +397,92 @@ def check_adapter_folder(
             f"{header}: {extra[0]} does not belong to this model or to lora.targets "
             f"({len(extra)} such tensors){advice}"
         )
-    adapters: list[StoredAdapter] = []
-    for adaptation in adapted:
-        if adaptation.module not in held:
-            adapters.append(StoredAdapter(adaptation, 0, 1.0))
-            continue
-        rank, alpha = (
-            _of_pattern(table, adaptation.module, given[default], file)
-            for table, default in zip(patterns.values(), ("r", "lora_alpha"), strict=True)
-        )
-        ratio = alpha / (math.sqrt(rank) if lora.rslora else rank) / lora.scaling
-        if rank > lora.rank and rank not in (adaptation.total_rank, written["r"]):
-            raise CheckpointError(
-                f"{file}: {adaptation.target} has rank {rank}, and lora.rank is {lora.rank}: "
-                "lora.rank must be the largest rank"
-            )
-        if trains and not math.isclose(ratio, 1):
-            raise CheckpointError(
-                f"{file}: {adaptation.target} has rank {rank} and alpha {alpha}, another scaling "
-                f"than lora.alpha {lora.alpha} with lora.rank {lora.rank}: it would train at "
-                "another pace than in PEFT; `moemesh evaluate` and `generate` take it"
-            )
-        for factor in "AB":
-            name, shape = adaptation.name(factor), adaptation.shape(factor, rank)
-            if shapes[name] != shape:
-                raise CheckpointError(
-                    f"{header}: {name} has shape {list(shapes[name])}, its rank of {rank} makes it "
-                    f"{list(shape)}"
-                )
-        adapters.append(StoredAdapter(adaptation, rank, ratio))
+    adapters = [
+        StoredAdapter(adaptation, 0, 1.0)
+        if adaptation.module not in held
+        else _stored_adapter(path, adaptation, shapes, patterns, model.lora, trains=trains)
+        for adaptation in adapted
+    ]
     return AdapterContents(adapters, ends, saved)
+
+
+class _Patterns(NamedTuple):
+    """Rank and alpha of a folder, and the exceptions from them by patterns of names."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    #: Rank of the form that this package writes.
+    written_rank: int
+
+
+def _check_fields(
+    file: Path, given: Mapping[str, Any], written: Mapping[str, Any], lora: LoraConfig
+) -> _Patterns:
+    """The ranks and scalings of the fields `given` by `file`. Raises CheckpointError for other
+    adapters than those of `lora`, which this package writes as `written`, and for a field whose
+    effect is not known here."""
+    if given.get("peft_type") != "LORA":
+        raise CheckpointError(f"{file}: is of the type {given.get('peft_type')}, not LORA")
+    ranks = _numbers(given, "r", "rank_pattern", file)
+    alphas = _numbers(given, "lora_alpha", "alpha_pattern", file)
+    expected = {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora}
+    if given.get("r") == written["r"]:  # the form that this package writes
+        expected = {key: written[key] for key in expected}
+    for key, ours in zip(expected, ("rank", "alpha", "rslora"), strict=True):
+        is_free = key != "use_rslora" and (ranks or alphas)
+        if not is_free and given.get(key, False) != expected[key]:
+            raise CheckpointError(
+                f"{file}: has {key} = {given.get(key)}, and lora.{ours} is {getattr(lora, ours)}"
+            )
+    if (init := given.get("init_lora_weights")) not in SAME_BASE:
+        raise CheckpointError(
+            f"{file}: init_lora_weights = {init!r} changes the weights beside the adapters: "
+            "save them with PEFT's `path_initial_model_for_weight_conversion`, as plain ones"
+        )
+    for key, value in given.items():
+        is_known = key in KNOWN_FIELDS or key == "init_lora_weights" or (key, value) == _NO_BIAS
+        if not is_known and value not in (None, False):
+            raise CheckpointError(f"{file}: uses {key}, which is not known here")
+    return _Patterns(given["r"], given["lora_alpha"], ranks, alphas, written["r"])
+
+
+def _stored_adapter(
+    path: Path,
+    adaptation: Adaptation,
+    shapes: Mapping[str, tuple[int, ...]],
+    patterns: _Patterns,
+    lora: LoraConfig,
+    *,
+    trains: bool,
+) -> StoredAdapter:
+    """The adapter in the folder `path`, whose tensors have these `shapes`; `patterns` and `trains`
+    as in :func:`check_adapter_folder`. Raises CheckpointError for a rank, scaling or shape that
+    does not fit."""
+    file = path / CONFIG
+    rank = _of_pattern(patterns.ranks, adaptation.module, patterns.rank, file)
+    alpha = _of_pattern(patterns.alphas, adaptation.module, patterns.alpha, file)
+    ratio = alpha / (math.sqrt(rank) if lora.rslora else rank) / lora.scaling
+    if rank > lora.rank and rank not in (adaptation.total_rank, patterns.written_rank):
+        raise CheckpointError(
+            f"{file}: {adaptation.target} has rank {rank}, and lora.rank is {lora.rank}: "
+            "lora.rank must be the largest rank"
+        )
+    if trains and not math.isclose(ratio, 1):
+        raise CheckpointError(
+            f"{file}: {adaptation.target} has rank {rank} and alpha {alpha}, another scaling "
+            f"than lora.alpha {lora.alpha} with lora.rank {lora.rank}: it would train at "
+            "another pace than in PEFT; `moemesh evaluate` and `generate` take it"
+        )
+    for factor in "AB":
+        name, shape = adaptation.name(factor), adaptation.shape(factor, rank)
+        if shapes[name] != shape:
+            raise CheckpointError(
+                f"{path / WEIGHTS}: {name} has shape {list(shapes[name])}, its rank of {rank} "
+                f"makes it {list(shape)}"
+            )
+    return StoredAdapter(adaptation, rank, ratio)
 
 
 def _stored_ends(

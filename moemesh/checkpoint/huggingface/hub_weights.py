@@ -240,22 +240,9 @@ def _grouped(
         if parameter.shape[0] == module.num_experts
     )
     mapping = get_model_conversion_mapping(model)
-    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
     converters = [change for change in mapping if isinstance(change, WeightConverter)]
     by_pattern = {key: change for change in converters for key in change.source_patterns}
-    sources_of: dict[str, dict[str, list[str]]] = {}
-    carried: list[str] = []
-    for name in sorted(inner, key=dot_natural_key):
-        target, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, aliases
-        )
-        if target not in aliases and name in aliases:
-            target, pattern = name, None
-        if target in aliases:
-            sources = sources_of.setdefault(target, {})
-            sources.setdefault(pattern or "", []).append(inner[name])
-        else:
-            carried.append(inner[name])
+    sources_of, carried = _by_target(model, mapping, aliases, inner)
     group_of: dict[str, TensorGroup] = {}
     groups: list[TensorGroup] = []
     problems: list[str] = []
@@ -315,6 +302,32 @@ def _grouped(
         model=model, stored=stored, meta=meta, stacks=stacks, group_of=group_of, groups=groups,
         carried=carried, problems=problems or missing,
     )  # fmt: skip
+
+
+def _by_target(
+    model: PreTrainedModel,
+    mapping: Sequence[Any],
+    aliases: dict[str, str],
+    inner: Mapping[str, str],
+) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
+    """For each parameter of `aliases` the stored tensors that it is made from, by the pattern of
+    the conversion `mapping` that they match ("" without one); and the stored tensors of none."""
+    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    sources_of: dict[str, dict[str, list[str]]] = {}
+    carried: list[str] = []
+    for name in sorted(inner, key=dot_natural_key):
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, aliases
+        )
+        if target not in aliases and name in aliases:
+            target, pattern = name, None
+        if target in aliases:
+            sources = sources_of.setdefault(target, {})
+            sources.setdefault(pattern or "", []).append(inner[name])
+        else:
+            carried.append(inner[name])
+    return sources_of, carried
 
 
 def _keeps_rows(operation: Any) -> bool:

@@ -97,16 +97,8 @@ def _settings(folder: Path, config: Mapping[str, Any]) -> dict[str, object]:
             more = max(ranks) / rank
             more = math.sqrt(more) if values["lora.rslora"] else more
             values |= {RANK_KEY: max(ranks), ALPHA_KEY: alpha * more}
-    if targets := _targets(folder, config):
-        values["lora.targets"] = targets
-    if (folder / TOKENIZER).is_file():
-        values[TOKENIZER_KEY] = str(folder)
-    return values
-
-
-def _targets(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """The projections with an adapter in the file of weights; of stacks of experts, which share
-    the names of their tensors, those in `target_parameters`."""
+    # The projections with an adapter in the file of weights; of stacks of experts, which share the
+    # names of their tensors, those in `target_parameters`.
     entries: object = config.get("target_parameters")
     targets: set[str] = set()
     for entry in cast("list[object]", entries) if isinstance(entries, list) else ():
@@ -116,4 +108,8 @@ def _targets(folder: Path, config: Mapping[str, Any]) -> list[str]:
         module, leaf, _ = name.partition(".lora_A.")
         if leaf:
             targets.add(module.removesuffix(".base_layer").rpartition(".")[2])
-    return sorted(targets - {"experts"})  # the module of stacks
+    if targets := targets - {"experts"}:  # the module of stacks
+        values["lora.targets"] = sorted(targets)
+    if (folder / TOKENIZER).is_file():
+        values[TOKENIZER_KEY] = str(folder)
+    return values

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.adapters import weights_of_ends
+from moemesh.checkpoint.huggingface.contents import WEIGHT_DTYPES
 from moemesh.checkpoint.huggingface.convert import (
     Delta,
     Description,
@@ -66,9 +67,6 @@ from moemesh.train.weights.weight_sources import ExpertLayout, Target, UpcycleRe
 
 if TYPE_CHECKING:
     from moemesh.checkpoint.huggingface.hub_weights import HubWeights
-
-#: Dtypes of exported weights.
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def open_weights(
@@ -272,30 +270,22 @@ def convert(
             delta=delta,
             on_file=on_file,
         )
-        _put_texts(run, source, config, out, like)
-        return to
-    model = config.model
-    if run is None:
-        base = Path(str(config.model_path))
-        dtype = dtype or _dtype_of(base)
-        if dtype not in DTYPES:
-            message = f"{base / CONFIG} names the dtype {dtype}"
-            raise refused("--dtype", dtype, message, f"one of {', '.join(DTYPES)}")
     else:
-        dtype = dtype or config.train.dtype
-        if origin is None:
-            model = export.exported(model.with_lora(NO_ADAPTERS))
-            weights = equivalent(weights, config.model, model)
-    _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
-    _put_texts(run, source, config, out, like)
-    return to
-
-
-def _put_texts(
-    run: Path | None, source: Path, config: RunConfig, out: Path, like: Path | None
-) -> None:
-    """Give the export `out` the tokenizer of the run, or that of adapters which have one, unless
-    `like` has one; make that of a run on conversations stop at the end of a turn."""
+        model = config.model
+        if run is None:
+            base = Path(str(config.model_path))
+            dtype = dtype or _dtype_of(base)
+            if dtype not in WEIGHT_DTYPES:
+                message = f"{base / CONFIG} names the dtype {dtype}"
+                raise refused("--dtype", dtype, message, f"one of {', '.join(WEIGHT_DTYPES)}")
+        else:
+            dtype = dtype or config.train.dtype
+            if origin is None:
+                model = export.exported(model.with_lora(NO_ADAPTERS))
+                weights = equivalent(weights, config.model, model)
+        _write(weights, model, out, dtype, expert_layout, origin, delta, on_file)
+    # The tokenizer of the run, or that of adapters which have one, unless `like` has one; that of a
+    # run on conversations stops at the end of a turn.
     if like is None and (run is not None or config.data.tokenizer == str(source.resolve())):
         try:
             put_tokenizer(out, Tokenizer.open(config.data.tokenizer))
@@ -303,6 +293,7 @@ def _put_texts(
             to_stderr(f"note: the tokenizer {config.data.tokenizer} is not in {out}: {error}")
     if run is not None and (end := end_of_turn(run, config)) is not None:
         to_stderr(put_end_of_turn(out, end))
+    return to
 
 
 def _write(
