@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -59,164 +59,121 @@ class Hit(NamedTuple):
     sample: int | None = None
 
 
-@contextmanager
-def injected(
-    parallel: RankModel, batches: Sequence[Batch], where: Injection
-) -> Iterator[list[Hit]]:
-    """Inside, every run of the step meets the value; the list fills with what was hit."""
-    hits: list[Hit] = []
-    with ExitStack() as stack:
+class Injector:
+    """The value of an :class:`Injection` in every run of a step, until `undo` is closed. `hits` are
+    the places that were hit on this rank."""
+
+    def __init__(self, parallel: RankModel, batches: Sequence[Batch], where: Injection) -> None:
+        self.parallel, self.batches, self.where = parallel, batches, where
+        self.hits, self.undo = list[Hit](), ExitStack()
+        #: Context of the forward that runs in the layer.
+        self.context: Context | None = None
         if where.kind == "loss":
-            _loss(parallel, where, hits, stack)
+            self.loss()
         elif parallel.mesh.rank == where.rank and str(where.layer) in parallel.model.layers:
-            put = {
-                "weight": _weight,
-                "activation": _activation,
-                "gradient": _gradient,
-                "weight gradient": _weight_gradient,
-            }[where.kind]
-            put(parallel, batches, where, hits, stack)
-        yield hits
+            put = {"weight": self.weight, "weight gradient": self.weight_gradient}
+            put |= {"activation": self.activation, "gradient": self.gradient}
+            put[where.kind]()
 
+    def parameter(self) -> tuple[nn.Parameter, int | None]:
+        """Tensor and local row (None: the expert is on another rank, or no expert exists)."""
+        prefix, parallel = f"layers.{self.where.layer}.", self.parallel
+        if self.where.expert is None:
+            return parallel.model.get_parameter(prefix + "attention.output"), 0
+        name = prefix + "feed_forward.experts.down"
+        own = list(parallel.placements[name].experts(parallel.mesh))
+        row = own.index(self.where.expert) if self.where.expert in own else None
+        return parallel.model.get_parameter(name), row
 
-def _parameter(parallel: RankModel, where: Injection) -> tuple[str, nn.Parameter, int | None]:
-    """Name, tensor and local row (None: the expert is on another rank, or no expert exists)."""
-    prefix = f"layers.{where.layer}."
-    if where.expert is None:
-        name = prefix + "attention.output"
-        return name, parallel.model.get_parameter(name), 0
-    name = prefix + "feed_forward.experts.down"
-    own = list(parallel.placements[name].experts(parallel.mesh))
-    row = own.index(where.expert) if where.expert in own else None
-    return name, parallel.model.get_parameter(name), row
+    def weight(self) -> None:
+        parameter, row = self.parameter()
+        if row is not None and parameter.untyped_storage().size():
+            number = parameter.data[row].view(-1)[:1]
+            self.undo.callback(number.copy_, number.clone())
+            number.fill_(self.where.value)
+            self.hits.append(Hit(True))
 
+    def weight_gradient(self) -> None:
+        parameter, row = self.parameter()
+        calls = 0
 
-def _weight(
-    parallel: RankModel,
-    batches: Sequence[Batch],
-    where: Injection,
-    hits: list[Hit],
-    undo: ExitStack,
-) -> None:
-    _, parameter, row = _parameter(parallel, where)
-    if row is not None and parameter.untyped_storage().size():
-        number = parameter.data[row].view(-1)[:1]
-        undo.callback(number.copy_, number.clone())
-        number.fill_(where.value)
-        hits.append(Hit(True))
-
-
-def _weight_gradient(
-    parallel: RankModel,
-    batches: Sequence[Batch],
-    where: Injection,
-    hits: list[Hit],
-    undo: ExitStack,
-) -> None:
-    _, parameter, row = _parameter(parallel, where)
-    calls = 0
-
-    def spoil(gradient: Tensor | None) -> Tensor | None:
-        nonlocal calls
-        calls += 1
-        if gradient is None:  # it is deferred, and comes by another way
-            return None
-        if row is None or (calls - 1) % len(batches) != where.microbatch:
+        def spoil(gradient: Tensor | None) -> Tensor | None:
+            nonlocal calls
+            calls += 1
+            if gradient is None:  # it is deferred, and comes by another way
+                return None
+            if row is None or (calls - 1) % len(self.batches) != self.where.microbatch:
+                return gradient
+            self.hits.append(Hit(True))
+            gradient = gradient.clone()
+            gradient[row].view(-1)[-1] = self.where.value
             return gradient
-        hits.append(Hit(True))
-        gradient = gradient.clone()
-        gradient[row].view(-1)[-1] = where.value
-        return gradient
 
-    undo.callback(parameter.register_hook(spoil).remove)
+        self.undo.callback(parameter.register_hook(spoil).remove)
 
+    def module(self) -> nn.Module:
+        """The module of the injection, in a layer that notes the context of its forward."""
 
-class _Place:
-    """The microbatch whose forward runs in a layer, and the samples of its rows."""
+        def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
+            (self.context,) = (value for value in args if isinstance(value, Context))
 
-    def __init__(self, layer: nn.Module, batches: Sequence[Batch], undo: ExitStack) -> None:
-        self._batches, self.context = batches, None
-        undo.callback(layer.register_forward_pre_hook(self._begin).remove)
-
-    def _begin(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        (self.context,) = (value for value in args if isinstance(value, Context))
-
-    def is_in(self, microbatch: int) -> bool:
-        return bool(len(self.sequences())) and int(self.sequences()[0]) in (
-            self._batches[microbatch].sequences_B.tolist()
-        )
+        layer = self.parallel.model.layers[str(self.where.layer)]
+        self.undo.callback(layer.register_forward_pre_hook(begin).remove)
+        return layer.get_submodule(self.where.module)
 
     def sequences(self) -> Tensor:
+        """Sequences of the rows of the forward that runs; empty in another microbatch."""
         assert self.context is not None
-        return self.context.token_ids_T // self.context.length
+        sequences_T = self.context.token_ids_T // self.context.length
+        own = self.batches[self.where.microbatch].sequences_B
+        is_here = bool(torch.isin(sequences_T[:1], own).any())
+        return sequences_T if is_here else sequences_T[:0]
 
+    def activation(self) -> None:
+        def spoil(_: nn.Module, args: Any, output: Any) -> Any:
+            sequences_T, x = self.sequences(), output if isinstance(output, Tensor) else output[0]
+            if not len(sequences_T) or not len(x):
+                return output
+            is_rows = self.where.module == "feed_forward.experts"
+            self.hits.append(Hit(True, None if is_rows else IDS[int(sequences_T[-1])]))
+            x = x.clone()
+            x[-1, 0] = self.where.value
+            return x if isinstance(output, Tensor) else output._replace(y_TH=x)
 
-def _activation(
-    parallel: RankModel,
-    batches: Sequence[Batch],
-    where: Injection,
-    hits: list[Hit],
-    undo: ExitStack,
-) -> None:
-    layer = parallel.model.layers[str(where.layer)]
-    place = _Place(layer, batches, undo)
+        self.undo.callback(self.module().register_forward_hook(spoil).remove)
 
-    def spoil(_: nn.Module, args: Any, output: Any) -> Any:
-        if not place.is_in(where.microbatch):
-            return output
-        x = output if isinstance(output, Tensor) else output[0]
-        if not len(x):
-            return output
-        is_rows = where.module == "feed_forward.experts"
-        hits.append(Hit(True, None if is_rows else IDS[int(place.sequences()[-1])]))
-        x = x.clone()
-        x[-1, 0] = where.value
-        return x if isinstance(output, Tensor) else output._replace(y_TH=x)
+    def gradient(self) -> None:
+        def spoil(_: nn.Module, args: tuple[Any, ...]) -> None:
+            sequences_T = self.sequences()
+            if not len(sequences_T) or not len(args[0]):
+                return
+            sample = IDS[int(sequences_T[-1])]
 
-    undo.callback(layer.get_submodule(where.module).register_forward_hook(spoil).remove)
+            def change(gradient: Tensor) -> Tensor:
+                self.hits.append(Hit(True, sample))
+                gradient = gradient.clone()
+                gradient[-1, 0] = self.where.value
+                return gradient
 
+            if args[0].requires_grad:
+                args[0].register_hook(change)
 
-def _gradient(
-    parallel: RankModel,
-    batches: Sequence[Batch],
-    where: Injection,
-    hits: list[Hit],
-    undo: ExitStack,
-) -> None:
-    layer = parallel.model.layers[str(where.layer)]
-    place = _Place(layer, batches, undo)
+        self.undo.callback(self.module().register_forward_pre_hook(spoil).remove)
 
-    def spoil(_: nn.Module, args: tuple[Any, ...]) -> None:
-        if not place.is_in(where.microbatch) or not len(args[0]):
-            return
-        sample = IDS[int(place.sequences()[-1])]
+    def loss(self) -> None:
+        """A loss that is not finite for one target, in the data of every rank; its gradient is."""
+        vocabulary = self.parallel.model.vocabulary
+        plain = vocabulary.cross_entropy
 
-        def change(gradient: Tensor) -> Tensor:
-            hits.append(Hit(True, sample))
-            gradient = gradient.clone()
-            gradient[-1, 0] = where.value
-            return gradient
+        def spoiled(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
+            bad_T = targets_T == self.where.layer
+            if bad_T.any():
+                self.hits.append(Hit(True))
+            losses_T = plain(x_TH, weight_VH, targets_T)
+            return losses_T + torch.zeros_like(losses_T).masked_fill(bad_T, self.where.value)
 
-        if args[0].requires_grad:
-            args[0].register_hook(change)
-
-    undo.callback(layer.get_submodule(where.module).register_forward_pre_hook(spoil).remove)
-
-
-def _loss(parallel: RankModel, where: Injection, hits: list[Hit], undo: ExitStack) -> None:
-    """A loss that is not finite for one target, in the data of every rank; its gradient is."""
-    vocabulary = parallel.model.vocabulary
-    plain = vocabulary.cross_entropy
-
-    def spoiled(x_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
-        bad_T = targets_T == where.layer
-        if bad_T.any():
-            hits.append(Hit(True))
-        losses_T = plain(x_TH, weight_VH, targets_T)
-        return losses_T + torch.zeros_like(losses_T).masked_fill(bad_T, where.value)
-
-    vocabulary.cross_entropy = spoiled  # type: ignore[method-assign]
-    undo.callback(vars(vocabulary).pop, "cross_entropy")
+        vocabulary.cross_entropy = spoiled  # type: ignore[method-assign]
+        self.undo.callback(vars(vocabulary).pop, "cross_entropy")
 
 
 class Outcome(NamedTuple):
@@ -247,14 +204,15 @@ def inject_on_rank(
     for number, where in enumerate(injections, start=2):
         batches = microbatches(config, plan, SHAPE, number, mesh)
         before = _state(parallel, optimizer)
-        with injected(parallel, batches, where) as hits:
+        injector = Injector(parallel, batches, where)
+        with injector.undo:
             skipped = step(number, batches)
             finding = examine(parallel, optimizer, batches, IDS, nonfinite_gradients(parallel))
         after = _state(parallel, optimizer)
         same = before.keys() == after.keys() and all(
             torch.equal(before[name], after[name]) for name in before
         )
-        outcomes.append(Outcome(skipped, same, finding, hits))
+        outcomes.append(Outcome(skipped, same, finding, injector.hits))
     batches = microbatches(config, plan, SHAPE, 1000, mesh)
     sound = examine(parallel, optimizer, batches, IDS)
     assert sound.phase == "unrepeated", f"found in a sound step: {sound}"
