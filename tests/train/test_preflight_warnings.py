@@ -66,37 +66,29 @@ def test_what_was_probably_not_meant_gets_one_remark(overrides: list[str], words
     assert words in remark
 
 
-def test_dropout_and_jitter_of_a_folder_get_a_remark(tmp_path: Path) -> None:
-    folder, adapters = tmp_path / "model", tmp_path / "adapters"
-    for path in (folder, adapters):
-        path.mkdir()
-    values = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 64}
-    values |= {"vocab_size": 256, "attention_dropout": 0.0}
-    tuned = {"peft_type": "LORA", "r": 4, "lora_dropout": 0.0}
-    given = [f"model.path={folder}", f"lora.path={adapters}"]
-    for noise in (0.0, 0.125):
-        values["router_jitter_noise"] = values["attention_dropout"] = noise
-        (folder / "config.json").write_text(json.dumps(values))
-        (adapters / "adapter_config.json").write_text(json.dumps(tuned | {"lora_dropout": noise}))
-        keys = ("attention_dropout", "router_jitter_noise", "lora_dropout")
-        expected = [f"{key} = 0.125 is set to 0" for key in keys if noise]
-        remarks = said(*given)
-        assert [remark.partition(":")[0] for remark in remarks] == expected
-
-
-def test_a_shared_factor_of_gate_and_up_gets_a_remark(tmp_path: Path) -> None:
-    folder, adapters = tmp_path / "model", tmp_path / "adapters"
-    for path in (folder, adapters):
-        path.mkdir()
-    values = {"model_type": "mixtral", "num_hidden_layers": 1, "hidden_size": 64}
-    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": 256}))
-    given = [f"model.path={folder}", f"lora.path={adapters}"]
-    for stack, words in (("gate_up_proj", "train an A each"), ("down_proj", "")):
-        tuned = {"peft_type": "LORA", "r": 4, "target_parameters": [f"experts.{stack}"]}
-        (adapters / "adapter_config.json").write_text(json.dumps(tuned))
-        remarks = said(*given)
-        assert len(remarks) == bool(words)
-        assert all(words in remark for remark in remarks)
+@pytest.mark.parametrize(
+    ("values", "adapters", "remarks"),
+    [
+        ({"router_jitter_noise": 0.0, "attention_dropout": 0.0}, {"lora_dropout": 0.0}, []),
+        (
+            {"router_jitter_noise": 0.125, "attention_dropout": 0.125},
+            {"lora_dropout": 0.125},
+            ["attention_dropout = 0.125 is", "router_jitter_noise = 0.125 is", "lora_dropout = 0"],
+        ),
+        ({}, {"target_parameters": ["experts.gate_up_proj"]}, ["gate and up of an expert train"]),
+        ({}, {"target_parameters": ["experts.down_proj"]}, []),
+    ],
+)
+def test_what_trains_otherwise_in_transformers_or_peft_gets_a_remark(
+    tmp_path: Path, values: dict[str, float], adapters: dict[str, Any], remarks: list[str]
+) -> None:
+    values |= {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 256}
+    adapters |= {"peft_type": "LORA", "r": 4}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "mixtral"}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
+    texts = said(f"model.path={tmp_path}", f"lora.path={tmp_path}")
+    assert len(texts) == len(remarks)
+    assert all(text.startswith(remark) for text, remark in zip(texts, remarks, strict=True))
 
 
 def test_many_ranks_on_few_cores() -> None:

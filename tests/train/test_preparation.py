@@ -33,6 +33,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def put_run(run: Path, *keys: str, steps: tuple[int, ...] = (5,)) -> None:
+    """The folder of a run that was started here, with these `keys` and empty checkpoints."""
+    for step in steps:
+        (run / f"checkpoints/step-{step}").mkdir(parents=True, exist_ok=True)
+    (run / "config.toml").write_text(resolved_toml(load_run([], keys).config))
+    (run / "plan.json").write_text("{}")
+    starts = [{"directory": str(Path.cwd())}]
+    (run / "provenance.json").write_text(json.dumps({"starts": starts}))
+
+
 def test_a_dry_run_says_all_and_writes_nothing(folder: Path) -> None:
     given = ["data.path=a.txt", "plan.dp=2", "plan.ep=2", "data.seq_len=32", "train.steps=3"]
     given.append("train.warmup_steps=4")
@@ -71,10 +81,7 @@ def test_a_dry_run_and_a_run_count_the_epochs_of_each_source_alike(
 
 
 def test_a_dry_run_of_a_run_that_goes_on(folder: Path, invoke: Invoke) -> None:
-    for step in (5, 10):
-        (folder / f"run/checkpoints/step-{step}").mkdir(parents=True)
-    (folder / "run/config.toml").write_text(resolved_toml(load_run([], ["data.path=a.txt"]).config))
-    (folder / "run/plan.json").write_text("{}")
+    put_run(folder / "run", "data.path=a.txt", steps=(5, 10))
     given = ["--out", "run", "--set", "data.path=a.txt", "--set", "plan.dp=2"]
     code, out, _ = invoke("train", "--dry-run", *given)
     assert code == 0
@@ -88,10 +95,7 @@ def test_a_dry_run_of_a_run_that_goes_on(folder: Path, invoke: Invoke) -> None:
 
 
 def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(folder: Path, invoke: Invoke) -> None:
-    (folder / "kept/a/checkpoints/step-5").mkdir(parents=True)
-    recorded = load_run([], ["data.path=a.txt", "train.steps=10"]).config
-    (folder / "kept/a/config.toml").write_text(resolved_toml(recorded))
-    (folder / "kept/a/plan.json").write_text("{}")
+    put_run(folder / "kept/a", "data.path=a.txt", "train.steps=10")
     given = ["train", "kept/a", "--dry-run"]
     code, out, _ = invoke(*given, "--set", "plan.dp=2")
     assert code == 0 and "resume   from kept/a/checkpoints/step-5\n" in out
@@ -112,12 +116,7 @@ def test_the_folder_of_a_run_in_place_of_a_file_resumes_it(folder: Path, invoke:
 def test_a_run_is_resumed_from_another_folder(
     folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "kept/a/checkpoints/step-5").mkdir(parents=True)
-    recorded = load_run([], ["data.path=a.t*", "train.steps=10"]).config
-    (folder / "kept/a/config.toml").write_text(resolved_toml(recorded))
-    (folder / "kept/a/provenance.json").write_text(
-        json.dumps({"starts": [{"directory": str(folder)}]})
-    )
+    put_run(folder / "kept/a", "data.path=a.t*", "train.steps=10")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
     code, out, error = invoke("train", "../kept/a", "--dry-run")
@@ -134,14 +133,9 @@ def test_sources_and_clusters_of_a_run_are_found_from_another_folder(
     (folder / "bytes").mkdir()  # the tokenizer is the word, the cluster that of the package
     sources = 'data.sources=[{path="a.txt"}, {path="**/b.txt"}]'
     (folder / "b.txt").write_text("another text " * 100)
-    (folder / "kept/a/checkpoints/step-5").mkdir(parents=True)
     for cluster in ("mine.toml", "one_h100"):
         (folder / cluster).write_text(load_cluster("one_h100").to_toml("mine"))
-        given = [sources, "train.steps=10", f"train.cluster={cluster}"]
-        (folder / "kept/a/config.toml").write_text(resolved_toml(load_run([], given).config))
-        (folder / "kept/a/provenance.json").write_text(
-            json.dumps({"starts": [{"directory": str(folder)}]})
-        )
+        put_run(folder / "kept/a", sources, "train.steps=10", f"train.cluster={cluster}")
         (folder / "elsewhere").mkdir(exist_ok=True)
         monkeypatch.chdir(folder / "elsewhere")
         code, out, error = invoke("train", "../kept/a", "--dry-run")
@@ -156,9 +150,7 @@ def test_sources_and_clusters_of_a_run_are_found_from_another_folder(
 def test_a_run_with_absolute_paths_takes_the_relative_ones_of_its_first_command(
     folder: Path, invoke: Invoke
 ) -> None:
-    (folder / "run/checkpoints/step-5").mkdir(parents=True)
-    recorded = load_run([], [f"data.path={folder}/a.txt", "train.steps=10"]).config
-    (folder / "run/config.toml").write_text(resolved_toml(recorded))
+    put_run(folder / "run", f"data.path={folder}/a.txt", "train.steps=10")
     given = ["train", "--dry-run", "--out", "run", "--set", "train.steps=10", "--set"]
     code, out, error = invoke(*given, "data.path=a.txt")
     assert code == 0 and "resume   from run/checkpoints/step-5\n" in out, error
@@ -238,11 +230,8 @@ def test_a_finished_run_is_told_before_its_data_is_read(
         return finished(RunRequest(resolved=resolved, out=folder / "run"))
 
     assert refusal(2) is None
-    (folder / "run/checkpoints/step-2").mkdir(parents=True)
-    config = load_run([], ["data.path=gone", "train.steps=2"]).config
-    (folder / "run/config.toml").write_text(resolved_toml(config))
-    for name in ("plan.json", "report.html"):
-        (folder / "run" / name).write_text("{}")
+    put_run(folder / "run", "data.path=gone", "train.steps=2", steps=(2,))
+    (folder / "run/report.html").write_text("")
     # The checkpoint is damaged: only a start shows whether the run resumes from another one.
     assert refusal(2) is None
     monkeypatch.setattr(preparation, "open_stored", lambda folder, step: None)
