@@ -231,10 +231,13 @@ def test_a_finished_run_is_told_before_its_data_is_read(
 
     assert refusal(2) is None
     put_run(folder / "run", "data.path=gone", "train.steps=2", steps=(2,))
-    (folder / "run/report.html").write_text("")
     # The checkpoint is damaged: only a start shows whether the run resumes from another one.
+    (folder / "run/report.html").write_text("")
     assert refusal(2) is None
     monkeypatch.setattr(preparation, "open_stored", lambda folder, step: None)
+    (folder / "run/report.html").unlink()
+    assert refusal(2) is None  # its end was not written
+    (folder / "run/report.html").write_text("")
     text = refusal(2)
     assert text is not None and "already trained to step 2 of 2" in text
     assert refusal(3) is None
