@@ -35,7 +35,7 @@ from moemesh.balance import (
 Loads = NDArray[np.float64]
 
 
-def load_shapes(num_layers: int, num_experts: int, seed: int) -> dict[str, Loads]:
+def load_shapes(num_layers: int, num_experts: int, seed: int = 0) -> dict[str, Loads]:
     """Loads [layers, experts] of twelve shapes, whole numbers; same for the same seed."""
     random = np.random.default_rng(seed)
     size = (num_layers, num_experts)

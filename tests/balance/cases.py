@@ -13,27 +13,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def shapes(num_layers: int, num_experts: int, seed: int = 0) -> dict[str, Floats]:
-    """Loads [layers, experts] of eleven shapes, whole numbers."""
-    random = np.random.default_rng(seed)
-    size = (num_layers, num_experts)
-    loads_by_shape = {"flat": np.full(size, 700.0), "uniform": random.integers(1, 1000, size) * 1.0}
-    for exponent in (0.5, 0.8, 1.0, 1.2):
-        law = 1e6 / np.arange(1, num_experts + 1) ** exponent
-        loads_by_shape[f"zipf-{exponent}"] = np.stack(
-            [random.permutation(law) for _ in range(num_layers)]
-        )
-    for sigma in (0.5, 1.0, 1.5):
-        loads_by_shape[f"lognormal-{sigma}"] = 1000 * np.exp(random.normal(0, sigma, size))
-    loads_by_shape["poisson"] = random.poisson(300, size) * 1.0
-    bursty = random.poisson(500, size) * 1.0
-    for row in bursty:
-        hot = random.choice(num_experts, max(num_experts // 32, 1), replace=False)
-        row[hot] *= random.integers(5, 40, len(hot))
-    loads_by_shape["bursty"] = bursty
-    return {name: np.round(loads) for name, loads in loads_by_shape.items()}
-
-
 def hottest(loads: Floats, slots: Ints, num_gpus: int) -> Floats:
     """Load of the hottest GPU [layers], computed the slow way."""
     tops = []

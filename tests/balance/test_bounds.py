@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.balance import load_shapes
 from moemesh.balance import lower_bound, rebalance_experts, rebalance_published
-from tests.balance.cases import hottest, least_possible, num_twins, shapes
+from tests.balance.cases import hottest, least_possible, num_twins
 
 
 def bound(weight: list[float], replicas: int, gpus: int, groups: int = 1, nodes: int = 1) -> float:
@@ -72,7 +73,7 @@ def test_tight_enough_to_be_of_use(places: tuple[tuple[int, ...], ...]) -> None:
     """No placement is worse than the published one or has an expert twice on a GPU."""
     gaps = []
     for experts, *sizes in places:
-        for loads in shapes(1 if len(places) == 1 else 3, experts, seed=7).values():
+        for loads in load_shapes(1 if len(places) == 1 else 3, experts, seed=7).values():
             slots, theirs = (
                 balance(loads, *sizes)[0] for balance in (rebalance_experts, rebalance_published)
             )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.balance import load_shapes
 from moemesh.balance import (
     assign_tokens,
     lower_bound,
@@ -23,15 +24,14 @@ from moemesh.balance import (
     split_loads,
 )
 from moemesh.balance import compiled as loops
-from tests.balance.cases import shapes
 from tests.ranks import run_on_ranks
 
 
 def everything(name: str, place: tuple[int, int, int, int]) -> list[Any]:
     """A result of every solver, for one shape of loads."""
     _, groups, nodes, gpus = place
-    loads = shapes(1, 32, seed=2)[name]
-    later = shapes(1, 32, seed=3)[name]
+    loads = load_shapes(1, 32, seed=2)[name]
+    later = load_shapes(1, 32, seed=3)[name]
     slots = rebalance_experts(loads, *place)[0]
     again = rebalance_incremental(later, slots, num_gpus=gpus, num_groups=groups, num_nodes=nodes)
     split = split_loads(later, slots, num_gpus=gpus)
@@ -57,7 +57,7 @@ def is_compiled() -> bool:
 
 def assignment() -> list[Any]:
     """Results of the loops that are compiled in the least time, of every call of a router."""
-    counts = np.outer(np.arange(1, 9), shapes(1, 32, seed=2)["uniform"][0]).astype(np.int64)
+    counts = np.outer(np.arange(1, 9), load_shapes(1, 32, seed=2)["uniform"][0]).astype(np.int64)
     with loops.plain_loops():
         plan = plan_quotas(counts, np.arange(32) // 4, 2)
     return [assign_tokens(plan, counts, ranks_per_node=4)]
@@ -79,7 +79,7 @@ def fast_and_plain(rank: int, function: Callable[..., list[Any]], *args: Any) ->
         *(
             pytest.param(everything, (name, place), marks=pytest.mark.slow)
             for place in [(48, 4, 2, 24), (48, 1, 1, 16), (40, 4, 2, 8)]
-            for name in ["uniform", "zipf-1.0", "bursty"]
+            for name in ["uniform", "zipf 1.0", "bursty"]
         ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.balance import load_shapes
 from moemesh.balance import (
     BalanceError,
     Replan,
@@ -19,7 +20,7 @@ from moemesh.balance import (
     schedule_transfers,
 )
 from moemesh.balance.incremental import relabel
-from tests.balance.cases import Floats, Ints, check_groups, check_maps, hottest, shapes
+from tests.balance.cases import Floats, Ints, check_groups, check_maps, hottest
 
 PLACES = ((80, 4, 2, 16), (72, 1, 1, 8))
 #: Sizes to which the figures of docs/balancing.md refer; minutes.
@@ -62,12 +63,12 @@ def carry_out(replan: Replan, previous: Ints, num_gpus: int) -> None:
 
 @pytest.mark.representative("uniform-(72, 1, 1, 8)")
 @pytest.mark.parametrize("place", [*PLACES, LARGE], ids=str)
-@pytest.mark.parametrize("name", ["uniform", "zipf-0.8", "lognormal-1.0", "bursty"])
+@pytest.mark.parametrize("name", ["uniform", "zipf 0.8", "lognormal 1.0", "bursty"])
 def test_few_moves_within_the_tolerance(name: str, place: tuple[int, int, int, int]) -> None:
     replicas, groups, nodes, gpus = place
     where = {"num_gpus": gpus, "num_groups": groups, "num_nodes": nodes}
     experts = 64 if replicas < 100 else 256
-    loads = shapes(1, experts, seed=4)[name]
+    loads = load_shapes(1, experts, seed=4)[name]
     before = np.asarray(rebalance_experts(loads, *place)[0])
     few = many = 0
     for step in range(3):
@@ -98,7 +99,7 @@ def test_few_moves_within_the_tolerance(name: str, place: tuple[int, int, int, i
 
 
 def test_nothing_moves_without_need() -> None:
-    loads = shapes(2, 64, seed=4)["lognormal-1.0"]
+    loads = load_shapes(2, 64, seed=4)["lognormal 1.0"]
     slots = rebalance_experts(loads, 80, 1, 1, 16)[0]
     same = rebalance_incremental(loads, slots, num_gpus=16)
     assert same.moved == (0, 0) and np.array_equal(same.physical_to_logical, slots)
@@ -112,7 +113,7 @@ def test_nothing_moves_without_need() -> None:
 
 def test_margin_against_moving_again() -> None:
     """With a margin the layer ends below the limit, so that it is not touched at the next drift."""
-    loads = shapes(1, 64, seed=6)["uniform"]
+    loads = load_shapes(1, 64, seed=6)["uniform"]
     slots = rebalance_experts(loads, 80, 1, 1, 16)[0]
     later = drifted(loads, 1)
     reached = {
@@ -126,14 +127,14 @@ def test_margin_against_moving_again() -> None:
 
 def test_groups_that_changed_nodes_are_planned_from_scratch() -> None:
     """A placement that breaks the group rule cannot be repaired in place."""
-    loads = shapes(1, 64, seed=6)["zipf-1.0"]
+    loads = load_shapes(1, 64, seed=6)["zipf 1.0"]
     slots = rebalance_experts(loads, 80, 1, 1, 16)[0]
     rebalanced = rebalance_incremental(loads, slots, 0.0, num_gpus=16, num_groups=4, num_nodes=2)
     check_groups(rebalanced.physical_to_logical, 64, 4, 2)
 
 
 def test_kinds_and_the_three_maps() -> None:
-    loads = shapes(1, 16)["uniform"]
+    loads = load_shapes(1, 16)["uniform"]
     maps = rebalance_experts(loads.tolist(), 24, 1, 1, 4)
     rebalanced = rebalance_incremental(loads[:, ::-1].tolist(), maps, num_gpus=4)
     assert isinstance(rebalanced.physical_to_logical, list)

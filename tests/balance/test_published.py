@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.balance import load_shapes
 from moemesh.balance import rebalance_published
-from tests.balance.cases import hottest, shapes
+from tests.balance.cases import hottest
 
 
 @pytest.mark.representative("(96, 8, 4, 16)", "(80, 1, 1, 16)")
@@ -23,7 +24,7 @@ def test_equal_to_the_transcription(place: tuple[int, int, int, int]) -> None:
     torch = pytest.importorskip("torch")
     from benchmarks.balance import torch_published
 
-    several = shapes(3, 64, seed=8)
+    several = load_shapes(3, 64, seed=8)
     several["all different"] = np.exp(np.random.default_rng(0).normal(0, 1, (3, 64)))
     for name, loads in several.items():
         for factor in (1.0, 1 / 3):

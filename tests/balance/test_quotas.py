@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.balance import load_shapes
 from moemesh.balance import (
     BalanceError,
     QuotaPlan,
@@ -16,7 +17,7 @@ from moemesh.balance import (
     plan_quotas,
     shadow_experts,
 )
-from tests.balance.cases import Ints, shapes
+from tests.balance.cases import Ints
 
 
 def check(plan: QuotaPlan, counts: Ints, ranks_per_node: int | None = None) -> Ints:
@@ -107,7 +108,7 @@ def test_near_the_mean_on_every_shape(spare: int) -> None:
     random = np.random.default_rng(0)
     home = np.arange(256) // 4
     excesses = []
-    for loads in shapes(4, 256, seed=1).values():
+    for loads in load_shapes(4, 256, seed=1).values():
         for row in loads:
             counts = random.multinomial(4096, row / row.sum(), size=64)
             excesses.append(plan_quotas(counts, home, spare).balance - 1)
@@ -128,7 +129,7 @@ def test_shadows_pay_or_are_not_made() -> None:
 
 
 def test_permuted_homes() -> None:
-    loads = shapes(1, 16, seed=2)["uniform"]
+    loads = load_shapes(1, 16, seed=2)["uniform"]
     slots = permute_experts(loads, 4)
     home = homes_of(slots, 4)
     assert all(home[0, slots[0, slot]] == slot // 4 for slot in range(16))

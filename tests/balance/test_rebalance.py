@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.balance import load_shapes
 from moemesh.balance import (
     BalanceError,
     balance_of,
@@ -28,7 +29,6 @@ from tests.balance.cases import (
     hottest,
     least_possible,
     num_twins,
-    shapes,
 )
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/seed_examples.json").read_text())
@@ -79,7 +79,7 @@ def test_results_are_of_the_kind_that_came_in() -> None:
 def test_never_worse_and_no_twins(place: tuple[int, int, int, int]) -> None:
     """Both efforts on every shape: bounds hold, and groups stay on one node."""
     replicas, groups, nodes, gpus = place
-    for name, loads in shapes(1, 64, seed=3).items():
+    for name, loads in load_shapes(1, 64, seed=3).items():
         published = hottest(loads, rebalance_published(loads, *place)[0], gpus)
         bound = lower_bound(loads, *place)
         for effort in ("fast", "quality"):
@@ -170,7 +170,7 @@ def test_complete_search(loads: list[int], replicas: int, gpus: int, best: float
 
 
 def test_without_redundancy_it_is_a_permutation() -> None:
-    loads = shapes(3, 64)["zipf-0.8"]
+    loads = load_shapes(3, 64)["zipf 0.8"]
     maps = rebalance_experts(loads, 64, 1, 1, 8)
     assert (np.sort(maps[0], axis=1) == np.arange(64)).all() and maps[2].max() == 1
     before = loads.reshape(3, 8, 8).sum(axis=2)
@@ -196,7 +196,7 @@ def test_layers_without_load() -> None:
 
 def test_loads_of_any_size() -> None:
     """Factors that are powers of two change nothing: squares neither overflow nor underflow."""
-    loads = shapes(1, 32, seed=5)["lognormal-1.0"]
+    loads = load_shapes(1, 32, seed=5)["lognormal 1.0"]
     maps = rebalance_experts(loads, 48, 1, 1, 16)
     for factor in (2.0**900, 2.0**-900):
         scaled = rebalance_experts(loads * factor, 48, 1, 1, 16)
@@ -206,7 +206,7 @@ def test_loads_of_any_size() -> None:
 
 
 def test_policies() -> None:
-    loads = shapes(1, 16)["bursty"]
+    loads = load_shapes(1, 16)["bursty"]
 
     def slots(*sizes: int, policy: Policy | None = None) -> Any:
         return rebalance_experts(loads, 24, *sizes, 8, effort="fast", policy=policy)[0]
@@ -221,7 +221,7 @@ def test_policies() -> None:
 
 def test_a_time_budget_is_used_well() -> None:
     """An effort in seconds: at least as good as fast, and within the time limit."""
-    loads = shapes(2, 64, seed=1)["lognormal-1.5"]
+    loads = load_shapes(2, 64, seed=1)["lognormal 1.5"]
     fast = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort="fast")[0], 32)
     spent = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=1)[0], 32)
     at_once = hottest(loads, rebalance_experts(loads, 96, 1, 1, 32, effort=0)[0], 32)
