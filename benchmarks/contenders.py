@@ -164,7 +164,10 @@ def experts_step(layer: MoE) -> Step:
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most tensor memory held at one time during `run`, over what was held before it."""
     gc.collect()
-    with _quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        quiet_profiler(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         run()
     assert profiler.profiler is not None
     results = profiler.profiler.kineto_results
@@ -178,8 +181,8 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
-    """The profiler's library writes two lines to stderr each time."""
+def quiet_profiler() -> Generator[None]:
+    """Discard the lines that the profiler's library writes to stderr at its start and its end."""
     saved, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     try:

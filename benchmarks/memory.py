@@ -10,11 +10,8 @@ slowest rank takes. Bytes on the wire are those of gradients and weights in one 
 from __future__ import annotations
 
 import gc
-import os
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +20,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.contenders import quiet_profiler
 from benchmarks.ranks import on_ranks
 from benchmarks.settings import MemorySettings
 from moemesh.comm.collectives import barrier, gather_json
@@ -170,17 +168,17 @@ def _placements(mesh: Mesh, settings: MemorySettings) -> list[Any]:
 def _memory(mesh: Mesh, settings: MemorySettings, strategy: str) -> dict[str, list[int]]:
     """Measured and predicted bytes of every rank: at the peak of a step, and of model states."""
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with _quiet():
+    with quiet_profiler():
         profiler.start()
     contender = _Contender.build(mesh, settings, strategy)
     for number in range(_STEPS_BEFORE):
         contender.step(number)
     with record_function(_MEASURED_STEP):
         contender.step(_STEPS_BEFORE)
-    with _quiet():
+    with quiet_profiler():
         profiler.stop()
     states = state_bytes(contender.parallel, contender.optimizer)
-    del states["buffers"]  # they are there for a moment
+    del states["buffers"]  # they exist for a part of a step only
     predicted = predict_memory(
         model_of(settings),
         contender.plan,
@@ -196,19 +194,6 @@ def _memory(mesh: Mesh, settings: MemorySettings, strategy: str) -> dict[str, li
         "predicted_state_bytes": sum(getattr(predicted, name) for name in states),
     }
     return _by_rank(mesh, own)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what the profiler writes to the standard error when it starts and stops off it."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _peak_bytes(profiler: profile) -> int:
