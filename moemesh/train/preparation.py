@@ -27,6 +27,7 @@ from moemesh.config.errors import ConfigError, Problem, found_by, refuse_togethe
 from moemesh.config.hub import short_name
 from moemesh.config.huggingface.folder import read_config
 from moemesh.config.huggingface.keys import off_note
+from moemesh.config.huggingface.model import trained_families
 from moemesh.config.load import Resolved, resolved_toml, with_recorded
 from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.names import Names
@@ -244,10 +245,6 @@ def _crowded_cores(start: Start) -> Iterator[str]:
         yield f"{ranks} ranks share {cores} core(s): right results, no speed to measure"
 
 
-#: Families of our code whose routers in transformers multiply their inputs by noise.
-_WITH_JITTER = ("mixtral", "minimax_m2")
-
-
 def _without_noise(start: Start) -> Iterator[str]:
     """A note for each kind of noise in the training of transformers or PEFT that is off here."""
     config = start.config
@@ -255,7 +252,8 @@ def _without_noise(start: Start) -> Iterator[str]:
     if config.model_path is not None and config.model.implementation == "moemesh":
         with suppress(ConfigError):  # reported by the check of the folder
             given |= read_config(Path(config.model_path))
-        if given.get("model_type") not in _WITH_JITTER:
+        family = trained_families()["family"].get(str(given.get("model_type")), {})
+        if not family.get("jitters"):
             given.pop("router_jitter_noise", None)
     given |= {"lora_dropout": _adapter_config(config).get("lora_dropout")}
     for key in ("attention_dropout", "router_jitter_noise", "lora_dropout"):

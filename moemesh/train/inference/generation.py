@@ -444,7 +444,7 @@ def generate(
         batch = 1  # the modelling code's cache has no place for padding
     tokenizer = Tokenizer.open(config.data.tokenizer)
     template = ChatTemplate.open(tokenizer, "--chat needs one") if chat else None
-    prints_notes = not launch.launched()  # a rank that the command started leaves them to it
+    prints_notes = not launch.launched()  # else the command has printed them
     if prints_notes and template is None and answers_chats(source, config.data.tokenizer):
         to_stderr("note: this run was tuned on conversations: --chat uses their template")
     converses = prompt is None and prompts is None
