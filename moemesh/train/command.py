@@ -295,7 +295,7 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
     if config.train.esft is not None:
         from moemesh.train.inference.esft import keep_table  # late: few runs need it
 
-        keep_table(config, folder)
+        keep_table(config.train.esft, folder)
     for note in update_schedule(config, folder, changes):
         print(note, flush=True)
     return folder

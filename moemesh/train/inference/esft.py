@@ -127,19 +127,17 @@ def _summed(parallel: RankModel, layers: Sequence[int]) -> Iterator[Tensor]:
             hook.remove()
 
 
-def keep_table(config: RunConfig, folder: RunFolder) -> None:
-    """Record the experts that train in the run folder. Raises RunFolderError if a resumed run would
-    train others."""
-    if config.train.esft is None:
-        return
-    experts = {str(layer): list(ids) for layer, ids in read_table(config.train.esft).items()}
+def keep_table(table: str, folder: RunFolder) -> None:
+    """Record the experts of the file `table` in the run folder. Raises RunFolderError if a resumed
+    run would train others."""
+    experts = {str(layer): list(ids) for layer, ids in read_table(table).items()}
     file = folder.path / KEPT_TABLE
     if folder.has_run and file.exists():
         before = {str(layer): list(ids) for layer, ids in read_table(file).items()}
         for layer in experts.keys() | before.keys():
             if experts.get(layer) != before.get(layer):
                 raise RunFolderError(
-                    f"{config.train.esft} names the experts {experts.get(layer)} of layer {layer}, "
+                    f"{table} names the experts {experts.get(layer)} of layer {layer}, "
                     f"the run in this folder trains {before.get(layer)}: choose another folder, "
                     "--out, or give the table as it was"
                 )
