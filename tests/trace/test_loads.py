@@ -12,28 +12,26 @@ def loads(experts: list[int], ranks: list[int] | None = None, **details: int) ->
     return LayerLoads(tokens_per_expert=tuple(experts), tokens_per_rank=tuple(ranks or ()), **known)
 
 
-def test_by_hand():
-    layer = loads([6, 2, 0, 0], [8, 0])
-    assert layer.expert_max_over_mean == 3.0
-    assert layer.rank_max_over_mean == 2.0
-    assert layer.dead_experts == 2
-    entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+SKEW = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "ratios", "entropy", "dead"),
+    [
+        ([6, 2, 0, 0], [8, 0], (3.0, 2.0), SKEW, 2),
+        ([5, 5, 5], [], (1.0, 1.0), 1.0, 0),
+        ([0, 9, 0], [], (3.0, 1.0), 0.0, 2),
+        # Nothing to route is legal.
+        ([0, 0, 0], [0, 0], (1.0, 1.0), 1.0, 3),
+        ([], [], (1.0, 1.0), 1.0, 0),
+        ([7], [], (1.0, 1.0), 1.0, 0),
+    ],
+)
+def test_by_hand(experts, ranks, ratios, entropy, dead):
+    layer = loads(experts, ranks)
+    assert (layer.expert_max_over_mean, layer.rank_max_over_mean) == ratios
     assert layer.entropy == pytest.approx(entropy, rel=1e-14)
-
-
-def test_extremes():
-    assert loads([5, 5, 5]).entropy == pytest.approx(1.0)
-    assert loads([5, 5, 5]).expert_max_over_mean == 1.0
-    assert loads([0, 9, 0]).entropy == 0.0
-    assert loads([0, 9, 0]).expert_max_over_mean == 3.0
-
-
-def test_nothing_to_route_is_legal():
-    layer = loads([0, 0, 0], [0, 0])
-    assert (layer.expert_max_over_mean, layer.rank_max_over_mean, layer.entropy) == (1, 1, 1)
-    assert layer.dead_experts == 3
-    assert loads([]).expert_max_over_mean == 1.0
-    assert loads([7]).entropy == 1.0
+    assert layer.dead_experts == dead
 
 
 def test_lines_round_trip():

@@ -93,30 +93,22 @@ def test_a_searched_schedule_trains_from_the_command_line(
 
 
 @pytest.mark.slow
-def test_a_run_resumes_when_the_file_of_its_schedule_is_gone(
-    one_device: list[dict[str, Any]],
-    searched: tuple[Path, dict[str, Any]],
-) -> None:
-    out, keys = searched
-    shutil.rmtree(out / "checkpoints" / "step-4")
-    Path("s.txt").unlink()
-    output = runs.said(*runs.arguments(out, **keys))
-    assert "s.txt is gone: the run continues with its copy" in output
-    assert_same_losses(runs.metrics(out), one_device)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_with_a_schedule_that_has_changed(
+@pytest.mark.parametrize("change", ["gone", "changed"])
+def test_a_run_resumes_without_the_file_of_its_schedule(
     one_device: list[dict[str, Any]],
     searched: tuple[Path, dict[str, Any]],
     invoke: Invoke,
+    change: str,
 ) -> None:
     out, keys = searched
     shutil.rmtree(out / "checkpoints" / "step-4")
-    invoke("schedule", "dualpipe_v", "--ranks", "2", "--microbatches", "4", "--save", "s.txt")
-    output = runs.said(*runs.arguments(out, **keys))
-    assert "changed since the last call: the schedule s.txt: digest" in output
-    assert load(out / "schedule.txt").name == "dualpipe_v"
+    name, words = load("s.txt").name, "s.txt is gone: the run continues with its copy"
+    Path("s.txt").unlink()
+    if change == "changed":
+        name, words = "dualpipe_v", "changed since the last call: the schedule s.txt: digest"
+        invoke("schedule", name, "--ranks", "2", "--microbatches", "4", "--save", "s.txt")
+    assert words in runs.said(*runs.arguments(out, **keys))
+    assert load(out / "schedule.txt").name == name
     assert_same_losses(runs.metrics(out), one_device)
 
 
