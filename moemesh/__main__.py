@@ -23,7 +23,12 @@ def main() -> None:
             signal.signal(signal.SIGINT, _interrupt)
     from moemesh.cli import main as command
 
-    command()
+    try:
+        command()
+    finally:
+        # The end of the interpreter prints every exception: Ctrl-C ends the process there.
+        if signal.getsignal(signal.SIGINT) is _interrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

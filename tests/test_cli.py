@@ -221,6 +221,16 @@ def test_a_verb_does_not_wait_for_the_modules_of_others() -> None:
     assert "moemesh.cli.machine" in done.stdout and "benchmarks.application" not in done.stdout
 
 
+def test_ctrl_c_in_the_end_of_the_interpreter_prints_nothing() -> None:
+    script = (
+        "import atexit, os, signal, sys; from moemesh.__main__ import main\n"
+        "atexit.register(lambda: (sys.stdout.flush(), os.kill(os.getpid(), signal.SIGINT)))\n"
+        "sys.argv = ['moemesh', '--version']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-2, f"moemesh {__version__}\n", "")
+
+
 def test_ctrl_c_in_an_import_prints_nothing() -> None:
     script = (
         "import os, signal, sys; from moemesh.__main__ import main\n"

@@ -456,10 +456,10 @@ class Supervisor:
             for number in signals:
                 if stopped_by is None:
                     stopped_by, stopped_at, watcher.detector.stopping = number, now, number
-                    if number == signal.SIGINT:
-                        log(self._answer)
                     # Before training there is nothing to save; later every rank saves.
                     is_cut = not self._were_training(statuses)
+                    if number == signal.SIGINT and not is_cut:
+                        log(self._answer)
                     for status, process in zip(statuses, self._processes.started, strict=True):
                         if status.exit_code is None and not is_cut:
                             with suppress(ProcessLookupError):

@@ -192,16 +192,29 @@ sys.exit(launch(2, sys.argv[1:], entry=("-c", {rank!r})))
 """
 
 
-def test_the_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+def interrupted(tmp_path: Path, rank: str) -> subprocess.Popen[str]:
+    """A launcher of two ranks with the script `rank`, after one Ctrl-C."""
     process = subprocess.Popen(
-        [python(), "-c", LAUNCHER.format(rank=RANK), str(tmp_path)],
+        [python(), "-c", LAUNCHER.format(rank=rank), str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     until(lambda: len(list(tmp_path.iterdir())) == 2, process)
     process.send_signal(signal.SIGINT)
+    return process
+
+
+def test_ctrl_c_before_training_promises_no_save(tmp_path: Path) -> None:
+    process = interrupted(tmp_path, RANK.replace("signal.signal", "progress.phase('setup'); print"))
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert err == "moemesh: stopped by SIGINT before training began\n"
+
+
+def test_the_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path) -> None:
+    process = interrupted(tmp_path, RANK)
+    assert process.stdout is not None
     assert process.stdout.readline() == "asked\n"
     time.sleep(2 * SAME_KEY_SECONDS)
     process.send_signal(signal.SIGINT)
