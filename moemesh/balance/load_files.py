@@ -15,6 +15,7 @@ import numpy as np
 
 from moemesh.balance.inputs import BalanceError
 from moemesh.config.limits import parse_json
+from moemesh.config.suggest import nearest_run
 from moemesh.config.toml import is_number, unreadable
 from moemesh.trace.loads import read_loads
 
@@ -45,6 +46,8 @@ def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.n
     row for each expert. Raises BalanceError.
     """
     if path.is_dir():
+        if near := nearest_run(path):
+            raise BalanceError(f"{path} holds no loads: {near}")
         path = path / "loads.jsonl"
     return _read(path, LOAD_KEYS, warn)
 

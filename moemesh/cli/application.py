@@ -105,7 +105,7 @@ Overrides = Annotated[
     "Set one key, over the file and the environment. May be repeated.",
     {"names": ("--set",), "metavar": "SECTION.KEY=VALUE", "autocompletion": settings},
 ]
-AsJson = Annotated[bool, "Print one JSON object.", {"names": ("--json",)}]
+AsJson = Annotated[bool, "Print JSON, and nothing else.", {"names": ("--json",)}]
 
 
 def _print_version(wanted: bool) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from moemesh.cli.application import AsJson, checkpoint_app, print_answer
 from moemesh.cli.terminal import table
+from moemesh.config.suggest import nearest_run
 from moemesh.trace.step_seconds import duration
 from moemesh.trace.strict_json import strict_json
 
@@ -61,7 +62,9 @@ def find(text: str) -> CheckpointPlace:
     for folder in folders:
         if steps := candidates(folder):
             return CheckpointPlace(folder, steps)
-    raise CheckpointError(f"{place}: " + ("holds no checkpoint" if place.is_dir() else "no folder"))
+    near = f" ({near})" if isinstance(place, Path) and (near := nearest_run(place)) else ""
+    state = "holds no checkpoint" if place.is_dir() else "no folder"
+    raise CheckpointError(f"{place}: {state}{near}")
 
 
 @contextmanager

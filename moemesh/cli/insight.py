@@ -16,6 +16,7 @@ import typer
 from moemesh.cli.application import AsJson, ConfigFile, Overrides, app, load, print_answer
 from moemesh.config.errors import UserError
 from moemesh.config.limits import drawn_on, one_line
+from moemesh.config.suggest import nearest_run
 from moemesh.trace.strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -166,11 +167,15 @@ def watch(
     from moemesh.report.watch import Watched
 
     if run.exists() and not run.is_dir():
-        raise UserError(f"{run} is a file: watch takes the folder of a run")
+        near = nearest_run(run)
+        near = f" ({near})" if near else ""
+        raise UserError(f"{run} is a file: watch takes the folder of a run{near}")
     if not run.parent.is_dir() and not run.parent.parent.is_dir():  # `train` makes one folder
         raise UserError(f"{run}: the folder {run.parent} must exist before a run begins in it")
     watched = Watched(run)
     until = time.monotonic() + wait
+    if not watched.is_run and (near := nearest_run(run)):
+        raise UserError(f"{run} holds no run: {near}")
     if not watched.is_run and wait:
         print(f"waiting {wait:g} s for a run in {run}", file=sys.stderr, flush=True)
     while not watched.is_run:

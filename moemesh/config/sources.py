@@ -20,7 +20,7 @@ from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.lora import ADAPTER_CONFIG
 from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
 from moemesh.config.shown import cut
-from moemesh.config.suggest import nearest_choice, nearest_path
+from moemesh.config.suggest import nearest_choice, nearest_path, nearest_run
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
@@ -217,7 +217,7 @@ def read_text(path: Path) -> str:
         else:
             fix = "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
         if path.name == RUN_CONFIG and path.parent.is_dir():
-            fix = "a TOML file, or the folder of a run"
+            fix = nearest_run(path.parent) or "a TOML file, or the folder of a run"
         problem = Problem.of("no-file", str(path), None, message, fix)
     except UnicodeDecodeError as error:
         problem = Problem.of("syntax", str(path), None, unreadable(error))

@@ -185,6 +185,24 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
+def nearest_run(path: Path) -> str:
+    """A suggestion for a `path` in the folder of a run, or for a folder of runs; "" for others."""
+
+    def is_run(folder: Path) -> bool:
+        return all((folder / name).is_file() for name in ("config.toml", "metrics.jsonl"))
+
+    if not path.exists() or is_run(path):
+        return ""
+    if (run := next(filter(is_run, path.parents), None)) is not None:
+        return f"did you mean the run {run}?"
+    with suppress(OSError):
+        runs = sorted(filter(is_run, path.iterdir()), key=lambda run: run.stat().st_mtime)
+        if runs:
+            newest = f", the newest of {len(runs)} runs in it" if len(runs) > 1 else ""
+            return f"did you mean {runs[-1]}{newest}?"
+    return ""
+
+
 def nearest_divisors(number: int, wanted: int) -> str:
     """The divisors of `number` next to `wanted`, below and above: "2 or 4"."""
     return nearest(divisors(number), wanted)

@@ -22,7 +22,7 @@ from moemesh.config.data import loss_unit
 from moemesh.config.limits import few, parse_json, parse_toml
 from moemesh.config.shown import Shown
 from moemesh.config.sources import RUN_CONFIG, RUN_PLAN, RUN_STARTS
-from moemesh.config.suggest import nearest_path
+from moemesh.config.suggest import nearest_path, nearest_run
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.loads import LayerLoads, LoadBins
 from moemesh.trace.memory_profile import MemoryProfiles
@@ -306,10 +306,11 @@ class Run(Shown):
         except TypeError:
             raise RunError(f"the folder of a run is a path, not {folder!r}") from None
         if not folder.is_dir():
-            near = "" if folder.exists() else f" ({nearest_path(folder)})"
-            raise RunError(f"{folder} is not a folder{near}")
+            near = nearest_run(folder) if folder.exists() else nearest_path(folder)
+            raise RunError(f"{folder} is not a folder" + (f" ({near})" if near else ""))
         if not any((folder / name).is_file() for name in FILES):
-            raise RunError(f"{folder} holds no run: none of {', '.join(FILES)} is in it")
+            fix = nearest_run(folder) or "give the folder that `moemesh train` prints"
+            raise RunError(f"{folder} holds no run: {fix}")
         reader = _Reader(folder)
         config_text = reader.text(RUN_CONFIG)
         newest = {row.step: row for row in reader.rows(METRICS, MetricsRow.from_json)}

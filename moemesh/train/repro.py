@@ -16,6 +16,7 @@ from moemesh.config.errors import UserError
 from moemesh.config.esft_table import KEPT_TABLE
 from moemesh.config.python import python_command
 from moemesh.config.sources import ENVIRONMENT_PREFIX, RUN_CONFIG
+from moemesh.config.suggest import nearest_run
 from moemesh.trace.provenance import ProvenancePart, differences, parts_of, read_starts
 from moemesh.trace.run import MetricsRow, read_metrics
 from moemesh.train.records.kept_schedules import SCHEDULE
@@ -106,7 +107,8 @@ def repro(
     """
     rows = {row.step: row for row in read_metrics(run)}
     if not rows:
-        raise ReproError(f"{run} holds no run with steps: its metrics.jsonl has no row")
+        fix = nearest_run(run) or "its metrics.jsonl has no row"
+        raise ReproError(f"{run} holds no run with steps: {fix}")
     last = min(steps, max(rows))
     starts = read_starts(run)
     if not starts:

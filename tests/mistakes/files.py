@@ -77,9 +77,15 @@ def prepare(folder: Path) -> None:
         "broken_run/plan.json": "{}",
         "other_run/config.toml": resolved_toml(load_run([], ["model.num_layers=3"], {}).config),
         "other_run/plan.json": "{}",
+        "work/first/config.toml": "",
+        "work/first/metrics.jsonl": "",
+        "two_runs/a/config.toml": "",
+        "two_runs/a/metrics.jsonl": "",
+        "two_runs/b/config.toml": "",
+        "two_runs/b/metrics.jsonl": "",
     }
     for name, text in texts.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     for name, content in {
         "binary.toml": b"\xff\xfe\x00",

@@ -37,7 +37,7 @@ from moemesh.config.limits import few, parse_json
 from moemesh.config.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from moemesh.config.run import RunConfig
 from moemesh.config.sources import RUN_CONFIG
-from moemesh.config.suggest import nearest_choice, nearest_path
+from moemesh.config.suggest import nearest_choice, nearest_path, nearest_run
 from moemesh.config.trainable import refusals
 from moemesh.sharding.load_run import load_recorded, load_run
 from moemesh.trace.memory_profile import format_bytes
@@ -86,6 +86,8 @@ def neither(source: Path) -> ConfigError:
     fix = f"a folder with config.toml and {CHECKPOINTS}, or one with {CONFIG} and weights"
     if not source.exists():
         fix += f"; {nearest_path(source)}"
+    elif near := nearest_run(source):
+        fix = near
     elif (other := other_folder(source)) is not None:
         message, fix = f"{source} holds {other[0]}, and no {CONFIG}", other[1]
     return ConfigError([Problem(code="no-file", key=str(source), message=message, fix=fix)])
