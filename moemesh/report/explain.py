@@ -12,6 +12,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from moemesh.config.changes import compare
@@ -87,7 +88,8 @@ def losses_of(run: Run) -> Losses:
     """The newest losses of `run`, compared with the unigram entropy of its data."""
     rows = [row for row in run.metrics if math.isfinite(row.loss)]
     if not rows:
-        return Losses()
+        verdict = "No step had a finite loss: lower train.lr." if run.metrics else ""
+        return Losses("", verdict, lower_rate(run) if run.metrics else "")
     line = f"training {rows[-1].loss:.4f}"
     validated = [(r.step, r.validation_loss) for r in rows if r.validation_loss is not None]
     if validated:
@@ -97,6 +99,12 @@ def losses_of(run: Run) -> Losses:
             line += f" (step {step:,})"
     if (unigram := run.unigram_loss) is not None:
         line += f", unigram model {unigram:.4f}"
+    is_bad = (not math.isfinite(row.loss + row.grad_norm) for row in reversed(run.metrics))
+    num_bad = sum(itertools.takewhile(bool, is_bad))
+    if num_bad > 1 or (num_bad and state_of(run) == "finished"):
+        verdict = f"Loss or gradient of the last {plural(num_bad, 'step')} is not finite, so that "
+        verdict += "the weights did not change: lower train.lr."
+        return Losses(f"{line} {run.loss_unit}", verdict, lower_rate(run))
     return Losses(f"{line} {run.loss_unit}", *_verdict(run, rows, validated, unigram))
 
 
@@ -389,12 +397,18 @@ def _not_failed(run: Run, evidence: Evidence, losses: Losses) -> tuple[str, list
         bounds = []
     bounds = [name for name in bounds if name == bounds[0] or shares[name] >= _MINOR]
     cause = bounds[0] if bounds else "unknown"
-    if of_run.last is not None:
+    has_ended = state in ("finished", "stopped")
+    if of_run.last is not None and (of_run.last.step == run.last_step or not has_ended):
         verb = _STATES[state].format(step=f"step {of_run.progress}")
-        progress = f"The run {verb} with a training loss of {of_run.last.loss:.4f} {run.loss_unit}."
+        loss = f"a training loss of {of_run.last.loss:.4f} {run.loss_unit}"
+        loss = loss if math.isfinite(of_run.last.loss) else "a training loss that is not finite"
+        progress = f"The run {verb} with {loss}."
     elif run.last_step:
         progress = f"The run {_STATES[state].format(step=f'step {run.last_step:,}')}"
-        progress = f"{progress.rstrip(',')}; the rows of its steps are gone (metrics.jsonl)."
+        rows = (
+            f"the rows after step {of_run.last.step:,}" if of_run.last else "the rows of its steps"
+        )
+        progress = f"{progress.rstrip(',')}; {rows} are gone (metrics.jsonl)."
     else:
         progress = NO_STEP[state]
     sentences, command = [progress], ""
@@ -572,9 +586,18 @@ def _checkpoint(run: Run) -> str:
 
 
 def _resume(run: Run, of_run: RunFacts, arguments: Sequence[str] = ()) -> str:
-    """The command of the newest start, or an equivalent one, with `arguments` in place of its
-    options for the same keys."""
+    """The command of the newest start, with `arguments` in place of its options for the same keys.
+    Elsewhere than where it was called, or if the folder was moved, its paths mean others: then the
+    command that resumes the folder."""
     words = shlex.split(of_run.command)
+    directory = run.starts[-1].get("directory") if run.starts else None
+    if isinstance(directory, str) and words:
+        outs = [words[i + 1] for i, word in enumerate(words[:-1]) if word == "--out"]
+        outs += [word.partition("=")[2] for word in words if word.startswith("--out=")]
+        folder = run.folder.resolve()
+        is_moved = any((Path(directory) / out).resolve() != folder for out in outs)
+        if is_moved or Path(directory).resolve() != Path.cwd():
+            words = []
     if not words and (run.folder / "config.toml").is_file():
         words = ["moemesh", "train", str(run.folder)]
     options: dict[tuple[str, str], str] = {}  # (option, key) -> value

@@ -513,7 +513,9 @@ def state_of(run: Run) -> State:
     last = run.metrics[-1].step if run.metrics else None
     ended = run.summary.get("steps")
     # A run writes its summary while it still holds the lock, and a resumed run keeps an older one.
-    if ended is not None and (last is None or ended == last):
+    # A run whose last event is its end has lost rows of metrics.
+    has_ended = bool(run.events) and run.events[-1].kind in ("finished", "stopped")
+    if ended is not None and (last is None or ended == last or has_ended):
         wanted = run.num_steps
         is_short = wanted is not None and ended < wanted and not run.summary.get("early_stop")
         return "stopped" if is_short else "finished"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -268,6 +269,14 @@ def test_the_command_of_the_run_comes_back(tmp_path):
     explanation = failed(folder, kind="Killed", message="signal 9")
     assert explanation.command == "moemesh train 'a b.toml' --out r"
     assert "resumes from the checkpoint of step 16" in explanation.text
+    # Called elsewhere, or of a folder that was moved, its paths are others.
+    for directory, out in ((tmp_path, "run"), (Path.cwd(), "r"), (Path.cwd(), str(folder))):
+        starts[0] |= {"argv": ["moemesh", "train", "f.toml", "--out", out]}
+        starts[0] |= {"directory": str(directory)}
+        (folder / "provenance.json").write_text(json.dumps({"schema": 1, "starts": starts}))
+        command = failed(folder, kind="Killed", message="signal 9").command
+        resumes = f"f.toml --out {out}" if out == str(folder) else folder
+        assert command == f"moemesh train {resumes}"
     # Advice of the report itself is stronger than that of the table.
     text = failed(folder, kind="Killed", message="m", advice="Buy memory.", bundle="b/7").text
     assert "Buy memory." in text and "dmesg" not in text and "replayed from b/7" in text
@@ -344,6 +353,33 @@ def test_a_run_that_ended_without_a_word(tmp_path):
     explanation = explain(Run.load(folder))
     assert (explanation.state, explanation.cause) == ("interrupted", "killed")
     assert explanation.command == f"moemesh train {folder}"
+
+
+def test_losses_that_are_not_finite_are_the_verdict(tmp_path):
+    folder = folder_of(tmp_path / "run", timeline())
+    file = folder / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for first, words in (
+        (18, "of the last 2 steps is not finite"),
+        (0, "No step had a finite loss"),
+    ):
+        for row in rows[first:]:
+            row["loss"] = None
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        explanation = explain(Run.load(folder))
+        assert words in explanation.text and " nan " not in explanation.text
+        assert "--set train.lr=" in explanation.command and "bounded" not in explanation.text
+
+
+def test_a_finished_run_that_lost_rows_has_finished(tmp_path):
+    folder = folder_of(tmp_path / "run", timeline())
+    file = folder / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:3]))
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"time": "", "step": 20, "kind": "finished", "text": ""}) + "\n")
+    explanation = explain(Run.load(folder))
+    assert explanation.state == "finished"
+    assert "finished step 20; the rows after step 3 are gone" in explanation.text
 
 
 def test_the_verb_needs_no_torch(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moemesh.report import page
-from moemesh.report.explain import Losses, explain, losses_of, troubles_of
+from moemesh.report.explain import Losses, explain, losses_of, lower_rate, troubles_of
 from moemesh.report.watch import Watched
 from moemesh.trace.run import JUMPED, MetricsRow, Run, state_of
 
@@ -122,8 +122,9 @@ def test_a_run_at_work_is_not_blamed_early(tmp_path):
 
 def test_losses_that_are_no_numbers(tmp_path):
     run = run_of(tmp_path / "run", [float("nan")] * 50)
-    assert losses_of(run) == Losses()
-    assert "nan" in explain(run).text
+    verdict = "No step had a finite loss: lower train.lr."
+    assert losses_of(run) == Losses("", verdict, lower_rate(run))
+    assert "a training loss that is not finite" in explain(run).text
 
 
 def test_troubles_are_counted_and_the_worst_stands_first(tmp_path):
