@@ -44,6 +44,20 @@ IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m be
 }
 
 
+_RUN = (
+    *("run", "run-dir", "run-path", "folder", "dir", "path", "model", "model-path"),
+    *("checkpoint", "checkpoint-dir", "ckpt", "i", "input", "from", "load"),
+)
+#: Name of an argument -> names of the options that other tools have for it.
+_ARGUMENTS = {
+    "run": _RUN,
+    "source": _RUN,
+    "place": _RUN,
+    "config": ("c", "conf", "cfg", "config-file", "config-path", "file", "yaml", "toml", "recipe"),
+    "out": ("o", "output", "output-dir", "out-dir", "save-dir", "target", "dest"),
+}
+
+
 def nearest_verb(word: str, group: str) -> str:
     """The verb most likely meant by `word` after `group` ("" for the command itself): by another
     tool's name, by our name on another level, or by spelling; "" without a match."""
@@ -92,6 +106,8 @@ class Group(_CommandLine, TyperGroup):
         group, word = ctx.command_path.partition(" ")[2], args[0].lower()
         if elsewhere := IN_A_CHECKOUT.get(f"{group} {word}".strip()):
             fix = f"{elsewhere}, in a checkout"
+        elif word in ("help", "version"):
+            fix = shlex.join([ctx.command_path, *args[1:], f"--{word}"])
         elif near := nearest_verb(word, group):
             fix = shlex.join(["moemesh", *near.split(), *args[1:]])
         else:
@@ -153,7 +169,9 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Problem]:
                 # A value of the option, or an argument of the verb: it is ambiguous.
                 value, is_sure = words.popleft(), False
             message = f"`{ctx.command_path}` has no such option"
-            fix = _meant(name, value, options)
+            arguments = [param for param in params if param.opts[0] not in options]
+            fix = _argument(name, value, arguments, ctx.command_path)
+            fix = fix or _meant(name, value, options)
             yield Problem.of("unknown-option", name, value or None, message, fix)
         elif param.is_flag or equals or name not in options:
             valid.append(word)
@@ -246,6 +264,18 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
     return Problem.of("wrong-type", name, given, message, use)
 
 
+def _argument(name: str, value: str, arguments: Iterable[Any], command: str) -> str:
+    """The command with `value` as the argument for which other tools have the option `name`; "" if
+    it is none."""
+    word, arguments = name.lstrip("-").replace("_", "-"), list(arguments)
+    for param in arguments if value else ():
+        if word == param.name or word in _ARGUMENTS.get(param.name, ()):
+            needed = [other for other in arguments if other is param or other.required]
+            words = (value if other is param else other.metavar for other in needed)
+            return f"{command} {shlex.join(words)}"
+    return ""
+
+
 def _meant(name: str, value: str, options: Iterable[str]) -> str:
     """The most likely replacement of an unknown option: a similar option, a key for --set, or a
     note on other verbs with this option."""
@@ -257,6 +287,8 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
 
     if near := get_close_matches(name, options, 1, 0.75):
         return near[0]
+    if len(name) == 2 and (near := [word for word in options if word[:3] == f"-{name.lower()}"]):
+        return min(near, key=len)
     from moemesh.cli import app, import_verbs
 
     import_verbs()
