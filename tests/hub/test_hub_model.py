@@ -83,10 +83,11 @@ def test_documents_of_one_row_are_as_rows_of_their_own(name: str) -> None:
     assert (model(batch_of(tokens)).losses_T - packed.losses_T).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("name", ["olmo2", "gemma3_text", "exaone_moe"])
+@pytest.mark.parametrize("name", ["olmo2", "gemma3_text", "exaone_moe", "hunyuan_v1_moe"])
 def test_dynamic_rope_within_the_positions_of_the_model(name: str) -> None:
     theirs = copy.deepcopy(random_model(name))
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    # A fixed alpha, for Hunyuan alone, changes the frequencies at every position.
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "alpha": 1000.0}
     values = values_of(name) | {"rope_scaling": dynamic}
     config = theirs.config.from_dict(dict(values))
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}

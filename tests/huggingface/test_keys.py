@@ -255,6 +255,8 @@ def test_rope(folder: Path, tmp_path: Path) -> None:
         ("granite", {"attention_multiplier": 0.0}, "attention_multiplier = 0 sets to 0"),
         ("olmoe", {"clip_qkv": 0}, "clip_qkv = 0 sets to 0"),
         ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit = 0 sets to 0"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0 hides every key"),
+        ("mixtral", {"sliding_window": 0.0}, "sliding_window = 0 hides every key"),
         ("llama", {"rope_theta": 0, "rope_parameters": ...}, "rope_theta must be above 0"),
         ("mistral", {"rope_scaling": {"rope_theta": -1}}, "rope_theta must be above 0"),
         (

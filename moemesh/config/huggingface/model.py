@@ -207,11 +207,15 @@ def model_values(config: Config) -> dict[str, object]:
             "qk_norm": True,
             "qk_norm_over": "projection" if norm == "full" else "head",
         }
+    values, window = sizes.values, "sliding_window"
+    is_hiding = values.get(window) == 0 and values[window] is not False
+    if is_hiding and values.get("use_sliding_window", True):
+        message = f"{window} = 0 hides every key there; known: above 0, or null"
+        raise wrong("not-available", window, values[window], message)
     if windows:
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         section |= {"sliding_window": max(windows), "layer_types": kinds}
     section |= row.get("fields", {})
-    values = sizes.values
     for name, names in trained_families()["keys"].items():
         key = next((key for key in names if values.get(key) is not None), None)
         if key is None:

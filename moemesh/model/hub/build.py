@@ -51,8 +51,22 @@ class Blueprint(NamedTuple):
                 config, dtype=dtype, experts_implementation=IMPLEMENTATION
             )
         adopt(model)
+        fix_frequencies(model)
         set_mode(model, training=True)
         return model
+
+
+def fix_frequencies(model: PreTrainedModel) -> None:
+    """Set the type of RoPE "dynamic" of modules to "default". The frequencies differ only after the
+    model's positions, which no run reaches; its code reads positions as numbers, which the meta
+    device does not have. The configuration keeps its type, to which some families give another
+    meaning (``alpha`` of Hunyuan)."""
+    for module in model.modules():
+        kinds: Any = vars(module).get("rope_type")
+        if kinds == "dynamic":
+            module.rope_type = "default"  # type: ignore[assignment]
+        elif isinstance(kinds, dict):  # one for each type of layers
+            kinds.update({layer: "default" for layer, kind in kinds.items() if kind == "dynamic"})
 
 
 def set_mode(model: PreTrainedModel, *, training: bool) -> None:
@@ -124,12 +138,6 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
         config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.use_cache = False
-        rope: Any = getattr(part, "rope_parameters", None) or {}
-        for table in (rope, *rope.values()):
-            # The frequencies differ only after the model's positions, which no run reaches; their
-            # code reads positions as numbers, which the meta device does not have.
-            if isinstance(table, dict) and table.get("rope_type") == "dynamic":
-                table["rope_type"] = "default"
         for key, value in list(vars(part).items()):
             is_dropout = "dropout" in key or key.endswith(("pdrop", "layerdrop"))
             if (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:
