@@ -71,6 +71,16 @@ def projections(model: ModelConfig) -> list[Projection]:
     return all_projections
 
 
+#: Target of PEFT, whose "all-linear" has the first two -> what it is.
+_NOT_ADAPTED = {
+    "gate": "the router",
+    "shared_expert_gate": "the gate of the shared expert",
+    "router": "the router",
+    "lm_head": "the head",
+    "embed_tokens": "the embedding",
+}
+
+
 def adapter_rules(model: ModelConfig) -> list[Problem]:
     """Problems of the adapters of `model`: missing targets, a rank above that of a projection."""
     lora = model.lora
@@ -82,6 +92,9 @@ def adapter_rules(model: ModelConfig) -> list[Problem]:
         if target not in (*names, ALL_LINEAR):
             message = f"targets names {target}, and the model has no such projection"
             fix = nearest_choice(target, (*names, ALL_LINEAR))
+            if (what := _NOT_ADAPTED.get(target)) is not None:
+                message = f"targets names {target}, and {what} cannot have an adapter here"
+                fix = f"choices: {', '.join((*names, ALL_LINEAR))}"
             problems.append(lora.problem("not-a-choice", "targets", message, fix))
     # Of a model of transformers "all-linear" leaves out what is too small.
     is_named = model.architecture is not None

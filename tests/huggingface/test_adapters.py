@@ -34,7 +34,7 @@ from moemesh.train.weights.weight_sources import check_weights, config_of
 from tests.checkpoint.simulate import whole
 from tests.huggingface import ours
 from tests.huggingface.ours import assert_near
-from tests.huggingface.tiny import FAMILIES, build, load, logits, save
+from tests.huggingface.tiny import FAMILIES, build, load, logits, make, save
 
 peft = pytest.importorskip("peft")
 
@@ -272,7 +272,8 @@ def test_a_folder_of_adapters_is_a_model(
     [
         ({"base_model_name_or_path": None}, "model.path", "names no base_model_name_or_path"),
         ({"r": "8"}, "model.path", "rank must be an integer"),
-        ({"target_modules": ["wte"]}, "lora.path", "no such projection"),
+        ({"target_modules": ["wte"]}, "lora.path", "wte, and the model has no such projection"),
+        ({"target_modules": ["gate"]}, "lora.path", "gate, and the router cannot have an adapter"),
         ([], "lora.path", "is not a JSON object"),
         (None, "lora.path", "holds no adapter_config.json"),
     ],
@@ -285,10 +286,11 @@ def test_settings_of_adapters_that_cannot_be_read(
     weights, dtype = ours.weights(model), torch.float32
     write_adapters(weights, config, "llama", written, dtype=dtype, base=str(folder))
     values = json.loads((written / CONFIG).read_text())
-    if "no such" in words:  # as after another tool has renamed the modules
+    if isinstance(changes, dict) and (names := changes.get("target_modules")):
+        # As after another tool has renamed the modules.
         tensors = load_file(written / WEIGHTS)
         save_file(
-            {key.replace("q_proj", "wte"): value for key, value in tensors.items()},
+            {key.replace("q_proj", names[0]): value for key, value in tensors.items()},
             written / WEIGHTS,
         )
     values = values | changes if isinstance(changes, dict) else changes
@@ -312,6 +314,32 @@ def test_adapters_beside_a_folder_are_evaluated(tmp_path: Path) -> None:
     given = ["lora.rank=4", "lora.alpha=6", 'lora.targets=["q_proj"]']
     config = config_of(folder, [*given, f"lora.path={tmp_path / 'peft'}"])
     model = load_on(config, Mesh.single("cpu"), folder).model
+    assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "settings", "options"),
+    [
+        # The list of most recipes: PEFT adapts stacks, gate and up together with twice the rank.
+        ("qwen3_moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, {}),
+        ("mixtral", {"target_modules": ["w1", "w3"], "use_rslora": True}, {}),
+        ("llama", {"target_modules": ["v_proj"]}, {"save_embedding_layers": True}),
+    ],
+)
+def test_what_peft_makes_of_usual_settings(
+    tmp_path: Path, kind: str, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    base = make(kind, tie_word_embeddings=True)
+    base.save_pretrained(tmp_path / "base")
+    given = peft.LoraConfig(
+        r=2, lora_alpha=5, task_type="CAUSAL_LM", init_lora_weights=False, **settings
+    )
+    theirs = peft.get_peft_model(base, given)
+    base.model.embed_tokens.weight.data.mul_(1.25 if options else 1)
+    theirs.save_pretrained(tmp_path / "peft", **options)
+    config = config_of(tmp_path / "base", [f"lora.path={tmp_path / 'peft'}"])
+    model = load_on(config, Mesh.single("cpu"), tmp_path / "base").model
     assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
 
 
@@ -449,6 +477,11 @@ def test_folders_of_other_adapters_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(given | {"peft_type": "IA3"}))
     refused("is of the type IA3, not LORA")
     path.write_text(json.dumps(given))
+    tensors = load_file(weights)
+    expert = "base_model.model.model.layers.0.block_sparse_moe.experts.0.w1.lora_A.weight"
+    save_file(tensors | {expert: torch.ones(3, 48)}, weights)
+    refused(r"experts\.0\.w1.* adapts one expert, as saved over transformers 4")
+    save_file(tensors, weights)
     small = ours.config_of(folder).model_copy(update={"num_layers": 2}).with_lora(LORA)
     with pytest.raises(CheckpointError, match=r"layers\.2.* does not belong to this model"):
         AdapterFolder(tmp_path / "peft", small, "mixtral")

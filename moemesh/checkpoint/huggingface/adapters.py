@@ -28,7 +28,8 @@ from moemesh.checkpoint.header import read_header
 from moemesh.checkpoint.huggingface.contents import read_json
 from moemesh.checkpoint.huggingface.logical import ENDS, pieces, table_piece
 from moemesh.checkpoint.huggingface.pieces import TensorPiece
-from moemesh.config.huggingface.folder import HEAD
+from moemesh.config.huggingface.adapters import OWN_PAIR
+from moemesh.config.huggingface.folder import EMBEDDING, HEAD, differ
 from moemesh.config.lora import ADAPTER_CONFIG as CONFIG
 from moemesh.config.lora import ADAPTER_WEIGHTS as WEIGHTS
 from moemesh.config.lora import (
@@ -50,10 +51,11 @@ if TYPE_CHECKING:
 
 #: Upper bound of adapter_config.json in bytes.
 _CONFIG_LIMIT = 1 << 20
-_FUSED = r"experts\.gate_up_proj"
 #: Names of modules that PEFT takes for experts in any model with experts.
 _OF_EXPERTS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3"})
 _PREFIX, _HEAD_MODULE = "base_model.model.", HEAD.removesuffix(".weight")
+#: Part of names of adapters that PEFT saved over the models of transformers 4.
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEAF = re.compile(r"\.(\w+(?:\.base_layer)?)\.lora_[AB]\.weight$")
 
 
@@ -164,7 +166,10 @@ class Adaptation(NamedTuple):
             rows = _rows(joined, part) if self.weight.is_expert else joined
             outside = [rows[..., :start], rows[..., start + self.rank :]]
             if any(bool(other.any()) for other in outside):
-                raise CheckpointError(f"{self.name('B')}: has other rows of A than its own")
+                raise CheckpointError(
+                    f"{self.name('B')}: has other rows of A than its own: set lora.rank = {rank} "
+                    "and lora.alpha to the number that leaves the scaling as it is"
+                )
             factors.append(rows[..., start : start + self.rank])
         return factors
 
@@ -286,7 +291,7 @@ def peft_config(
         # The first match counts. The second pattern includes a module because PEFT warns of a
         # pattern that matches parameters only.
         module = min(modules)
-        patterns = {module: (rank, alpha), rf".*\.{_FUSED}|{module}": double}
+        patterns = {module: (rank, alpha), rf".*\.{OWN_PAIR}{module}": double}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -356,6 +361,11 @@ def check_adapter_folder(
     given, written = PEFT_DEFAULTS | read_json(file, _CONFIG_LIMIT), peft_config(model, kind, None)
     patterns = _check_fields(file, given, written, model.lora)
     adapted = list(adaptations(model, kind))
+    if (single := next(filter(_ONE_EXPERT.search, shapes), None)) is not None:
+        raise CheckpointError(
+            f"{header}: {single} adapts one expert, as saved over transformers 4: load the folder "
+            "with PEFT over transformers 5, and write it by save_pretrained"
+        )
     places = {adaptation.name(factor): adaptation for adaptation in adapted for factor in "AB"}
     held = {adaptation.module for name, adaptation in places.items() if name in shapes}
     targets = {
@@ -392,6 +402,8 @@ def check_adapter_folder(
             )
     ends, saved = _stored_ends(file, given, shapes, model)
     known = places.keys() | {weight.stored for weight in ends}
+    if model.tied_embeddings and not differ(path, _PREFIX + EMBEDDING, _PREFIX + HEAD, WEIGHTS):
+        known |= {_PREFIX + HEAD}  # PEFT saves a tied table under both names
     if extra := [name for name in shapes if name not in known]:
         raise CheckpointError(
             f"{header}: {extra[0]} does not belong to this model or to lora.targets "

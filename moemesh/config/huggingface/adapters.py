@@ -26,6 +26,9 @@ _FIELDS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
 _FILES = ("adapter*", "*.json", "*.jinja", "*.txt", "*.model")
 #: The parameter of a stack of experts that holds two projections.
 _PAIR, _PARTS = "gate_up_proj", ("gate_proj", "up_proj")
+#: Part of the pattern with which `moemesh convert --adapter` writes adapters of both parts as one
+#: of twice the rank. Under other patterns each part may use all of the rank.
+OWN_PAIR = rf"experts\.{_PAIR}|"
 
 
 def with_adapters(chosen: Mapping[str, Leaf]) -> ConfigSource:
@@ -90,8 +93,7 @@ def _settings(folder: Path, config: Mapping[str, Any]) -> dict[str, object]:
     if isinstance(rank, int) and isinstance(alpha, int | float) and isinstance(patterns, dict):
         ranks = [rank]
         for module, other in cast("dict[str, object]", patterns).items():
-            # `moemesh convert --adapter` writes one adapter of twice the rank for gate and up.
-            if isinstance(other, int) and not (_PAIR in module and other == 2 * rank):
+            if isinstance(other, int) and not (OWN_PAIR in module and other == 2 * rank):
                 ranks.append(other)
         if max(ranks) > rank > 0:
             more = max(ranks) / rank

@@ -117,14 +117,14 @@ def other_folder(folder: Path, name: str | None = None) -> tuple[str, str] | Non
     return None
 
 
-def differ(folder: Path, first: str, second: str) -> bool:
-    """Whether a folder has both of two tensors, and they differ in any byte. False for a damaged
-    folder: opening its weights reports the fault."""
+def differ(folder: Path, first: str, second: str, single: str = SINGLE) -> bool:
+    """Whether a folder has both of two tensors, in the file `single` or those of its index, and
+    they differ in any byte. False for a damaged folder: opening its weights reports the fault."""
     try:
         index: dict[str, str] = {}
-        if not (folder / SINGLE).exists():
+        if not (folder / single).exists():
             index = parse_json((folder / INDEX).read_bytes())["weight_map"]
-        files = {name: folder / Path(index.get(name, SINGLE)).name for name in (first, second)}
+        files = {name: folder / Path(index.get(name, single)).name for name in (first, second)}
         if not all(file.is_file() for file in files.values()):
             return False
         places: list[_Place] = []
