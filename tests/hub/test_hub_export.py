@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moemesh.checkpoint.files import CheckpointError
 from moemesh.checkpoint.huggingface.hub_weights import HubWeights
 from moemesh.checkpoint.huggingface.pieces import Read
+from moemesh.config.huggingface.folder import SINGLE
 from moemesh.train.records.run_folder import RunFolder
 from moemesh.train.weights.hub_export import RECORD, export, keep_record, open_source
 from tests.hub.families import add_tokenizer, random_model, tiny_folder
@@ -70,6 +71,23 @@ def test_what_trained_is_written_and_the_rest_is_copied(tmp_path: Path) -> None:
     embedding = before["model.language_model.embed_tokens.weight"]
     wanted = (embedding.float() + 1.0).bfloat16()
     assert torch.equal(after["model.language_model.embed_tokens.weight"], wanted)
+
+
+@pytest.mark.parametrize("has_both", [True, False])
+def test_a_trained_table_under_the_names_of_its_folder(tmp_path: Path, has_both: bool) -> None:
+    """A tied head beside the embedding, or the head alone: the model has one table."""
+    folder, table = tiny_folder("gemma2", tmp_path / "in"), "model.embed_tokens.weight"
+    tensors = load_file(folder / SINGLE)
+    embedding = tensors[table] if has_both else tensors.pop(table)
+    tensors["lm_head.weight"] = embedding.clone()
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    weights = plus(HubWeights(folder).read, 1.0)
+    export(weights, open_source(folder), tmp_path / "out", trains={table}.__contains__)
+    after = tensors_of(tmp_path / "out")
+    assert after.keys() == tensors.keys()
+    for name, before in tensors.items():
+        is_table = name in (table, "lm_head.weight")
+        assert torch.equal(after[name], before + 1.0 if is_table else before), name
 
 
 def test_another_dtype_is_that_of_most_tensors(tmp_path: Path) -> None:

@@ -276,8 +276,11 @@ def _grouped(
             is_by_row = outputs.keys() <= stacks
             is_by_row &= all(map(_keeps_rows, converter.operations[merges:]))
             group = replace(group, outputs=outputs, merges=merges, is_by_row=is_by_row)
-        elif len(names) > 1:
-            problems.append(f"{names[0]} and {names[1]} are both {target}")
+        else:
+            # A tied table is trained and held under its first name.
+            group = replace(group, outputs={aliases[target]: ""})
+            if len(names) > 1:
+                problems.append(f"{names[0]} and {names[1]} are both {target}")
         groups.append(group)
         for name, shape in shapes.items():
             if (parameter := aliases.get(name)) is None:
