@@ -262,6 +262,22 @@ def test_an_answer_ends_at_the_models_own_tokens_too(
     assert generated("?")[0] == "ab\n"
 
 
+def test_a_continuation_keeps_its_first_blank(tmp_path: Path) -> None:
+    """Decoders of the kind of Llama's drop a blank before the first of the tokens they get."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    words = {word: id_ for id_, word in enumerate(["[UNK]", "▁Hello", "▁world", "s"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    whole, pieces = theirs.decode([1, 2, 3, 2]), list[str]()
+    given: dict[str, Any] = {"stops": (), "stop": "", "max_tokens": 9, "log": pieces.append}
+    growing = generation.GrowingText(Tokenizer.open(str(tmp_path)), prompt=[1], **given)
+    assert all(map(growing.add, (2, 3, 2))) and growing.text() == whole.removeprefix("Hello")
+    assert "".join(pieces) == " worlds world" and pieces[0] == " world"
+
+
 def test_settings_of_a_folder_that_are_not_applied(
     folder: Path, answering: Callable[..., Model], generated: Generated
 ) -> None:

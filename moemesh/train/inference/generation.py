@@ -170,7 +170,8 @@ def chooser(temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> Choo
 class GrowingText:
     """The text of the tokens of one sequence, until it ends; `log` gets it piece by piece.
 
-    It ends at an id of `stops`, after the text `stop`, or with `max_tokens` tokens.
+    It ends at an id of `stops`, after the text `stop`, or with `max_tokens` tokens. `prompt`: the
+    tokens that the text continues; many decoders drop a blank before the first token.
     """
 
     def __init__(
@@ -180,10 +181,12 @@ class GrowingText:
         stops: Collection[int],
         stop: str,
         max_tokens: int,
+        prompt: Sequence[int] = (),
         log: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
         self.max_tokens, self.log = max_tokens, log
+        self._prompt, self._before = list(prompt), len(tokenizer.decode(prompt)) if prompt else 0
         self.tokens: list[int] = []
         #: Text that `log` has received.
         self._logged = ""
@@ -197,7 +200,7 @@ class GrowingText:
         if stop and decode(self.tokens[-len(stop) :], special=True).endswith(stop):
             return False
         # Wait for the rest of a character, and of a possible stop text.
-        text = decode(self.tokens)
+        text = self._decoded()
         if not text.endswith(("\ufffd", *(stop[:n] for n in range(1, len(stop))))):
             self.log(text[len(self._logged) :])
             self._logged = text
@@ -205,10 +208,14 @@ class GrowingText:
 
     def text(self) -> str:
         """The whole text; passes its pending end to `log`."""
-        text = self.tokenizer.decode(self.tokens).removesuffix(self.stop)
+        text = self._decoded().removesuffix(self.stop)
         self.log(text[len(self._logged) :])
         self._logged = text
         return text
+
+    def _decoded(self) -> str:
+        """What the tokens add to the text of the prompt."""
+        return self.tokenizer.decode([*self._prompt, *self.tokens])[self._before :]
 
 
 def answer_together(
@@ -325,11 +332,17 @@ class Answers:
         #: One random generator for all answers of a conversation.
         self.choose = self.chooser(seed)
 
+    def text_after(
+        self, ids: list[int], log: Callable[[str], object] = lambda text: None
+    ) -> GrowingText:
+        """The text of an answer: it continues the prompt `ids`, except in a conversation."""
+        return self.new_text(prompt=() if self.encoder.template else ids, log=log)
+
     def answer(
         self, ids: list[int], log: Callable[[str], object] = lambda text: None
     ) -> tuple[str, list[int]]:
         """The text that follows the prompt `ids`, and its tokens; `log` gets it piece by piece."""
-        growing = self.new_text(log=log)
+        growing = self.text_after(ids, log)
         for token in continuation(self.model, ids, self.choose, self.mesh.device):
             if not growing.add(token):
                 break
@@ -364,7 +377,7 @@ class Answers:
         `errors` the reason of each other line."""
         for first in range(1, len(heads) + 1, batch):
             numbers = range(first, min(first + batch, len(heads) + 1))
-            texts = {number: self.new_text() for number in numbers if number in rows}
+            texts = {n: self.text_after(rows[n]) for n in numbers if n in rows}
             choosers = [self.chooser(self.seed + number - 1) for number in texts]
             prompts = [rows[number] for number in texts]
             device = self.mesh.device
