@@ -13,6 +13,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,15 +23,16 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from moemesh.config.limits import one_line
-from moemesh.data.records import (
+from moemesh.data.conversions import (
     COMPLETION,
     PROMPT,
     ROLES,
+    SEGMENTS,
     TEMPLATE_VALUES,
     TOOLS,
-    BadRecordError,
-    Where,
+    some,
 )
+from moemesh.data.records import BadRecordError, Where
 from moemesh.data.template_limits import LimitedEnvironment, sizes_of
 from moemesh.data.tokenizer import TEMPLATE, DataError, Tokenizer
 
@@ -48,12 +50,17 @@ LOSS_KEYS = {
     "train": (True, False),  # axolotl
     "loss": (True, False),  # ms-swift
     "masked": (False, True),  # torchtune
+    "trainable": (True, False),  # Tinker
 }
 #: Keys of a turn that the templates do not read, and the words for its content that they do.
 OLDER_KEYS = {
     "function_call": '"tool_calls": [{"type": "function", "function": {...}}]',
     "train_detail": '"train" for a whole turn',
 }
+#: Other keys of a turn that are about its loss, if their value is no text.
+_LOSS = re.compile(
+    r"(?:^|_)(?:train|training|trainable|loss|mask|masks|weight|weights|learn)(?:_|$)"
+)
 #: Names of roles that other formats than messages have.
 FOREIGN_ROLES = {role for role, usual in ROLES.items() if role != usual}
 #: The command that makes texts of contents that are lists of parts.
@@ -177,6 +184,10 @@ class ChatTemplate:
             if isinstance(parts, list) and parts and str(parts) in rendering.text:
                 reason = f"message {number} has a list as its content, which the chat template"
                 raise BadRecordError(where, f"{reason} writes as Python code: {JOIN_PARTS}")
+            if isinstance(parts, list | dict) and (part := rendering.lost_part(number - 1)):
+                held = f"part {part} of " if isinstance(parts, list) else "the object in "
+                reason = f"{held}message {number} is not written by the chat template"
+                raise BadRecordError(where, f"{reason}: give a text")
         return Rendered(rendering.text, tuple(spans))
 
     def prompt(self, messages: Messages) -> str:
@@ -261,12 +272,21 @@ class ChatTemplate:
         return text
 
 
-def completed(record: Mapping[str, str], tokenizer: Tokenizer) -> Rendered:
-    """A prompt and its completion, which carries loss, with the tokenizer's ``eos_token``."""
-    prompt, completion = record[PROMPT], record[COMPLETION]
-    end = tokenizer.settings.special.get("eos_token", "")
-    text = prompt + completion + ("" if completion.endswith(end) else end)
-    return Rendered(text, (range(len(prompt), len(text)),))
+def completed(record: Mapping[str, Any], tokenizer: Tokenizer) -> Rendered:
+    """Texts with and without loss: segments, or a prompt and its completion, which carries loss,
+    with the tokenizer's ``eos_token``."""
+    if SEGMENTS in record:
+        segments = record[SEGMENTS]
+    else:
+        completion, end = record[COMPLETION], tokenizer.settings.special.get("eos_token", "")
+        completion += "" if completion.endswith(end) else end
+        segments = [(record[PROMPT], False), (completion, True)]
+    text, learned = "", list[range]()
+    for part, carries_loss in segments:
+        if carries_loss:
+            learned.append(range(len(text), len(text) + len(part)))
+        text += part
+    return Rendered(text, tuple(learned))
 
 
 class _Rendering:
@@ -327,6 +347,37 @@ class _Rendering:
                     length = len(end_of_turn(rest))
             spans.append(range(start, last + length))
         return spans
+
+    def lost_part(self, turn: int) -> int | None:
+        """Number, from 1, of a part of a message's content, a list or an object, that the template
+        leaves out, though it writes texts of this message; None: of none. Reasoning may be left
+        out."""
+        content = self._messages[turn]["content"]
+        is_list = isinstance(content, list)
+        parts = content if is_list else [content]
+
+        def marked(value: Any) -> Any:
+            if isinstance(value, str):
+                return self._mark
+            if isinstance(value, list):
+                return [marked(part) for part in value]
+            if isinstance(value, dict):
+                return {key: part if key == "type" else marked(part) for key, part in value.items()}
+            return value
+
+        def writes(content: Any) -> bool:
+            message = {**self._messages[turn], "content": content}
+            messages = [*self._messages[:turn], message, *self._messages[turn + 1 :]]
+            return self._mark in self._render(messages)
+
+        for number, part in enumerate(parts):
+            other = [*parts[:number], marked(part), *parts[number + 1 :]]
+            is_reasoning = isinstance(part, dict) and part.get("type") in REASONING
+            if marked(part) != part and not is_reasoning:
+                with suppress(BadRecordError):
+                    if not writes(other if is_list else other[0]) and writes(self._mark):
+                        return number + 1
+        return None
 
     def _place(self, turn: int) -> tuple[int, int]:
         """Begin and end of a message's content in the text: the range that changes with it. Begin
@@ -435,8 +486,6 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRecordError(where, f'message {number} has no "role"')
-        if "content" not in message and "tool_calls" not in message:
-            raise BadRecordError(where, f'message {number} has no "content"')
         content = message.get("content")
         names = [
             str(name)
@@ -452,6 +501,18 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
         if (older := next((key for key in OLDER_KEYS if message.get(key)), None)) is not None:
             reason = f'message {number} has "{older}", which is not read: {OLDER_KEYS[older]}'
             raise BadRecordError(where, reason)
+        for key in message:
+            if (
+                key not in LOSS_KEYS
+                and _LOSS.search(key)
+                and isinstance(message[key], int | float | list)
+            ):
+                reason = f'message {number} has "{key}", which is not read; '
+                raise BadRecordError(where, f'{reason}"train": false masks a turn')
+        if "content" not in message and "tool_calls" not in message:
+            others = [key for key in message if key != "role" and message[key]]
+            held = f", but {some(others)}" if others else ""
+            raise BadRecordError(where, f'message {number} has no "content"{held}')
         given = {key: message[key] for key in LOSS_KEYS if key in message}
         for key, value in given.items():
             if not isinstance(value, int | float) or value not in LOSS_KEYS[key]:
@@ -476,8 +537,10 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     ):
         raise BadRecordError(where, f'"{TOOLS}" must be a list of objects')
-    if all(message["role"] != "assistant" for message in normalized):
-        raise BadRecordError(where, "the conversation has no assistant turn to learn from")
+    roles = dict.fromkeys(message["role"] for message in normalized)
+    if "assistant" not in roles:
+        reason = f"the conversation has no assistant turn to learn from, but turns of {some(roles)}"
+        raise BadRecordError(where, reason)
     return normalized, learned
 
 

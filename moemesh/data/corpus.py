@@ -19,9 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from moemesh.data.chat import ChatTemplate, Rendered, completed
+from moemesh.data.conversions import MESSAGES
 from moemesh.data.indexed import IndexedTokens, joined_mask
 from moemesh.data.input_files import DataFile, check_head, find, reading
-from moemesh.data.records import MESSAGES, BadRecordError, BadRecordLog, Where, read
+from moemesh.data.records import BadRecordError, BadRecordLog, Where, read
 from moemesh.data.tokenizer import DataError, Tokenizer, read_whole
 from moemesh.trace.machine import usable_cores
 

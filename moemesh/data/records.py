@@ -19,15 +19,34 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 from moemesh.config.data import BadRecords
-from moemesh.config.limits import LARGEST_JSON, few, parse_json
+from moemesh.config.limits import LARGEST_JSON, parse_json
+from moemesh.data.conversions import (
+    AVOIDED,
+    COMPLETION,
+    FUNCTIONS,
+    IDS,
+    MEDIA,
+    MESSAGES,
+    PROMPT,
+    REJECTED,
+    ROLES,
+    SEGMENTS,
+    SHAPES,
+    SYSTEM,
+    TEMPLATE_VALUES,
+    TOKEN_IDS,
+    TOOLS,
+    conversion,
+    some,
+)
 from moemesh.data.input_files import (
     HUB,
     SAVED_DATASETS,
@@ -48,40 +67,6 @@ ROWS = 256
 NAMED = 5
 #: Least number of records after which a too large share of bad ones ends the reading.
 ENOUGH = 1000
-#: The key of a conversation, and those of a prompt and its completion.
-MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
-#: Optional keys of every conversation: its tools, values for the chat template, and those that
-#: must be empty, because they hold data other than text.
-TOOLS, TEMPLATE_VALUES = "tools", "chat_template_kwargs"
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-#: The older key of tools, which no chat template reads.
-FUNCTIONS = "functions"
-#: Keys that identify a record of another format -> its optional keys.
-SHAPES = {
-    ("conversations",): ("system",),
-    ("instruction", "output"): ("input", "system", "history"),
-    (PROMPT, COMPLETION): ("label", "system"),
-}
-#: Keys of questions and answers in unsupported records, for the advice on how to convert them.
-QUESTIONS = ("question", "query", "problem", "instruction", "prompt", "input")
-ANSWERS = ("answer", "response", "solution", "output", "chosen")
-#: Keys of the role and of the content of a turn that are read, and those of unsupported records,
-#: for the same advice.
-TURN_KEYS = (("role", "content"), ("from", "value"))
-SPEAKERS = ("role", "from", "speaker", "author", "sender")
-CONTENTS = ("content", "value", "text", "utterance", "message")
-#: Advice for records of token ids.
-TOKEN_IDS = "token ids are read from .bin and .idx files alone: give the text of the records"
-#: Names of ShareGPT's roles.
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(
-        ("gpt", "assistant", "chatgpt", "bard", "bing", "model", "bot", "ai"), "assistant"
-    ),
-    **dict.fromkeys(("system",), "system"),
-    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
-}
-
 Record: TypeAlias = bytes | dict[str, Any]
 
 
@@ -211,10 +196,10 @@ def _elements(stream: BinaryIO, path: Path) -> Iterator[tuple[Where, object]]:
     try:
         values = parse_json(stream.read(LARGEST_JSON + 1).decode("utf-8-sig"))
     except ValueError as error:
-        raise DataError(
-            f"{path}: not a valid list in JSON ({error}); a file of JSON lines has no "
-            "brackets around them"
-        ) from error
+        advice = "a file of JSON lines has no brackets around them"
+        if getattr(error, "msg", None) == "Extra data":
+            advice = "of a list on each line, jq -c '{messages: .}' makes conversations"
+        raise DataError(f"{path}: not a valid list in JSON ({error}); {advice}") from error
     for number, value in enumerate(values, start=1):
         yield Where(str(path), "element", number, None), value
 
@@ -263,98 +248,38 @@ def _parsed(line: bytes, where: Where) -> object:
 
 
 def _record(value: object, text_key: str, where: Where) -> Record:
-    """The record in a JSON value: a conversation, a prompt with its completion, or the UTF-8 bytes
-    of a text."""
-    advice = ""
+    """The record in a value of JSON or of a table: a conversation, texts with and without loss, or
+    the UTF-8 bytes of a text."""
     if isinstance(value, dict):
         row = cast("dict[str, Any]", value)
         fields = {key: field for key, field in row.items() if field is not None}
         if MESSAGES in fields:
             return _conversation(fields.pop(MESSAGES), fields, where)
-        if isinstance(text := fields.get(text_key), str):
-            return _encoded(text, where)
+        if isinstance(text := fields.get(text_key), str | bytes):
+            return text if isinstance(text, bytes) else _encoded(text, where)
         shape = next((keys for keys in SHAPES if all(key in fields for key in keys)), None)
-        if text_key not in fields and shape is not None:
+        is_shape = text_key not in fields and shape is not None
+        if is_shape and not any(key in fields for key in REJECTED):
             return _shaped(without_nulls(fields), shape[0], where)
-        content = f"an object with the keys {_some(row)}" if row else "an empty object"
+        content = f"an object with the keys {some(row)}" if row else "an empty object"
         for key in (text_key, MESSAGES):
             if key in row:
                 content = f'"{key}" with {_kind(row[key])}'
                 if others := [name for name in fields if name != key]:
-                    content += f" beside {_some(others)}"
-        advice = _conversion(fields)
+                    content += f" beside {some(others)}"
     else:
         content = _kind(value)
-        if _are_turns(value):
-            advice = "; jq -c '.[] | {messages: .}' converts such a file"
+
+    def is_record(part: Any) -> bool:
+        with suppress(BadRecordError):
+            return bool(_record(part, text_key, where))
+        return False
+
     raise BadRecordError(
         where,
         f'expected an object with a text under the key "{text_key}", or a conversation under the '
-        f'key "{MESSAGES}"; found {content}{advice}',
+        f'key "{MESSAGES}"; found {content}{conversion(value, text_key, where.unit, is_record)}',
     )
-
-
-def _are_turns(value: Any) -> bool:
-    """Whether the value is a list of messages, or of turns of ShareGPT."""
-    is_list = isinstance(value, list) and len(value) > 0
-    return is_list and all(isinstance(x, dict) and x.keys() & {"role", "from"} for x in value)
-
-
-def _renamed_turns(key: str, value: Any) -> str | None:
-    """The program of jq that makes messages of the list under `key`, whose turns have other names
-    for role and content; None if it is not such a list."""
-    if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
-        return None
-    turns = cast("list[dict[str, Any]]", value)
-    speaker, content = (
-        next((name for name in names if all(isinstance(x.get(name), str) for x in turns)), None)
-        for names in (SPEAKERS, CONTENTS)
-    )
-    if speaker is None or content is None or (speaker, content) in TURN_KEYS:
-        return None
-    roles = {role: ROLES[role] for role in sorted({x[speaker] for x in turns} & ROLES.keys())}
-    roles = {role: known for role, known in roles.items() if role != known}
-    role = f"({_path(speaker)} | {json.dumps(roles)}[.] // .)" if roles else _path(speaker)
-    return f"{{{MESSAGES}: [{_path(key)}[] | {{role: {role}, content: {_path(content)}}}]}}"
-
-
-def _path(key: str) -> str:
-    """The path of jq to a key of an object."""
-    return f".{key}" if re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) else f".[{json.dumps(key)}]"
-
-
-def _conversion(fields: Mapping[str, Any]) -> str:
-    """The command that converts a record of another form, or the key of its only text, after a
-    semicolon; "" if unknown."""
-    if "input_ids" in fields:
-        return f"; {TOKEN_IDS}"
-    note = "; preferences are not trained, and" if "rejected" in fields else ";"
-    lists = [key for key, value in fields.items() if _are_turns(value) and key != "rejected"]
-    answers = [key for key in lists if key != PROMPT]
-    renamed = list(filter(None, (_renamed_turns(*item) for item in fields.items())))
-    question, answer = (
-        next((key for key in keys if isinstance(fields.get(key), str)), None)
-        for keys in (QUESTIONS, ANSWERS)
-    )
-    if len(renamed) == 1:
-        program = renamed[0]
-    elif len(answers) == 1:
-        turns = f"(.{PROMPT} + {_path(answers[0])})" if PROMPT in lists else _path(answers[0])
-        key = "conversations" if "from" in fields[answers[0]][0] else MESSAGES
-        program = f"{{{key}: {turns}}}"
-    elif question is not None and answer is not None:
-        turns = f'{{role: "user", content: .{question}}}, {{role: "assistant", content: .{answer}}}'
-        program = f"{{{MESSAGES}: [{turns}]}}"
-    elif {"role", "content"} <= fields.keys():
-        return (
-            "; a list is one conversation on its line: jq -c '{messages: .}' converts such a file"
-        )
-    elif len(fields) == 1 and isinstance(value := next(iter(fields.values())), list) and value:
-        program = f"{_path(next(iter(fields)))}[]"
-    else:
-        texts = [json.dumps(key) for key, value in fields.items() if isinstance(value, str)]
-        return f"; data.text_key = {texts[0]} reads that text" if len(texts) == 1 else ""
-    return f"{note} jq -c {shlex.quote(program)} converts such a file"
 
 
 def _encoded(text: str, where: Where) -> bytes:
@@ -372,13 +297,32 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
             raise BadRecordError(where, f'"{key}" is not empty; only text is trained')
     if fields.get(FUNCTIONS):
         raise BadRecordError(where, f'"{FUNCTIONS}" is not read: "{TOOLS}" is its name today')
-    record = {MESSAGES: without_nulls(messages)}
+    _refuse_avoided(fields, where)
+    messages = without_nulls(_json(messages, MESSAGES, where))
+    if (system := fields.get(SYSTEM)) and isinstance(messages, list):
+        is_text = isinstance(system, str | list)
+        first = messages[0] if messages and isinstance(messages[0], dict) else {}
+        if not is_text:
+            raise BadRecordError(where, f'"{SYSTEM}" must be a text, and is {_kind(system)}')
+        if first.get("role") not in ("system", "developer"):
+            messages = [{"role": "system", "content": system}, *messages]
+        elif first.get("content") != system:
+            reason = f'"{SYSTEM}" and the first message are two different system prompts'
+            raise BadRecordError(where, reason)
+    record: Record = {MESSAGES: messages}
     for key in (TOOLS, TEMPLATE_VALUES):
         if (value := fields.get(key)) is not None and value != "":
             # A list may come from a table, which has nulls for missing keys; JSON text does not.
             is_text = isinstance(value, str)
             record[key] = _json(value, key, where) if is_text else without_nulls(value)
     return record
+
+
+def _refuse_avoided(fields: Mapping[str, Any], where: Where) -> None:
+    for key in AVOIDED:
+        if fields.get(key) in (False, "false"):  # 0, too
+            reason = f'"{key}": false marks a completion to avoid; preferences are not trained'
+            raise BadRecordError(where, reason)
 
 
 # Records of other trainers.
@@ -388,12 +332,10 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
     """The record with the content of `fields`, whose format is identified by `key`."""
     if key == PROMPT:
         prompt, completion = fields[PROMPT], fields[COMPLETION]
-        if fields.get("label") in (False, "false"):  # 0, too
-            reason = '"label": false marks a completion to avoid; preferences are not trained'
-            raise BadRecordError(where, reason)
         if isinstance(prompt, str) and isinstance(completion, str):
-            if fields.get("system"):
-                reason = f'"system" needs "{PROMPT}" and "{COMPLETION}" as lists of messages'
+            _refuse_avoided(fields, where)
+            if fields.get(SYSTEM):
+                reason = f'"{SYSTEM}" needs "{PROMPT}" and "{COMPLETION}" as lists of messages'
                 raise BadRecordError(where, reason)
             _encoded(prompt + completion, where)
             return {PROMPT: prompt, COMPLETION: completion}
@@ -407,17 +349,34 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
             for turn in prompt
         ]
         messages = [*context, *completion]
+    elif key == SEGMENTS:
+        return {SEGMENTS: _segments(fields[key], where)}
     elif key == "conversations":
         messages = _sharegpt(fields[key], where)
     else:
         messages = _alpaca(fields, key, where)
-    if fields.get("system"):
-        messages.insert(0, {"role": "system", "content": fields["system"]})
     return _conversation(messages, fields, where)
+
+
+def _segments(segments: Any, where: Where) -> list[tuple[str, bool]]:
+    """The texts of axolotl's ``segments``, and whether each carries loss."""
+    parts = segments if isinstance(segments, list) else [None]
+    pairs = [
+        (part.get("text"), part.get("label")) if isinstance(part, dict) else (None, None)
+        for part in parts
+    ]
+    if not all(isinstance(text, str) and isinstance(learned, bool) for text, learned in pairs):
+        reason = (
+            f'"{SEGMENTS}" must be a list of objects with a "text" and a "label", true or false'
+        )
+        raise BadRecordError(where, reason)
+    _encoded("".join(text for text, _ in pairs), where)
+    return pairs
 
 
 def _sharegpt(turns: Any, where: Where) -> list[Any]:
     """The messages of ``conversations``; those with other keys are returned unchanged."""
+    turns = _json(turns, "conversations", where)
     if not isinstance(turns, list):
         raise BadRecordError(where, f'"conversations" must be a list, and is {_kind(turns)}')
     messages = list[Any]()
@@ -438,7 +397,7 @@ def _sharegpt(turns: Any, where: Where) -> list[Any]:
             content = {"content": turn["value"]} if "value" in turn else {}
             messages.append({"role": ROLES[role], **content, **others})
         else:
-            known = _some([*ROLES, "function_call"], 99)
+            known = some([*ROLES, "function_call"], 99)
             raise BadRecordError(where, f'turn {number} is from "{role}"; known are {known}')
     return messages
 
@@ -446,7 +405,7 @@ def _sharegpt(turns: Any, where: Where) -> list[Any]:
 def _alpaca(fields: Mapping[str, Any], key: str, where: Where) -> list[dict[str, str]]:
     """The messages of ``history``, and of the question under `key` with its ``output``."""
     earlier = fields.get("history", [])
-    given = [fields[key], fields.get("input", ""), fields["output"]]
+    given = [fields[key], fields.get("context", ""), fields.get("input", ""), fields["output"]]
     are_pairs = isinstance(earlier, list) and all(
         isinstance(pair, list) and len(pair) == 2 for pair in earlier
     )
@@ -517,7 +476,7 @@ def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Map
         if not is_on_hub and (path / SAVED_DATASETS).is_file():
             if "train" not in dataset:
                 raise DataError(
-                    f'{path} holds the splits {_some(dataset)}, but no "train": name the folder of '
+                    f'{path} holds the splits {some(dataset)}, but no "train": name the folder of '
                     "one of them"
                 )
             dataset = dataset["train"]
@@ -562,7 +521,7 @@ def _python(batch: Any) -> list[dict[str, Any]]:
 def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
     """The columns that make a record."""
     names = list(names)
-    optional = (TOOLS, TEMPLATE_VALUES, *MEDIA, FUNCTIONS)
+    optional = (SYSTEM, TOOLS, TEMPLATE_VALUES, *MEDIA, FUNCTIONS, *AVOIDED)
     wanted = [name for name in (MESSAGES, text_key) if name in names]
     if MESSAGES in wanted:
         wanted += optional
@@ -572,8 +531,8 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
     if not wanted:
         advice = "data.text_key names the column of the text"
         raise DataError(
-            f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {_some(names)}: '
-            + (TOKEN_IDS if "input_ids" in names else advice)
+            f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {some(names)}: '
+            + (TOKEN_IDS if any(name in IDS for name in names) else advice)
         )
     return [name for name in dict.fromkeys(wanted) if name in names]
 
@@ -588,14 +547,9 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _some(names: Iterable[str], most: int = 6) -> str:
-    """The first `most` names, quoted, for a message."""
-    return few((f'"{name}"' for name in names), most)
-
-
 def _kind(value: object) -> str:
     """The JSON name of a value's type."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "a boolean"
-    names = {str: "a string", list: "a list", dict: "an object"}
+    names = {str: "a string", bytes: "bytes", list: "a list", dict: "an object"}
     return names.get(type(value), "a number")

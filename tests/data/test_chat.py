@@ -138,7 +138,15 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "empty": ({"messages": []}, "line 1, byte 0: .* at least one message"),
     "no role": ({"messages": [{"content": "x"}]}, 'line 1, byte 0: message 1 has no "role"'),
     "no content": ({"messages": [{"role": "user"}]}, 'message 1 has no "content"'),
-    "no answer": ({"messages": TALK[:2]}, "no assistant turn"),
+    "other content": (
+        {"messages": [{"role": "assistant", "content": None, "refusal": "No."}]},
+        'message 1 has no "content", but "refusal"',
+    ),
+    "a call of an older form": (
+        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+        'message 1 has "function_call", which is not read',
+    ),
+    "no answer": ({"messages": TALK[:2]}, 'no assistant turn .*, but turns of "system", "user"'),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "line 1, byte 0: message 1 holds image data; only text is trained",
@@ -147,7 +155,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         {"messages": [*TALK[:1], {"role": "user", "content": [{"audio": "a.wav"}]}]},
         "message 2 holds audio data",
     ),
-    "no list": ({"messages": "x"}, "at least one message"),
+    "no list": ({"messages": "x"}, "messages: not valid JSON"),
     "tools by name": ({"messages": TALK, "tools": ["f"]}, '"tools" must be a list of objects'),
     "values": (
         {"messages": TALK, "chat_template_kwargs": [1]},
@@ -207,6 +215,31 @@ def test_a_list_that_the_template_writes_as_code() -> None:
     )
     assert both != CHATML
     assert "user\n1 + 2?" in ChatTemplate(both, {}, "test").render({"messages": talk}, HERE).text
+
+
+#: Contents, and the part that a template for lists of texts leaves out.
+PARTS: list[tuple[Any, str | None]] = [
+    ([{"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {}}], None),
+    ([{"type": "thinking", "thinking": "a"}, {"type": "text", "text": "b"}], None),
+    (["a", "b"], "part 1 of message 1"),
+    ([{"type": "text", "text": "a"}, {"type": "tool_result", "content": "b"}], "part 2 of message"),
+    ({"text": "a"}, "the object in message 1"),
+]
+
+
+@pytest.mark.parametrize(("content", "lost"), PARTS)
+def test_parts_that_the_template_leaves_out(content: Any, lost: str | None) -> None:
+    source = CHATML.replace(
+        "{{ message.content }}",
+        "{% if message.content is string %}{{ message.content }}"
+        "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}",
+    )
+    talk = {"messages": [{"role": "user", "content": content}, ASKED[1]]}
+    if lost is None:
+        assert "b<|im_end|>" in ChatTemplate(source, {}, "test").render(talk, HERE).text
+    else:
+        with pytest.raises(DataError, match=f"{lost}.* is not written by the chat template"):
+            ChatTemplate(source, {}, "test").render(talk, HERE)
 
 
 @pytest.mark.parametrize(("role", "usual"), [("human", "user"), ("observation", "tool")])
@@ -290,7 +323,15 @@ def texts_of(source: str, record: dict[str, Any], added: tuple[str, ...] = ("<|i
 
 @pytest.mark.parametrize("source", [CHATML, BLOCKS])
 @pytest.mark.parametrize(
-    "off", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"masked": True}]
+    "off",
+    [
+        {"weight": 0},
+        {"weight": 0.0},
+        {"train": False},
+        {"loss": False},
+        {"masked": True},
+        {"trainable": False},
+    ],
 )
 @pytest.mark.parametrize("masked", [(), (1,), (3,), (4,), (1, 3), (1, 3, 4)])
 def test_turns_without_loss(source: str, off: dict[str, Any], masked: tuple[int, ...]) -> None:
@@ -319,6 +360,8 @@ def test_turns_without_loss(source: str, off: dict[str, Any], masked: tuple[int,
         ({"function_call": {"name": "now"}}, '"function_call", which is not read: "tool_calls"'),
         ({"train_detail": [{"begin_offset": 0}]}, '"train_detail", which is not read: "train"'),
         ({"role": "user", "train": True}, "only turns of the assistant"),
+        ({"loss_scale": 0}, '"loss_scale", which is not read; "train": false masks a turn'),
+        ({"training_detail": [{"train": False}]}, '"training_detail", which is not read'),
     ],
 )
 def test_other_weights_are_refused(turn: dict[str, Any], reason: str) -> None:

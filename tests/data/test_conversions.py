@@ -25,6 +25,11 @@ TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
+def asked(question: str, answer: str = ".answer") -> str:
+    turns = {"user": question, "assistant": answer}
+    return ", ".join(f'{{role: "{role}", content: {path}}}' for role, path in turns.items())
+
+
 @pytest.mark.parametrize(
     ("record", "advice"),
     [
@@ -59,6 +64,43 @@ SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
         ),
         (TURNS, "{messages: .}"),
         ([TURNS], ".[] | {messages: .}"),
+        ([{"question": "q", "answer": "a"}], f".[] | {{messages: [{asked('.question')}]}}"),
+        ({"QUESTION": "q", "Answer": "a"}, f"{{messages: [{asked('.QUESTION', '.Answer')}]}}"),
+        (
+            {"instruction": "q", "context": "", "response": "a"},
+            '{messages: [{role: "user", content: ([.instruction, .context] | map(values | '
+            'select(. != "")) | join("\\n"))}, {role: "assistant", content: .response}]}',
+        ),
+        (
+            {"query": "q", "response": "a", "history": []},
+            '{messages: [(.history[] | {role: "user", content: .[0]}, '
+            f'{{role: "assistant", content: .[1]}}), {asked(".query", ".response")}]}}',
+        ),
+        (
+            {"contents": [{"role": "user", "parts": [{"text": "q"}]},
+                          {"role": "model", "parts": [{"text": "a"}]}]},
+            '{messages: [.contents[] | {role: (.role | {"model": "assistant"}[.] // .), '
+            "content: (.parts | map(.text) | add)}]}",
+        ),
+        (
+            {"prompt": "q", "data": ["q", "a"]},
+            '{messages: [.data | to_entries[] | {role: ["user", "assistant"][.key % 2], '
+            "content: .value}]}",
+        ),
+        (
+            {"input": {"messages": TURNS[:1]}, "preferred_output": TURNS[1:],
+             "non_preferred_output": TURNS[1:]},
+            "{messages: (.input.messages + .preferred_output)}",
+        ),
+        (
+            {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": SHARED[1]},
+            "{conversations: (.conversations + [.chosen])}",
+        ),
+        ({"id": "1", "body": {"messages": TURNS}}, ".body"),
+        ({"text": ["a"]}, '.text[] | {"text": .}'),
+        ({"a": {"text": "a"}, "b": {"text": "a"}}, ".[]"),
+        ("a", '{"text": .}'),
+        (["a"], '.[] | {"text": .}'),
     ],
 )  # fmt: skip
 def test_records_of_other_forms_have_the_command_that_converts_them(
@@ -69,13 +111,14 @@ def test_records_of_other_forms_have_the_command_that_converts_them(
     with pytest.raises(BadRecordError) as caught:
         texts(file)
     assert f"jq -c {shlex.quote(advice)} converts such a file" in str(caught.value)
-    is_preference = isinstance(record, dict) and "rejected" in record
+    is_preference = "rejected" in str(record) or "non_preferred_output" in str(record)
     assert ("preferences are not trained" in str(caught.value)) == is_preference
     if (jq := shutil.which("jq")) is not None:
         done = subprocess.run([jq, "-c", advice, str(file)], capture_output=True, check=True)
         file.write_bytes(done.stdout)
-        (converted,) = texts(file)
-        wanted = b"a" if advice.endswith("[]") else TURNS
+        converted, *others = texts(file)
+        assert all(other == converted for other in others)
+        wanted = b"a" if advice.endswith(("[]", '{"text": .}')) else TURNS
         assert converted == (wanted if isinstance(wanted, bytes) else {"messages": wanted})
 
 
@@ -108,7 +151,11 @@ def test_the_key_of_the_only_text_is_named(tmp_path: Path) -> None:
     ("record", "words"),
     [
         ({"input_ids": [1], "labels": [1]}, "token ids are read from .bin and .idx files alone"),
+        ({"tokens": [1], "loss_mask": [1]}, "token ids are read from .bin and .idx files alone"),
         ({"prompt": "q", "completion": "a", "label": False}, "a completion to avoid"),
+        ({"messages": TURNS, "label": False}, "a completion to avoid"),
+        ({"conversations": SHARED, "kto_tag": False}, "a completion to avoid"),
+        ({"instruction": "q", "output": "a", "label": False}, "a completion to avoid"),
         ({"messages": TURNS, "functions": [{"name": "now"}]}, '"tools" is its name today'),
     ],
 )

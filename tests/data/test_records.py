@@ -531,6 +531,30 @@ SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
         },
     ),
     "prompt": ({"prompt": "a", "completion": " b"}, {"prompt": "a", "completion": " b"}),
+    "a system prompt beside messages": (
+        {"system": "Be brief.", "messages": [user("a"), assistant("b")], "label": True},
+        {"messages": [{"role": "system", "content": "Be brief."}, user("a"), assistant("b")]},
+    ),
+    "a system prompt in both places": (
+        {"system": "c", "messages": [{"role": "system", "content": "c"}, assistant("b")]},
+        {"messages": [{"role": "system", "content": "c"}, assistant("b")]},
+    ),
+    "Alpaca with a context": (
+        {"instruction": "Sum up.", "context": "1 2", "output": "3"},
+        {"messages": [user("Sum up.\n1 2"), assistant("3")]},
+    ),
+    "messages in a text": (
+        {"messages": json.dumps([user("a"), assistant("b")])},
+        {"messages": [user("a"), assistant("b")]},
+    ),
+    "turns in a text": (
+        {"conversations": '[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]'},
+        {"messages": [user("a"), assistant("b")]},
+    ),
+    "segments": (
+        {"segments": [{"label": False, "text": "a"}, {"label": True, "text": "b"}]},
+        {"segments": [("a", False), ("b", True)]},
+    ),
 }
 
 
@@ -551,6 +575,12 @@ def test_a_completion_carries_the_loss(folder: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.open(str(folder))
     texts = [corpus.tokens[mask].tolist() for mask in (~corpus.learned, corpus.learned)]
     assert [tokenizer.decode(ids, special=True) for ids in texts] == ["def ", "test<|end|>"]
+    parts = [{"label": text[0] == "t", "text": text} for text in ("def ", "test", ": ", "t")]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"segments": parts}))
+    corpus = Corpus.open(str(tmp_path / "a.jsonl"), tokenizer=str(folder), vocab_size=300)
+    assert corpus.learned is not None
+    texts = [corpus.tokens[mask].tolist() for mask in (~corpus.learned, corpus.learned)]
+    assert [tokenizer.decode(ids, special=True) for ids in texts] == ["def : ", "testt"]
 
 
 @pytest.mark.parametrize(
@@ -560,7 +590,7 @@ def test_a_completion_carries_the_loss(folder: Path, tmp_path: Path) -> None:
         ({"question": "a", "answer": "b"}, r"jq -c .*content: \.question.*content: \.answer"),
         ({"conversations": [{"from": "narrator", "value": "x"}]}, 'turn 1 is from "narrator"'),
         ({"prompt": "a", "completion": ["b"]}, "two texts or two lists"),
-        ({"conversations": "x"}, "must be a list, and is a string"),
+        ({"conversations": "x"}, "conversations: not valid JSON"),
         ({"messages": [], "tools": "f(x)"}, "tools: not valid JSON"),
         ({"messages": [], "images": ["a.png"]}, '"images" is not empty; only text is trained'),
         (
@@ -580,12 +610,22 @@ def test_a_completion_carries_the_loss(folder: Path, tmp_path: Path) -> None:
         ({"instruction": "a", "output": "b", "history": 4}, "a list of pairs"),
         ({"prompt": "a", "completion": "b", "label": 0}, "a completion to avoid"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "as lists of messages"),
+        ({"messages": [], "system": {"a": 1}}, '"system" must be a text, and is an object'),
+        ({"messages": [{"role": "system", "content": "a"}], "system": "b"}, "different system"),
+        ({"segments": [{"label": 1, "text": "a"}]}, 'with a "text" and a "label"'),
+        ({"segments": "a"}, 'with a "text" and a "label"'),
     ],
 )
 def test_records_that_are_no_such(tmp_path: Path, record: dict[str, Any], reason: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     with pytest.raises(BadRecordError, match=f"line 1, byte 0: .*{reason}"):
         all_of(tmp_path / "a.jsonl")
+
+
+def test_a_column_of_bytes_is_text(tmp_path: Path) -> None:
+    rows = pa.table({"text": pa.array([b"one", "zwö".encode()], pa.binary())})
+    pq.write_table(rows, tmp_path / "a.parquet")
+    assert texts(tmp_path / "a.parquet") == [b"one", "zwö".encode()]
 
 
 def test_nulls_are_missing_keys(tmp_path: Path) -> None:
