@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from moemesh.config.hub import COMMIT, DATA_ENDINGS, HubError, snapshot
-from moemesh.config.limits import parse_json
+from moemesh.config.limits import few, parse_json
 from moemesh.config.suggest import nearest_path
 from moemesh.data.tokenizer import DataError
 
@@ -39,6 +39,10 @@ COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
 #: Prefix of the path of a dataset of the Hugging Face Hub: hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
 HUB = "hub:"
+#: Keys of the card of a dataset of the Hub.
+CARD_KEYS = r"^(?:configs|dataset_info|size_categories|task_categories):"
+#: Splits other than train in the names of files and folders.
+OTHER_SPLITS = re.compile(r"(?<![a-z])(?:test|validation|valid|val|dev|eval)(?![a-z])")
 #: Suffixes of files, which no name of a dataset has.
 _FILES = {".bin", ".gz", ".idx", ".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".zst"}
 #: First bytes of binary files -> their kind in messages.
@@ -51,6 +55,7 @@ MAGIC = (
     (b"PAR1", "parquet data"),
     (b"ARROW1", "Arrow data"),
     (b"\xff\xff\xff\xff", "an Arrow stream"),
+    (b"\xff\xfe\0\0", "UTF-32 text"),
     (b"\xff\xfe", "UTF-16 text"),
     (b"\xfe\xff", "UTF-16 text"),
     (b"%PDF-", "a PDF document"),
@@ -65,6 +70,8 @@ REMEDIES = {
     "a zip archive": "unzip FILE unpacks it",
     "an Arrow stream": "name the folder that datasets has saved",
     "UTF-16 text": "iconv -f UTF-16 -t UTF-8 FILE > NEW converts it",
+    "UTF-32 text": "iconv -f UTF-32 -t UTF-8 FILE > NEW converts it",
+    "a tar archive": "tar -xf FILE unpacks it",
 }
 #: Limits of the checks before a source is read: bytes at the beginning of a file, and files.
 HEAD, CHECKED_FILES = 1 << 16, 1000
@@ -121,13 +128,10 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
         return [DataFile(Path(path), "dataset", named=True)]
     if (on_hub := hub_name(path)) is not None:
         root = downloaded(on_hub)
-        files = [file for file in _walk(root, lambda _: False) if file.name.endswith(DATA_ENDINGS)]
-        # Only those of the split "train", if their names or folders have it.
-        training = [file for file in files if "train" in str(file.relative_to(root)).lower()]
-        if not files:
+        if not (files := _of_dataset(root, _walk(root, lambda _: False))):
             names = ", ".join(DATA_ENDINGS)
             raise DataError(f"data.path {path}: the dataset has no file named {names}")
-        return [_classified(file, format) for file in training or files]
+        return [_classified(file, format) for file in files]
     if (scheme := re.match(r"(?!file:)\w+(?=://)", path)) is not None:
         raise DataError(
             f"data.path {path}: data is read from files of this machine; copy it first, such as "
@@ -166,13 +170,51 @@ def find(path: str | None, format: str = "auto") -> list[DataFile]:
             f"data.path {path} holds neither {SAVED_DATASET} nor {SAVED_DATASETS}: a dataset that "
             "was saved to disk has one of them"
         )
-    files = _walk(root, lambda name: name.startswith(".") or name == "__pycache__")
+    files = _visible(root)
+    if _is_dataset(root):
+        files = _of_dataset(root, files) or files
     if format in ("jsonl", "parquet"):
         files = [file for file in files if _classified(file, "auto").format == format]
     if not files:
         kind = f".{format}" if format in ("jsonl", "parquet") else "readable"
         raise DataError(f"data.path {path}: the folder holds no {kind} file")
     return [_classified(file, format) for file in files]
+
+
+def _visible(root: Path) -> list[Path]:
+    return _walk(root, lambda name: name.startswith(".") or name == "__pycache__")
+
+
+def _is_dataset(root: Path) -> bool:
+    """Whether the folder is a copy of a dataset of the Hub: downloaded, or with its card."""
+    card = root / "README.md"
+    if (root / ".cache" / "huggingface").is_dir():
+        return True
+    with reading(card):
+        head = card.read_text("utf-8", "replace")[:HEAD] if card.is_file() else ""
+    return head.startswith("---") and re.search(CARD_KEYS, head, re.MULTILINE) is not None
+
+
+def _of_dataset(root: Path, files: list[Path]) -> list[Path]:
+    """The `files` with records; only those of the split "train", if names or folders have it."""
+    files = [file for file in files if file.name.endswith(DATA_ENDINGS)]
+    training = [file for file in files if "train" in str(file.relative_to(root)).lower()]
+    return training or files
+
+
+def note_on_splits(path: str | None, files: list[DataFile]) -> str | None:
+    """A sentence on the splits in a folder, of whose files :func:`find` returned `files`; None
+    without any other than train."""
+    if path is None or not (root := Path(path).expanduser()).is_dir():
+        return None
+    names = [file.relative_to(root).as_posix() for file in _visible(root)]
+    others = [name for name in names if OTHER_SPLITS.search(name.lower())]
+    if not others or not any("train" in name.lower() for name in names):
+        return None
+    if len(files) < len(names) and _is_dataset(root):
+        return f"{path} is a dataset of the Hub: only its split train is read"
+    given = few(others, 3)
+    return f"{path} holds files that are named as another split ({given}); all of them are read"
 
 
 class HubName(NamedTuple):
@@ -239,6 +281,8 @@ def check_head(file: DataFile) -> None:
     with open_stream(path, compression) as stream:
         head = stream.read(HEAD)
     content = next((name for magic, name in MAGIC if head.startswith(magic)), None)
+    if head[257:262] == b"ustar":
+        content = "a tar archive"
     if content is None and b"\x00" in head:
         content = f"binary data (a zero byte at {head.index(0)})"
     if content is not None:

@@ -46,7 +46,14 @@ from moemesh.data.indexed import (
     prefix_of,
     read_sidecar,
 )
-from moemesh.data.input_files import CHECKED_FILES, DataFile, check_head, find, reading
+from moemesh.data.input_files import (
+    CHECKED_FILES,
+    DataFile,
+    check_head,
+    find,
+    note_on_splits,
+    reading,
+)
 from moemesh.data.records import NAMED, BadRecordLog
 from moemesh.data.tokenizer import DataError, Tokenizer
 from moemesh.trace.machine import usable_cores
@@ -119,7 +126,7 @@ def _digest(value: object, size: int = 16) -> str:
 # The token cache of runs.
 
 #: Version in every name; raised when the same text makes other tokens.
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 #: Seconds between two lines of progress.
 REPORT_EVERY = 10.0
 
@@ -203,7 +210,7 @@ def cached_tokens(
 # `moemesh tokenize`: a part for each input file, made once, and the joined result.
 
 #: Version in the digest of the settings: another number makes parts of earlier versions invalid.
-PARTS_VERSION = 3
+PARTS_VERSION = 4
 #: Bytes of a file between two progress reports.
 REPORT_BYTES = 1 << 20
 #: Seconds between two checks of the progress of other processes.
@@ -363,6 +370,9 @@ class TokenizeJob:
                 )
             on_note(f"{self.prefix} is complete: it was made of these files with these settings")
             return facts
+
+        if (note := note_on_splits(self.source, [part.file for part in self.parts])) is not None:
+            on_note(note)
 
         def refuse() -> None:
             raise DataError(f"another process is writing {folder}")

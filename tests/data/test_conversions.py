@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import io
 import json
 import lzma
 import re
 import shlex
 import shutil
 import subprocess
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,14 @@ from tests.data.test_records import texts
 
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 SHARED = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+def packed(name: str) -> bytes:
+    """A tar archive with one file."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo(name))
+    return content.getvalue()
 
 
 def asked(question: str, answer: str = ".answer") -> str:
@@ -177,6 +187,8 @@ def test_what_is_not_trained_is_refused_by_name(
     [
         ("a b.jsonl", '{"text": "ä"}\n'.encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
         ("a.txt", codecs.BOM_UTF16_BE + "ä\n".encode("utf-16-be"), "iconv -f UTF-16 -t UTF-8"),
+        ("a.jsonl", '{"text": "ä"}\n'.encode("utf-32"), "iconv -f UTF-32 -t UTF-8"),
+        ("a.tar", packed("a"), "tar -xf"),
         ("it's; touch made.jsonl.bz2", bz2.compress(b"{}"), "bzip2 -dk"),
         ("a.jsonl.xz", lzma.compress(b"{}"), "xz -dk"),
     ],

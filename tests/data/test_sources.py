@@ -215,6 +215,26 @@ def test_several_formats_in_a_folder_are_told(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("mark", ["card", "download", None])
+def test_splits_in_a_folder(tmp_path: Path, mark: str | None) -> None:
+    """Of a copy of a dataset of the Hub, the split train is read, as of its name; else all is."""
+    (tmp_path / "data").mkdir()
+    for name in ("train-0", "test-0"):
+        lines(tmp_path / "data" / f"{name}.jsonl", name, 5)
+    if mark == "card":
+        (tmp_path / "README.md").write_text("---\nlicense: mit\nconfigs:\n- a\n---\nabout")
+    if mark == "download":
+        (tmp_path / ".cache" / "huggingface").mkdir(parents=True)
+    said: list[str] = []
+    data = DataConfig(path=str(tmp_path), seq_len=8, global_batch=2)
+    samples = open_samples(data, seed=0, vocab_size=256, cache=None, log=said.append)
+    given = "holds files that are named as another split (data/test-0.jsonl); all of them are read"
+    note = "is a dataset of the Hub: only its split train is read" if mark else given
+    assert said == [f"note: {tmp_path} {note}"]
+    text = samples.corpora[0].tokens.tobytes().decode()
+    assert ("test-0" in text) == (mark is None) and "train-0" in text and "about" not in text
+
+
 # --- bad records -----------------------------------------------------------------------------
 
 
