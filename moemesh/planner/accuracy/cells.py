@@ -44,15 +44,21 @@ _MEASURED = {
     "mem_gib": (1e-6, 1e6),
     "batch_tokens": (1, 1e12),
 }
+#: Columns of a rate whose unit is in its cells.
+_RATES = ("throughput", "throughput_gpu")
 #: Columns that are a GPT in place of its name.
 GPT_SIZES = ("layers", "hidden", "heads")
 #: Columns that may have another name.
 READ_COLUMNS = frozenset({
     "id", *NEEDED_COLUMNS, *_COUNTS, *_MEASURED, "vpp", "zero", "sp", "precision", "recompute",
-    "status", "stack", "layout", *GPT_SIZES, "params_b",
+    "status", "stack", "layout", *GPT_SIZES, "params_b", *_RATES,
 })  # fmt: skip
 #: A number, "k", and a unit.
 _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?) *(.*)")
+#: "± 0.2", "(±0.2)", "(± 2 %)".
+_DEVIATION = r"\s*(?:\((?:±|\+/-)\s*[\d.,]+\s*%?\)|(?:±|\+/-)\s*[\d.]+)"
+#: The end of a unit of one device.
+_PER_DEVICE = r"[_/](gpu|device)$"
 #: Marks of a footnote or of the best figure, at the end of a cell or around it.
 _MARKS = re.compile(r"^\*+(?=\S)|\s*\^?(?:[*†‡§¶¹²³]|\\(?:d?dag(?:ger)?|ast)\b|\[\d+\])+$")
 #: A time of hours, minutes and seconds: "1m30s", "00:01:30".
@@ -168,6 +174,10 @@ def _joined(cell: str) -> str:
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
     """The row with uniform spellings; other columns are unchanged."""
     uniform, words = dict(row), spellings()["spelling"]
+    rates = {name: uniform.pop(name, "").strip() for name in _RATES}
+    if not any(uniform.get(name) for name in _MEASURED.keys() - {"mem_gib", "batch_tokens"}):
+        for name, text in rates.items():
+            uniform |= _rate_in(text, name) if text else {}
     (oom,) = (pattern for pattern, word in words["status"] if word == "OOM")
     for name in uniform.keys() & {*_MEASURED, *_COUNTS, "vpp", "zero"}:
         uniform[name] = _MARKS.sub("", uniform[name].strip())
@@ -207,6 +217,20 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
                 uniform["unread"] = f"layout is `{text}`, but {name} is `{given}`"
             uniform[name] = given
     return uniform
+
+
+def _rate_in(text: str, name: str) -> dict[str, str]:
+    """The measured column, and its cell, of a rate with its unit in the column `name`."""
+    match = _quantity(_MARKS.sub("", text))
+    if match is None:
+        return {"tokens_s": text}  # "OOM", or none
+    unit = re.sub(_PER_DEVICE, "", match[3])
+    is_of_device = unit != match[3] or name.endswith("_gpu")
+    tokens, others = ("tokens_s_gpu", ()) if is_of_device else ("tokens_s", ("samples_s",))
+    for column in (tokens, *others, "tflops_gpu", "step_time_s"):
+        if unit in spellings()["unit"][column]:
+            return {column: f"{match[1]}{match[2]} {unit}"}
+    return {"unread": f"throughput is `{text}`: write tokens/s, samples/s or TFLOP/s after it"}
 
 
 def annotated_row(row: Mapping[str, str], generation: str) -> dict[str, str]:
@@ -261,7 +285,7 @@ def with_unit(text: str, unit: str) -> str:
 
 def _quantity(text: str) -> re.Match[str] | None:
     """Number, "k" and unit of a cell, without its deviation."""
-    number_text = re.sub(r"\s*(±|\+/-)\s*[\d.]+", "", text.strip().lower())
+    number_text = re.sub(_DEVIATION, "", text.strip().lower())
     return _QUANTITY.fullmatch(_DECIMAL_COMMA.sub(".", number_text))
 
 
@@ -280,7 +304,7 @@ def measured_in(row: Mapping[str, str], name: str) -> float | None:
     units = {"": 1.0, **spellings()["unit"][name]}
     unit = match[3] if match else None
     if unit and name.endswith(("_gpu", "_gib")):
-        unit = re.sub(r"[_/](gpu|device)$", "", unit)
+        unit = re.sub(_PER_DEVICE, "", unit)
     if match is None or unit not in units:
         known = ", ".join(list(units)[1:])
         raise ValueError(f"{name} is `{text}`: not a number, alone or with a unit ({known})")

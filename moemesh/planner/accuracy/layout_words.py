@@ -15,6 +15,8 @@ from moemesh.config.sources import read_preset_table
 
 #: Separators between numbers of one cell, and between the words of one name.
 _SEPARATORS = r"[\s_×x*/,;+|&()\[\]-]+"
+#: Words around degrees in the name of a column: "Parallelism (TP, PP)".
+_FRAMES = "(?:[23]d|parallel(?:ism)?|layout|mesh|strategy|config(?:uration)?|degrees?|sizes?)"
 #: Words without which a layout reads the same.
 _FILLERS = r"[^\w.]+|\b(?:and|with|parallel(?:ism)?|x)\b"
 
@@ -28,6 +30,7 @@ def _words() -> dict[str, str]:
 def joined_degrees(name: str) -> list[str]:
     """The words of a column's name that lists degrees ("TP x PP", "(t, p, d)"); none for others."""
     words = re.split(_SEPARATORS, re.sub(r"(?<=[a-z]p)x(?=[a-z]+p)", ",", name).strip(" ()[]"))
+    words = [word for word in words if not re.fullmatch(_FRAMES, word)]
     is_listed = re.search(r"[×*/,+|&]| x |px[a-z]", name) or all(1 < len(x) < 5 for x in words)
     known = (any(re.fullmatch(pattern, x) for pattern in _words().values()) for x in words)
     return words if len(words) > 1 and is_listed and all(known) else []
