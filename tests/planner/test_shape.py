@@ -115,16 +115,14 @@ head_dim = 16
 """
 
 
+EXPERTS = "num_experts = 4\nexperts_per_token = 1\nexpert_intermediate_size = 32\n"
+
+
 @pytest.mark.parametrize(
     ("text", "moe_layers"),
     [
         (BARE + "intermediate_size = 128\n", ()),
-        (
-            BARE
-            + 'moe_layers = "all"\nnum_experts = 4\nexperts_per_token = 1\n'
-            + "expert_intermediate_size = 32\n",
-            (0, 1, 2),
-        ),
+        (BARE + f'{EXPERTS}moe_layers = "all"\n', (0, 1, 2)),
         (BARE + "first_dense_layers = 1\nnum_experts = 4\nexperts_per_token = 1\n", (1, 2)),
         ('[model]\npreset = "tiny"\nnum_layers = 2\n', (1,)),
     ],
@@ -133,6 +131,11 @@ def test_toml_files(tmp_path: Path, text: str, moe_layers: tuple[int, ...]) -> N
     file = tmp_path / "model.toml"
     file.write_text(text)
     assert load_model(str(file)).shape.moe_layers == moe_layers
+
+
+def test_one_window_is_that_of_every_layer(tmp_path: Path) -> None:
+    (tmp_path / "model.toml").write_text(BARE + "intermediate_size = 8\nwindows = 16\n")
+    assert load_model(tmp_path / "model.toml").shape.windows == (16, 16, 16)
 
 
 def test_the_folder_of_a_run(tmp_path: Path) -> None:
@@ -146,7 +149,13 @@ def test_the_folder_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (BARE.replace("num_heads = 4\n", "") + "intermediate_size = 8\n", "model.num_heads"),
+        (BARE.replace("num_heads = 4\n", "") + "intermediate_size = 8\n", "num_heads = 32"),
+        (BARE.replace("head_dim = 16\n", ""), "such as head_dim = 16"),
+        (BARE.replace("num_layers = 3", "num_layers = 1000000000"), "must be at most 65536"),
+        (BARE + "intermediate_size = 8\nwindows = -8\n", "0 is the whole sequence"),
+        (BARE + "intermediate_size = 8\nwindows = [8]\n", "windows = 8, one for all"),
+        (BARE + f"{EXPERTS}moe_layers = [2, 0, 2]\n", r"moe_layers = \[0, 2\]"),
+        (BARE.replace("= 3", "= 10000000000") + f'{EXPERTS}moe_layers = "all"\n', "at most 65536"),
         ('model = "tiny"\n', r"\[model\] is a section"),
     ],
 )

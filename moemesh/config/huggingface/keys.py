@@ -7,6 +7,7 @@ instead of ignored.
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -55,7 +56,8 @@ def as_class(config: Config, kind: str) -> dict[str, Any]:
     # A switch that is null is off, whatever its default.
     for key in (key for key, value in usual.items() if isinstance(value, bool)):
         if not isinstance(values[key], bool) and values[key] not in (None, 0, 1):
-            raise wrong("wrong-type", key, values[key], f"{key} must be true or false")
+            fix = _without_quotes(key, values[key], "true|false")
+            raise wrong("wrong-type", key, values[key], f"{key} must be true or false", fix)
         values[key] = bool(values[key])
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = values["num_attention_heads"]
@@ -105,7 +107,8 @@ def whole(config: Config, *keys: str, default: int | None = None) -> int:
 def real(key: str, value: object) -> float:
     """One finite number. Raises ConfigError for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise wrong("wrong-type", key, value, f"{key} must be a number")
+        fix = _without_quotes(key, value, r"-?\d+(\.\d+)?(e-?\d+)?")
+        raise wrong("wrong-type", key, value, f"{key} must be a number", fix)
     return float(value)
 
 
@@ -119,11 +122,18 @@ def scalar(name: str, value: Any) -> int:
         value = values[0]
     bad = isinstance(value, bool) or not isinstance(value, (int, float))
     if bad or not math.isfinite(value) or value != int(value):
+        fix = _without_quotes(name, value, r"\d+")
         message = f"{name} must be a whole number"
-        raise wrong("wrong-type", name, cast("object", value), message)
+        raise wrong("wrong-type", name, cast("object", value), message, fix)
     if value < 0:
         raise wrong("too-small", name, cast("object", value), f"{name} must be at least 0")
     return int(value)
+
+
+def _without_quotes(key: str, value: object, pattern: str) -> str:
+    """The fix for a text that matches the pattern of a legal value; "" for others."""
+    text = value.strip().lower() if isinstance(value, str) else ""
+    return f"{key} = {text}, without quotes" if re.fullmatch(pattern, text) else ""
 
 
 def indices(config: Config, key: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from moemesh.config.cluster import Cluster, load_cluster
 from moemesh.config.errors import ConfigError, Problem, unknown_keys
+from moemesh.config.experts import MOST_LAYERS
 from moemesh.config.hub import local_folder, short_name
 from moemesh.config.huggingface.folder import CONFIG, has_weights, read_config
 from moemesh.config.huggingface.model import model_values
@@ -141,6 +142,11 @@ _OTHERS = (
 _KNOWN = (*_CHOICES, *_SIZES, *_EXPERTS, *_OTHERS)
 
 
+#: Sizes of a fix for a model without them: those of Llama 3 8B.
+_EXAMPLE: dict[str, Any] = {
+    "num_layers": 32, "hidden_size": 4096, "vocab_size": 128256, "num_heads": 32,
+    "num_kv_heads": 8, "head_dim": 128,
+}  # fmt: skip
 #: Folder of presets that are shapes: planned, not trained, by this library.
 SHAPES = "shapes"
 #: Sources of models that `moemesh train` accepts, as a sentence for messages.
@@ -312,11 +318,15 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
         trained = trained or {"preset"}
     needed = [key for key, item in shape_fields.items() if item.is_required()]
     if not is_section and (missing := [key for key in needed if key not in table]):
-        message = "the model has no"
+        usual = _EXAMPLE | {key: table[key] for key in needed if key in table}
+        hidden, heads = usual["hidden_size"], usual["num_heads"]
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            usual["head_dim"] = hidden // heads
         raise ConfigError(
-            Problem.of("missing", f"model.{key}", None, f"{message} {key}", f"{key} = NUMBER")
+            Problem.of("missing", f"model.{key}", None, f"the model has no {key}",
+                       f"such as {key} = {usual[key]}")
             for key in missing
-        )
+        )  # fmt: skip
     if trained and set(table) <= config_fields:
         config = _config(table if is_section else {"num_experts": 0} | table)
         return Model(from_model_config(config, name), config)
@@ -327,11 +337,14 @@ def _from_table(table: Mapping[str, Any], name: str) -> Model:
             Problem.of(code, f"model.{key}", table[key], f"`{key}` {message}", f"leave `{key}` out")
             for key in sorted(trained)
         )
-    # `moe_layers = "all"` is short for the list of all layers.
+    # `moe_layers = "all"` is short for the list of all layers, one window for that of each.
     values = {"name": name, **table}
-    layers = values.get("num_layers")
-    if isinstance(layers, int) and values.get("moe_layers") == "all":
-        values["moe_layers"] = tuple(range(layers))
+    layers, window = values.get("num_layers"), values.get("windows")
+    size = min(layers, MOST_LAYERS) if isinstance(layers, int) else 0
+    if values.get("moe_layers") == "all":
+        values["moe_layers"] = tuple(range(size))
+    if isinstance(window, int) and not isinstance(window, bool):
+        values["windows"] = (window,) * size
     return Model(ModelShape(**values), None)
 
 

@@ -11,10 +11,12 @@ from pydantic import ValidationError
 
 from moemesh.config.attention_keys import MLA_SIZES, HeadSizes
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.experts import MOST_LAYERS
 from moemesh.config.huggingface.sizes import read_sizes
 from moemesh.config.load import type_problems
 from moemesh.config.model import ModelConfig
 from moemesh.config.rules import CutSizes
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import Leaf
 
 #: Learned numbers per channel of one norm: a scale; a scale and a shift; nothing.
@@ -139,17 +141,26 @@ class ModelShape(HeadSizes):
         for key, value in self.to_json().items():
             if isinstance(value, int) and not isinstance(value, bool):
                 least = 1 if key in needed else 0
-                if value < least:
-                    complain(key, f"{key} must be at least {least}, not {value}")
+                most = MOST_LAYERS if key == "num_layers" else LARGEST_SIZE
+                if not least <= value <= most:
+                    bound = f"at least {least}" if value < least else f"at most {most}"
+                    fix = f"{key} = {min(max(value, least), most)}"
+                    complain(key, f"{key} must be {bound}, not {value}", fix)
         if problems:
             raise ConfigError(problems)
         heads, kv_heads, experts = self.num_heads, self.num_kv_heads, self.num_experts
         if self.attention == "gqa" and heads % kv_heads:
             complain("num_kv_heads", f"num_kv_heads ({kv_heads}) must divide num_heads ({heads})")
         if self.windows and len(self.windows) != self.num_layers:
-            complain("windows", f"{len(self.windows)} windows for {self.num_layers} layers")
+            message = f"{len(self.windows)} windows for {self.num_layers} layers"
+            complain("windows", message, f"windows = {self.windows[0]}, one for all of them")
+        if any(window < 0 for window in self.windows):
+            complain("windows", "a window is a number of tokens; 0 is the whole sequence")
         if any(not 0 <= layer < self.num_layers for layer in self.moe_layers):
             complain("moe_layers", f"layers are numbered 0 to {self.num_layers - 1}")
+        elif len({*self.moe_layers}) < len(self.moe_layers):
+            fix = f"moe_layers = {sorted({*self.moe_layers})}"
+            complain("moe_layers", "a layer is in the list twice", fix)
         if experts and not self.moe_layers:
             fix = f"moe_layers = {list(range(min(self.num_layers, 3)))} ..., or num_experts = 0"
             complain("num_experts", f"num_experts is {experts}, but no layer holds them", fix)
