@@ -473,8 +473,7 @@ def judged(planned: PlannedAnswer) -> list[str]:
         f"certificate: of {proof.examined:,} layouts none that fits beats "
         f"{proof.lower_bound_seconds:.3f} s (1: {gap:+.1%})"
     )
-    own_runs = [planned.own_runs] if planned.own_runs else []
-    return [risk_of_memory(planned), *own_runs, *published(planned), *sentences]
+    return [risk_of_memory(planned), *planned.notes, *published(planned), *sentences]
 
 
 def rival_sentences(rival: Rival, best: Candidate, capacity: float) -> list[str]:

@@ -36,6 +36,7 @@ from moemesh.planner.speed import (
     device_balance,
     kv_cache_bytes,
     layer_intensities,
+    without_peak,
 )
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.planner.traffic.dispatch_traffic import capacity_of, crowded_routing
@@ -397,12 +398,8 @@ def estimate(
     traffic, note = _traffic(model, plan, layout, pp_rank, settings)
     known = pricing(cluster)
     peak, seconds = known.price(shape, layout)
-    if not known.device.peak(layout.precision):
-        notes.append(
-            f"{cluster.name} has no peak_flops.{layout.precision}: seconds are those of 16 bit"
-        )
-    if correction := known.own_runs(shape, layout):
-        notes.append(correction)
+    more = without_peak(cluster, layout.precision), known.own_runs(shape, layout)
+    notes += filter(None, more)
     near = None
     if not peak.fits(cluster.memory_bytes, known.usable_share):
         # Only a layout that does not fit needs a search.

@@ -36,6 +36,24 @@ def peak_flops(cluster: Cluster, dtype: str) -> float:
     return device.peak(dtype) or device.peak_flops[0]
 
 
+def without_peak(cluster: Cluster, dtype: str) -> str:
+    """Line on products in `dtype` that are priced by the peak of another type, because the cluster
+    file has none; "" if it has one."""
+    peaks, half = cluster.peak_flops, _half_type(cluster)
+    if dtype in peaks or {dtype, half} == {"bfloat16", "float16"}:
+        return ""
+    used = "float8" if dtype == "float4" and "float8" in peaks else half
+    return f"{cluster.name} has no peak_flops.{dtype}: seconds and MFU are those of {used}"
+
+
+def _half_type(cluster: Cluster) -> str:
+    """The type whose peak is that of 16 bit: the fastest one if the cluster file has neither."""
+    peaks = cluster.peak_flops
+    return next(
+        (x for x in ("bfloat16", "float16") if x in peaks), max(peaks, key=lambda x: peaks[x])
+    )
+
+
 def device_peak_flops(name: str, dtype: str) -> float | None:
     """Peak from the data sheet of the device in `name` ("NVIDIA H100 80GB HBM3"); None for an
     unknown device or type."""
@@ -46,7 +64,7 @@ def device_peak_flops(name: str, dtype: str) -> float | None:
 def accelerator_of_cluster(cluster: Cluster) -> Accelerator:
     """The accelerator of a Cluster, with the cluster's numbers."""
     peaks = cluster.peak_flops
-    half = peaks.get("bfloat16") or peaks.get("float16") or max(peaks.values())
+    half = peaks[_half_type(cluster)]
     eight = peaks.get("float8") or half
     known = accelerator_of(cluster.accelerator or cluster.name)
     return Accelerator(

@@ -11,10 +11,19 @@ from moemesh.cli.application import app
 from moemesh.config.cluster import load_cluster
 from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError
+from moemesh.planner.estimate import estimate_named
 from moemesh.planner.parameters import count_flops, training_flops
 from moemesh.planner.planned_layout import PlannedLayout
+from moemesh.planner.requests import PlanRequest
+from moemesh.planner.search.command import plan_named
 from moemesh.planner.shapes.load_shape import load_model
-from moemesh.planner.speed import Speed, device_peak_flops, peak_flops, read_cache_size
+from moemesh.planner.speed import (
+    Speed,
+    device_peak_flops,
+    peak_flops,
+    read_cache_size,
+    without_peak,
+)
 from moemesh.planner.timing.price import with_headroom
 from moemesh.sharding.load_run import load_run
 
@@ -95,6 +104,32 @@ def test_peaks_of_types_that_a_cluster_does_not_name() -> None:
     assert device_peak_flops("NVIDIA H100 80GB HBM3", "float32") == pytest.approx(66.9e12)
     assert device_peak_flops("NVIDIA H100 80GB HBM3", "float64") is None
     assert device_peak_flops("some processor", "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "used"),
+    [
+        ("dgx_a100", "float8", "bfloat16"),
+        ("dgx_a100", "float4", "bfloat16"),
+        ("dgx_h100", "float4", "float8"),
+        ("dgx_h100", "float8", ""),
+        ("dgx_a100", "float16", ""),
+        ("dgx_b200", "float4", ""),
+    ],
+)
+def test_a_precision_without_a_peak_is_named(name: str, precision: str, used: str) -> None:
+    """Both verbs print figures of the next wider type, and a line on it."""
+    cluster = load_cluster(name)
+    line = f"{name} has no peak_flops.{precision}: seconds and MFU are those of {used}"
+    assert without_peak(cluster, precision) == (line if used else "")
+    if precision == "float8":
+        request = PlanRequest(
+            model="llama3-8b", cluster=cluster, seq_len=512, global_batch=8, precision="float8"
+        )
+        assert plan_named(request).notes == ((line,) if used else ())
+        plan = "dp=8,data=zero3,precision=float8"
+        notes = estimate_named("llama3-8b", cluster, plan, 512, 8).notes
+        assert (line in notes) == bool(used)
 
 
 @pytest.mark.parametrize(

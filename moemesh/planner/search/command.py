@@ -36,7 +36,7 @@ from moemesh.planner.search.search import (
 )
 from moemesh.planner.search.space import Space
 from moemesh.planner.shapes.load_shape import Model, load_both, load_model
-from moemesh.planner.speed import Speed, accelerator_of_cluster
+from moemesh.planner.speed import Speed, accelerator_of_cluster, without_peak
 from moemesh.planner.timing.price import Pricing, pricing, with_headroom
 from moemesh.report.document import plural
 from moemesh.sharding.load_run import load_run
@@ -121,8 +121,9 @@ class PlannedAnswer:
     safer: tuple[str, ...] = ()
     #: Published measurements of the model on such devices.
     published: tuple[KnownRun, ...] = ()
-    #: Line on the correction of the first candidate by the cluster's own runs.
-    own_runs: str = ""
+    #: Lines on a precision without a peak, and on the correction of the first candidate by the
+    #: cluster's own runs.
+    notes: tuple[str, ...] = ()
     #: Best layout on fewer nodes if it takes the fewest GPU-hours; only with `tokens`.
     cheapest: Candidate | None = None
 
@@ -189,6 +190,8 @@ def plan(
                 break
     best, candidates = next(iter(chosen)), tuple(chosen.values())
     fastest = search.fitting(search.capacity, 1)[0]
+    own_runs = search.pricing.own_runs(model.shape, candidates[0].layout)
+    notes = without_peak(cluster, space.precision), own_runs
     return PlannedAnswer(
         model=model,
         cluster=cluster,
@@ -197,7 +200,7 @@ def plan(
         advice=advise(search, best, fastest),
         certificate=search.certificate(search.seconds(fastest)),
         pricing=search.pricing,
-        own_runs=search.pricing.own_runs(model.shape, candidates[0].layout),
+        notes=tuple(filter(None, notes)),
         has_safe=has_safe,
         safer=tuple(safer),
         published=() if model.run else tuple(known_runs(model, cluster, space.precision)),
@@ -357,6 +360,7 @@ def to_json(planned: PlannedAnswer) -> dict[str, Any]:
         **vars(certificate),
         "binding": advice.binding,
         "sensitivity": [{"more_bytes": more, "seconds": then} for more, then in advice.sensitivity],
+        "notes": list(planned.notes),
         "why_not": list(advice.why_not),
         "why": [rival.to_json() for rival in planned.rivals],
         "published": [
