@@ -242,8 +242,8 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
         memory, breakdown = search.pricing.price(search.shape, changed)
         candidate = Candidate(layout=changed, breakdown=breakdown, memory=memory)
         beyond = (*beyond, *(f"{key} = {value}" for key, value in more.items()))
-    if candidate.layout.microbatch > space.largest_microbatch:
-        beyond = (*beyond, f"microbatch above {space.largest_microbatch}")
+    if candidate.layout.microbatch > (most := space.most_sequences(search.shape)):
+        beyond = (*beyond, f"microbatch above {most}")
     if candidate.layout.cp > space.largest_context:
         beyond = (*beyond, f"cp above {space.largest_context}")
     short = max(candidate.memory.needed - search.capacity, 0.0)
@@ -391,9 +391,7 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
     if max(table.get("tp", 1), table.get("etp", 1)) > space.node_size:
         changes["tensor_inside_node"] = False
         beyond.append("tensor groups across nodes")
-    changes["largest_microbatch"] = max(space.largest_microbatch, table.get("microbatch", 1))
-    if count := table.get("microbatches", 0):
-        largest = max(space.global_batch // count, 1)
-        changes["largest_microbatch"] = max(changes["largest_microbatch"], largest)
+    if "microbatch" in table or "microbatches" in table:
+        changes["largest_microbatch"] = space.global_batch
     changes["largest_context"] = max(space.largest_context, table.get("cp", 1))
     return replace(space, **changes), tuple(beyond)

@@ -46,7 +46,8 @@ class Space:
     """Limits of the search. The layouts that each of them excludes are counted and printed.
 
     `tensor_inside_node` keeps tp and etp groups inside a node (an assumption, because such groups
-    communicate in every layer). `largest_microbatch` is in sequences.
+    communicate in every layer). `largest_microbatch` is in sequences, by default that of
+    :meth:`most_sequences`.
     """
 
     num_devices: int
@@ -57,7 +58,7 @@ class Space:
     schedules: tuple[ScheduleName, ...] = field(default_factory=lambda: tuple(PROPOSED_SCHEDULES))
     recompute: tuple[str, ...] = ("none", "selective", "full")
     zero: tuple[int, ...] = (0, 1, 2, 3)
-    largest_microbatch: int = 16
+    largest_microbatch: int | None = None
     largest_context: int = 64
     tensor_inside_node: bool = True
     exits: tuple[AttentionExit, ...] = EXITS
@@ -70,6 +71,12 @@ class Space:
     trainable: bool = False
     #: Fields of a layout on what trains, and on its loss.
     trained: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def most_sequences(self, shape: ModelShape) -> int:
+        """Sequences of the largest microbatch: by default 16, or more of a small model, whose
+        launches take longer than its products until the input of a layer has a quarter GiB."""
+        usual = max(16, 2**28 // (2 * shape.hidden_size * self.seq_len))
+        return usual if self.largest_microbatch is None else self.largest_microbatch
 
     def allows(self, **values: int) -> bool:
         """Whether the values agree with the fixed ones."""
@@ -274,7 +281,7 @@ def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[Sched
 def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -> Columns:
     """All legal degrees and microbatches of one pipeline degree."""
     cuts: list[tuple[int, ...]] = []
-    stage = space.num_devices // pp
+    stage, most_sequences = space.num_devices // pp, space.most_sequences(shape)
     # The code of transformers needs whole sequences.
     largest_context = 1 if shape.counted else space.largest_context
     expert_cuts = [(1, 1)]
@@ -305,7 +312,7 @@ def _columns(shape: ModelShape, space: Space, pp: int, rejected: Counter[str]) -
             share = space.global_batch // dp
             for size in divisors(share):
                 batch = {"microbatch": size, "microbatches": share // size}
-                if size <= space.largest_microbatch and space.allows(tp=tp, cp=cp, dp=dp, **batch):
+                if size <= most_sequences and space.allows(tp=tp, cp=cp, dp=dp, **batch):
                     cuts.append((tp, cp, dp, *batch.values()))
     dense = np.array(cuts, dtype=np.int64).reshape(-1, 5).T
     experts = np.array(expert_cuts, dtype=np.int64).reshape(-1, 2).T
