@@ -80,6 +80,19 @@ TABLES: dict[str, tuple[bytes, list[tuple[object, ...] | str]]] = {
 }
 
 
+def test_a_title_with_commas_names_device_and_number_type(tmp_path):
+    """Above tabs, and above commas."""
+    title = "Container: 25.04, System: DGX-GB200, MXFP8 (block scales), pre-training"
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "GPU"} | {"Step time": "2.5"}
+    for mark in "\t,":
+        lines = [title, mark.join(cells), mark.join(cells.values())]
+        (tmp_path / "runs.csv").write_text("\n".join(lines))
+        (run,) = read_runs(tmp_path / "runs.csv")
+        assert not run.reason and run.layout is not None and run.device is not None
+        assert (run.device.name, run.layout.precision, run.seconds) == ("GB200", "float8", 2.5)
+        assert run.software.block_scales
+
+
 @pytest.mark.parametrize("author", TABLES)
 def test_each_row_is_read_or_named(author, tmp_path):
     data, rows = TABLES[author]

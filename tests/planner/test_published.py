@@ -305,6 +305,26 @@ def test_strategies_of_fsdp(tmp_path, zero, stage, group):
     assert (run.layout.zero, run.layout.zero_group) == (stage, group)
 
 
+@pytest.mark.parametrize(("cell", "stage", "group"), [("0", 0, 0), ("1", 3, 0), ("8", 3, 8)])
+def test_a_column_fsdp_is_no_stage_of_zero(tmp_path, cell, stage, group):
+    """NVIDIA's tables print 0 for the distributed optimizer, 1 or a number of shards for FSDP."""
+    names = "arch,hardware,gpus,dp,gbs,seq,fsdp\n"
+    (run,) = read(tmp_path, f"{names}llama2-13B,H100,16,16,64,4096,{cell}\n")
+    assert not run.reason and (run.layout.zero, run.layout.zero_group) == (stage, group)
+    assert stage or not run.row["zero"]
+
+
+@pytest.mark.parametrize(
+    ("source", "kernel"),
+    [("arXiv:2204.06745", "masked"), ("arxiv.org/abs/2210.02414", "masked"),
+     ("arXiv:2307.09288", "flash"), ("", "flash")],
+)  # fmt: skip
+def test_a_paper_of_2022_is_older_than_flash_attention(tmp_path, source, kernel):
+    table = "arch,hardware,gpus,tp,gbs,seq,source\ngpt-neox-20B,A100,96,2,1536,2048,"
+    (run,) = read(tmp_path, f"{table}{source}\n")
+    assert run.layout.attention_kernel == kernel
+
+
 @pytest.mark.parametrize(
     ("column", "cell", "gib"),
     [

@@ -13,7 +13,7 @@ import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from moemesh.config.plan import DEGREES
@@ -129,15 +129,21 @@ def table_lines(data: bytes) -> tuple[str, list[str], list[tuple[int, list[str]]
         text = re.sub(r"(?m)^[^&\n]*$|\\\\.*$", "", text)  # rules; ends of rows
         text = re.sub(r"\$?\s*\\pm\s*\$?[\d.]+|\$|\\,|\\(?=[#%_])|\\[a-z]+(?=\{)|[{}]", "", text)
     full = [line for line in text.splitlines() if line.strip(" ,;")] or [""]
-    first = next((x for x in full if max(map(x.count, ",;\t|&")) > 1), full[0])  # no title
-    separator = max(",;\t|&", key=first.count)
+    # A title has other separators than the line below it, or fewer.
+    pairs = ((max(",;\t|&", key=line.count), line, below) for line, below in pairwise([*full, ""]))
+    separators = (mark for mark, *two in pairs if min(x.count(mark) for x in two) > 1)
+    separator = next(separators, max(",;\t|&", key=max(full, key=len).count))
     if separator == "|":
         text = re.sub(r"(?m)^[ \t]*\|?[-:| \t]*$|^[ \t]*\||\|[ \t]*$", "", text)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator)
     lines = [(reader.line_num, [_joined(cell.strip()) for cell in cells]) for cells in reader]
     lines = [(number, cells) for number, cells in lines if any(cells)]
     titles = list[str]()
-    while len(lines) > 1 and sum(map(bool, lines[0][1])) == 1 < sum(map(bool, lines[1][1])):
+    while len(lines) > 1:
+        cells, below = [list(filter(None, cells)) for _, cells in lines[:2]]
+        is_name = len(cells) == 1 or _num_known(cells) == 0 < 3 <= _num_known(below)
+        if len(cells) >= len(below) or not is_name:
+            break
         titles += lines.pop(0)[1]
     down = _num_known(cells[0] for _, cells in lines)
     if down > 2 and down > _num_known(lines[0][1]):

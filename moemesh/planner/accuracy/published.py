@@ -174,13 +174,21 @@ class PublishedRun:
         return self.ended == "ok" and not self.seconds and not self.memory_bytes
 
     @property
+    def is_before_sequence_parallelism(self) -> bool:
+        """Whether the software may be older than sequence parallelism (arXiv:2205.05198), which
+        later trainers use beside every tensor parallelism: it sends no more bytes."""
+        return self.device is not None and self.device.generation in ("volta", "ampere")
+
+    @property
     def is_sharded_by_choice(self) -> bool:
         """Whether ZeRO or sequence parallelism, which the table leaves out, was chosen so that it
         fits."""
         layout, row = self.layout, self.row
         return layout is not None and (
             (layout.zero > 0 and not row.get("zero"))
-            or (layout.sequence_parallel and "sp" not in row)
+            or (
+                layout.sequence_parallel and "sp" not in row and self.is_before_sequence_parallelism
+            )
         )
 
     @property
@@ -197,16 +205,20 @@ class PublishedRun:
 def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> list[PublishedRun]:
     """Every row of a CSV table. Architectures come from `archs`, by default ``model_archs.json`` in
     the table's folder, or from the packaged table. `hardware` is the device of a table without that
-    column, by default the only one that its title names. Raises UserError for unreadable files,
-    missing columns or duplicate ids."""
+    column, by default the only one that its title names; so is the number type. Raises UserError
+    for unreadable files, missing columns or duplicate ids."""
     try:
         title, header, lines = table_lines(table.read_bytes())
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot read the table {table}: {error}") from None
     own = own_columns(header)
     columns = [name for name, _ in own]
-    devices = {device.name for word in title.split() if (device := accelerator_of(word))}
+    words = [word.strip(",;:.()[]") for word in title.split()]
+    devices = {device.name: word for word in words if (device := accelerator_of(word))}
+    formats = {word.lower() for word in words if re.fullmatch(_FORMAT, word, re.IGNORECASE)}
     constant = {"hardware": hardware or (title if len(devices) == 1 else "")}
+    if len(formats) == 1:
+        constant["precision"] = formats.pop()
     if set(GPT_SIZES) <= {*columns}:
         constant["arch"] = "gpt"
     if missing := [x for x in NEEDED_COLUMNS if x not in columns and not constant.get(x)]:
@@ -380,6 +392,8 @@ def _sized_gpt(row: Mapping[str, str]) -> ModelShape | None:
     return shape
 
 
+#: Number types of products in a title: "NVFP4", "bf16".
+_FORMAT = r"(?:(?:mx|nv)?fp|bf|b?float)(?:4|8|16|32)"
 #: Relative rounding of a printed number of parameters.
 _ROUNDED_SIZE = 0.05
 
