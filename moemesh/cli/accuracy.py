@@ -297,7 +297,7 @@ def report(validation: "Validation") -> str:
     if silent := [p.run for p in validation.predictions if p.seconds and p.run.is_silent]:
         names = ", ".join(run.id for run in silent[:6]) + " ..." * (len(silent) > 6)
         lines += ["", f"{plural(len(silent), 'row')} without a measured time or memory: {names}"]
-    if filled := [p.run for p in validation.predictions if p.run.is_sharded_by_choice]:
+    if filled := [p.run for p in validation.predictions if p.fits and p.run.is_sharded_by_choice]:
         names = ", ".join(run.id for run in filled[:6]) + " ..." * (len(filled) > 6)
         reason = "with ZeRO or sequence parallelism, which the table leaves out, because they fit"
         lines += ["", f"{plural(len(filled), 'row')} priced {reason} only then: {names}"]

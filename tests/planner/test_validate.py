@@ -61,17 +61,24 @@ def test_sharding_that_a_table_leaves_out_is_what_the_run_needs():
         plain | {"id": "3", "tp": "8", "mbs": "16", "recompute": "none", "step_time_s": "60"},
         plain | {"id": "4", "tp": "8", "mbs": "16", "recompute": "none", "step_time_s": "60"}
         | {"sp": ""},
+        plain | {"id": "6", "gpus": "4", "tp": "2", "step_time_s": "60"},
+        plain | {"id": "7", "hardware": "H100-80G", "tp": "8", "mbs": "1", "step_time_s": "60"},
     ]  # fmt: skip
     validation = summarize(predict([parse_run(one, ARCHS) for one in rows], shipped_calibration()))
-    first, printed, gathered, cut, whole = validation.predictions
+    first, printed, gathered, cut, whole, needy, modern = validation.predictions
     assert first.fits and first.run.layout.zero == 1
     assert gathered.fits and gathered.run.layout.zero == 3 and gathered.run.software.fsdp
     assert printed.fits is False and printed.run.layout.zero == 0
     assert cut.run.layout.sequence_parallel and not whole.run.layout.sequence_parallel
     assert cut.memory.needed < whole.memory.needed
-    # The report names them, and they are left out of the labels.
-    chosen = [one.run.is_sharded_by_choice for one in validation.predictions]
-    assert chosen == [True, False, True, True, False]
+    # One that needs recomputation, too, is sharded as far as possible; FSDP is not beside TP.
+    layout = needy.run.layout
+    assert (layout.zero, layout.sequence_parallel, needy.run.software.fsdp) == (1, True, False)
+    # Software for newer devices cuts sequences beside TP, whether they fit or not.
+    assert modern.run.layout.sequence_parallel and not modern.run.is_sharded_by_choice
+    # The report names those that fit, and they are left out of the labels.
+    chosen = [one.fits and one.run.is_sharded_by_choice for one in validation.predictions]
+    assert chosen == [True, False, True, True, False, False, False]
     assert "3 rows priced with ZeRO or sequence parallelism" in report(validation)
 
 

@@ -163,22 +163,24 @@ def fill_in(run: PublishedRun, calibration: Calibration) -> PublishedRun:
 
 def _sharded(run: PublishedRun, allocation: Allocation) -> PublishedRun:
     """The run with the sequence parallelism and the lowest stage of ZeRO that it needs to fit: of a
-    row without a stage, of a table without a column `sp`. Both are tried before recomputation that
-    is not printed. Without a printed microbatch one sequence at a time must fit."""
+    row without a stage, of a table without a column `sp`. Recomputation that is not printed comes
+    after both. Without a printed microbatch one sequence at a time must fit."""
     layout, row = run.priced[1], run.row
     size = layout.microbatch if run.microbatch_printed else 1
-    whole = () if run.recompute_printed else (_WHOLE_LAYERS,)
-    # ZeRO-3 beside a pipeline would gather the weights for every microbatch.
-    known = (0, 1) if layout.pp > 1 else (0, 1, 3)
+    # ZeRO-3 beside a pipeline would gather the weights for every microbatch; trainers that combine
+    # it with tensor parallelism name it.
+    known = (0, 1) if max(layout.pp, layout.tp) > 1 else (0, 1, 3)
     stages = known if not row.get("zero") and layout.dp * layout.cp > 1 else (layout.zero,)
-    cuts = (False, True) if "sp" not in row and layout.tp > 1 else (layout.sequence_parallel,)
-    for recompute, zero, cut in product((layout.recompute, *whole), stages, cuts):
+    cuts = (layout.sequence_parallel,)
+    if "sp" not in row and layout.tp > 1:
+        cuts = (False, True) if run.is_before_sequence_parallelism else (True,)
+    for zero, cut in product(stages, cuts):
         chosen = layout.changed(zero=zero, sequence_parallel=cut)
         software = replace(run.software, fsdp=run.software.fsdp or zero == 3)
-        tried = chosen.changed(microbatch=size, recompute=recompute)
-        tried = replace(run, layout=tried, software=software)
+        tried = replace(run, layout=chosen.changed(microbatch=size), software=software)
+        run = replace(tried, layout=chosen)
         if _fits(tried, run_memory(tried, allocation), allocation):
-            return replace(tried, layout=chosen)
+            break
     return run
 
 
