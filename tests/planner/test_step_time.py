@@ -135,6 +135,15 @@ def test_listed_gathers_are_not_hidden_and_grow_with_the_ranks():
     assert unit.backward == pytest.approx(2.0 + both)
 
 
+@pytest.mark.parametrize(("degrees", "is_cut"), [({"tp": 8, "ep": 8}, 0), ({"tp": 8}, 1)])
+def test_zero3_of_one_replica_is_the_step_without_it(degrees, is_cut):
+    """Without expert parallelism eight ranks hold the same experts, and cut them."""
+    layout = PlannedLayout(**degrees, seq_len=1024, global_batch=1)
+    known, shape = pricing(load_cluster("dgx_h100")), load_model("qwen3-30b-a3b").shape
+    plain, cut = (known.seconds(shape, layout.changed(zero=zero)) for zero in (0, 3))
+    assert (plain != cut) == bool(is_cut)
+
+
 def test_zero2_reduces_for_every_microbatch_and_costs_zero1_with_one():
     """Its transfers are those of the ledger: the same with one microbatch."""
     software, free = Software(sums_each=True), replace(Constants(), gradient_exposed=1e-9)

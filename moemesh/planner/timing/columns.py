@@ -209,7 +209,11 @@ class LayoutColumns(Software):
     #: Index in :data:`KERNELS`.
     kernel: Number = column(lambda row: KERNELS.index(row.layout.attention_kernel))
     fused_norm: Number
-    fsdp: Number = column(lambda row: row.traits.fsdp or row.layout.zero == 3)
+    #: Not on one replica, where nothing is cut.
+    fsdp: Number = column(
+        lambda row: (row.traits.fsdp or row.layout.zero == 3)
+        * ((row.layout.dp * row.layout.cp > 1) | (row.layout.edp > 1))
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
