@@ -20,11 +20,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moemesh.comm import transfers
 from moemesh.comm.mesh import Axis
 from moemesh.ops.pending import Pending, Started
+from moemesh.ops.permute import NoSecondDerivative
 
 
 class Codec(NamedTuple):
@@ -54,8 +54,9 @@ class _Start(torch.autograd.Function):
         return x.new_empty(0)  # an empty tensor that links both nodes; _Finish returns the rows
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
         return ctx.ends.pop()(), None, None
 
 
@@ -69,8 +70,9 @@ class _Finish(torch.autograd.Function):
         return ends.pop()()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
         ctx.ends.append(ctx.back(gradient, phase="backward"))
         return None if ctx.is_cut else gradient.new_zeros(0), None, None
 

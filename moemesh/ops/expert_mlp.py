@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moemesh.ops.expert_blocks import (
     Block,
@@ -47,7 +46,7 @@ from moemesh.ops.expert_weights import (
 )
 from moemesh.ops.grouped_gemm import grouped_gemm
 from moemesh.ops.nf4 import PackedMatrices, matrices
-from moemesh.ops.permute import OwnSlots, RowMap, sum_rows
+from moemesh.ops.permute import NoSecondDerivative, OwnSlots, RowMap, sum_rows
 from moemesh.ops.swiglu import swiglu, swiglu_backward
 from moemesh.ops.weight_gradient import deferral
 
@@ -112,14 +111,6 @@ def defer(experts: ExpertWeights) -> DeferredProducts:
     return DeferredProducts(_Anchor.apply(calls, *experts.tensors), calls)
 
 
-def _without_graph(
-    function: type[torch.autograd.Function], ctx: Any, gradient: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The backward of `function` where the gradients are to have a graph (``create_graph``): their
-    second derivative raises. As a decorator of each backward it would make seven calls a layer."""
-    return once_differentiable(function.backward)(ctx, gradient)
-
-
 class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: list[list[WeightGradient]], *weights: Tensor) -> Tensor:
@@ -129,7 +120,7 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _without_graph(_Anchor, ctx, gradient)
+            raise NoSecondDerivative
         if not ctx.calls:  # a queue computes them, or there were no calls
             return (None,) * (1 + ctx.num_weights)
         by_weight = [list(calls) for calls in zip(*ctx.calls, strict=True)]
@@ -182,7 +173,7 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _without_graph(_ExpertMLP, ctx, grad)
+            raise NoSecondDerivative
         call, blocks, is_bounded = ctx.call, ctx.blocks, ctx.is_bounded
         # The weights are saved for autograd's check that nothing has changed them.
         source_NH, weights_R, *saved = ctx.saved_tensors

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +257,17 @@ def sum_rows_between(rows_RH: Tensor, rows: RowMap, sources: range, copies: rang
     return torch.embedding_bag(rows_RH, copies_R, starts_N)[0]
 
 
+class NoSecondDerivative(RuntimeError):
+    """Raised by a backward whose gradients are to have a graph.
+
+    `once_differentiable` of torch raises in the second backward, and not even there if that names
+    its inputs: ``torch.autograd.grad`` leaves out the terms behind it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("moemesh has no second derivatives: create_graph must be False")
+
+
 class _LinearMap(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -267,8 +277,9 @@ class _LinearMap(torch.autograd.Function):
         return run(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
         return ctx.back(gradient), None, None
 
 

@@ -28,14 +28,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moemesh.comm.mesh import Axis
 from moemesh.comm.transfers import record
 from moemesh.config.errors import UserError
 from moemesh.model.dispatcher import DispatchedRows, Dispatcher, pick_weights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, at_least_one_row, group_by_expert, unpermute
+from moemesh.ops.permute import (
+    NoSecondDerivative,
+    RowMap,
+    at_least_one_row,
+    group_by_expert,
+    unpermute,
+)
 from moemesh.parallel.expert.deepep_probe import INSTEAD, available
 from moemesh.parallel.expert.site import DispatcherSite
 from moemesh.trace.wire import WireBytes
@@ -181,8 +186,9 @@ class _Dispatch(torch.autograd.Function):
         return x_NH, weights_NK
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_NH: Tensor, grad_NK: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
         grad_TH, grad_TK, _ = ctx.buffer.combine(
             grad_NH.contiguous(), ctx.handle, topk_weights=grad_NK.contiguous()
         )
@@ -203,8 +209,9 @@ class _Combine(torch.autograd.Function):
         return y_TH
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
         grad_NH = ctx.buffer.dispatch(grad_TH.contiguous(), handle=ctx.handle)[0]
         ctx.traffic.enter("backward", "moe.combine", len(grad_NH), _row_bytes(grad_TH))
         return grad_NH, None, None

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moemesh.balance import QuotaPlan, assign_tokens, plan_quotas, shadow_experts
 from moemesh.balance.compiled import plain_loops
@@ -47,7 +46,7 @@ from moemesh.ops.expert_mlp import ExpertOptions
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.host_copy import HostCopy, upload
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import RowMap, SortedByExpert, slice_map
+from moemesh.ops.permute import NoSecondDerivative, RowMap, SortedByExpert, slice_map
 from moemesh.parallel.expert.all_to_all import AllToAllDispatcher, AllToAllPlan
 from moemesh.parallel.expert.site import codec_of
 
@@ -323,8 +322,9 @@ class _Pack(torch.autograd.Function):
         return packed
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_CW: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise NoSecondDerivative
         if not ctx.chosen:
             return None, *(None for _ in ctx.shapes)
         wide = torch.promote_types(grad_CW.dtype, torch.float32)
