@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,55 @@ def test_a_scaler_skips_a_step_on_all_ranks() -> None:
     (first, scale_of_first), (second, scale_of_second) = run_on_ranks(RANKS, scale)
     assert all(map(torch.equal, first, second)) and scale_of_first == scale_of_second
     assert torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
+
+
+#: Numbers that programs take of a gradient: those of the gradient of all experts on one device.
+REDUCTIONS: list[Callable[[Tensor], Any]] = [
+    lambda g: (g**2).sum().sqrt(),
+    lambda g: torch.linalg.norm(g.flatten(), 3),
+    lambda g: torch.dot(g.view(-1), g.detach().reshape(-1)),
+    lambda g: g.square().sum() / g.numel(),
+    lambda g: g.float().abs().max(),
+    lambda g: g.mean(dim=(0, 1, 2), keepdim=True),
+    lambda g: g.data.amin(),
+    lambda g: (g.norm(2).item() ** 2 + g.norm(p=1)) / 2,
+    lambda g: g.norm(dim=-1).shape[1:],
+    lambda g: torch.isfinite(g).all(),
+    lambda g: (g > 0.9 * g.abs().max()).any(),
+    lambda g: (g == 0).count_nonzero(),
+    lambda g: torch.cat([g.flatten(), g.flatten()]).norm(),
+]
+
+
+def reductions(rank: int) -> Any:
+    """Of one gradient; then programs that take numbers of several at once."""
+    model = build()
+    y, aux = model(tokens_of(0, rank))
+    (y.square().mean() + aux).backward()
+    gradient = model.moe.experts.down.grad
+    assert gradient is not None
+    results = [reduction(gradient) for reduction in REDUCTIONS]
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+    for mixed in (flat, flat * 2):
+        with pytest.raises(LayerError, match="norm over gradients of experts and of others"):
+            mixed.norm()
+    with pytest.raises(LayerError, match="std over gradients of experts that are spread"):
+        gradient.std()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(LayerError, match="of experts and of others would be that of this rank"):
+        optimizer.step(lambda: torch.zeros(()))
+    return results
+
+
+def test_reductions_of_a_gradient_are_those_of_all_experts() -> None:
+    model = build()
+    y, aux = model(torch.cat([tokens_of(0, rank) for rank in range(RANKS)]))
+    (y.square().mean() + aux).backward()
+    gradient = model.moe.experts.down.grad
+    assert gradient is not None
+    for results in run_on_ranks(RANKS, reductions):
+        for result, reduction in zip(results, REDUCTIONS, strict=True):
+            torch.testing.assert_close(result, reduction(gradient), rtol=1e-6, atol=0)
 
 
 def states(rank: int, folder: str) -> None:

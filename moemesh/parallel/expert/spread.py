@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -121,21 +121,44 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-class SpreadGradient(Tensor):
-    """A gradient of the experts of this rank, whose norm is that of the experts of all ranks.
+#: Reductions of a gradient, by the name of torch's function: the reduction that combines the
+#: results of the ranks.
+_OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
+    **dict.fromkeys(("sum", "nansum", "dot", "vdot", "inner", "count_nonzero"), torch.sum),
+    **dict.fromkeys(("max", "amax"), torch.max),
+    **dict.fromkeys(("min", "amin"), torch.min),
+    "mean": torch.mean,
+    "all": torch.all,
+    "any": torch.any,
+}
+_NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
+#: Reductions that the results of the ranks do not determine.
+_OF_ELEMENTS = ("std", "var", "median", "quantile", "logsumexp", "prod", "linalg_matrix_norm")
+_JOINED = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "column_stack")
 
-    The norm is a collective: every rank of the group takes it at the same point, as with
-    `torch.nn.utils.clip_grad_norm_`. `GradScaler` skips a step on all ranks when one has a gradient
-    that is not finite. Results of the same shape (``clone``, ``float``, ``grad / 2``) are of this
-    class as well. So are norms, with `ranks` None: `torch.stack` accepts them beside DTensors.
+
+class SpreadGradient(Tensor):
+    """A gradient of the experts of this rank, of which a reduction is that of the experts of all
+    ranks: norm, sum, mean, largest and smallest element, dot product, all and any; also `numel`.
+
+    A reduction over all elements is a collective: every rank of the group takes it at the same
+    point, as with `torch.nn.utils.clip_grad_norm_`. `GradScaler` skips a step on all ranks when one
+    has a gradient that is not finite. Results with as many elements (``clone``, ``grad / 2``,
+    ``flatten``, ``isnan``) are of this class as well. So are norms, with `ranks` None:
+    `torch.stack` accepts them beside DTensors.
+
+    Raises LayerError for reductions that ranks cannot combine, and for those of a tensor that joins
+    gradients of experts with others (``torch.cat``), of which the ranks have the same.
     """
 
     ranks: Axis | None
+    #: Whether other gradients are part of the tensor.
+    is_mixed: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, ranks: Axis | None) -> SpreadGradient:
+    def of(cls, tensor: Tensor, ranks: Axis | None, is_mixed: bool = False) -> SpreadGradient:
         gradient = tensor.as_subclass(cls)
-        gradient.ranks = ranks
+        gradient.ranks, gradient.is_mixed = ranks, is_mixed
         return gradient
 
     @classmethod
@@ -143,31 +166,44 @@ class SpreadGradient(Tensor):
         kwargs = kwargs or {}
         tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
         spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
+        name = getattr(func, "__name__", "")
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.stack:
+            if name in _JOINED:
                 whole = [
                     tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                     for tensor in tensors
                 ]
-                return func(whole, *args[1:], **kwargs)
+                result = func(whole, *args[1:], **kwargs)
+                if not spread:
+                    return result
+                axis = tensors[spread[0]].ranks
+                is_mixed = any(getattr(x, "ranks", None) is not axis or x.is_mixed for x in tensors)
+                return cls.of(result, axis, is_mixed)
             if func is torch._foreach_norm:  # DTensors may be among them
                 results = [
                     torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in tensors
                 ]
                 for i in spread:
-                    results[i] = _norm_of_all(results[i], tensors[i].ranks, args, kwargs)
+                    results[i] = _over_ranks(name, results[i], tensors[i], args, kwargs)
                 return results
             result = func(*args, **kwargs)
             if not spread:
                 return result
-            ranks, shape = tensors[spread[0]].ranks, tensors[spread[0]].shape
-            if func in (torch.linalg.vector_norm, torch.norm, Tensor.norm) and result.ndim == 0:
-                return _norm_of_all(result, ranks, args, kwargs)
+            gradient = tensors[spread[0]]
+            if name in ("numel", "nelement") and not gradient.is_mixed:
+                return result * gradient.ranks.size
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
-                all_reduce_(args[1], ranks, caller="moe.scaler", phase="backward")
+                all_reduce_(args[1], gradient.ranks, caller="moe.scaler", phase="backward")
                 args[1].clamp_(max=1)
-            is_plain = type(result) is Tensor and result.is_floating_point()
-            return cls.of(result, ranks) if is_plain and result.shape == shape else result
+            # A base would be a view of itself, without end: torch.compile follows it.
+            if type(result) is not Tensor or func == Tensor._base.__get__:
+                return result
+            if _is_reduction(name, result, gradient, args, kwargs):
+                return _over_ranks(name, result, gradient, args, kwargs)
+            has_kind = result.is_floating_point() or result.dtype == torch.bool
+            if has_kind and result.numel() == gradient.numel():
+                return cls.of(result, gradient.ranks, gradient.is_mixed)
+            return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
@@ -176,14 +212,42 @@ class SpreadGradient(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def _norm_of_all(
-    norm: Tensor, ranks: Axis, args: Sequence[Any], kwargs: Mapping[str, Any]
+def _is_reduction(
+    name: str, result: Tensor, gradient: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether `result` of the function `name` has one number for all elements of `gradient`."""
+    if result.numel() != 1 or not (name in _OVER_RANKS or name in _NORMS or name in _OF_ELEMENTS):
+        return False
+    position = 2 if name in _NORMS else 1
+    dims = kwargs.get("dim", args[position] if len(args) > position else None)
+    if not isinstance(dims, int | tuple | list) or isinstance(dims, bool) or dims == ():
+        return True
+    dims = [dims] if isinstance(dims, int) else dims
+    return len({dim % gradient.ndim for dim in dims}) == gradient.ndim
+
+
+def _over_ranks(
+    name: str, result: Tensor, gradient: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """The norm over all ranks, with equal bits on each, from the norm of this rank."""
+    """The reduction over all ranks, with equal bits on each, from the `result` of this rank."""
+    if torch.compiler.is_compiling():
+        # A graph would reduce once more. After the exception torch runs the caller uncompiled.
+        raise LayerError("reductions of gradients of experts over ranks are not compiled")
+    if gradient.is_mixed or name in _OF_ELEMENTS:
+        what = "and of others" if gradient.is_mixed else "that are spread over ranks"
+        raise LayerError(
+            f"{name} over gradients of experts {what} would be that of this rank: take the norm, "
+            "sum, mean, max or min of each gradient, or grad.as_subclass(torch.Tensor)"
+        )
+    flat = result.view(1)
+    flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+    parts = transfers.all_gather(flat, gradient.ranks, phase="backward", caller="moe.norm")
+    if name in _OVER_RANKS:
+        whole = _OVER_RANKS[name](parts.view(result.dtype))
+        return whole.to(result.dtype).view(result.shape)
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    norms = transfers.all_gather(norm.view(1), ranks, phase="backward", caller="moe.norm")
-    whole = torch.linalg.vector_norm(norms, 2 if order in (None, "fro") else order)
-    return SpreadGradient.of(whole, None)
+    whole = torch.linalg.vector_norm(parts, 2 if order in (None, "fro") else order)
+    return SpreadGradient.of(whole.view(result.shape), None)
 
 
 class _Mark(NamedTuple):
