@@ -211,8 +211,10 @@ class LayoutColumns(Software):
     fused_norm: Number
     #: Not on one replica, where nothing is cut.
     fsdp: Number = column(
-        lambda row: (row.traits.fsdp or row.layout.zero == 3)
-        * ((row.layout.dp * row.layout.cp > 1) | (row.layout.edp > 1))
+        lambda row: (
+            (row.traits.fsdp or row.layout.zero == 3)
+            * ((row.layout.dp * row.layout.cp > 1) | (row.layout.edp > 1))
+        )
     )
 
 
