@@ -41,7 +41,9 @@ BESIDE = (SETTINGS, SPECIAL, ADDED, TEMPLATE, PROCESSOR_TEMPLATE)
 CLOCK = "strftime_now"
 #: Classes of transformers that use a tokenizer.json unchanged; the first is the default.
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-#: Vocabularies of other packages, which transformers converts for any class.
+#: Vocabularies of other packages, which transformers converts for any class, and the packages that
+#: read them; any other ``.model`` is one of sentencepiece.
+NEEDS = {"tiktoken.model": "tiktoken", "tekken.json": "mistral_common"}
 CONVERTED = ("tokenizer.model", "tiktoken.model", "tekken.json")
 #: Key of the settings that lists files in place of tokenizer.json, by version of transformers.
 VERSIONS = "fast_tokenizer_files"
@@ -99,22 +101,26 @@ class Tokenizer:
                 f'data.tokenizer is "{tokenizer}"; it must be "bytes", a {FILE}, or a folder with '
                 f"one ({missing})"
             )
-        loaded, reason = None, f"{folder} has no {FILE}"
+        loaded, padding, reason = None, None, f"{folder} has no {FILE}"
         # A class of transformers may have rules of its own.
         name = settings_of(folder / SETTINGS).get("tokenizer_class", GENERIC[0])
         has_class = name not in GENERIC or (folder / "config.json").is_file()
         if file.is_file() and not has_class:
-            reason = _change(folder, file, loaded := _loaded(file))
+            loaded, padding = _loaded(file)
+            reason = _change(folder, file, loaded, padding)
         may_differ = file.name == FILE and (loaded is None or reason is not None)
         if may_differ and (read := _by_transformers(folder, parts)) is not None:
             return cls(*read, file, day)
         if file.is_file() and loaded is None:
-            reason = _change(folder, file, loaded := _loaded(file))
+            loaded, padding = _loaded(file)
+            reason = _change(folder, file, loaded, padding)
+            if reason is None and may_differ and not _is_byte_level(loaded):
+                reason = f"{folder} names a class of transformers, which may change {FILE}"
         if reason is not None:
             raise DataError(
                 f"{reason}: the package transformers reads it: pip install transformers"
             )
-        return cls(loaded, folder, _settings(folder), file, day)
+        return cls(loaded, folder, _settings(folder, padding), file, day)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -124,7 +130,7 @@ class Tokenizer:
             return "bytes"
         rules = _rules(self._loaded)
         file = self.file
-        if file is not None and file.is_file() and rules == _rules(_loaded(file)):
+        if file is not None and file.is_file() and rules == _rules(_loaded(file)[0]):
             return f"blake2b-128:{_digest(read_whole(file))}"
         return f"blake2b-128:{_digest(rules)}"
 
@@ -318,9 +324,11 @@ def _read_once(
         )
     except Exception as error:  # the package raises anything for a malformed file
         reason = " ".join(str(error).split())[:LONGEST_REASON]
-        pieces = next(folder.glob("*.model"), None)
-        if pieces is not None and find_spec("sentencepiece") is None:  # it names other packages
-            reason = f"{pieces.name} needs two packages: pip install sentencepiece protobuf"
+        pieces = next((x for x in _files(folder) if x.name in NEEDS or x.suffix == ".model"), None)
+        needs = NEEDS.get(pieces.name, "sentencepiece protobuf") if pieces is not None else ""
+        if pieces is not None and find_spec(needs.split()[0]) is None:  # it names other packages
+            number = "two packages" if " " in needs else "a package"
+            reason = f"{pieces.name} needs {number}: pip install {needs}"
         elif not any((folder / name).is_file() for name in (FILE, SETTINGS, "config.json")):
             # What ``save_model`` of the package tokenizers writes.
             reason = f'it has no {FILE}: the package tokenizers writes one by save("{FILE}")'
@@ -380,8 +388,9 @@ class _SlowTokenizer:
         return []
 
 
-def _change(folder: Path, file: Path, loaded: Any) -> str | None:
-    """A sentence on what other files of `folder` change about the tokenizer `loaded` of `file`."""
+def _change(folder: Path, file: Path, loaded: Any, padding: str | None) -> str | None:
+    """A sentence on what other files of `folder` change about the tokenizer `loaded` of `file`, or
+    its token `padding`, which becomes special."""
     added = {token.content: token for token in loaded.get_added_tokens_decoder().values()}
     special = {"special": True}
     named = (
@@ -395,17 +404,24 @@ def _change(folder: Path, file: Path, loaded: Any) -> str | None:
         known = added.get(token)
         if known is None or any(getattr(known, key) != value for key, value in flags.items()):
             return f'{folder / name} has the token "{token}" otherwise than {file}'
-    padding = settings_of(file).get("padding") or {}
-    if padding.get("pad_token", next(iter(added), None)) not in {*added, None}:
-        return (
-            f'{file} is filled up with the token "{padding["pad_token"]}", which it does not have'
-        )
+    if padding is not None and (padding not in added or not added[padding].special):
+        fault = "is not special in it" if padding in added else "it does not have"
+        return f'{file} is filled up with the token "{padding}", which {fault}'
     settings = settings_of(folder / SETTINGS)
     keys = ["split_special_tokens", VERSIONS]
     if type(loaded.model).__name__ != "BPE":
         keys.append("clean_up_tokenization_spaces")
     changing = [key for key in keys if settings.get(key)]
     return f"{folder / SETTINGS} sets {changing[0]}" if changing else None
+
+
+def _is_byte_level(loaded: Any) -> bool:
+    """Whether the classes of transformers leave a tokenizer.json unchanged: most of them make their
+    own rules for blanks from any other kind."""
+    facts = json.loads(loaded.to_str())
+    rules = json.dumps([facts["normalizer"], facts["pre_tokenizer"]])
+    other = ("Metaspace", "Prepend", "Replace", '"add_prefix_space": true')
+    return '"ByteLevel"' in rules and not any(rule in rules for rule in other)
 
 
 def has_chat_template(tokenizer: str) -> bool:
@@ -417,8 +433,9 @@ def has_chat_template(tokenizer: str) -> bool:
     return False
 
 
-def _settings(folder: Path) -> TokenizerSettings:
-    settings, special = settings_of(folder / SETTINGS), dict[str, str]()
+def _settings(folder: Path, padding: str | None = None) -> TokenizerSettings:
+    settings = settings_of(folder / SETTINGS)
+    special = {} if padding is None else {"pad_token": padding}
     # Older folders have their special tokens in a file of their own, which counts.
     for name in (SETTINGS,) if "added_tokens_decoder" in settings else (SETTINGS, SPECIAL):
         for key, value in settings_of(folder / name).items():
@@ -439,19 +456,21 @@ def _settings(folder: Path) -> TokenizerSettings:
     return TokenizerSettings(templates or _processor_templates(folder), special)
 
 
-def _loaded(file: Path) -> Any:
+def _loaded(file: Path) -> tuple[Any, str | None]:
+    """The tokenizer of `file`, and the token that it fills up texts with."""
     try:
         from tokenizers import Tokenizer as Loaded  # pyright: ignore  # optional extra
     except ImportError as error:
         raise DataError(f"{file} needs the package tokenizers: pip install tokenizers") from error
     try:
         loaded = Loaded.from_str(read_whole(file).decode())
+        padding = (loaded.padding or {}).get("pad_token")
         # Settings of serving, which a file may carry: a document is neither cut nor filled up.
         loaded.no_truncation()
         loaded.no_padding()
     except Exception as error:  # the package raises bare Exception for a malformed file
         raise DataError(f"{file} is not a usable tokenizer: {error}") from error
-    return loaded
+    return loaded, padding
 
 
 def _rules(loaded: Any) -> bytes:

@@ -119,6 +119,45 @@ def test_texts_of_ids_are_those_of_auto_tokenizer(
         Tokenizer.open(str(tmp_path))
 
 
+def test_the_token_that_fills_texts_up_is_special(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    loaded.add_tokens(["<x>"])
+    loaded.enable_padding(pad_id=2, pad_token="<x>")
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    tokenizer = Tokenizer.open(str(tmp_path))
+    assert tokenizer.decode([0, 2]) == theirs.decode([0, 2], skip_special_tokens=True) == "a"
+    assert tokenizer.settings.special == theirs.special_tokens_map == {"pad_token": "<x>"}
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r'token "<x>", which is not special in it: .*pip install'):
+        Tokenizer.open(str(tmp_path))
+    loaded.add_special_tokens(["<x>"])
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.open(str(tmp_path)).settings.special == {"pad_token": "<x>"}
+
+
+def test_a_class_that_changes_blanks_needs_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LlamaTokenizer writes no blank before a text that follows a special token."""
+    vocabulary = {piece: id_ for id_, piece in enumerate(["<unk>", "▁", "a", "▁a"])}
+    loaded = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("▁", "a")]))
+    steps = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    loaded.normalizer = tokenizers.normalizers.Sequence(steps)
+    loaded.add_special_tokens(["<s>"])
+    loaded.save(str(tmp_path / "tokenizer.json"))
+    alone = Tokenizer.open(str(tmp_path)).encode(b"<s>a", "").tolist()
+    write(tmp_path, {CONFIG: {"tokenizer_class": "LlamaTokenizer", "legacy": False}})
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    expected = theirs("<s>a", add_special_tokens=False)["input_ids"]
+    assert Tokenizer.open(str(tmp_path)).encode(b"<s>a", "").tolist() == expected != alone
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"names a class of transformers.*pip install"):
+        Tokenizer.open(str(tmp_path))
+
+
 @pytest.mark.parametrize("settings", [{}, {"added_tokens_decoder": {}}])
 def test_two_files_that_name_an_end(tmp_path: Path, settings: dict[str, Any]) -> None:
     folder = byte_level_tokenizer(tmp_path, "a", "{{ eos_token }}", "<|im_start|>", "<|im_end|>")
@@ -210,11 +249,21 @@ def test_a_text_that_the_tokenizer_refuses(tmp_path: Path) -> None:
             encode(["b"])
 
 
-def test_pieces_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+@pytest.mark.parametrize(
+    ("name", "need"),
+    [
+        ("tokenizer.model", "two packages: pip install sentencepiece protobuf"),
+        ("tiktoken.model", "a package: pip install tiktoken"),
+        ("tekken.json", "a package: pip install mistral_common"),
+    ],
+)
+def test_pieces_of_another_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, need: str
+) -> None:
+    (tmp_path / name).write_bytes(b"\n\x0e\n\x05<unk>")
     (tmp_path / CONFIG).write_text('{"tokenizer_class": "LlamaTokenizer"}')
     monkeypatch.setattr("moemesh.data.tokenizer.find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"tokenizer\.model needs two packages: pip install sent"):
+    with pytest.raises(DataError, match=f"{name} needs {need}"):
         Tokenizer.open(str(tmp_path))
 
 
