@@ -232,6 +232,18 @@ class Tokenizer:
             )
         return id_
 
+    @cached_property
+    def beginning(self) -> list[int]:
+        """The ids that transformers puts before a text, such as that of ``bos_token``."""
+        if self._loaded is None:
+            return []
+        bare, whole = (
+            self._loaded.encode("a", add_special_tokens=adds).ids for adds in (False, True)
+        )
+        count = len(bare)
+        first = next((n for n in range(len(whole)) if whole[n : n + count] == bare), 0)
+        return whole[:first]
+
     def end_of_text(self) -> int:
         """The id of the ``eos_token`` of the settings. Raises DataError without one."""
         if self.folder is None:
@@ -371,6 +383,9 @@ class _SlowTokenizer:
         }
         model = [type(self._read).__name__, repr(self._read.init_kwargs), self._read.get_vocab()]
         return json.dumps({"model": model, "added_tokens": added})
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Any:
+        return SimpleNamespace(ids=self._read.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_batch_fast(self, texts: Sequence[str], **_: bool) -> list[Any]:
         return [

@@ -278,6 +278,45 @@ def test_a_continuation_keeps_its_first_blank(tmp_path: Path) -> None:
     assert "".join(pieces) == " worlds world" and pieces[0] == " world"
 
 
+def test_a_prompt_for_a_folder_begins_as_in_transformers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a folder, not of a run, whose training adds no token; a chat template writes its own."""
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    rules["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [3], "tokens": ["<s>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(rules))
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    given: list[list[int]] = []
+
+    def continued(model: Any, ids: list[int], *others: Any) -> Iterator[int]:
+        given.append(ids)
+        return iter(())
+
+    parallel = SimpleNamespace(model=None, close=lambda: None)
+    monkeypatch.setattr(generation, "continuation", continued)
+    monkeypatch.setattr(generation, "load", lambda *_, **__: parallel)
+    monkeypatch.setattr(generation, "on_ranks", on_one_rank)
+    generation.generate(folder, "ab")
+    generation.generate(folder, "ab", chat=True)
+    expected = theirs("ab")["input_ids"]
+    assert given[0] == expected and expected[0] == 3
+    talk = [{"role": "user", "content": "ab"}]
+    chat = theirs.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+    assert given[1] == chat and chat[0] != 3
+    monkeypatch.setattr(generation, "CONFIG", "none.json")  # as for a run
+    generation.generate(folder, "ab")
+    assert given[2] == expected[1:]
+
+
 def test_settings_of_a_folder_that_are_not_applied(
     folder: Path, answering: Callable[..., Model], generated: Generated
 ) -> None:

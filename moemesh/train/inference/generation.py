@@ -21,6 +21,8 @@ from torch import Tensor
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
 from moemesh.config.errors import ConfigError, Problem, UserError
+from moemesh.config.huggingface.adapters import is_adapter_folder
+from moemesh.config.huggingface.folder import CONFIG
 from moemesh.config.limits import parse_json
 from moemesh.config.run import RunConfig
 from moemesh.data.chat import ChatTemplate
@@ -270,8 +272,10 @@ class PromptEncoder:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         turns: list[dict[str, str]],
+        beginning: list[int],
     ) -> None:
         self.config, self.tokenizer, self.template, self.turns = config, tokenizer, template, turns
+        self.beginning = beginning
 
     def ids(self, text: str, name: str = "--prompt") -> list[int]:
         """The ids of a prompt. Raises UserError, which calls it `name`, for one that the model
@@ -279,7 +283,7 @@ class PromptEncoder:
         if self.template is not None:
             text = self.template.prompt([*self.turns, {"role": "user", "content": text}])
         try:
-            ids = self.tokenizer.encode(text.encode(), name).tolist()
+            ids = [*self.beginning, *self.tokenizer.encode(text.encode(), name).tolist()]
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{name} is not UTF-8 text: character {error.start + 1} is invalid"
@@ -464,8 +468,11 @@ def generate(
     if converses and (ranks := config.plan.world_size) > 1:
         why = f"the plan has {ranks} ranks, and a conversation is held by one"
         raise UserError(f"{why}: give --prompt TEXT, or one rank")
+    # A folder is used as by transformers, a run as in its training, which adds no token.
+    is_run = not ((source / CONFIG).exists() or is_adapter_folder(source))
+    beginning = [] if is_run or chat else tokenizer.beginning
     turns = [] if system is None else [{"role": "system", "content": system}]
-    encoder = PromptEncoder(config, tokenizer, template, turns)
+    encoder = PromptEncoder(config, tokenizer, template, turns, beginning)
     prompt_ids = [] if prompt is None else encoder.ids(prompt)
     lines = [] if prompts is None else prompts_of(prompts)
     # The ids that end a text, from the first file of the model's folder that names them.
