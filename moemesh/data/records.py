@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -29,13 +30,16 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 from moemesh.config.data import BadRecords
 from moemesh.config.limits import LARGEST_JSON, parse_json
 from moemesh.data.conversions import (
+    ANSWERS,
     AVOIDED,
     COMPLETION,
+    DIALOGS,
     FUNCTIONS,
     IDS,
     MEDIA,
     MESSAGES,
     PROMPT,
+    QUESTIONS,
     REJECTED,
     ROLES,
     SEGMENTS,
@@ -530,6 +534,18 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
             wanted += [*keys, *others, *optional]
     if not wanted:
         advice = "data.text_key names the column of the text"
+        halves = {name.lower() for name in names} & {*QUESTIONS, *ANSWERS, *REJECTED, *DIALOGS}
+        if halves and path.exists():
+            # The message on a line of JSON has the command that converts it.
+            package, rows = "pyarrow.parquet", f"read_table('{path}').to_pylist()"
+            if path.is_dir():
+                split = path / "train" if (path / SAVED_DATASETS).is_file() else path
+                package, rows = "datasets", f"load_from_disk('{split}')"
+            code = f"import json, {package}; [print(json.dumps(x)) for x in {package}.{rows}]"
+            lines = shlex.quote(f"{path.stem}.jsonl")
+            advice = (
+                f'lines of JSON have the command that converts them: python -c "{code}" > {lines}'
+            )
         raise DataError(
             f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {some(names)}: '
             + (TOKEN_IDS if any(name in IDS for name in names) else advice)
