@@ -203,7 +203,7 @@ def test_prompts_of_a_file_are_answered_together_as_each_alone(
             generation.generate(folder, prompt, overrides, seed=seed, **options)
         alone.append(capsys.readouterr().out.removesuffix("\n"))
     files = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-    files[0].write_text("\n".join(prompts) + "\n")
+    files[0].write_text("\n".join(prompts) + "\n", "utf-8-sig")
     files[1].write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     for file in files:
         given = {"prompts": file, "batch": 3, **options}
@@ -276,6 +276,35 @@ def test_a_continuation_keeps_its_first_blank(tmp_path: Path) -> None:
     growing = generation.GrowingText(Tokenizer.open(str(tmp_path)), prompt=[1], **given)
     assert all(map(growing.add, (2, 3, 2))) and growing.text() == whole.removeprefix("Hello")
     assert "".join(pieces) == " worlds world" and pieces[0] == " world"
+
+
+def test_a_stop_ends_inside_of_a_token(tmp_path: Path) -> None:
+    """The text ``</s>`` in two tokens, the second of which has more characters."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: id_ for id_, word in enumerate(["[UNK]", "ab", "</", "s>\n", "x"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    made.decoder = tokenizers.decoders.Fuse()
+    made.save(str(tmp_path / "tokenizer.json"))
+    pieces = list[str]()
+    given: dict[str, Any] = {"stops": (), "stop": "</s>", "max_tokens": 9, "log": pieces.append}
+    growing = generation.GrowingText(Tokenizer.open(str(tmp_path)), **given)
+    assert [growing.add(token) for token in (1, 2, 4, 2, 3)] == [True] * 4 + [False]
+    assert growing.text() == "ab</x" == "".join(pieces)
+
+
+def test_an_answer_without_the_blank_before_its_end(
+    folder: Path, answering: Callable[..., Model], generated: Generated
+) -> None:
+    """Templates of Llama 2 write a blank before ``</s>``; a model may end without it."""
+    template = (folder / "chat_template.jinja").read_text()
+    assert template.count("</s>") == 1
+    (folder / "chat_template.jinja").write_text(template.replace("</s>", " ~"))
+    rules = json.loads((folder / "tokenizer.json").read_text())
+    end = {"id": rules["model"]["vocab"]["~"], "content": "~", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    (folder / "tokenizer.json").write_text(json.dumps(rules | {"added_tokens": [end | flags]}))
+    answering("ab~cd", "ab ~cd")
+    assert (generated("?")[0], generated("?")[0]) == ("ab\n", "ab \n")
 
 
 def test_a_prompt_for_a_folder_begins_as_in_transformers(

@@ -199,7 +199,8 @@ class GrowingText:
             return False
         self.tokens.append(token)
         stop, decode = self.stop, self.tokenizer.decode
-        if stop and decode(self.tokens[-len(stop) :], special=True).endswith(stop):
+        # The last token may have more characters after the stop.
+        if stop and stop in decode(self.tokens[-len(stop) :], special=True):
             return False
         # Wait for the rest of a character, and of a possible stop text.
         text = self._decoded()
@@ -210,7 +211,8 @@ class GrowingText:
 
     def text(self) -> str:
         """The whole text; passes its pending end to `log`."""
-        text = self._decoded().removesuffix(self.stop)
+        text = self._decoded()
+        text = text.partition(self.stop)[0] if self.stop else text
         self.log(text[len(self._logged) :])
         self._logged = text
         return text
@@ -243,7 +245,7 @@ def prompts_of(file: Path) -> list[str]:
     """The prompts of a file: its lines, or the strings "prompt" of a ``.jsonl`` file. Raises
     UserError with the line that has none."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -478,6 +480,9 @@ def generate(
     # The ids that end a text, from the first file of the model's folder that names them.
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
     stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
+    if template is not None and template.stop_token not in (None, stop):
+        # A stop with more than its token, such as a blank before it, which a model may leave out.
+        stops = [*stops, tokenizer.id_of(template.stop_token or "")]
     unapplied = next(filter(None, map(unapplied_settings, folders)), [])
     if prints_notes and unapplied:
         to_stderr(
