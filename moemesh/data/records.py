@@ -324,9 +324,11 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
 
 def _refuse_avoided(fields: Mapping[str, Any], where: Where) -> None:
     for key in AVOIDED:
-        if fields.get(key) in (False, "false"):  # 0, too
-            reason = f'"{key}": false marks a completion to avoid; preferences are not trained'
-            raise BadRecordError(where, reason)
+        value = fields.get(key)
+        # The label 0 of other records may be a class.
+        if value is False or value == "false" or (value == 0 and PROMPT in fields):
+            reason = f'"{key}": {json.dumps(value)} marks a completion to avoid'
+            raise BadRecordError(where, f"{reason}; preferences are not trained")
 
 
 # Records of other trainers.

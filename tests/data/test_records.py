@@ -535,6 +535,7 @@ SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
         {"system": "Be brief.", "messages": [user("a"), assistant("b")], "label": True},
         {"messages": [{"role": "system", "content": "Be brief."}, user("a"), assistant("b")]},
     ),
+    "a class": ({"messages": [assistant("b")], "label": 0}, {"messages": [assistant("b")]}),
     "a system prompt in both places": (
         {"system": "c", "messages": [{"role": "system", "content": "c"}, assistant("b")]},
         {"messages": [{"role": "system", "content": "c"}, assistant("b")]},
