@@ -57,7 +57,7 @@ OLDER_KEYS = {
     "function_call": '"tool_calls": [{"type": "function", "function": {...}}]',
     "train_detail": '"train" for a whole turn',
 }
-#: Other keys of a turn that are about its loss, if their value is no text.
+#: Other keys of a turn that are about its loss, if their value is a number or a list.
 _LOSS = re.compile(
     r"(?:^|_)(?:train|training|trainable|loss|mask|masks|weight|weights|learn)(?:_|$)"
 )
