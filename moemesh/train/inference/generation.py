@@ -477,6 +477,7 @@ def generate(
     encoder = PromptEncoder(config, tokenizer, template, turns, beginning)
     prompt_ids = [] if prompt is None else encoder.ids(prompt)
     lines = [] if prompts is None else prompts_of(prompts)
+    stop = "" if template is None else template.stop
     # The ids that end a text, from the first file of the model's folder that names them.
     folders = [source, *([Path(config.model_path)] if config.model_path else [])]
     stops: Collection[int] = next(filter(None, map(text_ends, folders)), [])
@@ -498,7 +499,6 @@ def generate(
             errors[number] = str(error)
             if prints_notes:
                 to_stderr(f"{prompts}: {error}")
-    stop = "" if template is None else template.stop
     new_text = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
 
     def work(mesh: Mesh) -> str:
