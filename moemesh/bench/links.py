@@ -9,7 +9,6 @@ table becomes a Cluster file, with what the devices compute and α, β where not
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from moemesh.config.layout import Layout
 from moemesh.config.limits import parse_json
 from moemesh.config.python import python_command
 from moemesh.config.suggest import divisors
-from moemesh.trace.machine import keep_freed_memory
+from moemesh.trace.machine import keep_freed_memory, physical_bytes
 
 #: A benchmark that takes longer is stopped.
 TIMEOUT_SECONDS = 1200.0
@@ -248,7 +247,7 @@ def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> di
     seconds = median_seconds(lambda: target.copy_(source), device, rounds)
     bandwidth = 2 * source.numel() * source.element_size() / seconds
     # Of the device, or this rank's part of the machine's.
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks_per_node
+    memory_bytes = physical_bytes() // ranks_per_node
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)
     return {

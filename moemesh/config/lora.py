@@ -93,6 +93,11 @@ class LoraConfig(Section):
         """Whether the projection `target` has an adapter."""
         return bool(self.rank) and (target in self.targets or ALL_LINEAR in self.targets)
 
+    @property
+    def adapts_mlps(self) -> bool:
+        """Whether a projection of MLPs, and so of experts, has an adapter."""
+        return any(map(self.adapts, ("gate_proj", "up_proj", "down_proj")))
+
 
 #: A model without adapters.
 NO_ADAPTERS = LoraConfig()

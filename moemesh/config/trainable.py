@@ -81,7 +81,7 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
         )
         fix = f"etp = 1, ep = {plan.ep * plan.etp}"
         yield plan.problem("not-available", "etp", message, fix, "model.implementation")
-    is_adapted = any(map(config.lora.adapts, ("gate_proj", "up_proj", "down_proj")))
+    is_adapted = config.lora.adapts_mlps
     is_packed = config.lora.is_packed
     if plan.etp > 1 and (is_adapted or is_packed or trains_some_experts(config)):
         what = "adapters of experts" if is_adapted else "experts of which only some train"
@@ -235,7 +235,7 @@ def _adapters(config: RunConfig) -> Iterator[Problem]:
     of which some experts train, which are in another order. Conflicts of a base in NF4: with
     experts that train or move, and with cuts through blocks."""
     plan, train, lora = config.plan, config.train, config.lora
-    is_adapted = any(map(lora.adapts, ("gate_proj", "up_proj", "down_proj")))
+    is_adapted = lora.adapts_mlps
     setting = f"rank = {lora.rank} of experts"
     if is_adapted and plan.spare_slots:
         why = "fetches the weights of experts for their replicas, but not their adapters"

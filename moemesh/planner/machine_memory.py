@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from moemesh.config.errors import UserError
@@ -11,6 +10,7 @@ from moemesh.config.toml import format_value
 from moemesh.config.trainable import refusals
 from moemesh.monitor.devices import signs_of_gpus
 from moemesh.planner.traffic.own_memory import predicted_memory
+from moemesh.trace.machine import physical_bytes
 from moemesh.trace.memory_profile import format_bytes
 
 #: Largest number of ranks that may be meant for one machine: memory is predicted for each.
@@ -29,7 +29,7 @@ def refuse_too_large(
     """Raise TooLargeError if weights, gradients and optimizer of all ranks of a run on this
     machine's CPU exceed its memory, or not `on_cpu` what its ranks offload to the host;
     `memory_bytes` None: the memory of this machine."""
-    available = _memory_bytes() if memory_bytes is None else memory_bytes
+    available = physical_bytes() if memory_bytes is None else memory_bytes
     plan = config.plan
     if not on_cpu and plan.offload == "none":
         return
@@ -68,7 +68,7 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
     `MOST_RANKS` ranks, which are meant for other machines."""
     if config.plan.world_size > MOST_RANKS:
         return None
-    available = _memory_bytes() if memory_bytes is None else memory_bytes
+    available = physical_bytes() if memory_bytes is None else memory_bytes
     ranks, first = config.plan.world_size, predicted_memory(config, 0)
     # If the states alone exceed the machine, no batch is small enough, and large models take long
     # to predict.
@@ -113,7 +113,3 @@ def memory_warning(config: RunConfig, memory_bytes: int | None = None) -> str | 
             )
             return f"{text}: {', '.join(keys)} needs {format_bytes(peaks)}"
     return f"{text}: take a smaller model, or plan it for other machines with `moemesh plan`"
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -81,6 +81,11 @@ def process_namespace() -> str:
     return ""
 
 
+def physical_bytes() -> int:
+    """Memory of this machine in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def available_bytes() -> int:
     """Memory in bytes that processes of this machine can still allocate; a huge number if
     unknown."""

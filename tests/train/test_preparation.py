@@ -304,7 +304,7 @@ def test_what_only_this_machine_lacks_is_a_note(
 ) -> None:
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(MODEL))
-    monkeypatch.setattr(machine_memory, "_memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(machine_memory, "physical_bytes", lambda: 1 << 20)
     given = ["data.path=a.txt", "model.path=model", "train.device=cpu", "data.global_batch=4"]
     words = sets(*given)
     code, out, _ = invoke("config", "check", *words)

@@ -24,7 +24,7 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.config.sources import RUN_STARTS
 from moemesh.data.samples import Samples
-from moemesh.trace.machine import processor, usable_cores
+from moemesh.trace.machine import physical_bytes, processor, usable_cores
 from moemesh.trace.provenance import SCHEMA, read_starts
 from moemesh.train.records.run_folder import RunFolder, now
 
@@ -166,7 +166,7 @@ def hardware() -> dict[str, Any]:
         "processor": processor(),
         "cores": os.cpu_count() or 1,
         "usable_cores": usable_cores(),
-        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "memory_bytes": physical_bytes(),
     }
 
 
