@@ -16,6 +16,7 @@ from moemesh.config.plan import Plan
 from moemesh.config.rules import ASYNCHRONOUS_SCHEDULES, DEFERRING_SCHEDULES
 from moemesh.config.run import RunConfig, projections
 from moemesh.config.schedule_table import SCHEDULES
+from moemesh.config.section import Section
 from moemesh.config.suggest import nearest_divisors
 from moemesh.config.toml import format_value
 
@@ -60,58 +61,45 @@ def _code_of_transformers(config: RunConfig) -> Iterator[Problem]:
     architecture = config.model.architecture
     if architecture is None:
         return
+    plan, kind = config.plan, architecture.model_type
+    not_ours = f"cannot be carried out for {kind}, whose layers are computed by the code of "
+    not_ours += "transformers"
+
+    def refused(key: str, message: str, fix: str, section: Section = plan) -> Problem:
+        return section.problem("not-available", key, message, fix, "model.implementation")
+
     for (name, key), values in _OF_HUB.items():
         section = getattr(config, name)
-        if (value := getattr(section, key)) in values:
-            continue
-        message = (
-            f"{key} = {format_value(value)} cannot be carried out for {architecture.model_type}, "
-            "whose layers are computed by the code of transformers; dp, pp, "
-            f"{'ep, ' if architecture.num_experts else ''}microbatches, plan.data and recompute = "
-            "full can"
-        )
-        fix = f"{key} = {' or '.join(map(str, values))}"
-        yield section.problem("not-available", key, message, fix, "model.implementation")
-
-    plan = config.plan
-    if plan.etp > 1 and not architecture.cuts_experts:
-        message = (
-            f"etp = {plan.etp} cannot be carried out for {architecture.model_type}: results of its "
-            "experts, as transformers computes them, are not sums over parts of their width"
-        )
+        if (value := getattr(section, key)) not in values:
+            could = f"dp, pp, {'ep, ' * bool(architecture.num_experts)}microbatches, plan.data"
+            message = f"{key} = {format_value(value)} {not_ours}; {could} and recompute = full can"
+            yield refused(key, message, f"{key} = {' or '.join(map(str, values))}", section)
+    if plan.etp > 1:
         fix = f"etp = 1, ep = {plan.ep * plan.etp}"
-        yield plan.problem("not-available", "etp", message, fix, "model.implementation")
-    is_adapted = config.lora.adapts_mlps
-    is_packed = config.lora.is_packed
-    if plan.etp > 1 and (is_adapted or is_packed or trains_some_experts(config)):
-        what = "adapters of experts" if is_adapted else "experts of which only some train"
-        what = "experts in NF4" if is_packed and not is_adapted else what
-        message = (
-            f"etp = {plan.etp} shares the width of experts, and {what} are whole on every rank in "
-            f"{architecture.model_type}"
-        )
-        fix = f"etp = 1, ep = {plan.ep * plan.etp}"
-        yield plan.problem("not-available", "etp", message, fix, "model.implementation")
+        if not architecture.cuts_experts:
+            message = (
+                f"etp = {plan.etp} cannot be carried out for {kind}: results of its experts, as "
+                "transformers computes them, are not sums over parts of their width"
+            )
+            yield refused("etp", message, fix)
+        is_adapted, is_packed = config.lora.adapts_mlps, config.lora.is_packed
+        if is_adapted or is_packed or trains_some_experts(config):
+            what = "experts in NF4" if is_packed else "experts of which only some train"
+            what = "adapters of experts" if is_adapted else what
+            message = (
+                f"etp = {plan.etp} shares the width of experts, and {what} are whole on every rank "
+                f"in {kind}"
+            )
+            yield refused("etp", message, fix)
     if plan.num_stages > 1 and architecture.uncut:
-        message = (
-            f"the layers of {architecture.model_type} cannot be cut into pipeline stages: "
-            f"{architecture.uncut}"
-        )
-        yield plan.problem("not-available", "pp", message, "pp = 1", "model.implementation")
+        message = f"the layers of {kind} cannot be cut into pipeline stages: {architecture.uncut}"
+        yield refused("pp", message, "pp = 1")
     elif plan.num_stages > 1 and plan.schedule not in STAGE_SCHEDULES_OF_HUB:
-        message = (
-            f"schedule = {plan.schedule} cannot be carried out for {architecture.model_type}, "
-            "whose layers are computed by the code of transformers"
-        )
         fix = f"schedule = {' or '.join(STAGE_SCHEDULES_OF_HUB)}"
-        yield plan.problem("not-available", "schedule", message, fix, "model.implementation")
-    if architecture.reads_between and config.plan.data == "zero3":
-        message = (
-            f"data = zero3 frees weights of {architecture.model_type} that its code reads between "
-            "the layers"
-        )
-        fix = "data = zero2, zero1 or replicate"
-        yield config.plan.problem("not-available", "data", message, fix, "model.implementation")
+        yield refused("schedule", f"schedule = {plan.schedule} {not_ours}", fix)
+    if architecture.reads_between and plan.data == "zero3":
+        message = f"data = zero3 frees weights of {kind} that its code reads between the layers"
+        yield refused("data", message, "data = zero2, zero1 or replicate")
 
 
 def _clash(
