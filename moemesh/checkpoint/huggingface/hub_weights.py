@@ -266,9 +266,8 @@ def _grouped(
                 continue
             # Names of the outputs: each pattern in place of the one that `target` contains.
             part = next((pattern for pattern in converted if pattern in target), None)
-            before, _, after = (None, None, None) if part is None else target.partition(part)
             expanded = {
-                pattern if part is None else f"{before}{pattern}{after}": pattern
+                pattern if part is None else target.replace(part, pattern, 1): pattern
                 for pattern in converted
             }
             shapes = {name: tuple(converted[pattern].shape) for name, pattern in expanded.items()}
