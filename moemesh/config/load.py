@@ -167,26 +167,21 @@ def resolve(
     origins |= {key: why for key, why in FOLLOWING.items() if key not in leaves}
     if "plan.stages_per_rank" not in leaves and config.plan.stages_per_rank > 1:
         origins["plan.stages_per_rank"] = "default by plan.schedule"
-    problems += (
-        replace(problem, origin=_origin_of(problem, origins))
-        for problem in independent(config.check(run_checks), broken)
-    )
+    for problem in independent(config.check(run_checks), broken):
+        # The origin of the key itself, then those of the other keys of the rule that were given.
+        others = [
+            f"{key}: {origins[key]}"
+            for key in problem.related
+            if key != problem.key and not origins.get(key, "default").startswith("default")
+        ]
+        origin = "; ".join([origins.get(problem.key, "default"), *others])
+        problems.append(replace(problem, origin=origin))
     if problems:
         broken |= {problem.key for problem in problems}
         valid = Resolved(config=config, origins=origins)
         raise UnresolvedError((_as_the_model(problem, base) for problem in problems), valid, broken)
     notes = tuple(note for source in [adapters, base, *given] for note in source.notes)
     return Resolved(config=config, origins=origins, notes=notes)
-
-
-def _origin_of(problem: Problem, origins: Mapping[str, str]) -> str:
-    """The origin of the key itself, then those of the other keys of the rule that were given."""
-    others = [
-        f"{key}: {origins[key]}"
-        for key in problem.related
-        if key != problem.key and not origins.get(key, "default").startswith("default")
-    ]
-    return "; ".join([origins.get(problem.key, "default"), *others])
 
 
 def _read_model(

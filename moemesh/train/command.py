@@ -30,7 +30,7 @@ from moemesh.monitor import progress
 from moemesh.monitor.detector import FLOOR_SECONDS, Limits, Verdict
 from moemesh.monitor.lease import LeaseLost
 from moemesh.monitor.progress import FINISH, SETUP
-from moemesh.monitor.supervisor import STOPPING, StopRequest, SupervisorResult, describe
+from moemesh.monitor.supervisor import STOPPING, StopRequest, describe
 from moemesh.report.document import plural
 from moemesh.trace.machine import keep_freed_memory
 from moemesh.train import preparation
@@ -142,7 +142,13 @@ def train_supervised(
         if verdict is None:
             return ended.code
         if (reason := folder.why_lost()) is not None:
-            _report_lost(folder, reason, ended)
+            lost = folder.lease_lost(reason)
+            advice = str(lost.facts["advice"])
+            if (place := folder.present_path()) is not None:
+                words = {"action": "ended the run", "advice": advice}
+                failure.write_verdict(place, ended, epoch=folder.epoch, **words)
+                failure.write_page(place)
+            failure.log(f"moemesh: {lost}\n{advice}")
             return 1
         step = failure.newest_step(path, seconds=_STORE_SECONDS)
         refused = budget.refuses(verdict, step)
@@ -173,18 +179,6 @@ def train_supervised(
             failure.log(f"moemesh: not restarted: {error}\n{failure.go_on(path, command)}")
             failure.write_page(path)
             return ended.code
-
-
-def _report_lost(folder: RunFolder, reason: str, ended: SupervisorResult) -> None:
-    """Report ranks that ended because the run has lost its folder; a run that took it over is left
-    alone."""
-    lost = folder.lease_lost(reason)
-    advice = str(lost.facts["advice"])
-    if (place := folder.present_path()) is not None:
-        words = {"action": "ended the run", "advice": advice}
-        failure.write_verdict(place, ended, epoch=folder.epoch, **words)
-        failure.write_page(place)
-    failure.log(f"moemesh: {lost}\n{advice}")
 
 
 def _on_cpu(config: RunConfig) -> bool:
@@ -329,7 +323,19 @@ def _rank(
         samples = samples or open_samples(config, path)
         config = with_steps(config, samples)
         if folder is None:
-            folder = _open_on_ranks(request, config, samples, mesh)
+            # Rank 0 opens and locks the folder; all ranks raise its refusal.
+            problem = None
+            if mesh.rank == 0:
+                try:
+                    folder = _open_folder(request, config, samples)
+                    refuse_full_disk(config, folder.checkpoints)
+                except UserError as error:
+                    problem = str(error)
+            problem = gather_json(problem, mesh.control)[0]
+            if problem is not None:
+                launch.stop(2)
+                raise _Refused(problem)
+            folder = folder or RunFolder.open(path, None, config.train.checkpoint_folder)
         if folder.epoch is None:
             folder.join()
         events = Events(folder if rank == 0 else None)
@@ -363,24 +369,6 @@ def _rank(
 class _Refused(RunFolderError):
     """The folder is refused on all ranks. Not a failure of this run: a report would be written
     into a foreign folder."""
-
-
-def _open_on_ranks(
-    request: RunRequest, config: RunConfig, samples: Samples, mesh: Mesh
-) -> RunFolder:
-    """Rank 0 opens and locks the folder; all ranks raise its refusal."""
-    folder = problem = None
-    if mesh.rank == 0:
-        try:
-            folder = _open_folder(request, config, samples)
-            refuse_full_disk(config, folder.checkpoints)
-        except UserError as error:
-            problem = str(error)
-    problem = gather_json(problem, mesh.control)[0]
-    if problem is not None:
-        launch.stop(2)
-        raise _Refused(problem)
-    return folder or RunFolder.open(request.path, None, config.train.checkpoint_folder)
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:
@@ -460,7 +448,18 @@ def train_rank(
         steps = ValidatedSteps(session)
     with console.training(done, last):
         if profile_steps is not None:
-            return _profile(session, steps, profile_steps)
+            # Late: few runs need it.
+            from moemesh.train.profiling import ProfiledSteps, ProfileTaken
+
+            try:
+                session.train(ProfiledSteps(session, steps, profile_steps))
+            except ProfileTaken:
+                session.artifacts.finish(session.early_stop)
+                session.parallel.close()
+                return 0
+            session.parallel.close()
+            console.warn(f"the run ended before {profile_steps} steps were profiled")
+            return 1
         saved = session.train(steps)
     progress.phase(FINISH)
     session.artifacts.finish(session.early_stop)
@@ -473,21 +472,6 @@ def train_rank(
         return 0 if saved == stop.after else session.exit_code()
     console.log(session.artifacts.summary(session.early_stop), "finished")
     return 0
-
-
-def _profile(session: Session, steps: Steps, num_steps: int) -> int:
-    """Profile the first `num_steps` of `steps` after a warm-up; returns the exit code."""
-    from moemesh.train.profiling import ProfiledSteps, ProfileTaken  # late: few runs need it
-
-    code = 0
-    try:
-        session.train(ProfiledSteps(session, steps, num_steps))
-        code = 1
-        session.console.warn(f"the run ended before {num_steps} steps were profiled")
-    except ProfileTaken:
-        session.artifacts.finish(session.early_stop)
-    session.parallel.close()
-    return code
 
 
 def check_world_size(config: RunConfig, world_size: int) -> None:

@@ -45,7 +45,21 @@ class ProfiledSteps:
         """See :class:`Steps`."""
         self._taken += 1
         if self._taken == WARM_UP + PLAIN + 1:
-            self._start()
+            mesh, kinds = self._session.mesh, [ProfilerActivity.CPU]
+            if mesh.device.type == "cuda":
+                kinds.append(ProfilerActivity.CUDA)
+            # Every entry of the ledger marks the beginning of its collective in the trace.
+            ledger, enter = mesh.ledger, mesh.ledger.record
+
+            def record(**entry: Any) -> None:
+                mark = f"{MARK}{entry['op']} over {entry['axis']} ({entry['caller']})"
+                with record_function(mark):
+                    enter(**entry)
+
+            ledger.record = record  # type: ignore[method-assign]  # until the profile ends
+            barrier(mesh.control)
+            self._profile = profile(activities=kinds)
+            self._profile.start()
         if self._profile is None:
             waited = progress.waited_in_steps() or 0.0
             finished = self._steps.advance(first)
@@ -61,24 +75,6 @@ class ProfiledSteps:
             return finished
         self._finish()
         raise ProfileTaken
-
-    def _start(self) -> None:
-        """Start the profiler; from now on every entry of the ledger marks the beginning of its
-        collective in the trace."""
-        mesh, kinds = self._session.mesh, [ProfilerActivity.CPU]
-        if mesh.device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
-        enter = mesh.ledger.record
-
-        def record(**entry: Any) -> None:
-            mark = f"{MARK}{entry['op']} over {entry['axis']} ({entry['caller']})"
-            with record_function(mark):
-                enter(**entry)
-
-        mesh.ledger.record = record  # type: ignore[method-assign]  # until the profile ends
-        barrier(mesh.control)
-        self._profile = profile(activities=kinds)
-        self._profile.start()
 
     def _finish(self) -> None:
         """Stop the profiler, and write the trace of this rank and its notes."""

@@ -115,7 +115,16 @@ class Session:
             state = None if checkpoint is None else checkpoint.state
             self._base = {"base": load_base(config, parallel, state)}
         if checkpoint is None and (config.model_path is not None or config.lora.path is not None):
-            self._load_source()
+            # Late: most runs start from random weights or a checkpoint.
+            from moemesh.train.weights.conversion import keep_source, open_adapters, open_weights
+
+            if config.model_path is not None:
+                weights = open_weights(config, console.log)
+                saving.load_weights(weights, parallel, optimizer)
+                if mesh.rank == 0:
+                    keep_source(weights, folder)
+            if (adapters := open_adapters(config)) is not None:
+                saving.load_weights(adapters, parallel, optimizer)
         #: (step, position in the data order after that step). The position stays when a run returns
         #: to an earlier step.
         self._cursor = self.done, position
@@ -124,19 +133,6 @@ class Session:
         self.row_bounds = RowBounds(
             parallel, plan.microbatches, self.done, keep=console.keep, log=console.log
         )
-
-    def _load_source(self) -> None:
-        """Load the weights and adapters that the run starts from."""
-        # Late: most runs start from random weights or a checkpoint.
-        from moemesh.train.weights.conversion import keep_source, open_adapters, open_weights
-
-        if self.config.model_path is not None:
-            weights = open_weights(self.config, self.console.log)
-            saving.load_weights(weights, self.parallel, self.optimizer)
-            if self.mesh.rank == 0:
-                keep_source(weights, self.folder)
-        if (adapters := open_adapters(self.config)) is not None:
-            saving.load_weights(adapters, self.parallel, self.optimizer)
 
     def _restore(self) -> Checkpoint | None:
         """Load the newest readable checkpoint, if any; all ranks call."""

@@ -185,7 +185,22 @@ def model_values(config: Config) -> dict[str, object]:
     needed = _NEEDED | _NEEDED_BY_EXPERTS if fields["moe_layers"] else _NEEDED
     given = {name: fields[name] for name in _SAME if fields.get(name) is not None}
     section |= {name: value for name, value in given.items() if value or name in needed}
-    section |= _layers_with_experts(sizes.values, fields)
+    # Layers with experts: all but the first ones, or a list.
+    layers, moe = fields["num_layers"], fields["moe_layers"]
+    if not moe:
+        section["num_experts"] = 0
+    elif moe == tuple(range(moe[0], layers)):
+        section["first_dense_layers"] = moe[0]
+    else:
+        section |= {"moe_layers": list(moe), "first_dense_layers": None}
+    # Shared experts by number; also by width, unless it is their number times that of an expert.
+    if width := fields["shared_intermediate_size"]:
+        count = first(sizes.values, "num_shared", 1) or 1
+        section["num_shared_experts"] = count
+        if width != count * fields["expert_intermediate_size"]:
+            section["shared_intermediate_size"] = width
+        if fields.get("shared_gate"):
+            section["shared_gate"] = True
     norm, windows = fields.get("qk_norm", "none"), fields["windows"]
     if norm != "none":
         section |= {
@@ -210,46 +225,19 @@ def model_values(config: Config) -> dict[str, object]:
             raise wrong("not-available", key, values[key], message)
         section[name] = values[key]
     section |= _rope(values, class_rows()[family_of(config)], fields)
-    section |= _balance_loss(values, row, fields)
-    return {name: value for name, value in section.items() if value is not None}
-
-
-def _layers_with_experts(values: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, object]:
-    """The layers with experts, all but the first ones or a list, and their shared experts."""
-    section: dict[str, object] = {}
-    moe: tuple[int, ...] = fields["moe_layers"]
-    if not moe:
-        section["num_experts"] = 0
-    elif moe == tuple(range(moe[0], fields["num_layers"])):
-        section["first_dense_layers"] = moe[0]
-    else:
-        section |= {"moe_layers": list(moe), "first_dense_layers": None}
-    # Shared experts by number; also by width, unless it is their number times that of an expert.
-    if width := fields["shared_intermediate_size"]:
-        count = first(values, "num_shared", 1) or 1
-        section["num_shared_experts"] = count
-        if width != count * fields["expert_intermediate_size"]:
-            section["shared_intermediate_size"] = width
-        if fields.get("shared_gate"):
-            section["shared_gate"] = True
-    return section
-
-
-def _balance_loss(
-    values: Mapping[str, Any], row: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, object]:
-    """The balance loss of transformers: one loss for all layers, in families that have it and if a
-    configuration enables it; selection biases do not move."""
-    section: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
+    # The balance loss of transformers: one loss for all layers, in families that have it and if a
+    # configuration enables it; selection biases do not move.
+    balancing: dict[str, object] = {"aux_loss_coefficient": 0.0, "router_bias_rate": 0.0}
     given = values.get("router_aux_loss_coef")
     if values.get("output_router_logits") and given is not None:
-        # Selections there are counted per token, not per choice.
         coefficient = real("router_aux_loss_coef", given)
-        section["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
-        section |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
+        # Selections there are counted per token, not per choice.
+        balancing["aux_loss_coefficient"] = coefficient * fields["experts_per_token"]
+        balancing |= {"aux_loss_layers": "together", "aux_loss_scope": "global"}
         if "router_score" in row.get("fields", {}):
-            section["aux_loss_probabilities"] = "softmax"
-    return section
+            balancing["aux_loss_probabilities"] = "softmax"
+    section |= balancing
+    return {name: value for name, value in section.items() if value is not None}
 
 
 def _rope(

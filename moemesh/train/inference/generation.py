@@ -314,8 +314,8 @@ class PromptEncoder:
             )
 
 
-class Answers:
-    """Answers of a loaded `model`: all ranks of `mesh` compute them, the first one prints.
+class AnswerWriter:
+    """Writes answers of a loaded `model`: all ranks of `mesh` compute them, the first one prints.
 
     `new_text` makes the text of an answer; `seed` is that of the first prompt.
     """
@@ -360,7 +360,7 @@ class Answers:
                 to_stderr(f"note: the answer is empty: {why}")
         return text, growing.tokens
 
-    def of_prompt(self, ids: list[int], head: str) -> str:
+    def one_answer(self, ids: list[int], head: str) -> str:
         """`head` and the answer to a prompt; on a terminal they are printed as they grow, and ""
         is returned."""
         if self.mesh.rank == 0 and sys.stdout.isatty() and not self.as_json:
@@ -371,7 +371,7 @@ class Answers:
         text, tokens = self.answer(ids)
         return strict_json({"text": text, "tokens": tokens}) if self.as_json else head + text
 
-    def of_file(
+    def write_file(
         self,
         heads: Sequence[str],
         rows: Mapping[int, list[int]],
@@ -503,7 +503,7 @@ def generate(
 
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source, best=best)
-        answers = Answers(
+        writer = AnswerWriter(
             parallel.model,
             mesh,
             encoder,
@@ -515,11 +515,11 @@ def generate(
         )
         output = ""
         if lines:
-            answers.of_file([""] * len(lines) if chat else lines, rows, errors, batch)
+            writer.write_file([""] * len(lines) if chat else lines, rows, errors, batch)
         elif converses:
-            answers.converse()
+            writer.converse()
         else:
-            output = answers.of_prompt(prompt_ids, "" if chat else prompt or "")
+            output = writer.one_answer(prompt_ids, "" if chat else prompt or "")
         parallel.close()
         return output
 

@@ -143,9 +143,23 @@ def origin(
     parameters: tuple[str, ...],
 ) -> NonfiniteOrigin:
     """The first value in the order of the computation; all ranks call with the values of all."""
-    if not seen:
+    phase = next(
+        (phase for phase in PHASES if any(finding.phase == phase for finding in seen)), None
+    )
+    if phase is None:
         return NonfiniteOrigin(phase="unrepeated", parameters=parameters[:MOST_NAMED])
-    candidates = _first_phase(seen)
+    candidates = [finding for finding in seen if finding.phase == phase]
+    if phase == "backward":
+        # A backward goes from the last layer to the first: the gradient of a weight of a later
+        # layer, or of an earlier microbatch, comes before it.
+        first = min(candidates, key=order)
+        before = first.microbatch, -first.layer
+        weights = [
+            finding for finding in seen if finding.phase == "gradient" and finding.layer >= 0
+        ]
+        candidates = [
+            finding for finding in weights if (finding.microbatch, -finding.layer) < before
+        ] or candidates
     first = min(candidates, key=lambda value: (order(value), not value.is_fresh, value.rank))
     place = order(first), first.name, first.is_fresh
     same = [
@@ -180,23 +194,8 @@ def origin(
         samples=tuple(int(sample_ids[sequence]) for sequence in sequences)[:MOST_NAMED],
         num_alike=len(sequences) if len(sequences) > 1 and are_all else 0,
         parameters=parameters[:MOST_NAMED],
-        is_damage=first.phase == "weight" and _is_damage(parallel, first.name, first.rank, ranks),
+        is_damage=phase == "weight" and _is_damage(parallel, first.name, first.rank, ranks),
     )
-
-
-def _first_phase(seen: Sequence[Nonfinite]) -> list[Nonfinite]:
-    """The values of the first phase of the computation that has any."""
-    phase = min((finding.phase for finding in seen), key=PHASES.index)
-    candidates = [finding for finding in seen if finding.phase == phase]
-    if phase != "backward":
-        return candidates
-    # A backward goes from the last layer to the first: the gradient of a weight of a later layer,
-    # or of an earlier microbatch, comes before it.
-    first = min(candidates, key=order)
-    before = first.microbatch, -first.layer
-    gradients = [finding for finding in seen if finding.phase == "gradient" and finding.layer >= 0]
-    earlier = [finding for finding in gradients if (finding.microbatch, -finding.layer) < before]
-    return earlier or candidates
 
 
 def _is_damage(parallel: RankModel, weight: str, rank: int, ranks: tuple[int, ...]) -> bool:
@@ -364,6 +363,14 @@ class NaNCheck:
                 sequences = (code // size // self._contexts[layer].length,)
                 bad = bad or [output.logits_TE]
             for x in bad[:1]:
+                # The experts of the non-finite rows, if the module has all rows of local experts.
+                counts_L = getattr(args[0], "counts_L", None) if args else None
+                where = self._parallel.placements.get(f"{name}.gate_up")
+                if isinstance(counts_L, Tensor) and where and int(counts_L.sum()) == len(x):
+                    experts_R = torch.arange(len(counts_L)).repeat_interleave(counts_L.cpu())
+                    bad_R = ~torch.isfinite(x).all(1).cpu()
+                    ids = where.experts(self.mesh)  # of local experts
+                    experts = experts or [ids[row] for row in experts_R[bad_R].unique().tolist()]
                 self._add(
                     "forward",
                     name,
@@ -372,7 +379,7 @@ class NaNCheck:
                     layer=layer,
                     place=place,
                     is_fresh=all(is_finite(x) for x in _floats((*args, *keys.values()))),
-                    experts=experts or self._experts_of_rows(name, args, x),
+                    experts=experts,
                     **({"sequences": sequences} if sequences else _sequences(context, x)),
                 )
 
@@ -385,18 +392,6 @@ class NaNCheck:
 
         yield module.register_forward_pre_hook(begin, with_kwargs=True)
         yield module.register_forward_hook(end, with_kwargs=True)
-
-    def _experts_of_rows(self, name: str, args: tuple[Any, ...], x: Tensor) -> list[int]:
-        """The experts of the non-finite rows of `x`, an output of the module `name`, if it has the
-        rows of all local experts; else an empty list."""
-        counts_L = getattr(args[0], "counts_L", None) if args else None
-        where = self._parallel.placements.get(f"{name}.gate_up")
-        if not isinstance(counts_L, Tensor) or where is None or int(counts_L.sum()) != len(x):
-            return []
-        experts_R = torch.arange(len(counts_L)).repeat_interleave(counts_L.cpu())
-        bad_R = ~torch.isfinite(x).all(1).cpu()
-        ids = where.experts(self.mesh)
-        return [ids[row] for row in experts_R[bad_R].unique().tolist()]
 
     def _microbatch(self, layer: int) -> int:
         """The microbatch of the forward of `layer` that runs now."""

@@ -113,7 +113,17 @@ class RunFolder:
         """
         path = Path(path).expanduser()
         names = names_in(path)
-        _refuse_links(path)
+        # Writing under the name of a link would change another file. Devices (/dev/null) are
+        # allowed, and checkpoints follow no links.
+        for home, folders, files in os.walk(path):
+            for name in (*folders, *files):
+                link = Path(home, name)
+                if link.is_symlink() and not link.is_char_device():
+                    raise RunFolderError(
+                        f"{link} is a symbolic link, through which a run does not write: remove "
+                        "it, or choose another folder"
+                    )
+            folders[:] = [name for name in folders if name != CHECKPOINTS]
         checkpoints = place_of(checkpoint_folder) if checkpoint_folder else path / CHECKPOINTS
         if str(checkpoints).startswith("memory://"):
             raise RunFolderError(
@@ -133,7 +143,18 @@ class RunFolder:
                 'train.resume = "auto" to start a run'
             )
         if resume == "auto" and METRICS in names and not has_checkpoint:
-            _refuse_lost_checkpoints(path, checkpoints)
+            run, former = Run.load(path), checkpoints_of(path)
+            # A run creates its checkpoint folder before its first step: if that is gone, it may
+            # have had checkpoints.
+            has_saved = _steps(former) or not former.is_dir() or (former / VERIFIED).exists()
+            if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
+                where = f"; it kept them in {former}" if former != checkpoints else ""
+                raise RunFolderError(
+                    f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of "
+                    f"its checkpoints{where}: the run would restart at step 1 and overwrite its "
+                    "history: put the checkpoints back, or choose another folder for a new run, "
+                    "--out"
+                )
         foreign = sorted(name for name in names - {CHECKPOINTS, LOGS} if name[0] != ".")
         if resume is not None and not has_run and foreign:
             raise RunFolderError(
@@ -387,35 +408,6 @@ def names_in(path: Path) -> set[str]:
         return set()
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read as a folder ({error.strerror})") from error
-
-
-def _refuse_links(path: Path) -> None:
-    """Raises RunFolderError for a symbolic link in a run folder: writing under its name would
-    change another file. Devices (/dev/null) are allowed, and checkpoints follow no links."""
-    for home, folders, files in os.walk(path):
-        for name in (*folders, *files):
-            link = Path(home, name)
-            if link.is_symlink() and not link.is_char_device():
-                raise RunFolderError(
-                    f"{link} is a symbolic link, through which a run does not write: remove "
-                    "it, or choose another folder"
-                )
-        folders[:] = [name for name in folders if name != CHECKPOINTS]
-
-
-def _refuse_lost_checkpoints(path: Path, checkpoints: Place) -> None:
-    """Raises RunFolderError if the run in `path` has saved, and `checkpoints` is empty now."""
-    run, former = Run.load(path), checkpoints_of(path)
-    # A run creates its checkpoint folder before its first step: if that is gone, it may have had
-    # checkpoints.
-    has_saved = _steps(former) or not former.is_dir() or (former / VERIFIED).exists()
-    if run.metrics and (has_saved or any(event.kind in _SAVED for event in run.events)):
-        where = f"; it kept them in {former}" if former != checkpoints else ""
-        raise RunFolderError(
-            f"{path} records {run.metrics[-1].step} steps, and {checkpoints} holds none of its "
-            f"checkpoints{where}: the run would restart at step 1 and overwrite its history: put "
-            "the checkpoints back, or choose another folder for a new run, --out"
-        )
 
 
 def checkpoints_of(run: Path) -> Place:
