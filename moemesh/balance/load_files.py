@@ -224,23 +224,9 @@ def _named_columns(
             f"{path}: a row is one expert of one layer, and one more column is its load; there are "
             f"{others}: keep one"
         )
-    return _summed(path, rows, layers[0], experts, rest, warn)
-
-
-def _summed(
-    path: Path,
-    rows: list[list[str]],
-    layer_column: int,
-    experts: Sequence[int],
-    rest: Sequence[int],
-    warn: Callable[[str], None],
-) -> np.ndarray[Any, Any]:
-    """Loads [layers, experts] of rows that name their layer, summed over rows that name the same
-    one. `rest`: columns of loads, of the expert in the column `experts`, or without one of expert 0
-    onwards."""
     sums: dict[tuple[int, int], float] = {}
     for at, row in enumerate(rows):
-        layer = _whole(path, at, row[layer_column])
+        layer = _whole(path, at, row[layers[0]])
         loads = _numbers(path, at, [row[place] for place in rest])
         first = _whole(path, at, row[experts[0]]) if experts else 0
         for expert, load in enumerate(loads, start=first):

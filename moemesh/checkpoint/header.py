@@ -32,8 +32,26 @@ class HeaderEntry(NamedTuple):
 def read_header(path: Place) -> dict[str, HeaderEntry]:
     """The tensors of a file, stored one after the other without a gap. Raises CheckpointError
     naming the file if its header is too long, damaged, or does not describe the file."""
-    size = file_size(path)
-    length = _header_length(path, size)
+    size, start = file_size(path), read_start(path, 8)
+    if start == _POINTER:
+        raise CheckpointError(
+            f"{path}: is a pointer of git-lfs and not the tensors: fetch them with `git lfs pull`"
+        )
+    if len(start) < 8:
+        raise CheckpointError(
+            f"{path}: ends at byte {size}, within the 8 bytes of its header's length; "
+            f"{_INTERRUPTED}"
+        )
+    length = int(struct.unpack("<Q", start)[0])
+    if not 2 <= length <= HEADER_LIMIT:
+        raise CheckpointError(
+            f"{path}: is not a safetensors file: by its first 8 bytes the header has {length} "
+            f"bytes, and at most {HEADER_LIMIT} are read"
+        )
+    if length > size - 8:
+        raise CheckpointError(
+            f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
+        )
     try:
         header = parse_json(read_start(path, 8 + length)[8:], object_pairs_hook=once)
         notes = header.pop("__metadata__", {})
@@ -71,31 +89,6 @@ def read_header(path: Place) -> dict[str, HeaderEntry]:
             f"{path}: has {size} bytes, its header describes {described}: it is damaged"
         )
     return entries
-
-
-def _header_length(path: Place, size: int) -> int:
-    """Bytes of the header of a file of `size` bytes. Raises CheckpointError if it has none."""
-    start = read_start(path, 8)
-    if start == _POINTER:
-        raise CheckpointError(
-            f"{path}: is a pointer of git-lfs and not the tensors: fetch them with `git lfs pull`"
-        )
-    if len(start) < 8:
-        raise CheckpointError(
-            f"{path}: ends at byte {size}, within the 8 bytes of its header's length; "
-            f"{_INTERRUPTED}"
-        )
-    length = int(struct.unpack("<Q", start)[0])
-    if not 2 <= length <= HEADER_LIMIT:
-        raise CheckpointError(
-            f"{path}: is not a safetensors file: by its first 8 bytes the header has {length} "
-            f"bytes, and at most {HEADER_LIMIT} are read"
-        )
-    if length > size - 8:
-        raise CheckpointError(
-            f"{path}: ends at byte {size}, within its header of {length} bytes; {_INTERRUPTED}"
-        )
-    return length
 
 
 def _size(number: object) -> int:

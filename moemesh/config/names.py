@@ -40,11 +40,11 @@ class Names(Collection[str], Generic[Row]):
         return sum(1 for _ in self)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._checked)
+        def checked(value: object) -> object:
+            if value in self:
+                return value
+            *names, last = map(repr, self)
+            expected = f"{', '.join(names)} or {last}" if names else last
+            raise PydanticKnownError("literal_error", {"expected": expected})
 
-    def _checked(self, value: object) -> object:
-        if value in self:
-            return value
-        *names, last = map(repr, self)
-        expected = f"{', '.join(names)} or {last}" if names else last
-        raise PydanticKnownError("literal_error", {"expected": expected})
+        return core_schema.no_info_plain_validator_function(checked)

@@ -231,20 +231,20 @@ class RunFolder:
         keys are `allowed`."""
         if not self.has_run or self.recorded.config is None:
             return []
+
+        def is_same_place(change: Change) -> bool:
+            old = input_of_run(self.path, change.key, change.old)
+            return with_paths(old, os.path.abspath) == with_paths(change.new, os.path.abspath)
+
         changes = [
             change
             for change in compare(self.recorded.config, new)
-            if change.key not in INPUTS or not self._is_same_input(change)
+            if change.key not in INPUTS or not is_same_place(change)
         ]
         if _steps(self.checkpoints) == [0]:  # converted weights have no course of training yet
             allowed = [change.key for change in changes]
         refuse_changes(changes, frozenset(allowed), self.recorded.whose)
         return changes
-
-    def _is_same_input(self, change: Change) -> bool:
-        """Whether both paths of an input are one place."""
-        old = input_of_run(self.path, change.key, change.old)
-        return with_paths(old, os.path.abspath) == with_paths(change.new, os.path.abspath)
 
     def lock(
         self, *, takeover: bool = False, log: Callable[[str], None] = lambda text: None
