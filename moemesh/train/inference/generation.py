@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -264,20 +265,17 @@ def prompts_of(file: Path) -> list[str]:
     return lines
 
 
+@dataclass(frozen=True)
 class PromptEncoder:
     """Token ids of prompts for the model of `config`. With `template` a prompt is a question of a
     conversation, after its earlier `turns`."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        turns: list[dict[str, str]],
-        beginning: list[int],
-    ) -> None:
-        self.config, self.tokenizer, self.template, self.turns = config, tokenizer, template, turns
-        self.beginning = beginning
+    config: RunConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    turns: list[dict[str, str]]
+    #: Ids before each prompt.
+    beginning: list[int]
 
     def ids(self, text: str, name: str = "--prompt") -> list[int]:
         """The ids of a prompt. Raises UserError, which calls it `name`, for one that the model
@@ -314,29 +312,25 @@ class PromptEncoder:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
 class AnswerWriter:
     """Writes answers of a loaded `model`: all ranks of `mesh` compute them, the first one prints.
 
-    `new_text` makes the text of an answer; `seed` is that of the first prompt.
-    """
+    `new_text` makes the text of an answer, `chooser` the choice of tokens of a seed; `seed` is that
+    of the first prompt."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        mesh: Mesh,
-        encoder: PromptEncoder,
-        new_text: Callable[..., GrowingText],
-        *,
-        temperature: float,
-        top_p: float,
-        seed: int,
-        as_json: bool,
-    ) -> None:
-        self.model, self.mesh, self.encoder, self.new_text = model, mesh, encoder, new_text
-        self.as_json, self.seed = as_json, seed
-        self.chooser = partial(chooser, temperature, top_p)
-        #: One random generator for all answers of a conversation.
-        self.choose = self.chooser(seed)
+    model: Transformer
+    mesh: Mesh
+    encoder: PromptEncoder
+    new_text: Callable[..., GrowingText]
+    chooser: Callable[[int], Choose]
+    seed: int
+    as_json: bool
+
+    @cached_property
+    def choose(self) -> Choose:
+        """One random generator for all answers of a conversation."""
+        return self.chooser(self.seed)
 
     def text_after(
         self, ids: list[int], log: Callable[[str], object] = lambda text: None
@@ -504,12 +498,11 @@ def generate(
     def work(mesh: Mesh) -> str:
         parallel = load(config, mesh, source, best=best)
         writer = AnswerWriter(
-            parallel.model,
-            mesh,
-            encoder,
-            new_text,
-            temperature=temperature,
-            top_p=top_p,
+            model=parallel.model,
+            mesh=mesh,
+            encoder=encoder,
+            new_text=new_text,
+            chooser=partial(chooser, temperature, top_p),
             seed=seed,
             as_json=as_json,
         )
