@@ -90,6 +90,18 @@ def test_a_trained_table_under_the_names_of_its_folder(tmp_path: Path, has_both:
         assert torch.equal(after[name], before + 1.0 if is_table else before), name
 
 
+def test_experts_of_a_stack_in_two_dtypes(tmp_path: Path) -> None:
+    folder = tiny_folder("qwen3_moe", tmp_path / "in")
+    tensors = load_file(folder / SINGLE)
+    first = {name for name in tensors if ".experts.0." in name}
+    mixed = {name: one.bfloat16() if name in first else one for name, one in tensors.items()}
+    save_file(mixed, folder / SINGLE, metadata={"format": "pt"})
+    export(HubWeights(folder).read, open_source(folder), tmp_path / "out")
+    after = tensors_of(tmp_path / "out")
+    for name, tensor in mixed.items():
+        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+
+
 def test_another_dtype_is_that_of_most_tensors(tmp_path: Path) -> None:
     folder = mixed_folder("deepseek_v3", tmp_path / "in")
     source = open_source(folder)

@@ -66,6 +66,18 @@ def there_and_back(folder: Path, here: Path, **options: Any) -> Path:
     return here / "back"
 
 
+def as_cache(folder: Path) -> Path:
+    """The files of `folder` as the hub's cache keeps them: links to files named by digests."""
+    home = folder.parent / "models--a--b"
+    snapshot, blobs = home / "snapshots" / "0123", home / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for index, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / f"digest{index}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"digest{index}")
+    return snapshot
+
+
 def assert_same_weights(folder: Path, other: Path) -> None:
     """Name by name and bit by bit, in their dtypes."""
     first, second = (load_file(path / SINGLE) for path in (folder, other))

@@ -267,6 +267,17 @@ def test_a_folder_of_adapters_is_a_model(
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_adapters_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    folder, written = save("llama", tmp_path / "base"), tmp_path / "peft"
+    config, model = adapted(folder, LORA)
+    weights, dtype = ours.weights(model), torch.float32
+    write_adapters(weights, config, "llama", written, dtype=dtype, base=str(folder))
+    (link := tmp_path / "link").symlink_to(ours.as_cache(written))
+    evaluated = load_on(config_of(link, []), Mesh.single("cpu"), link).model
+    assert_near(ours.logits(evaluated, TOKENS)[0], ours.logits(model, TOKENS)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("changes", "given", "words"),
     [

@@ -14,7 +14,7 @@ from moemesh.checkpoint.files import CheckpointError
 from moemesh.config.errors import ConfigError
 from moemesh.sharding.load_run import load_run
 from moemesh.train.weights.conversion import open_weights
-from tests.huggingface.ours import load, logits, there_and_back
+from tests.huggingface.ours import as_cache, load, logits, there_and_back
 from tests.huggingface.tiny import save
 
 pytest.importorskip("transformers")
@@ -79,25 +79,13 @@ def test_a_config_of_another_model(folder: Path) -> None:
         opened(folder)
 
 
-def as_cache(folder: Path) -> Path:
-    """The files of `folder` as the hub's cache keeps them: links to files named by digests."""
-    home = folder.parent / "models--a--b"
-    snapshot, blobs = home / "snapshots" / "0123", home / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    for index, file in enumerate(sorted(folder.iterdir())):
-        file.rename(blobs / f"digest{index}")
-        (snapshot / file.name).symlink_to(Path("../../blobs") / f"digest{index}")
-    return snapshot
-
-
 def test_the_cache_of_the_hub(folder: Path, tmp_path: Path) -> None:
     ids = torch.arange(40)[None]
     expected, _ = logits(load(folder), ids)
-    snapshot = as_cache(folder)
-    found, _ = logits(load(snapshot), ids)
+    (link := tmp_path / "link").symlink_to(as_cache(folder))
+    found, _ = logits(load(link), ids)
     assert torch.equal(found, expected)
-    carried = there_and_back(snapshot, tmp_path) / "tokenizer_config.json"
+    carried = there_and_back(link, tmp_path) / "tokenizer_config.json"
     assert carried.read_text() == "{}" and not carried.is_symlink()
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from moemesh.checkpoint.files import CheckpointError, check_folder
 from moemesh.checkpoint.header import read_header
-from moemesh.checkpoint.huggingface.contents import read_json
+from moemesh.checkpoint.huggingface.contents import plain_file, read_json
 from moemesh.checkpoint.huggingface.logical import ENDS, pieces, table_piece
 from moemesh.checkpoint.huggingface.pieces import TensorPiece
 from moemesh.config.huggingface.adapters import OWN_PAIR
@@ -346,19 +346,20 @@ def check_adapter_folder(
     its weights. Single layers and experts may have no adapter, or one of a smaller rank. With
     patterns each may have its own scaling, unless the model `trains`: B is then multiplied by the
     ratio. Raises CheckpointError if the folder does not belong to `model`."""
-    check_folder(path)
+    check_folder(path.resolve())
     file, header = path / CONFIG, path / WEIGHTS
     if not header.exists() and (pickled := path / "adapter_model.bin").exists():
         raise CheckpointError(
             f"{path} holds no {WEIGHTS}; {pickled.name} is never read, since reading it runs code "
             "of its author: load it with PEFT where that is safe, and write it by save_pretrained"
         )
-    shapes = {name: entry.shape for name, entry in read_header(header).items()}
+    shapes = {name: entry.shape for name, entry in read_header(plain_file(path, WEIGHTS)).items()}
     part = model.architecture
     if part is not None and not any(name.startswith(_PREFIX + part.around) for name in shapes):
         # Adapters of the text part alone have its names.
         model = model.with_architecture(replace(part, around=""))
-    given, written = PEFT_DEFAULTS | read_json(file, _CONFIG_LIMIT), peft_config(model, kind, None)
+    given = PEFT_DEFAULTS | read_json(plain_file(path, CONFIG), _CONFIG_LIMIT)
+    written = peft_config(model, kind, None)
     patterns = _check_fields(file, given, written, model.lora)
     adapted = list(adaptations(model, kind))
     if (single := next(filter(_ONE_EXPERT.search, shapes), None)) is not None:

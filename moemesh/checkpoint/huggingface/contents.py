@@ -83,7 +83,7 @@ class FolderContents:
     """
 
     def __init__(self, path: Path, quantization: Quantization | None = None) -> None:
-        check_folder(path)
+        check_folder(path.resolve())  # the user may name a link; those in a folder are not followed
         self.path = path
         self.stored: dict[str, StoredTensor] = {}
         index: dict[str, Any] | None = None  # tensor -> file

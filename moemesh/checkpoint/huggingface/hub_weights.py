@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -392,7 +392,8 @@ class HubWeights(FolderWeights):
     def read(self, name: str, box: Sequence[range]) -> Tensor:
         """The part `box` of a parameter, a buffer, a stack of experts or one of them."""
         stack = self._row(name)[0]
-        dtype = torch_dtype(self.folder.stored[self.tensors.group_of[stack].names[0]].dtype)
+        stored = {self.folder.stored[source].dtype for source in self.tensors.group_of[stack].names}
+        dtype = reduce(torch.promote_types, map(torch_dtype, stored))
         out = torch.empty([len(part) for part in box], dtype=dtype)
         self.read_into(name, box, out)
         return out
