@@ -24,8 +24,8 @@ from moemesh.train.weights.weight_sources import config_of
 from tests.hub.families import family_names, random_model, tiny_folder
 
 #: A stack in the folder, experts by themselves, a text part among images, groups of several
-#: parameters.
-REPRESENTATIVES = ("gpt_oss", "deepseek_v3", "qwen3_5_moe", "lara_mini")
+#: parameters, a text part that the conversions of the larger model make.
+REPRESENTATIVES = ("gpt_oss", "deepseek_v3", "qwen3_5_moe", "lara_mini", "minimax_m3_vl")
 FAMILIES = [
     pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.slow)
     for name in dict.fromkeys([*REPRESENTATIVES, "gemma4", *family_names()])

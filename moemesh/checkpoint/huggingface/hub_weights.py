@@ -156,8 +156,9 @@ class HubTensors:
                 break
         else:
             if plan.around is not None:
-                inner = _inside(plan.around.build(), model, stored)
-                candidates.append(_grouped(model, stored, inner))
+                whole = plan.around.build()
+                inner = _inside(whole, model, stored)
+                candidates.append(_grouped(model, stored, inner, whole))
         return min(candidates, key=lambda candidate: len(candidate.problems))
 
     def tied(self) -> Iterator[list[str]]:
@@ -221,9 +222,13 @@ def _inside(
 
 
 def _grouped(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], inner: Mapping[str, str]
+    model: PreTrainedModel,
+    stored: Mapping[str, StoredTensor],
+    inner: Mapping[str, str],
+    whole: PreTrainedModel | None = None,
 ) -> HubTensors:
-    """The groups of a folder. `inner`: name in the model -> stored name."""
+    """The groups of a folder. `inner`: name in the model -> stored name. `whole`: the larger model
+    whose conversions hold for its text part, too."""
     canonical: dict[int, str] = {}  # id of a parameter -> its first name
     aliases: dict[str, str] = {}  # each of its names -> the first one
     meta: dict[str, Tensor] = {}
@@ -239,10 +244,13 @@ def _grouped(
         for leaf, parameter in module.named_parameters(recurse=False)
         if parameter.shape[0] == module.num_experts
     )
-    mapping = get_model_conversion_mapping(model)
-    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    mapping, outer = (
+        [] if one is None else get_model_conversion_mapping(one) for one in (model, whole)
+    )
+    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
+    converters = [change for change in (*mapping, *outer) if isinstance(change, WeightConverter)]
     by_pattern = {key: change for change in converters for key in change.source_patterns}
-    sources_of, carried = _by_target(model, mapping, aliases, inner)
+    sources_of, carried = _by_target(model, renamings, converters, aliases, inner)
     group_of: dict[str, TensorGroup] = {}
     groups: list[TensorGroup] = []
     problems: list[str] = []
@@ -308,14 +316,13 @@ def _grouped(
 
 def _by_target(
     model: PreTrainedModel,
-    mapping: Sequence[Any],
+    renamings: Sequence[WeightRenaming],
+    converters: Sequence[WeightConverter],
     aliases: dict[str, str],
     inner: Mapping[str, str],
 ) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
     """For each parameter of `aliases` the stored tensors that it is made from, by the pattern of
-    the conversion `mapping` that they match ("" without one); and the stored tensors of none."""
-    renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
-    converters = [change for change in mapping if isinstance(change, WeightConverter)]
+    the converter that they match ("" without one); and the stored tensors of none."""
     sources_of: dict[str, dict[str, list[str]]] = {}
     carried: list[str] = []
     for name in sorted(inner, key=dot_natural_key):
