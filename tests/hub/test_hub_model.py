@@ -83,17 +83,31 @@ def test_documents_of_one_row_are_as_rows_of_their_own(name: str) -> None:
     assert (model(batch_of(tokens)).losses_T - packed.losses_T).abs().max() > 1e-5
 
 
-@pytest.mark.parametrize("name", ["olmo2", "gemma3_text", "exaone_moe", "hunyuan_v1_moe"])
-def test_dynamic_rope_within_the_positions_of_the_model(name: str) -> None:
+#: A fixed alpha, for Hunyuan alone, changes the frequencies at every position.
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "alpha": 1000.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 8, "long_factor": [1.5] * 8, "short_mscale": 1.1, "long_mscale": 1.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "rope"),
+    [
+        *((name, DYNAMIC) for name in ("olmo2", "gemma3_text", "exaone_moe", "hunyuan_v1_moe")),
+        ("phimoe", LONG),
+    ],
+)
+def test_rope_whose_code_reads_positions(name: str, rope: dict[str, Any]) -> None:
     theirs = copy.deepcopy(random_model(name))
-    # A fixed alpha, for Hunyuan alone, changes the frequencies at every position.
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "alpha": 1000.0}
-    values = values_of(name) | {"rope_scaling": dynamic}
+    values = values_of(name) | {"rope_scaling": rope, "router_jitter_noise": 0.0}
     config = theirs.config.from_dict(dict(values))
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
     expected = type(theirs)._from_config(config, **eager).double().eval()
     expected.load_state_dict(theirs.state_dict())
-    model = HubModel(hub_model(read(values)), dtype=torch.float64)
+    architecture = read(values)
+    assert any("longrope" in note for note in architecture.notes) == (rope is LONG)
+    model = HubModel(hub_model(architecture), dtype=torch.float64)
     allocate(model.net, dtype=torch.float64)
     model.net.load_state_dict(theirs.state_dict(), strict=False)
     batch = batch_of(tokens_of(2, 34))

@@ -138,6 +138,13 @@ def blueprint(values: Mapping[str, Any]) -> Blueprint:
         config.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.use_cache = False
+        rope: Any = getattr(part, "rope_parameters", None) or {}
+        tables = [table for table in (rope, *rope.values()) if isinstance(table, dict)]
+        if any(table.get("rope_type") == "longrope" for table in tables):
+            notes.append(
+                "longrope has one set of factors in a forward, that of its last position: with "
+                "documents of different lengths results depend on the layout"
+            )
         for key, value in list(vars(part).items()):
             is_dropout = "dropout" in key or key.endswith(("pdrop", "layerdrop"))
             if (is_dropout or "jitter" in key) and isinstance(value, (int, float)) and value:

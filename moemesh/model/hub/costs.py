@@ -24,6 +24,11 @@ import torch
 import torch.fx.experimental._config as _config
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
@@ -231,17 +236,44 @@ class _FusedAttention(torch.autograd.Function):
         raise NotImplementedError("only saved tensors are counted, no backward runs")
 
 
+class _Conditions(TorchFunctionMode):
+    """Conditions on tensors without values are False inside of modules without parameters, such as
+    RoPE of two ranges of positions: no branch of these decides which parameters are used."""
+
+    depth = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.depth and func is Tensor.__bool__ and args[0].is_meta:
+            return False
+        return func(*args, **(kwargs or {}))
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        self.depth += next(module.parameters(), None) is None
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        self.depth -= next(module.parameters(), None) is None
+
+
 @contextmanager
 def unpacked_masks() -> Iterator[None]:
     """Context without transformers' search for packed documents: it reads the values of tensors,
     which those on the meta device lack."""
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    conditions = _Conditions()
+    hooks = (
+        register_module_forward_pre_hook(conditions.enter),
+        register_module_forward_hook(conditions.leave, always_call=True),
+    )
     try:
-        with _config.patch(meta_nonzero_assume_all_nonzero=True):
+        with _config.patch(meta_nonzero_assume_all_nonzero=True), conditions:
             yield
     finally:
         masking_utils.find_packed_sequence_indices = before
+        for hook in hooks:
+            hook.remove()
 
 
 def _even_experts(
