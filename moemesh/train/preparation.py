@@ -273,8 +273,7 @@ def _adapter_config(config: RunConfig) -> dict[str, Any]:
 def _gate_and_up_apart(start: Start) -> Iterator[str]:
     """PEFT holds gate and up of all experts in one parameter, which it adapts with one A."""
     names = _adapter_config(start.config).get("target_parameters")
-    is_ours = start.config.model.implementation == "moemesh" and isinstance(names, list)
-    if is_ours and any(str(name).endswith("gate_up_proj") for name in names):
+    if isinstance(names, list) and any(str(name).endswith("gate_up_proj") for name in names):
         yield "gate and up of an expert train an A each: in PEFT they share one"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -66,29 +68,45 @@ def test_what_was_probably_not_meant_gets_one_remark(overrides: list[str], words
     assert words in remark
 
 
+#: Models of transformers' code have notes of their own on dropout and jitter.
+OWN = ("moemesh",)
+BOTH = (*OWN, "transformers")
+
+
 @pytest.mark.parametrize(
-    ("values", "adapters", "remarks"),
+    ("implementations", "values", "tuned", "words"),
     [
-        ({"router_jitter_noise": 0.0, "attention_dropout": 0.0}, {"lora_dropout": 0.0}, []),
+        (OWN, {"router_jitter_noise": 0.0, "attention_dropout": 0.0}, {"lora_dropout": 0.0}, []),
         (
+            OWN,
             {"router_jitter_noise": 0.125, "attention_dropout": 0.125},
             {"lora_dropout": 0.125},
             ["attention_dropout = 0.125 is", "router_jitter_noise = 0.125 is", "lora_dropout = 0"],
         ),
-        ({}, {"target_parameters": ["experts.gate_up_proj"]}, ["gate and up of an expert train"]),
-        ({}, {"target_parameters": ["experts.down_proj"]}, []),
+        (BOTH, {}, {"target_parameters": ["experts.gate_up_proj"]}, ["train an A each"]),
+        (BOTH, {}, {"target_parameters": ["experts.down_proj"]}, []),
     ],
 )
 def test_what_trains_otherwise_in_transformers_or_peft_gets_a_remark(
-    tmp_path: Path, values: dict[str, float], adapters: dict[str, Any], remarks: list[str]
+    tmp_path: Path,
+    implementations: Sequence[str],
+    values: dict[str, float],
+    tuned: dict[str, Any],
+    words: list[str],
 ) -> None:
+    folder, adapters = tmp_path / "model", tmp_path / "adapters"
+    for path in (folder, adapters):
+        path.mkdir()
     values |= {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 256}
-    adapters |= {"peft_type": "LORA", "r": 4}
-    (tmp_path / "config.json").write_text(json.dumps(values | {"model_type": "mixtral"}))
-    (tmp_path / "adapter_config.json").write_text(json.dumps(adapters))
-    texts = said(f"model.path={tmp_path}", f"lora.path={tmp_path}")
-    assert len(texts) == len(remarks)
-    assert all(text.startswith(remark) for text, remark in zip(texts, remarks, strict=True))
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "mixtral"}))
+    tuned |= {"peft_type": "LORA", "r": 4}
+    (adapters / "adapter_config.json").write_text(json.dumps(tuned))
+    config = load_run([], [f"model.path={folder}", f"lora.path={adapters}"], {}).config
+    for implementation in implementations:
+        model = config.model.model_copy(update={"implementation": implementation})
+        remarks = list(preflight_warnings(replace(config, model=model)))
+        assert len(remarks) == len(words)
+        assert all(part in remark for part, remark in zip(words, remarks, strict=True))
 
 
 def test_many_ranks_on_few_cores() -> None:
