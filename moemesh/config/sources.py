@@ -18,9 +18,9 @@ from moemesh.config.errors import LONGEST_VALUE, ConfigError, Problem
 from moemesh.config.hub import DATA_ENDINGS, is_hub_name
 from moemesh.config.limits import parse_json, parse_toml
 from moemesh.config.lora import ADAPTER_CONFIG
-from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS
+from moemesh.config.schema import SCHEMA_KEY, SCHEMA_VERSION, SECTIONS, sections_with
 from moemesh.config.shown import cut
-from moemesh.config.suggest import nearest_choice, nearest_path, nearest_run
+from moemesh.config.suggest import alias_hint, nearest_choice, nearest_path, nearest_run
 from moemesh.config.toml import format_value, key_lines, unreadable
 
 ENVIRONMENT_PREFIX = "MOEMESH__"
@@ -61,6 +61,8 @@ def read_file(path: Path) -> ConfigSource:
         text = read_text(path)
         document = parse_toml(text)
     except (ConfigError, ValueError) as error:
+        if (foreign := _foreign(path, text)) is not None:
+            return foreign
         if (setting := _setting_of(given)) is not None:
             message = f"{given} is {_NOUNS[setting[0]]}; a configuration is a TOML file"
             fix = f"--set {shlex.quote('='.join(setting))}"
@@ -91,7 +93,13 @@ def read_file(path: Path) -> ConfigSource:
                 fix = "a newer moemesh"
                 problems.append(leaf.problem("too-large", SCHEMA_KEY, message, fix))
         elif section not in SECTIONS:
-            leaves[section] = leaf
+            # In a section of another trainer the keys have answers of their own.
+            table = cast("dict[str, object]", content) if isinstance(content, dict) else {}
+            given = {
+                f"{section}.{key}": Leaf(value=value, origin=origin(section, key))
+                for key, value in table.items()
+            }
+            leaves |= given if any(map(alias_hint, given)) else {section: leaf}
         elif isinstance(content, dict):
             for key, value in cast("dict[str, object]", content).items():
                 leaves[f"{section}.{key}"] = Leaf(value=value, origin=origin(section, key))
@@ -166,12 +174,62 @@ def _setting_of(path: Path) -> tuple[str, str] | None:
         return None if key is None else (key, str(path))
     if path.name == "config.json":
         return "model.path", str(path.parent)
+    if path.suffix == ".safetensors":
+        return "model.path", str(path.parent)
     if path.exists():
         return None if path.suffix in (".toml", ".yaml", ".yml") else ("data.path", str(path))
     if str(path) in preset_names():
         return "model.preset", str(path)
     is_model = is_hub_name(str(path)) and not path.name.endswith((*_TEXTS, ".toml", ".json"))
     return ("model.path", str(path)) if is_model else None
+
+
+#: Kind of a file of another trainer, by the ending of its name.
+_FOREIGN = {
+    ".json": "JSON",
+    **dict.fromkeys((".yaml", ".yml"), "YAML"),
+    **dict.fromkeys((".sh", ".bash", ".slurm", ".sbatch"), "a script"),
+}
+
+
+def _foreign(path: Path, text: str) -> ConfigSource | None:
+    """The refusal of a configuration of another trainer, with the leaves for which this package has
+    a key or an answer; None for other files. A script has options, "--lr 1e-3"."""
+    pairs: list[tuple[str, object, int]] = []  # dotted key, value, line
+    kind = "" if path.name in ("config.json", ADAPTER_CONFIG) else _FOREIGN.get(path.suffix, "")
+    if kind == "YAML":
+        parents: list[tuple[int, str]] = []  # indentation, key; "" for an item of a list
+        for number, line in enumerate(text.splitlines(), start=1):
+            if (
+                match := re.match(
+                    r"( *)(- )?([A-Za-z_][\w-]*):(?:\s+(.*))?$", line.partition(" #")[0]
+                )
+            ) is not None:
+                indent, item, key, value = match.groups()
+                parents = [parent for parent in parents if parent[0] < len(indent)]
+                parents.append((len(indent), "" if item else key))
+                if all(names := [name for _, name in parents]):
+                    pairs.append((".".join(names), (value or "").strip(" \"'") or None, number))
+    elif kind == "JSON":
+        with suppress(ValueError, TypeError, AttributeError):
+            for key, value in parse_json(text).items():
+                table = cast("dict[str, object]", value) if isinstance(value, dict) else {"": value}
+                pairs += [(f"{key}.{leaf}".rstrip("."), table[leaf], 1) for leaf in table]
+    elif kind:
+        for number, line in enumerate(text.splitlines(), start=1):
+            for match in re.finditer(r"(?<![\w-])--([A-Za-z][\w-]*)(?:[ =]+([^\s-]\S*))?", line):
+                pairs.append((match[1].replace("-", "_"), match[2] or True, number))
+    leaves = {
+        key: Leaf(value=value, origin=f"{path}:{number}")
+        for key, value, number in pairs
+        if alias_hint(key) or sections_with(key) or key.endswith(".enabled")
+    }
+    if not leaves and kind != "YAML":
+        return None
+    message = f"{path} is {kind}; a configuration is a TOML file"
+    fix = "moemesh config show lists all keys"
+    problem = Problem.of("wrong-type", str(path), None, message, fix)
+    return ConfigSource(leaves=leaves, problems=(problem,))
 
 
 def _mended(text: str) -> str:

@@ -32,6 +32,18 @@ inter_node_bandwidth = "400 Gb/s"
 intra_node_latency = "3us"
 inter_node_latency = "8 parsec"
 """
+#: A configuration of another trainer.
+AXOLOTL = """base_model: Qwen/Qwen3-30B-A3B  # the base
+datasets:
+  - path: chats.jsonl
+    type: chat_template
+lora_r: 16
+learning_rate: 0.0002
+fsdp_config:
+  fsdp_offload_params: true
+wandb_project:
+no_such_key: 1
+"""
 OTHER_UNITS = """name = "mine"
 nodes = 4
 gpus_per_node = 8
@@ -77,6 +89,10 @@ def prepare(folder: Path) -> None:
         "broken_run/plan.json": "{}",
         "other_run/config.toml": resolved_toml(load_run([], ["model.num_layers=3"], {}).config),
         "other_run/plan.json": "{}",
+        "axolotl.yaml": AXOLOTL,
+        "deepspeed.json": '{"train_batch_size": 8, "bf16": {"enabled": true}, "extra": {"a": 1}}',
+        "megatron.sh": 'ARGS="--num-layers 24 \\\n --micro-batch-size=2 --bf16"\n',
+        "titan.toml": "[training]\nlocal_batch_size = 8\nsteps = 10\n[debug]\nseed = 1\n",
         "work/first/config.toml": "",
         "work/first/metrics.jsonl": "",
         "two_runs/a/config.toml": "",
