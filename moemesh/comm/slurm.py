@@ -13,6 +13,9 @@ from moemesh.monitor.devices import FOLDER_VARIABLE
 FIRST_PORT, NUM_JOBS, NUM_STEPS = 10_000, 355, 64
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
+#: Variables with the number of processes of mpirun: Open MPI, MPICH and Intel MPI, MVAPICH.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+
 
 class RankError(UserError):
     """The variables of a rank are incomplete, or have values that no rank can have."""
@@ -24,11 +27,18 @@ def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:
     launcher have no address.
 
     A rank without LOCAL_RANK and LOCAL_WORLD_SIZE is the only one of its node. Raises RankError for
-    variables that are missing or impossible.
+    variables that are missing or impossible, and for a process of mpirun without them.
     """
     if slurm := ranks_of_slurm(environment):
         return slurm
     if not any(environment.get(name) for name in _RANK):
+        for name in _MPI_SIZES:
+            if (size := environment.get(name, "")).isdecimal() and int(size) > 1:
+                raise RankError(
+                    f"{name} is {size}: mpirun started this process as one of {size}, and each "
+                    "would train the whole plan: start ranks with torchrun or srun, or set RANK, "
+                    "WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+                )
         return {}
     ranks = {"LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", "")}
     if "LOCAL_RANK" not in environment and ranks["LOCAL_WORLD_SIZE"] in ("", "1"):

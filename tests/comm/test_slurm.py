@@ -114,6 +114,11 @@ def test_the_variables_of_a_rank() -> None:
         (without(WORLD_SIZE="two"), "^WORLD_SIZE is 'two': it must be a whole number of at least"),
         (without(WORLD_SIZE="0"), "WORLD_SIZE is '0': .* at least 1"),
         (without(RANK="-1"), "RANK is '-1': .* at least 0"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            "^OMPI_COMM_WORLD_SIZE is 2: ",
+        ),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "^PMI_SIZE is 4: mpirun started this process as one"),
         (without(RANK="4"), "^RANK 4 must be below WORLD_SIZE 4"),
         (without(LOCAL_RANK="2"), "^LOCAL_RANK 2 must be below LOCAL_WORLD_SIZE 2"),
         (without(LOCAL_WORLD_SIZE="8"), "^LOCAL_WORLD_SIZE 8 must not exceed WORLD_SIZE 4"),
