@@ -1,6 +1,7 @@
 """Verbs `tokenize` and `data show`."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -185,7 +186,9 @@ def _progress(num_bytes: int, num_files: int) -> Iterator[Callable[[int, int, in
 
 def samples_text(samples: "Samples", shown: "Sequence[Preview]", global_batch: int) -> str:
     """Every sample under a header line, with a line before each document."""
-    on_terminal = sys.stdout.isatty()
+    # Without colours the marks of a pipe (https://no-color.org).
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    on_terminal = sys.stdout.isatty() and not is_plain
     marked = not all(preview.learned.all() for preview in shown)
     borders = (
         "attention stays inside a document, where positions restart"

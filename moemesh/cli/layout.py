@@ -98,7 +98,7 @@ def layout_text(held: "Holdings", ranks: Sequence[int] = ()) -> str:
         size = len(axis.groups[0])
         rows.append((axis.axis, str(size), str(len(axis.groups)), where))
         texts.append(" | ".join(groups) if size > 1 else "each rank by itself")
-    axes = table(("axis", "size", "groups", "a group is on"), rows)
+    axes = table(("axis", "size", "groups", "a group is on"), rows, wraps=False)
     lines = [f"{held.world_size} ranks{nodes}", "", with_texts(axes, texts), ""]
     if held.model is None:
         header = ("rank", "node", *(axis.axis for axis in held.axes))

@@ -216,7 +216,7 @@ def plan_text(
     cells = zip(*(column.cells for column in columns), strict=True)
     numbered = [(str(number), *row) for number, row in enumerate(cells, start=1)]
     heads = ("#", *(column.head for column in columns))
-    top, *rows = table(heads, numbered).split("\n")
+    top, *rows = table(heads, numbered, wraps=False).split("\n")
     lines = [*wrapped(", ".join(heading(planned))), top]
     for row, candidate in zip(rows, planned.candidates, strict=True):
         keys = keys_text(candidate.layout, None if candidate is best else best.layout)
@@ -251,7 +251,8 @@ def plan_text(
         for name, seconds, percent in step_parts(best.breakdown)
     ]
     cells.append(("  together", f"{best.seconds:.4g} s", "100.0%", ""))
-    step = table(("a step of the first", "", ""), [row[:3] for row in cells]).split("\n")
+    named = ("a step of the first", "", "")
+    step = table(named, [row[:3] for row in cells], wraps=False).split("\n")
     texts = ["", *(row[3] for row in cells)]
     lines += [
         "",

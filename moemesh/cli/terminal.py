@@ -13,15 +13,18 @@ from threading import Event, Thread
 from moemesh.config.limits import drawn_on, visible
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wraps: bool = True
+) -> str:
     """Table as text: rows under a header, two blanks between columns, no trailing blanks.
 
     The first `left` columns are aligned to the left (names), all others to the right (numbers). On
-    a narrow terminal cells are wrapped; a file or pipe gets one line per row.
+    a narrow terminal cells are wrapped; a file or pipe, and a caller with `wraps` False, gets one
+    line per row.
     """
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    if sys.stdout.isatty():
+    if wraps and sys.stdout.isatty():
         columns = shutil.get_terminal_size().columns
         if sum(widths) + 2 * (len(widths) - 1) > columns:
             # Late: the import of rich takes a tenth of a second.

@@ -68,8 +68,15 @@ def test_samples_are_shown_with_documents_and_loss(folder: Path, invoke: Invoke)
 def test_green_on_a_terminal(folder: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("moemesh.cli.data.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     _, out, _ = invoke("data", "show", *settings(folder))
     assert "\x1b[32mGrüße \\u001b[31m" in out and "{+" not in out
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as given:
+            given.setenv(name, value)
+            out = invoke("data", "show", *settings(folder))[1]
+        assert "{+Grüße" in out and "\x1b" not in out
 
 
 @pytest.mark.parametrize("documents", ["ignore", "mask"])

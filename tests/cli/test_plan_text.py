@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,15 @@ def test_the_first_screen_has_twenty_lines(planned: PlannedAnswer) -> None:
         "assumed: ",
     ):
         assert part in " ".join(longer.split())
+
+
+def test_a_narrow_terminal_breaks_no_row(
+    planned: PlannedAnswer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = plan_text(planned, "", explain=True)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert plan_text(planned, "", explain=True).split("\n\n")[0] == whole.split("\n\n")[0]
 
 
 def test_the_risk_is_measured_against_the_device_not_the_headroom(planned: PlannedAnswer) -> None:

@@ -30,3 +30,4 @@ def test_only_a_terminal_that_is_too_narrow_wraps(monkeypatch: pytest.MonkeyPatc
     lines = table(header, rows).splitlines()
     assert len(lines) > 2 and max(map(len, lines)) <= 30
     assert all(line == line.rstrip() for line in lines) and "1.0" in "".join(lines)
+    assert len(table(header, rows, wraps=False).splitlines()) == 2
