@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import time
 from collections import deque
@@ -170,7 +171,9 @@ class View:
             parts.append(Text(sparkline(self._losses.points, inner), style="cyan"))
             table = Table.grid(padding=(0, 2))
             for fact in self._facts():
-                name, _, value = fact.partition(" ")
+                # The rate of a step begins with its number, a name may have two words.
+                match = re.match(r"((?:peak )?[a-z/]+):? (.*)", fact)
+                name, value = match.groups() if match else ("compute", fact)
                 table.add_row(Text(name, style="dim"), value)
             parts.append(table)
         for event in self.events:

@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -168,8 +168,10 @@ class Event:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Event:
-        """Parses one line; unknown keys are ignored. Raises KeyError, TypeError or ValueError."""
-        return read_fields(cls, {"time": "", "step": None, **data})
+        """Parses one line; unknown keys are ignored, and so is the kind at the beginning of the
+        text. Raises KeyError, TypeError or ValueError."""
+        event = read_fields(cls, {"time": "", "step": None, **data})
+        return replace(event, text=event.text.removeprefix(f"{event.kind}: "))
 
 
 def ledgers_to_json(ledgers: Mapping[int, Ledger], *, steps: int = 1) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def shown(view: View, width: int = 80) -> str:
 def test_a_panel_says_what_one_asks(tmp_path: Path) -> None:
     watched = Watched(run(tmp_path / "run"))
     append(watched.folder / "events.jsonl", event("alarm", "routing\ncollapses"))
+    append(watched.folder / "events.jsonl", event("note", "note: a high rate"))
     watched.look()
     text = shown(watched.view)
     for part in (
@@ -69,6 +70,9 @@ def test_a_panel_says_what_one_asks(tmp_path: Path) -> None:
         "data 20%", "fullest 1.50 x the mean", "alarm: routing collapses", "run",
     ):  # fmt: skip
         assert part in text, part
+    assert "note: a high rate" in text and "note: note" not in text
+    names = [line.strip("│ ").split("  ")[0] for line in text.splitlines()]
+    assert {"tokens/s", "compute", "peak memory", "waits"} <= {*names}, names
     for width in (30, 79, 200):
         assert max(map(len, shown(watched.view, width).splitlines())) <= width
     assert "step 3/10  loss 2.5000" in watched.view.line()
