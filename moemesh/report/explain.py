@@ -145,7 +145,7 @@ def _verdict(
         if newest < LEAST_STEPS and shape != "rises":
             shape, is_low = "falls", False  # too few steps to judge the rate
         why, change, is_early = {
-            "falls": ("it needs more steps", more_steps, True),
+            "falls": ("", more_steps, True),
             "stays": ("its loss stays where it began: its learning rate is too low", higher, False),
             "falls slowly": (
                 "its loss falls steadily, so that a higher train.lr or more steps are needed",
@@ -155,10 +155,10 @@ def _verdict(
             "rises": ("its learning rate is too high", lower_rate(run), False),
             "": ("and its losses do not show why", "", False),
         }["falls slowly" if shape == "falls" and is_low else shape]
+        why = f"has not learned, {why}" if why else "needs more steps"
         return (
             f"The {name} loss ({loss:.2f}) is not below that of the unigram model "
-            f"({unigram:.2f}), which knows only how often each token occurs: the run has not "
-            f"learned, {why}.",
+            f"({unigram:.2f}), which knows only how often each token occurs: the run {why}.",
             change,
             is_early,
         )
