@@ -222,8 +222,9 @@ def _problems(command: Any, ctx: Any, args: Iterable[str]) -> Iterator[Problem]:
         message = f"`{ctx.command_path}` takes fewer arguments than {' '.join(given)}"
         count = "one" if len(rest) == 1 else str(len(rest))
         fix = f"leave out {count} of them" if len(given) > len(rest) else f"leave out {given[0]}"
-        if "--set" in options and all(re.match(r"\w+\.\w+=", word) for word in given):
-            fix = " ".join(f"--set {shlex.quote(word)}" for word in given)
+        sets = [word for word in given if re.match(r"\w+\.\w+=", word)]
+        if "--set" in options and {*rest} <= {*sets}:
+            fix = " ".join(f"--set {shlex.quote(word)}" for word in sets)
         yield Problem.of("unknown-option", " ".join(rest), None, message, fix)
 
 
