@@ -153,6 +153,9 @@ class Cluster(Section):
             for problem in self.range_problems()
         ]
         faults = list[tuple[str, object, str, str]]()
+        if not self.peak_flops:
+            message = f"at least one number type: {meaning('peak_flops')}"
+            faults.append(("peak_flops", None, message, example("peak_flops")))
         for dtype, flops in self.peak_flops.items():
             if flops < _SLOWEST:
                 message = f"peak_flops of {dtype} must be at least {_SLOWEST:g}, not {flops:g}"

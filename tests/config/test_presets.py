@@ -61,3 +61,5 @@ def test_cluster_ranges() -> None:
         "cluster.nodes",
         "cluster.peak_flops.float32",
     }
+    (problem,) = cluster.model_copy(update={"peak_flops": {}}).check()
+    assert problem.key == "cluster.peak_flops" and "bfloat16 = 989.4e12" in problem.fix
