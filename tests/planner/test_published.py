@@ -185,6 +185,10 @@ def test_other_spellings_are_the_same_row():
     assert second.layout == first.layout
     assert second.shape == first.shape
     assert second.seconds == first.seconds
+    sized = {"step_time_s": "60", "dp": "8", "tp": "1", "pp": "1", "gbs": "64"}
+    known = parse_run(plain | sized | {"arch": "DeepSeek V3 671B"}, ARCHS)
+    assert known.shape is not None and known.shape.num_experts == 256
+    assert "no entry" in parse_run(plain | sized | {"arch": "DeepSeek V3 236B"}, ARCHS).reason
 
 
 def test_column_names_may_be_padded_and_capital(tmp_path):

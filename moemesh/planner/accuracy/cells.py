@@ -58,7 +58,7 @@ _QUANTITY = re.compile(r"[~≈]? *([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?|inf|nan) *(k?
 #: "± 0.2", "(±0.2)", "(± 2 %)".
 _DEVIATION = r"\s*(?:\((?:±|\+/-)\s*[\d.,]+\s*%?\)|(?:±|\+/-)\s*[\d.]+)"
 #: The end of a unit of one device.
-_PER_DEVICE = r"[_/](gpu|device)$"
+_PER_DEVICE = r"(?:[_/]| per )(?:gpu|device|accelerator|chip)$"
 #: Marks of a footnote or of the best figure, at the end of a cell or around it.
 _MARKS = re.compile(r"^\*+(?=\S)|\s*\^?(?:[*†‡§¶¹²³]|\\(?:d?dag(?:ger)?|ast)\b|\[\d+\])+$")
 #: A time of hours, minutes and seconds: "1m30s", "00:01:30".

@@ -358,6 +358,12 @@ def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
     known = name if name in archs else next(filter(None, same), name)
     if known in archs or name.startswith("gpt:"):
         return from_arch_table(f"{known}{mark}{layers}", archs)
+    sized = re.fullmatch(r"(.+?)[\s_-]+(\d+(?:\.\d+)?) ?b", name, re.IGNORECASE)
+    if sized and folded(sized[1]) in spelled and not Path(name).exists():
+        # "DeepSeek V3 671B": the number of parameters confirms the model.
+        shape = _shape(f"{sized[1]}{mark}{layers}", archs)
+        if abs(count_parameters(shape).total / 1e9 / float(sized[2]) - 1) < _ROUNDED_SIZE:
+            return shape
     name = known
     if preset_of(name) not in packaged and not Path(name).exists():
         near = nearest_name(name, [known.lower() for known in (*archs, *packaged)])
