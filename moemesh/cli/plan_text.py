@@ -523,9 +523,8 @@ def command_lines(planned: PlannedAnswer, best: Candidate, arguments: str) -> li
 
 
 def memory_parts(candidate: Candidate) -> list[tuple[str, float]]:
-    """(part, bytes) of the fullest device; the last part is device, collectives and kernels."""
-    parts = [(name, getattr(candidate.memory, name)) for name in MEMORY_PARTS]
-    return [*parts, ("libraries", candidate.memory.needed - sum(size for _, size in parts))]
+    """(part, bytes) of the fullest device."""
+    return [(name, getattr(candidate.memory, name)) for name in MEMORY_PARTS]
 
 
 def plan_document(planned: PlannedAnswer, arguments: str) -> PageDocument:

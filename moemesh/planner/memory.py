@@ -337,6 +337,11 @@ class PeakMemory:
     logits: float
     working: float
 
+    @property
+    def libraries(self) -> float:
+        """The rest of `needed`: device, collectives, kernels, and the allocator's loss."""
+        return self.needed - self.states - self.activations - self.logits - self.working
+
     def fits(self, memory_bytes: float, usable_share: float = 1.0) -> bool:
         """Whether a device with `memory_bytes` can run the layout."""
         return bool(self.needed <= memory_bytes * usable_share)

@@ -135,6 +135,17 @@ def test_a_small_model_has_microbatches_of_more_than_16_sequences() -> None:
     assert [space(machine, seq_len=s).most_sequences(large) for s in (4096, 512)] == [16, 64]
 
 
+def test_parts_of_an_answer_add_up() -> None:
+    """Memory to the bytes that a device needs, time to the step, for every printed layout."""
+    request = PlanRequest(
+        model="deepseek-v2-lite", cluster=cluster(1), seq_len=4096, global_batch=64
+    )
+    for row in to_json(plan_named(request))["plans"]:
+        parts = {**row["memory"], "rank": 0}
+        assert sum(parts.values()) == pytest.approx(row["memory_bytes"])
+        assert sum(row["breakdown"].values()) == pytest.approx(row["seconds"])
+
+
 def test_ties_with_more_mechanisms_than_the_pick_are_not_priced() -> None:
     machine, texts = cluster(2), list[str]()
     shape = load_model("deepseek-v2-lite").shape

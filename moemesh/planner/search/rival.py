@@ -147,7 +147,8 @@ _SERVER = "parameter_server"
 _WORDS = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
 #: Largest share of a step that is attributed to rounding.
 _EQUAL = 1e-9
-MEMORY_PARTS = ("states", "activations", "logits", "working")
+#: Parts of the memory that a device needs.
+MEMORY_PARTS = ("states", "activations", "logits", "working", "libraries")
 
 
 @dataclass(frozen=True, kw_only=True)
