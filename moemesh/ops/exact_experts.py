@@ -28,6 +28,7 @@ from moemesh.ops.expert_weights import (
     narrow_gradient,
     part_of,
 )
+from moemesh.ops.grouped_gemm import product_into
 from moemesh.ops.nf4 import PackedMatrices, matrices
 from moemesh.ops.swiglu import PLAIN
 from moemesh.ops.weight_gradient import weight_gradient
@@ -64,7 +65,7 @@ class PaddedRows:
         for expert, count in enumerate(self.per_expert):
             if count:
                 rows = slice(start, start + count)
-                torch.mm(x_QI[rows], weight_EIO[expert], out=y_QO[rows])
+                product_into(y_QO[rows], x_QI[rows], weight_EIO[expert])
             start += count
         return y_QO
 

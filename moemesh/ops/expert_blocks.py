@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moemesh.ops.grouped_gemm import grouped_weight_gradient
+from moemesh.ops.grouped_gemm import grouped_weight_gradient, product_into
 from moemesh.ops.weight_gradient import weight_gradient
 from moemesh.trace.memory_profile import ONE_PASS_NUMBERS
 
@@ -205,7 +205,7 @@ class WeightGradient:
         for out, parts in zip(total, rows, strict=True):
             if parts:
                 grad_RO, x_RI = map(torch.cat, zip(*parts, strict=True))
-                torch.mm(grad_RO.t(), x_RI, out=out)
+                product_into(out, grad_RO.t(), x_RI)
         return total.view_as(weight)
 
 

@@ -20,6 +20,16 @@ ROWS = 32
 _FAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Write ``left @ right`` to `out`."""
+    if torch._C._len_torch_dispatch_stack():
+        # Modes see results of operations, not what these write: selective checkpoints return the
+        # saved ones, counters of FLOPs know no other products.
+        out.copy_(left @ right)
+    else:
+        torch.mm(left, right, out=out)
+
+
 def grouped_gemm_loop(
     x_RI: Tensor, weight_EIO: Tensor, ends_E: Tensor, out: Tensor | None = None
 ) -> Tensor:
@@ -27,7 +37,7 @@ def grouped_gemm_loop(
     y_RO = x_RI.new_empty(x_RI.shape[0], weight_EIO.shape[2]) if out is None else out
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
-        torch.mm(x_RI[start:end], weight_EIO[expert], out=y_RO[start:end])
+        product_into(y_RO[start:end], x_RI[start:end], weight_EIO[expert])
         start = end
     return y_RO
 
@@ -43,7 +53,7 @@ def grouped_weight_gradient_loop(
     grad_EOI = x_RI.new_empty(shape) if out is None else out
     start = 0
     for expert, end in enumerate(ends_E.tolist()):
-        torch.mm(grad_RO[start:end].t(), x_RI[start:end], out=grad_EOI[expert])
+        product_into(grad_EOI[expert], grad_RO[start:end].t(), x_RI[start:end])
         start = end
     return grad_EOI
 
@@ -98,7 +108,7 @@ def grouped_gemm(
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
             stop, weight_IO = start + _rounded(end - start), weight_EIO[expert]
             if stop <= len(x_RI):
-                torch.mm(x_RI[start:stop], weight_IO, out=y_RO[start:stop])
+                product_into(y_RO[start:stop], x_RI[start:stop], weight_IO)
             else:
                 padded_RI = _with_zeros(x_RI[start:end], stop - start)
                 y_RO[start:end] = (padded_RI @ weight_IO)[: end - start]
@@ -129,7 +139,7 @@ def grouped_weight_gradient(
         for expert, (start, end) in enumerate(pairwise([0, *ends_E.tolist()])):
             size = _rounded(end - start)
             grad_BO, x_BI = (_with_zeros(rows[start:end], size) for rows in (grad_RO, x_RI))
-            torch.mm(grad_BO.t(), x_BI, out=grad_EOI[expert])
+            product_into(grad_EOI[expert], grad_BO.t(), x_BI)
         return grad_EOI
     if (out is None or out.device.type != "cpu") and _has_fast_path(grad_RO, x_RI):
         gradient = F.grouped_mm(grad_RO.t(), x_RI, offs=ends_E)

@@ -424,7 +424,9 @@ def test_inputs_that_cannot_be_are_named() -> None:
         (torch.ones(3, HIDDEN + 1), r"shape \[3, 9\].*hidden_size = 8"),
         (torch.ones(3, HIDDEN, dtype=torch.float64), "x is torch.float64"),
         (torch.ones(3, HIDDEN, dtype=torch.int64), r"x.to\(torch.float32\)"),
-        (torch.ones(3, HIDDEN, device="meta"), "x is on meta, the experts are on cpu"),
+        (torch.ones(3, HIDDEN, device="meta"), "without values, of the meta device"),
+        (torch.ones(3, HIDDEN).to_sparse(), r"not torch.sparse_coo: x.to_dense\(\)"),
+        (torch.nested.nested_tensor([torch.ones(3, HIDDEN)], layout=torch.jagged), "x.values"),
     ):
         with pytest.raises(LayerError, match=words):
             layer(x)

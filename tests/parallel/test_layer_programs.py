@@ -6,6 +6,8 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
 
 from moemesh.parallel.expert.layer import MoELayer
 from moemesh.parallel.expert.spread import (
@@ -218,10 +228,73 @@ def mixed_experts(rank: int) -> None:
     fully_shard(model.moe.router)
     with pytest.raises(LayerError, match="fully_shard on the layer or on a module around it"):
         model(tokens_of(0, rank))
+    model = build()
+    register_parametrization(model.moe.experts, "down", nn.Tanh())
+    with pytest.raises(LayerError, match="parametrizations and adapters of PEFT change experts"):
+        model(tokens_of(0, rank))
 
 
 def test_programs_that_mix_the_experts_of_ranks_are_refused() -> None:
     run_on_ranks(RANKS, mixed_experts)
+
+
+def forward_mode(layer: MoELayer, x: Tensor) -> object:
+    with forward_ad.dual_level():
+        return layer(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer, x: torch.export.export(layer, (x,), strict=False),
+        lambda layer, x: torch.jit.trace(layer, (x,)),
+        lambda layer, x: torch.compile(layer, fullgraph=True, backend="eager")(x),
+        lambda layer, x: torch.func.vmap(lambda x: layer(x)[0])(x),
+        lambda layer, x: torch.func.grad(lambda x: layer(x)[0].sum())(x),
+        forward_mode,
+    ],
+    ids=["export", "trace", "fullgraph", "vmap", "grad", "forward_ad"],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_calls_that_need_a_graph_are_named(call: Callable[[MoELayer, Tensor], Any]) -> None:
+    layer, x = MoELayer(HIDDEN, 6, 4, 2), torch.randn(2, 3, HIDDEN)
+    expected = layer(x)[0]
+    with pytest.raises(Exception, match=r"no graph of torch\.export, torch\.jit\.trace"):
+        call(layer, x)
+    assert torch.equal(layer(x)[0], expected)
+
+
+def test_a_checkpoint_that_loses_the_loss_is_refused() -> None:
+    x = torch.randn(2, 3, HIDDEN, requires_grad=True)
+    for options, is_refused in (({}, True), ({"aux_loss_coefficient": 0.0}, False)):
+        layer = MoELayer(HIDDEN, 6, 4, 2, **options)
+        checkpoint(lambda x, layer=layer: (layer(x)[1].loss,), x, use_reentrant=True)
+        with pytest.raises(LayerError, match="loses the bal") if is_refused else nullcontext():
+            checkpoint(layer, x, use_reentrant=True)
+        checkpoint(layer.eval(), x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("combine", ["fast", "exact"])
+def test_results_of_products_are_seen_by_modes(dtype: torch.dtype, combine: Any) -> None:
+    """Selective checkpoints save and return them; a counter of FLOPs counts them."""
+
+    def saves_products(_: object, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+    layer = MoELayer(HIDDEN, 6, 4, 2, combine=combine, dtype=dtype)
+    x = torch.randn(9, HIDDEN, dtype=dtype, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
+    contexts = partial(
+        create_selective_checkpoint_contexts, saves_products, allow_cache_entry_mutation=True
+    )
+    y, _ = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+    assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    rows = 9 * 2 if dtype == torch.float64 else 1  # 16 bits: more, padded to whole kernels
+    assert counter.get_total_flops() >= 2 * rows * 3 * HIDDEN * 6
 
 
 def compiled(rank: int, backend: str) -> Any:

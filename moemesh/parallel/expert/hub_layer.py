@@ -16,7 +16,6 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrize import is_parametrized
 
 from moemesh.comm.collectives import all_reduce_
 from moemesh.comm.mesh import Axis
@@ -35,6 +34,7 @@ from moemesh.parallel.expert.layer import (
 )
 from moemesh.parallel.expert.optimizers import watch_optimizers
 from moemesh.parallel.expert.spread import (
+    PARAMETRIZED,
     LayerError,
     Spread,
     copy_sharing,
@@ -42,11 +42,6 @@ from moemesh.parallel.expert.spread import (
 )
 from moemesh.parallel.expert.transformers_trainer import caller, follow
 
-#: Refusal of adapters on experts.
-_ADAPTERS = (
-    "adapters of PEFT change experts that are spread over ranks: leave its target_parameters out, "
-    "or train adapters by [lora] of `moemesh train`"
-)
 #: Instruction to save a model with spread experts in the format of transformers.
 _SAVE = "model.save_pretrained(folder, state_dict=state)"
 
@@ -109,7 +104,7 @@ def _check(name: str, module: Any, size: int) -> None:
     if isinstance(module, Spread) or "exchange" in module.__dict__:
         raise LayerError(f"{name}: moemesh computes these experts already")
     if size > 1 and name.endswith(".base_layer"):  # inside of a wrapper of PEFT
-        raise LayerError(f"{name}: {_ADAPTERS}")
+        raise LayerError(f"{name}: {PARAMETRIZED}")
     for leaf, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             raise LayerError(f"{name}.{leaf} is sharded already: use_experts before fully_shard")
@@ -223,8 +218,6 @@ class _Exchange:
     def _computed(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         module = self.moe.module
         if isinstance(module, Spread):
-            if is_parametrized(module):
-                raise LayerError(_ADAPTERS)
             if self._connection is None:
                 self._connect(module, x_TH, experts_TK)
             self._mark(module)

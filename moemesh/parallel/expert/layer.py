@@ -23,6 +23,8 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -233,6 +235,24 @@ _IDS_PER_RANK = 1 << 40
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 #: (dtype of the experts, shorter dtype of x) accepted without autocast: experts are cast to it.
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
+
+
+_NO_GRAPH = (
+    "MoELayer computes rows whose number is data, and sends them: no graph of torch.export, "
+    "torch.jit.trace, fullgraph=True, torch.func or forward_ad can hold it"
+)
+
+
+def refuse_form(x: Tensor) -> None:
+    """Raise LayerError for an input without values of its own in rows."""
+    for is_wrong, words in (
+        (isinstance(x, DTensor), "a DTensor: x.to_local()"),
+        (x.is_nested, "a nested tensor: x.values()"),
+        (x.layout is not torch.strided, f"{x.layout}: x.to_dense()"),
+        (x.is_meta or is_fake(x), "without values, of the meta device or a FakeTensorMode"),
+    ):
+        if is_wrong:
+            raise LayerError(f"x must be a dense tensor of this rank's tokens, not {words}")
 
 
 def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: object) -> None:
@@ -477,11 +497,16 @@ class MoELayer(nn.Module):
         """
         if torch.compiler.is_compiling():
             # Rows of an expert and messages are data: a graph cannot hold them.
+            if torch.compiler.is_exporting():
+                raise LayerError(_NO_GRAPH)
+            torch._dynamo.graph_break(msg=_NO_GRAPH)
             return torch.compiler.disable(self._forward)(x, valid)
         return self._forward(x, valid)
 
     def _forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Auxiliary]:
         dtype = self._checked_dtype(x, valid)
+        if not torch.is_grad_enabled() and self.training:
+            self._refuse_reentrant()
         if self._connection is None:
             self._connect(x, dtype)
         if torch.is_grad_enabled() and not x.requires_grad:
@@ -552,6 +577,14 @@ class MoELayer(nn.Module):
         """Dtype of the computation; raises LayerError for inputs that the layer cannot take."""
         hidden, weight = self.config.hidden_size, self.experts.gate_up
         check_kind("x", x, Tensor)
+        if type(x) is not Tensor or x.is_nested or x.is_meta or x.layout is not torch.strided:
+            refuse_form(x)
+        if (
+            torch._C._is_tracing()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or forward_ad._current_level >= 0
+        ):
+            raise LayerError(_NO_GRAPH)
         if sharded := [name for name, p in self.named_parameters() if isinstance(p, DTensor)]:
             raise LayerError(
                 f"{sharded[0]} is sharded in the forward of the layer: call fully_shard on the "
@@ -580,6 +613,16 @@ class MoELayer(nn.Module):
             f"x is {x.dtype}, the experts are {weight.dtype}: x.to({weight.dtype}), or "
             f"layer.to({x.dtype if x.is_floating_point() else torch.float32})"
         )
+
+    def _refuse_reentrant(self) -> None:
+        """Raise LayerError if a reentrant checkpoint calls the layer, which has a loss."""
+        losses = self.config.aux_loss_coefficient + self.config.z_loss_coefficient
+        frame = caller("forward", "torch.utils.checkpoint") if losses else None
+        if frame and frame.f_locals.get("run_function") is self:
+            raise LayerError(
+                "checkpoint(layer, x, use_reentrant=True) loses the balancing loss inside of the "
+                "result: use_reentrant=False, or aux_loss_coefficient = z_loss_coefficient = 0"
+            )
 
     def _connect(self, x: Tensor, dtype: torch.dtype) -> None:
         """At the first forward: check that the ranks agree, then choose and test a dispatcher."""

@@ -35,6 +35,13 @@ class LayerError(UserError):
     """A layer cannot be built or called like this; names the numbers and the nearest choice."""
 
 
+#: Refusal of modules that compute the experts' weights from others, each rank from its own.
+PARAMETRIZED = (
+    "parametrizations and adapters of PEFT change experts that are spread over ranks: leave its "
+    "target_parameters out, or train adapters by [lora] of `moemesh train`"
+)
+
+
 class Spread(nn.Module):
     """``num_experts / ranks.size`` consecutive experts of a layer, in rank order: the first dim of
     every parameter.
@@ -59,7 +66,10 @@ class Spread(nn.Module):
         return shard_range(self.num_experts, self.ranks.size, self.ranks.index)
 
     def mark_gradients(self) -> None:
-        """Add hooks that make every accumulated gradient a :class:`SpreadGradient`."""
+        """Add hooks that make every accumulated gradient a :class:`SpreadGradient`. Raises
+        LayerError for parametrized experts."""
+        if "parametrizations" in self._modules:
+            raise LayerError(PARAMETRIZED)
         for parameter in self.parameters():
             hooks = (parameter._post_accumulate_grad_hooks or {}).values()
             is_marked = any(isinstance(hook, _Mark) for hook in hooks)
@@ -345,7 +355,7 @@ def _take_own(
     assert isinstance(experts, Spread)
     for name, parameter in experts.named_parameters():
         given = state.get(prefix + name)
-        if given is None:
+        if not isinstance(given, Tensor):  # torch refuses it
             continue
         expected = [experts.num_experts, *parameter.shape[1:]]
         if list(given.shape) != expected:
