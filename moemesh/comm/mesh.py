@@ -300,9 +300,9 @@ def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
                 f"choose one of {', '.join(map(str, names))}"
             )
         return group.get_group()
-    # Other ranks get a number in place of the group (dist.GroupMember.NON_GROUP_MEMBER).
-    if not isinstance(group, ProcessGroup):
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # a number, which ranks outside get
         raise ValueError(f"rank {dist.get_rank()} is not in the group")
+    check_kind("group", group, ProcessGroup, "torch.distributed.new_group(ranks), or a DeviceMesh")
     return group
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -216,6 +216,8 @@ def share_state(rank: int, state: dict[str, Tensor]) -> Any:
         assert torch.equal(model(x)[0], first) and not torch.equal(twin(x)[0], first)
     with pytest.raises(RuntimeError, match=r"moe.experts.down: the state has \[2, 8, 12\], the"):
         model.load_state_dict(state | {"moe.experts.down": state["moe.experts.down"][:2]})
+    with pytest.raises(LayerError, match=r"\[\[3, 1\], \[0, 2\]\] would hold other experts"):
+        build(group=DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]])))
     with pytest.raises(RuntimeError, match=r"Missing key.*moe\.experts\.down"):
         model.load_state_dict({k: v for k, v in state.items() if k != "moe.experts.down"})
     return drawn, full_state_dict(model), first
@@ -371,6 +373,8 @@ def mistakes(rank: int) -> None:
         layer = MoELayer(HIDDEN, WIDTH, EXPERTS, TOP_K, **options)
         with pytest.raises(LayerError, match="ranks 0 and 1 of the group were built"):
             layer(torch.ones(3, HIDDEN))
+    with pytest.raises(TypeError, match=r"ProcessGroup, not list: torch.distributed.new_group"):
+        build(group=[0, 1])
     alone = dist.new_group([0])
     if rank == 1:
         with pytest.raises(LayerError, match="rank 1 is not in the group"):

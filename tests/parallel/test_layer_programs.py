@@ -229,6 +229,10 @@ def mixed_experts(rank: int) -> None:
     with pytest.raises(LayerError, match="fully_shard on the layer or on a module around it"):
         model(tokens_of(0, rank))
     model = build()
+    model._ddp_params_and_buffers_to_ignore = list(expert_parameters(model))  # type: ignore[assignment]
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(LayerError, match="without join"), ddp.join():
+        ddp(tokens_of(0, rank))
     register_parametrization(model.moe.experts, "down", nn.Tanh())
     with pytest.raises(LayerError, match="parametrizations and adapters of PEFT change experts"):
         model(tokens_of(0, rank))

@@ -89,6 +89,12 @@ def axes_of(group: ProcessGroup | DeviceMesh | None) -> tuple[Axis, Axis]:
         )
     try:
         if isinstance(group, DeviceMesh) and group.ndim == 2:
+            # Process groups number their ranks in ascending order, not in that of the mesh.
+            if len(group.mesh.argsort(1).unique(dim=0)) > 1:
+                raise LayerError(
+                    f"ranks in one column of the DeviceMesh {group.mesh.tolist()} would hold other "
+                    f"experts: DeviceMesh(..., {group.mesh.sort(1).values.tolist()})"
+                )
             replicas, ranks = group.get_all_groups()
             return Axis.from_group(ranks, "ep"), Axis.from_group(replicas, "edp")
         return Axis.from_group(group, "ep"), alone

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 from moemesh.comm import transfers
 from moemesh.comm.collectives import all_reduce_
@@ -67,7 +68,13 @@ class Spread(nn.Module):
 
     def mark_gradients(self) -> None:
         """Add hooks that make every accumulated gradient a :class:`SpreadGradient`. Raises
-        LayerError for parametrized experts."""
+        LayerError for parametrized experts, and in a DDP with ranks that do not take part."""
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is not None and ddp._join_config.enable:
+            raise LayerError(
+                "join() lets a rank without inputs call DDP's reductions, but not the exchanges of "
+                "experts: without join(), such a rank calls the model with 0 sequences"
+            )
         if "parametrizations" in self._modules:
             raise LayerError(PARAMETRIZED)
         for parameter in self.parameters():
