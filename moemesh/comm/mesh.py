@@ -81,7 +81,7 @@ class Axis:
             ranks=ranks,
             index=dist.get_rank(group),
             group=group if len(ranks) > 1 else None,
-            device=torch.device(device),
+            device=device_of(device),
             ledger=Ledger() if ledger is None else ledger,
         )
 
@@ -201,7 +201,7 @@ class Mesh(Shown):
     @classmethod
     def single(cls, device: torch.device | str) -> Mesh:
         """A mesh of one rank, without any process group."""
-        return cls(Layout(), 0, torch.device(device), {}, None)
+        return cls(Layout(), 0, device_of(device), {}, None)
 
     @property
     def world_size(self) -> int:
@@ -289,6 +289,14 @@ def _wait_for_group_threads() -> None:
             return
         time.sleep(_LOOK_SECONDS)
         before, threads = threads, thread_states(_GROUP_THREADS)
+
+
+def device_of(name: torch.device | str | int) -> torch.device:
+    """Raises UserError for a name that torch does not know."""
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device cannot be {name!r}: cpu, or cuda:0 and its siblings") from error
 
 
 def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:

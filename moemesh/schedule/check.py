@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, NamedTuple, get_args
 
-from moemesh.config.errors import UserError
+from moemesh.config.errors import UserError, check_kind
 from moemesh.config.shown import Shown
 from moemesh.schedule.action import Message, Op, Schedule, messages
 from moemesh.schedule.held_activations import ROUNDING, Amount, HeldActivations, peak_memory
@@ -181,6 +181,7 @@ def check(
     also requires that no rank, before its first backward, depends on an operation of another rank
     at or after that one's first backward: until then the last optimizer step may be undone.
     """
+    check_kind("schedule", schedule, Schedule, "schedules.zb_h1(4, 8), or another")
     findings = list(_shape(schedule))
     if findings:
         raise ScheduleError(schedule.name, findings)

@@ -27,7 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
-from moemesh.config.errors import UserError
+from moemesh.config.errors import UserError, check_kind
 from moemesh.config.limits import parse_json
 from moemesh.config.suggest import nearest_path
 from moemesh.config.toml import is_number
@@ -196,6 +196,7 @@ def parse_op(token: str) -> Op | None:
 
 def _header(schedule: Schedule) -> list[str]:
     """``key=value`` tokens of the first line."""
+    check_kind("schedule", schedule, Schedule, "schedules.zb_h1(4, 8), or another")
     counts = ",".join(map(str, schedule.num_microbatches))
     header = [
         f"name={_quoted(schedule.name)}",

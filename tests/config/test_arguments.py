@@ -47,6 +47,10 @@ def test_other_functions_refuse() -> None:
         (lambda: mm.simulate(schedule, unit="hours"), "choices: seconds"),  # type: ignore[arg-type]
         (lambda: mm.simulate(schedule, costs=3), "costs must be a Costs or None, not 3"),  # type: ignore[arg-type]
         (lambda: mm.simulate(3), "schedule must be a Schedule, not int"),  # type: ignore[arg-type]
+        (lambda: mm.schedules.check("x"), "schedule must be a Schedule, not str"),  # type: ignore[arg-type]
+        (lambda: mm.schedules.to_text("x"), "schedule must be a Schedule, not str"),  # type: ignore[arg-type]
+        (lambda: mm.Mesh.single("gpu"), "device cannot be 'gpu': cpu, or cuda:0"),
+        (lambda: mm.MoELayer(8, 8, 2, 1, device="gpu"), "device cannot be 'gpu'"),
         (lambda: mm.schedules.zb_h1("4", 8), "num_ranks must be a whole number, not '4'"),  # type: ignore[arg-type]
         (lambda: mm.load(3), "path must be a text or a path or None, not 3"),  # type: ignore[arg-type]
         (lambda: mm.load(overrides=3), "overrides must be a list or a dict, not 3"),  # type: ignore[arg-type]

@@ -33,12 +33,17 @@ EXPERTS_TK = torch.tensor([[2, 0], [0, 3], [-1, -1], [3, -1], [0, 2]])  # expert
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("counts", [[3, 0, 5], [0, 0, 0], [8, 0, 0], [40, 0, 77], [33, 100, 3]])
-@pytest.mark.parametrize("width", [16, 6])  # 6 float32 numbers misalign: 24 bytes, not 16 n
-def test_grouped_products_equal_the_loop(dtype: torch.dtype, counts: list[int], width: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "outputs"),
+    [(16, 8), (6, 8), (4, 1), (1, 1)],  # 6 float32 numbers misalign: 24 bytes, not 16 n
+)
+def test_grouped_products_equal_the_loop(
+    dtype: torch.dtype, counts: list[int], width: int, outputs: int
+) -> None:
     rows = sum(counts)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    x, weight = torch.randn(rows, width, dtype=dtype), torch.randn(3, width, 8, dtype=dtype)
-    grad = torch.randn(rows, 8, dtype=dtype)
+    x, weight = torch.randn(rows, width, dtype=dtype), torch.randn(3, width, outputs, dtype=dtype)
+    grad = torch.randn(rows, outputs, dtype=dtype)
     assert_close(grouped_gemm(x, weight, ends), grouped_gemm_loop(x, weight, ends))
     assert_close(
         grouped_weight_gradient(grad, x, ends), grouped_weight_gradient_loop(grad, x, ends)

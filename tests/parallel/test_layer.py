@@ -436,6 +436,8 @@ def test_inputs_that_cannot_be_are_named() -> None:
             layer(x)
     with pytest.raises(LayerError, match="valid must be bool"):
         layer(torch.ones(3, HIDDEN), torch.ones(4, dtype=torch.bool))
+    with pytest.raises(LayerError, match="x is on cpu, valid on meta"):
+        layer(torch.ones(3, HIDDEN), torch.ones(3, dtype=torch.bool, device="meta"))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
-from moemesh.comm.mesh import Axis, Mesh, local_part
+from moemesh.comm.mesh import Axis, Mesh, device_of, local_part
 from moemesh.config import experts as keys
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.errors import check_kind, known_keywords, whole
@@ -382,7 +382,7 @@ class MoELayer(nn.Module):
             combine=combine,
             dispatch_chunks=dispatch_chunks,
         )
-        with nullcontext() if device is None else torch.device(device):
+        with nullcontext() if device is None else device_of(device):
             block = LayerBlock(self.config, gradients, size)
             if size > 1:
                 block.experts = SpreadExperts(self.config, self.ranks)
@@ -606,6 +606,8 @@ class MoELayer(nn.Module):
             raise LayerError(
                 f"valid must be bool {list(x.shape[:-1])}, not {valid.dtype} {list(valid.shape)}"
             )
+        if valid is not None and valid.device != x.device:
+            raise LayerError(f"x is on {x.device}, valid on {valid.device}")
         if weight.device != x.device:
             raise LayerError(
                 f"x is on {x.device}, the experts are on {weight.device}: "
