@@ -33,6 +33,7 @@ from moemesh.model.batch import position_ids
 from moemesh.model.seams import KeyValues
 from moemesh.model.visibility import Visibility
 from moemesh.ops.attention import Gradients, Partial, Qkv, merge, nothing_seen, wide
+from moemesh.ops.host_copy import constant
 from moemesh.sharding.context import context_runs, context_sizes, head_share
 
 # Rows of all positions of a sequence: in their order, or in that of the ranks that hold them.
@@ -86,10 +87,14 @@ class GatheredPass:
         (query_BNSD, key_BMCD, value_BMCD), visible, axis = qkv, self.visible, self.axis
         pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "backward")
         inputs = query_BNSD, *pair
-        gradients = gradients_of(gradient_BNSD, whole, inputs, visible, scale=self.scale)
-        # Gradients of all keys and values -> sums over the ranks, for this rank's positions.
-        all_BMCD = torch.cat([gradients.key_BMCD, gradients.value_BMCD], dim=3).to(key_BMCD.dtype)
+        by_query, *by_pair = gradients_of(gradient_BNSD, whole, inputs, visible, scale=self.scale)
+        del inputs, pair
+        # Gradients of all keys and values -> sums over the ranks, for this rank's positions. Each
+        # form of them is freed before the next is complete, as far as operations allow.
+        all_BMCD = torch.cat(by_pair, dim=3).to(key_BMCD.dtype)
+        by_pair.clear()
         rows_CBMD = in_rank_order(all_BMCD.permute(2, 0, 1, 3), axis.size)
+        del all_BMCD
         num_sequences, _, num_own, width = key_BMCD.shape
         sizes = [size * num_sequences for size in context_sizes(visible.length, axis.size)]
         own = transfers.reduce_scatter(
@@ -97,7 +102,7 @@ class GatheredPass:
         )
         own_BMCD = own.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
         by_key, by_value = own_BMCD.split([width, rows_CBMD.shape[3] - width], dim=3)
-        return Gradients(gradients.query_BNSD, by_key, by_value)
+        return Gradients(by_query, by_key, by_value)
 
 
 def _gather(
@@ -147,7 +152,8 @@ class HeadShards(KeyValues):
         group = num_heads // num_kv_heads
         if not share.is_even(group):
             reads = [head // group - share.keys.start for head in share.queries]
-            key, value = key[:, reads], value[:, reads]
+            heads = constant(reads, key.device)
+            key, value = key.index_select(1, heads), value.index_select(1, heads)
         if sinks_N is not None:
             sinks_N = sinks_N[share.queries.start : share.queries.stop]
         whole = (range(visible.length),)
@@ -182,8 +188,10 @@ class HeadShards(KeyValues):
             for x, heads in parts:
                 own = x[:, heads[rank].start : heads[rank].stop]
                 sent.append(own.transpose(0, 1).reshape(-1, width))
+        rows_to_send = torch.cat(sent)
+        sent.clear()
         received = collectives.all_to_all(
-            torch.cat(sent),
+            rows_to_send,
             self.axis,
             [
                 sum(num_rows(x, heads[rank], x.shape[2]) for x, heads in parts)
@@ -303,6 +311,7 @@ class RingPass:
             del block, key, value, inputs
             by_query += gradients.query_BNSD
             gradient = ring.pack(gradients.key_BMCD, gradients.value_BMCD)
+            del gradients  # before those of the next block
             if step == 0:
                 own = gradient
             else:

@@ -122,6 +122,13 @@ def test_a_step_waits_once(plan: dict[str, Any], waits: int) -> None:
     check_step(plan, waits, Shape(global_batch=4, seq_len=8))
 
 
+def test_heads_that_read_a_part_of_a_group_wait_no_more() -> None:
+    model = SMALL | {"num_layers": 2, "num_heads": 6, "num_kv_heads": 3}
+    plan = {"cp": 2, "context": "all_to_all"}
+    for one in run_on_ranks(2, steps_on_rank, model, plan, Shape(4, 8), 1):
+        assert sum(one.waits["gradients"].values()) == 1, one.waits
+
+
 def test_packed_and_padded_sequences_wait_no_more() -> None:
     plan = {"microbatches": 2, "recompute": "full"}
     check_step(plan, 0, Shape(4, 8, packed=True, padding=True))
