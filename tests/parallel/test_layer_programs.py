@@ -91,13 +91,18 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
 
 
 def reductions(rank: int) -> Any:
-    """Of one gradient; then programs that take numbers of several at once."""
+    """Of one gradient, in a hook as well; then programs that take numbers of several at once."""
     model = build()
+    in_hook: list[Tensor] = []
+    model.moe.experts.down.register_post_accumulate_grad_hook(
+        lambda parameter: in_hook.append(parameter.grad.norm())  # type: ignore[union-attr]
+    )
     y, aux = model(tokens_of(0, rank))
     (y.square().mean() + aux).backward()
     gradient = model.moe.experts.down.grad
     assert gradient is not None
     results = [reduction(gradient) for reduction in REDUCTIONS]
+    assert len(in_hook) == 1 and torch.equal(in_hook[0], gradient.norm())
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
     for mixed in (flat, flat * 2):
         with pytest.raises(LayerError, match="norm over gradients of experts and of others"):

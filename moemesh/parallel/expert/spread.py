@@ -78,10 +78,14 @@ class Spread(nn.Module):
         if "parametrizations" in self._modules:
             raise LayerError(PARAMETRIZED)
         for parameter in self.parameters():
-            hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-            is_marked = any(isinstance(hook, _Mark) for hook in hooks)
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            is_marked = any(isinstance(hook, _Mark) for hook in hooks.values())
             if parameter.requires_grad and parameter.is_leaf and not is_marked:
+                # Before the hooks of the program, which may take numbers of the gradient, too.
+                others = dict(hooks)
+                hooks.clear()
                 parameter.register_post_accumulate_grad_hook(_Mark(self.ranks))
+                hooks.update(others)
 
     @torch.no_grad()
     def sync_gradients(self, replicas: Axis, mean: bool) -> None:
