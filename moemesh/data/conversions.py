@@ -104,12 +104,12 @@ def _program(
         turns = _path(answers[0])
         if PROMPT in lists:
             turns = f"(.{PROMPT} + {turns})"
-        elif isinstance(asked := fields.get("input"), dict) and are_turns(asked.get(MESSAGES)):
+        elif isinstance(request := fields.get("input"), dict) and are_turns(request.get(MESSAGES)):
             turns = f"(.input.{MESSAGES} + {turns})"
         key = "conversations" if "from" in fields[answers[0]][0] else MESSAGES
         return f"{{{key}: {turns}}}"
     if question is not None and answer is not None:
-        return f"{{{MESSAGES}: {_asked(fields, question, answer)}}}"
+        return f"{{{MESSAGES}: {_turn_pair(fields, question, answer)}}}"
     held = [key for key, value in fields.items() if isinstance(value, dict) and is_record(value)]
     if len(fields) > 1 and len(held) == len(fields):
         return ".[]"
@@ -127,7 +127,7 @@ def _program(
     return None
 
 
-def _asked(fields: Mapping[str, Any], question: str, answer: str) -> str:
+def _turn_pair(fields: Mapping[str, Any], question: str, answer: str) -> str:
     """The expression of jq for the messages of a question and its answer, with all that belongs to
     them in `fields`."""
     turns = list[str]()

@@ -261,7 +261,7 @@ class NoSecondDerivative(RuntimeError):
     """Raised by a backward whose gradients are to have a graph.
 
     `once_differentiable` of torch raises in the second backward, and not even there if that names
-    its inputs: ``torch.autograd.grad`` leaves out the terms behind it.
+    its inputs: ``torch.autograd.grad`` leaves out all earlier terms.
     """
 
     def __init__(self) -> None:

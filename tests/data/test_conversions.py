@@ -35,7 +35,7 @@ def packed(name: str) -> bytes:
     return content.getvalue()
 
 
-def asked(question: str, answer: str = ".answer") -> str:
+def turn_pair(question: str, answer: str = ".answer") -> str:
     turns = {"user": question, "assistant": answer}
     return ", ".join(f'{{role: "{role}", content: {path}}}' for role, path in turns.items())
 
@@ -74,8 +74,8 @@ def asked(question: str, answer: str = ".answer") -> str:
         ),
         (TURNS, "{messages: .}"),
         ([TURNS], ".[] | {messages: .}"),
-        ([{"question": "q", "answer": "a"}], f".[] | {{messages: [{asked('.question')}]}}"),
-        ({"QUESTION": "q", "Answer": "a"}, f"{{messages: [{asked('.QUESTION', '.Answer')}]}}"),
+        ([{"question": "q", "answer": "a"}], f".[] | {{messages: [{turn_pair('.question')}]}}"),
+        ({"QUESTION": "q", "Answer": "a"}, f"{{messages: [{turn_pair('.QUESTION', '.Answer')}]}}"),
         (
             {"instruction": "q", "context": "", "response": "a"},
             '{messages: [{role: "user", content: ([.instruction, .context] | map(values | '
@@ -84,7 +84,7 @@ def asked(question: str, answer: str = ".answer") -> str:
         (
             {"query": "q", "response": "a", "history": []},
             '{messages: [(.history[] | {role: "user", content: .[0]}, '
-            f'{{role: "assistant", content: .[1]}}), {asked(".query", ".response")}]}}',
+            f'{{role: "assistant", content: .[1]}}), {turn_pair(".query", ".response")}]}}',
         ),
         (
             {"contents": [{"role": "user", "parts": [{"text": "q"}]},

@@ -217,7 +217,7 @@ def test_several_formats_in_a_folder_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mark", ["card", "download", None])
 def test_splits_in_a_folder(tmp_path: Path, mark: str | None) -> None:
-    """Of a copy of a dataset of the Hub, the split train is read, as of its name; else all is."""
+    """A copy of a dataset of the Hub gives its split train, like its name; others give all."""
     (tmp_path / "data").mkdir()
     for name in ("train-0", "test-0"):
         lines(tmp_path / "data" / f"{name}.jsonl", name, 5)

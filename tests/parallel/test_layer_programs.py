@@ -91,7 +91,7 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
 
 
 def reductions(rank: int) -> Any:
-    """Of one gradient, in a hook as well; then programs that take numbers of several at once."""
+    """Reductions of one gradient, in a hook as well, and programs that reduce several at once."""
     model = build()
     in_hook: list[Tensor] = []
     model.moe.experts.down.register_post_accumulate_grad_hook(

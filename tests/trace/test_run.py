@@ -66,7 +66,7 @@ def test_any_file_alone_may_be_torn(tmp_path, only):
         ((row(1).to_line() + row(2).to_line())[:-15], {1: 2.5}, ("line 2", "half-written")),
         (row(1).to_line() + '{"step": 2}\n[3]\n\n\xff\n' + row(4).to_line(), {1: 2.5, 4: 2.5},
          ("3 lines", "'tokens' is missing")),
-        # A step done again after a resume counts once.
+        # A step that a resume repeats counts once.
         ("".join(r.to_line() for r in (row(1), row(2, loss=9.0), row(3), row(2, loss=2.0))),
          {1: 2.5, 2: 2.0, 3: 2.5}, ()),
     ],

@@ -310,7 +310,7 @@ def test_an_answer_without_the_blank_before_its_end(
 def test_a_prompt_for_a_folder_begins_as_in_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder, not of a run, whose training adds no token; a chat template writes its own."""
+    """A run gets no token, as in its training; a chat template writes its own."""
     rules = json.loads((folder / "tokenizer.json").read_text())
     rules["post_processor"] = {
         "type": "TemplateProcessing",

@@ -164,7 +164,7 @@ class SpreadGradient(Tensor):
 
     A reduction over all elements is a collective: every rank of the group takes it at the same
     point, as with `torch.nn.utils.clip_grad_norm_`. `GradScaler` skips a step on all ranks when one
-    has a gradient that is not finite. Results with as many elements (``clone``, ``grad / 2``,
+    has a gradient that is not finite. Results of the same size (``clone``, ``grad / 2``,
     ``flatten``, ``isnan``) are of this class as well. So are norms, with `ranks` None:
     `torch.stack` accepts them beside DTensors.
 
@@ -252,7 +252,7 @@ def _over_ranks(
 ) -> Tensor:
     """The reduction over all ranks, with equal bits on each, from the `result` of this rank."""
     if torch.compiler.is_compiling():
-        # A graph would reduce once more. After the exception torch runs the caller uncompiled.
+        # A graph would reduce twice. After the exception torch runs the caller uncompiled.
         raise LayerError("reductions of gradients of experts over ranks are not compiled")
     if gradient.is_mixed or name in _OF_ELEMENTS:
         what = "and of others" if gradient.is_mixed else "that are spread over ranks"

@@ -219,7 +219,7 @@ class GrowingText:
         return text
 
     def _decoded(self) -> str:
-        """What the tokens add to the text of the prompt."""
+        """The text that the tokens add to that of the prompt."""
         return self.tokenizer.decode([*self._prompt, *self.tokens])[self._before :]
 
 
