@@ -30,8 +30,8 @@ from moemesh.parallel.expert.layer import (
     check_choice,
     check_divides,
     model_config,
-    refuse_misuse,
 )
+from moemesh.parallel.expert.misuse import refuse_misuse
 from moemesh.parallel.expert.optimizers import watch_optimizers
 from moemesh.parallel.expert.spread import (
     PARAMETRIZED,

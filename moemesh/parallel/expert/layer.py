@@ -23,13 +23,11 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
-from torch.nn.parallel import DistributedDataParallel
 
 from moemesh.comm import launch
 from moemesh.comm.collectives import all_reduce_, gather_json
@@ -52,6 +50,12 @@ from moemesh.parallel.expert.layer_block import (
     Auxiliary,
     LayerBlock,
     TransformersBlock,
+)
+from moemesh.parallel.expert.misuse import (
+    NO_GRAPH,
+    refuse_form,
+    refuse_misuse,
+    refuse_reentrant,
 )
 from moemesh.parallel.expert.optimizers import watch_optimizers
 from moemesh.parallel.expert.spread import (
@@ -243,24 +247,6 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
-_NO_GRAPH = (
-    "MoELayer computes rows whose number is data, and sends them: no graph of torch.export, "
-    "torch.jit.trace, fullgraph=True, torch.func or forward_ad can hold it"
-)
-
-
-def refuse_form(x: Tensor) -> None:
-    """Raise LayerError for an input without values of its own in rows."""
-    for is_wrong, words in (
-        (isinstance(x, DTensor), "a DTensor: x.to_local()"),
-        (x.is_nested, "a nested tensor: x.values()"),
-        (x.layout is not torch.strided, f"{x.layout}: x.to_dense()"),
-        (x.is_meta or is_fake(x), "without values, of the meta device or a FakeTensorMode"),
-    ):
-        if is_wrong:
-            raise LayerError(f"x must be a dense tensor of this rank's tokens, not {words}")
-
-
 def _save_as_block(layer: MoELayer, state: dict[str, Any], prefix: str, _: object) -> None:
     """A hook of the state dict: for `save_pretrained`, names and tensors become those of the block,
     which transformers reads. A state dict has no argument for its purpose, so the calling function
@@ -279,29 +265,6 @@ def _load_block(layer: MoELayer, state: dict[str, Any], prefix: str, *_: object)
     if layer.origin and {prefix + name for name in layer.origin.sources} <= state.keys():
         block = {name: state.pop(prefix + name) for name in layer.origin.sources}
         state.update({prefix + name: tensor for name, tensor in layer.origin.read(block).items()})
-
-
-def refuse_misuse(experts: nn.Module, size: int, replicas: int) -> None:
-    """Raise LayerError where the program around a forward would overwrite or lose the parameters of
-    `experts` that are spread over `size` ranks, or let their `replicas` drift apart."""
-    if size == 1:
-        return
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None:
-        if (num_ranks := dist.get_world_size(ddp.process_group)) != size * replicas:
-            raise LayerError(
-                f"DDP reduces gradients over {num_ranks} ranks, and the experts over "
-                f"{size * replicas}: group = a DeviceMesh of DDP's ranks with two dimensions, "
-                "(replicas, ranks that share the experts)"
-            )
-        reduced = {id(parameter) for parameter in ddp._module_parameters}
-        if any(id(parameter) in reduced for parameter in expert_parameters(experts).values()):
-            raise LayerError(
-                "DDP has overwritten the experts of this rank with those of rank 0. Before "
-                "wrapping the model: model._ddp_params_and_buffers_to_ignore = "
-                "list(moemesh.expert_parameters(model))"
-            )
-    follow()
 
 
 class MoELayer(nn.Module):
@@ -504,15 +467,15 @@ class MoELayer(nn.Module):
         if torch.compiler.is_compiling():
             # Rows of an expert and messages are data: a graph cannot hold them.
             if torch.compiler.is_exporting():
-                raise LayerError(_NO_GRAPH)
-            torch._dynamo.graph_break(msg=_NO_GRAPH)
+                raise LayerError(NO_GRAPH)
+            torch._dynamo.graph_break(msg=NO_GRAPH)
             return torch.compiler.disable(self._forward)(x, valid)
         return self._forward(x, valid)
 
     def _forward(self, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Auxiliary]:
         dtype = self._checked_dtype(x, valid)
         if not torch.is_grad_enabled() and self.training:
-            self._refuse_reentrant()
+            refuse_reentrant(self, self.config)
         if self._connection is None:
             self._connect(x, dtype)
         if torch.is_grad_enabled() and not x.requires_grad:
@@ -590,7 +553,7 @@ class MoELayer(nn.Module):
             or torch._C._functorch.peek_interpreter_stack() is not None
             or forward_ad._current_level >= 0
         ):
-            raise LayerError(_NO_GRAPH)
+            raise LayerError(NO_GRAPH)
         if sharded := [name for name, p in self.named_parameters() if isinstance(p, DTensor)]:
             raise LayerError(
                 f"{sharded[0]} is sharded in the forward of the layer: call fully_shard on the "
@@ -621,16 +584,6 @@ class MoELayer(nn.Module):
             f"x is {x.dtype}, the experts are {weight.dtype}: x.to({weight.dtype}), or "
             f"layer.to({x.dtype if x.is_floating_point() else torch.float32})"
         )
-
-    def _refuse_reentrant(self) -> None:
-        """Raise LayerError if a reentrant checkpoint calls the layer, which has a loss."""
-        losses = self.config.aux_loss_coefficient + self.config.z_loss_coefficient
-        frame = caller("forward", "torch.utils.checkpoint") if losses else None
-        if frame and frame.f_locals.get("run_function") is self:
-            raise LayerError(
-                "checkpoint(layer, x, use_reentrant=True) loses the balancing loss inside of the "
-                "result: use_reentrant=False, or aux_loss_coefficient = z_loss_coefficient = 0"
-            )
 
     def _connect(self, x: Tensor, dtype: torch.dtype) -> None:
         """At the first forward: check that the ranks agree, then choose and test a dispatcher."""
