@@ -276,6 +276,8 @@ def read_text(path: Path) -> str:
             fix = "" if path.exists() else nearest_path(path, lambda one: one.suffix == ".toml")
         if path.name == RUN_CONFIG and path.parent.is_dir():
             fix = nearest_run(path.parent) or "a TOML file, or the folder of a run"
+        if re.match(r"\w+\.\w+=", str(path)):
+            fix = f"--set {shlex.quote(str(path))}"
         problem = Problem.of("no-file", str(path), None, message, fix)
     except UnicodeDecodeError as error:
         problem = Problem.of("syntax", str(path), None, unreadable(error))
