@@ -434,7 +434,7 @@ def _traffic(
     the plan, with more `settings` of :func:`predict_ledger`; else it is made of closed forms."""
     exact: Plan | str
     if (config := model.config) is None:
-        exact = "`moemesh train` does not have this model"
+        exact = model.why_not
     elif plan is None:
         exact = "no [plan] of `moemesh train` describes this layout"
     elif layout.dtype not in ELEMENT_BYTES:
