@@ -7,7 +7,7 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -276,6 +276,35 @@ def test_a_continuation_keeps_its_first_blank(tmp_path: Path) -> None:
     growing = generation.GrowingText(Tokenizer.open(str(tmp_path)), prompt=[1], **given)
     assert all(map(growing.add, (2, 3, 2))) and growing.text() == whole.removeprefix("Hello")
     assert "".join(pieces) == " worlds world" and pieces[0] == " world"
+
+
+@pytest.mark.parametrize("prompt", ["a" * 999, "\u20ac" * 999, "\U0001f600" * 999, "", "\u20ac"])
+def test_a_long_prompt_is_not_decoded_with_every_token(
+    prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only its end is, from the beginning of a character on: this decoder loses all bytes of a
+    row if those of one character are missing."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<0x00>"))
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, most = Tokenizer.open(str(tmp_path)), 0
+    decode = tokenizer.decode
+
+    def counted(ids: Sequence[int], **options: Any) -> str:
+        nonlocal most
+        most = max(most, len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    ids, pieces = list(prompt.encode()), list[str]()
+    given: dict[str, Any] = {"stops": (), "stop": "", "max_tokens": 99, "log": pieces.append}
+    growing = generation.GrowingText(tokenizer, prompt=ids, **given)
+    assert all(map(growing.add, "\u20ac b".encode()))
+    assert growing.text() == "".join(pieces) == "\u20ac b" and most < 99
 
 
 def test_a_stop_ends_inside_of_a_token(tmp_path: Path) -> None:

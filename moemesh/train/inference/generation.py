@@ -189,7 +189,10 @@ class GrowingText:
     ) -> None:
         self.tokenizer, self.stops, self.stop = tokenizer, stops, stop
         self.max_tokens, self.log = max_tokens, log
-        self._prompt, self._before = list(prompt), len(tokenizer.decode(prompt)) if prompt else 0
+        #: The last tokens of the prompt: enough that the first of the answer keeps its blank and
+        #: bytes of one character stay together.
+        self._prompt = _end_with_text(prompt, tokenizer)
+        self._before = len(tokenizer.decode(self._prompt))
         self.tokens: list[int] = []
         #: Text that `log` has received.
         self._logged = ""
@@ -221,6 +224,15 @@ class GrowingText:
     def _decoded(self) -> str:
         """The text that the tokens add to that of the prompt."""
         return self.tokenizer.decode([*self._prompt, *self.tokens])[self._before :]
+
+
+def _end_with_text(ids: Sequence[int], tokenizer: Tokenizer) -> list[int]:
+    """The last tokens of `ids` that have a text by themselves, which begins with a whole character;
+    all of them if that takes many. Each new token is decoded with them."""
+    for length in range(16, 20):  # a character has at most four tokens
+        if tokenizer.decode(ids[-length:])[:1] not in ("", "\ufffd"):
+            return list(ids[-length:])
+    return list(ids)
 
 
 def answer_together(
