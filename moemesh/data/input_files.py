@@ -39,9 +39,12 @@ COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
 #: Prefix of the path of a dataset of the Hugging Face Hub: hub:OWNER/NAME or hub:OWNER/NAME:SUBSET.
 HUB = "hub:"
+#: Folder in a downloaded copy of a dataset, with a record for each file.
+DOWNLOADS = Path(".cache", "huggingface", "download")
 #: Keys of the card of a dataset of the Hub.
 CARD_KEYS = r"^(?:configs|dataset_info|size_categories|task_categories):"
-#: Splits other than train in the names of files and folders.
+#: Splits in the names of files and folders: train, and others.
+TRAIN = re.compile(r"(?<![a-z])train")
 OTHER_SPLITS = re.compile(r"(?<![a-z])(?:test|validation|valid|val|dev|eval)(?![a-z])")
 #: Suffixes of files, which no name of a dataset has.
 _FILES = {".bin", ".gz", ".idx", ".json", ".jsonl", ".ndjson", ".parquet", ".txt", ".zst"}
@@ -188,7 +191,7 @@ def _visible(root: Path) -> list[Path]:
 def _is_dataset(root: Path) -> bool:
     """Whether the folder is a copy of a dataset of the Hub: downloaded, or with its card."""
     card = root / "README.md"
-    if (root / ".cache" / "huggingface").is_dir():
+    if (root / DOWNLOADS).is_dir():
         return True
     with reading(card):
         head = card.read_text("utf-8", "replace")[:HEAD] if card.is_file() else ""
@@ -196,23 +199,36 @@ def _is_dataset(root: Path) -> bool:
 
 
 def _of_dataset(root: Path, files: list[Path]) -> list[Path]:
-    """The `files` with records; only those of the split "train", if names or folders have it."""
-    files = [file for file in files if file.name.endswith(DATA_ENDINGS)]
-    training = [file for file in files if "train" in str(file.relative_to(root)).lower()]
-    return training or files
+    """The `files` with records, only those of the split train, if names or folders have it; and
+    files that the user has added to a download."""
+    added, records = set[Path](), set[Path]()
+    is_download = (root / DOWNLOADS).is_dir()
+    for file in files:
+        if is_download and not (root / DOWNLOADS / f"{file.relative_to(root)}.metadata").exists():
+            added.add(file)
+        elif file.name.endswith(DATA_ENDINGS):
+            records.add(file)
+    training = {file for file in records if TRAIN.search(str(file.relative_to(root)).lower())}
+    kept = added | (training or records)
+    return [file for file in files if file in kept]
 
 
 def note_on_splits(path: str | None, files: list[DataFile]) -> str | None:
     """A sentence on the splits in a folder, of whose files :func:`find` returned `files`; None
-    without any other than train."""
+    if it has no other than train."""
     if path is None or not (root := Path(path).expanduser()).is_dir():
         return None
-    names = [file.relative_to(root).as_posix() for file in _visible(root)]
-    others = [name for name in names if OTHER_SPLITS.search(name.lower())]
-    if not others or not any("train" in name.lower() for name in names):
+    if any(file.format == "dataset" for file in files):  # datasets has saved it, and reads it
         return None
-    if len(files) < len(names) and _is_dataset(root):
-        return f"{path} is a dataset of the Hub: only its split train is read"
+    names = [file.path.relative_to(root).as_posix() for file in files]
+    if _is_dataset(root):
+        records = [file for file in _visible(root) if file.suffix in _FILES]
+        left = {file.relative_to(root).as_posix() for file in records}.difference(names)
+        without = f"only its split train is read, without {few(sorted(left), 3)}"
+        return f"{path} is a dataset of the Hub: {without}" if left else None
+    others = [name for name in names if OTHER_SPLITS.search(name.lower())]
+    if not others or not any(TRAIN.search(name.lower()) for name in names):
+        return None
     given = few(others, 3)
     return f"{path} holds files that are named as another split ({given}); all of them are read"
 

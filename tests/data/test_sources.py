@@ -20,7 +20,7 @@ from moemesh.config.load import resolved_toml
 from moemesh.config.run import RunConfig
 from moemesh.data.corpus import Corpus
 from moemesh.data.indexed import IndexedTokens, IndexedWriter
-from moemesh.data.input_files import find, pinned
+from moemesh.data.input_files import find, note_on_splits, pinned
 from moemesh.data.samples import Samples, SampleSource
 from moemesh.data.sources import check, open_samples, with_vocabulary
 from moemesh.data.tokenizer import DataError, Tokenizer
@@ -224,15 +224,32 @@ def test_splits_in_a_folder(tmp_path: Path, mark: str | None) -> None:
     if mark == "card":
         (tmp_path / "README.md").write_text("---\nlicense: mit\nconfigs:\n- a\n---\nabout")
     if mark == "download":
-        (tmp_path / ".cache" / "huggingface").mkdir(parents=True)
+        records = tmp_path / ".cache" / "huggingface" / "download" / "data"
+        records.mkdir(parents=True)
+        for name in ("train-0", "test-0"):
+            (records / f"{name}.jsonl.metadata").touch()
+    lines(tmp_path / "constraints.jsonl", "own", 5)
     said: list[str] = []
     data = DataConfig(path=str(tmp_path), seq_len=8, global_batch=2)
     samples = open_samples(data, seed=0, vocab_size=256, cache=None, log=said.append)
     given = "holds files that are named as another split (data/test-0.jsonl); all of them are read"
-    note = "is a dataset of the Hub: only its split train is read" if mark else given
+    note = "is a dataset of the Hub: only its split train is read, without "
+    note += f"{'constraints.jsonl, ' * (mark == 'card')}data/test-0.jsonl"
+    note = note if mark else given
     assert said == [f"note: {tmp_path} {note}"]
     text = samples.corpora[0].tokens.tobytes().decode()
     assert ("test-0" in text) == (mark is None) and "train-0" in text and "about" not in text
+    assert ("own" in text) == (mark != "card")  # a file that the user has added to a download
+
+
+def test_a_note_names_files_that_are_read(tmp_path: Path) -> None:
+    """Neither files of another format nor the splits of a saved dataset."""
+    for name in ("train.jsonl", "test.txt"):
+        lines(tmp_path / name, name, 5)
+    assert note_on_splits(str(tmp_path), find(str(tmp_path), "jsonl")) is None
+    assert "(test.txt)" in (note_on_splits(str(tmp_path), find(str(tmp_path))) or "")
+    (tmp_path / "dataset_dict.json").touch()
+    assert note_on_splits(str(tmp_path), find(str(tmp_path))) is None
 
 
 # --- bad records -----------------------------------------------------------------------------
