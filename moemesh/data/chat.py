@@ -184,10 +184,12 @@ class ChatTemplate:
             if isinstance(parts, list) and parts and str(parts) in rendering.text:
                 reason = f"message {number} has a list as its content, which the chat template"
                 raise BadRecordError(where, f"{reason} writes as Python code: {JOIN_PARTS}")
-            if isinstance(parts, list | dict) and (part := rendering.lost_part(number - 1)):
-                held = f"part {part} of " if isinstance(parts, list) else "the object in "
-                reason = f"{held}message {number} is not written by the chat template"
-                raise BadRecordError(where, f"{reason}: give a text")
+        if (lost := rendering.lost_part()) is not None:
+            turn, number = lost
+            is_list = isinstance(messages[turn]["content"], list)
+            held = f"part {number + 1} of " if is_list else "the object in "
+            reason = f"{held}message {turn + 1} is not written by the chat template"
+            raise BadRecordError(where, f"{reason}: give a text")
         return Rendered(rendering.text, tuple(spans))
 
     def prompt(self, messages: Messages) -> str:
@@ -348,35 +350,52 @@ class _Rendering:
             spans.append(range(start, last + length))
         return spans
 
-    def lost_part(self, turn: int) -> int | None:
-        """Number, from 1, of a part of a message's content, a list or an object, that the template
-        leaves out, though it writes texts of this message; None: of none. Reasoning may be left
-        out."""
-        content = self._messages[turn]["content"]
-        is_list = isinstance(content, list)
-        parts = content if is_list else [content]
+    def lost_part(self) -> tuple[int, int] | None:
+        """Numbers, from 0, of a message and of a part of its content, a list or an object, that the
+        template leaves out, though it writes texts of this message; None: of none. Reasoning may be
+        left out."""
+        marks = dict[tuple[int, int], str]()  # message and part -> the text in place of its texts
 
-        def marked(value: Any) -> Any:
-            if isinstance(value, str):
-                return self._mark
+        def marked(value: Any, mark: str) -> Any:
             if isinstance(value, list):
-                return [marked(part) for part in value]
+                return [marked(part, mark) for part in value]
             if isinstance(value, dict):
-                return {key: part if key == "type" else marked(part) for key, part in value.items()}
-            return value
+                return {key: x if key == "type" else marked(x, mark) for key, x in value.items()}
+            return mark if isinstance(value, str) else value
 
-        def writes(content: Any) -> bool:
-            message = {**self._messages[turn], "content": content}
-            messages = [*self._messages[:turn], message, *self._messages[turn + 1 :]]
-            return self._mark in self._render(messages)
+        def marked_part(turn: int, number: int, part: Any) -> Any:
+            if isinstance(part, dict) and part.get("type") in REASONING:
+                return part
+            mark = f"{self._mark}{len(marks)}{self._mark}"
+            if (other := marked(part, mark)) != part:
+                marks[turn, number] = mark
+            return other
 
-        for number, part in enumerate(parts):
-            other = [*parts[:number], marked(part), *parts[number + 1 :]]
-            is_reasoning = isinstance(part, dict) and part.get("type") in REASONING
-            if marked(part) != part and not is_reasoning:
-                with suppress(BadRecordError):
-                    if not writes(other if is_list else other[0]) and writes(self._mark):
-                        return number + 1
+        def rendered(contents: Mapping[int, Any]) -> str:
+            messages = list(self._messages)
+            for turn, content in contents.items():
+                messages[turn] = {**messages[turn], "content": content}
+            with suppress(BadRecordError):
+                return self._render(messages)
+            return ""
+
+        contents = dict[int, Any]()
+        for turn, message in enumerate(self._messages):
+            content = message.get("content")
+            if isinstance(content, list):
+                contents[turn] = [marked_part(turn, *item) for item in enumerate(content)]
+            elif isinstance(content, dict):
+                contents[turn] = marked_part(turn, 0, content)
+        # One rendering for all parts; another two for each that is missing in it.
+        text = rendered(contents) if marks else ""
+        for (turn, number), mark in marks.items():
+            if mark not in text:
+                content, other = self._messages[turn]["content"], contents[turn]
+                if isinstance(content, list):
+                    other = [*content[:number], other[number], *content[number + 1 :]]
+                alone = rendered({turn: other})
+                if alone and mark not in alone and self._mark in rendered({turn: self._mark}):
+                    return turn, number
         return None
 
     def _place(self, turn: int) -> tuple[int, int]:

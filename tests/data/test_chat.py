@@ -227,19 +227,37 @@ PARTS: list[tuple[Any, str | None]] = [
 ]
 
 
+#: CHATML, also for contents that are lists of texts.
+OF_PARTS = CHATML.replace(
+    "{{ message.content }}",
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}",
+)
+
+
+def test_the_search_for_lost_parts_renders_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendering for each part made conversations of many parts ten times as slow."""
+    template, calls = ChatTemplate(OF_PARTS, {}, "test"), list[int]()
+    render = template._render
+    monkeypatch.setattr(template, "_render", lambda *x, **y: calls.append(1) or render(*x, **y))
+    numbers = list[int]()
+    for count in (1, 1, 9):  # what the template finds out once is not counted
+        parts = [{"type": "text", "text": "a"}] * count
+        talk = [{**turn, "content": parts} for turn in ASKED]
+        template.render({"messages": talk}, HERE)
+        numbers.append(len(calls))
+        calls.clear()
+    assert numbers[1] == numbers[2]
+
+
 @pytest.mark.parametrize(("content", "lost"), PARTS)
 def test_parts_that_the_template_leaves_out(content: Any, lost: str | None) -> None:
-    source = CHATML.replace(
-        "{{ message.content }}",
-        "{% if message.content is string %}{{ message.content }}"
-        "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}",
-    )
     talk = {"messages": [{"role": "user", "content": content}, ASKED[1]]}
     if lost is None:
-        assert "b<|im_end|>" in ChatTemplate(source, {}, "test").render(talk, HERE).text
+        assert "b<|im_end|>" in ChatTemplate(OF_PARTS, {}, "test").render(talk, HERE).text
     else:
         with pytest.raises(DataError, match=f"{lost}.* is not written by the chat template"):
-            ChatTemplate(source, {}, "test").render(talk, HERE)
+            ChatTemplate(OF_PARTS, {}, "test").render(talk, HERE)
 
 
 @pytest.mark.parametrize(("role", "usual"), [("human", "user"), ("observation", "tool")])
