@@ -57,10 +57,12 @@ OLDER_KEYS = {
     "function_call": '"tool_calls": [{"type": "function", "function": {...}}]',
     "train_detail": '"train" for a whole turn',
 }
-#: Other keys of a turn that are about its loss, if their value is a number or a list.
+#: Other keys of a turn that are about its loss, if their value is a switch or a list; and those
+#: whose value may be any number. Other numbers, such as that of `train_loss`, are measurements.
 _LOSS = re.compile(
     r"(?:^|_)(?:train|training|trainable|loss|mask|masks|weight|weights|learn)(?:_|$)"
 )
+_FACTOR = re.compile(r"(?:^|_)(?:weight|weights|scale)(?:_|$)")
 #: Names of roles that other formats than messages have.
 FOREIGN_ROLES = {role for role, usual in ROLES.items() if role != usual}
 #: The command that makes texts of contents that are lists of parts.
@@ -520,12 +522,10 @@ def _messages(record: Mapping[str, Any], where: Where) -> tuple[Messages, list[b
         if (older := next((key for key in OLDER_KEYS if message.get(key)), None)) is not None:
             reason = f'message {number} has "{older}", which is not read: {OLDER_KEYS[older]}'
             raise BadRecordError(where, reason)
-        for key in message:
-            if (
-                key not in LOSS_KEYS
-                and _LOSS.search(key)
-                and isinstance(message[key], int | float | list)
-            ):
+        for key, value in message.items():
+            is_switch = isinstance(value, list) or value in (0, 1)
+            is_factor = isinstance(value, int | float) and _FACTOR.search(key)
+            if key not in LOSS_KEYS and _LOSS.search(key) and (is_switch or is_factor):
                 reason = f'message {number} has "{key}", which is not read; '
                 raise BadRecordError(where, f'{reason}"train": false masks a turn')
         if "content" not in message and "tool_calls" not in message:

@@ -378,6 +378,8 @@ def test_turns_without_loss(source: str, off: dict[str, Any], masked: tuple[int,
         ({"function_call": {"name": "now"}}, '"function_call", which is not read: "tool_calls"'),
         ({"train_detail": [{"begin_offset": 0}]}, '"train_detail", which is not read: "train"'),
         ({"role": "user", "train": True}, "only turns of the assistant"),
+        ({"loss_scale": 0.5}, '"loss_scale", which is not read; "train": false masks a turn'),
+        ({"no_loss": 1}, '"no_loss", which is not read'),
         ({"loss_scale": 0}, '"loss_scale", which is not read; "train": false masks a turn'),
         ({"training_detail": [{"train": False}]}, '"training_detail", which is not read'),
     ],
@@ -386,6 +388,12 @@ def test_other_weights_are_refused(turn: dict[str, Any], reason: str) -> None:
     talk = [*ASKED[:3], {**ASKED[3], **turn}]
     with pytest.raises(DataError, match=f"line 7, byte 90: message 4.*{reason}"):
         texts_of(CHATML, {"messages": talk})
+
+
+def test_measurements_of_a_turn_are_not_about_its_loss() -> None:
+    """Numbers that others record beside a turn."""
+    talk = [ASKED[0], {**ASKED[1], "train_loss": 2.5, "loss_mean": 0.25, "train_tokens": 9}]
+    assert texts_of(CHATML, {"messages": talk}) == ["one<|im_end|>"]
 
 
 #: Template like that of gpt-oss: the end of a call differs, and a result repeats its call's name.
