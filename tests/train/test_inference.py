@@ -375,6 +375,14 @@ def test_a_prompt_for_a_folder_begins_as_in_transformers(
     assert given[2] == expected[1:]
 
 
+def test_a_prompt_with_its_beginning_gets_no_second(folder: Path) -> None:
+    config, tokenizer = load_run([], [], environ={}).config, Tokenizer.open(str(folder))
+    first, *others = tokenizer.encode(b"ab", "test").tolist()
+    for beginning, expected in (([first], [first, *others]), ([5], [5, first, *others])):
+        encoder = generation.PromptEncoder(config, tokenizer, None, [], beginning)
+        assert encoder.ids("ab") == expected
+
+
 def test_settings_of_a_folder_that_are_not_applied(
     folder: Path, answering: Callable[..., Model], generated: Generated
 ) -> None:

@@ -286,7 +286,7 @@ class PromptEncoder:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     turns: list[dict[str, str]]
-    #: Ids before each prompt.
+    #: Ids before each prompt that does not begin with them.
     beginning: list[int]
 
     def ids(self, text: str, name: str = "--prompt") -> list[int]:
@@ -295,11 +295,13 @@ class PromptEncoder:
         if self.template is not None:
             text = self.template.prompt([*self.turns, {"role": "user", "content": text}])
         try:
-            ids = [*self.beginning, *self.tokenizer.encode(text.encode(), name).tolist()]
+            ids = self.tokenizer.encode(text.encode(), name).tolist()
         except UnicodeEncodeError as error:
             raise UserError(
                 f"{name} is not UTF-8 text: character {error.start + 1} is invalid"
             ) from error
+        if ids[: len(self.beginning)] != self.beginning:
+            ids = [*self.beginning, *ids]
         if not ids:
             raise UserError(f"{name} is empty; it needs at least one token")
         model = self.config.model
