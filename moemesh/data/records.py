@@ -263,7 +263,7 @@ def _record(value: object, text_key: str, where: Where) -> Record:
             return text if isinstance(text, bytes) else _encoded(text, where)
         shape = next((keys for keys in SHAPES if all(key in fields for key in keys)), None)
         is_shape = text_key not in fields and shape is not None
-        if is_shape and not any(key in fields for key in REJECTED):
+        if is_shape and not any(fields.get(key) for key in REJECTED):
             return _shaped(without_nulls(fields), shape[0], where)
         content = f"an object with the keys {some(row)}" if row else "an empty object"
         for key in (text_key, MESSAGES):
@@ -303,14 +303,14 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
         raise BadRecordError(where, f'"{FUNCTIONS}" is not read: "{TOOLS}" is its name today')
     _refuse_avoided(fields, where)
     messages = without_nulls(_json(messages, MESSAGES, where))
-    if (system := fields.get(SYSTEM)) and isinstance(messages, list):
-        is_text = isinstance(system, str | list)
+    system = fields.get(SYSTEM)
+    if system and not isinstance(system, str | list):
+        raise BadRecordError(where, f'"{SYSTEM}" must be a text, and is {_kind(system)}')
+    if _stripped(system) and isinstance(messages, list):
         first = messages[0] if messages and isinstance(messages[0], dict) else {}
-        if not is_text:
-            raise BadRecordError(where, f'"{SYSTEM}" must be a text, and is {_kind(system)}')
         if first.get("role") not in ("system", "developer"):
             messages = [{"role": "system", "content": system}, *messages]
-        elif first.get("content") != system:
+        elif _stripped(first.get("content")) != _stripped(system):
             reason = f'"{SYSTEM}" and the first message are two different system prompts'
             raise BadRecordError(where, reason)
     record: Record = {MESSAGES: messages}
@@ -320,6 +320,11 @@ def _conversation(messages: Any, fields: Mapping[str, Any], where: Where) -> Rec
             is_text = isinstance(value, str)
             record[key] = _json(value, key, where) if is_text else without_nulls(value)
     return record
+
+
+def _stripped(content: Any) -> Any:
+    """The content of a message without blanks around a text, which most templates drop."""
+    return content.strip() if isinstance(content, str) else content
 
 
 def _refuse_avoided(fields: Mapping[str, Any], where: Where) -> None:
@@ -416,7 +421,9 @@ def _alpaca(fields: Mapping[str, Any], key: str, where: Where) -> list[dict[str,
         isinstance(pair, list) and len(pair) == 2 for pair in earlier
     )
     if not are_pairs or not all(isinstance(text, str) for text in chain(given, *earlier)):
-        reason = f'"{key}", "input" and "output" must be texts, "history" a list of pairs'
+        reason = (
+            f'"{key}", "context", "input" and "output" must be texts, "history" a list of pairs'
+        )
         raise BadRecordError(where, reason)
     *question, answer = given
     texts = [*chain(*earlier), "\n".join(filter(None, question)), answer]
@@ -533,21 +540,21 @@ def _columns(names: Iterable[str], path: Path, text_key: str) -> list[str]:
         wanted += optional
     for keys, others in SHAPES.items():  # also beside a text, which may be null in some rows
         if all(key in names for key in keys):
-            wanted += [*keys, *others, *optional]
+            wanted += [*keys, *others, *optional, *REJECTED]
     if not wanted:
         advice = "data.text_key names the column of the text"
         halves = {name.lower() for name in names} & {*QUESTIONS, *ANSWERS, *REJECTED, *DIALOGS}
         if halves and path.exists():
             # The message on a line of JSON has the command that converts it.
-            package, rows = "pyarrow.parquet", f"read_table('{path}').to_pylist()"
+            package, rows = "pyarrow.parquet", f"read_table({json.dumps(str(path))}).to_pylist()"
             if path.is_dir():
                 split = path / "train" if (path / SAVED_DATASETS).is_file() else path
-                package, rows = "datasets", f"load_from_disk('{split}')"
-            code = f"import json, {package}; [print(json.dumps(x)) for x in {package}.{rows}]"
-            lines = shlex.quote(f"{path.stem}.jsonl")
-            advice = (
-                f'lines of JSON have the command that converts them: python -c "{code}" > {lines}'
-            )
+                package, rows = "datasets", f"load_from_disk({json.dumps(str(split))})"
+            # Dates and numbers of other types become texts.
+            line = "json.dumps(x, default=str)"
+            code = f"import json, {package}; [print({line}) for x in {package}.{rows}]"
+            command = f"python -c {shlex.quote(code)} > {shlex.quote(f'{path.stem}.jsonl')}"
+            advice = f"lines of JSON have the command that converts them: {command}"
         raise DataError(
             f'{path} has neither a column "{text_key}" nor "{MESSAGES}", but {some(names)}: '
             + (TOKEN_IDS if any(name in IDS for name in names) else advice)

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tarfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -132,23 +133,26 @@ def test_records_of_other_forms_have_the_command_that_converts_them(
         assert converted == (wanted if isinstance(wanted, bytes) else {"messages": wanted})
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a folder"])
+@pytest.mark.parametrize("name", ["it's $1.parquet", "a folder"])
 def test_a_table_of_another_form_has_the_command_that_makes_lines(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, file = [{"question": "q", "answer": "a"}] * 2, tmp_path / name
+    rows: list[dict[str, Any]] = [{"question": "q", "answer": "a", "day": date(2026, 1, 2)}] * 2
+    file = tmp_path / name
     if name.endswith("parquet"):
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
         datasets = pytest.importorskip("datasets")
         made = datasets.DatasetDict(train=datasets.Dataset.from_list(rows))
         made.save_to_disk(str(file))
-    with pytest.raises(DataError, match=r'has neither a column .* python -c ".*" > ') as caught:
+    with pytest.raises(DataError, match=r"has neither a column .* python -c .* > ") as caught:
         texts(file)
     words = shlex.split(str(caught.value).partition("them: ")[2])
     assert words[:2] == ["python", "-c"] and words[3:] == [">", f"{Path(name).stem}.jsonl"]
     exec(words[2], {})
-    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        {**row, "day": "2026-01-02"} for row in rows
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

@@ -540,6 +540,18 @@ SHAPED: dict[str, tuple[dict[str, Any], Any]] = {
         {"system": "c", "messages": [{"role": "system", "content": "c"}, assistant("b")]},
         {"messages": [{"role": "system", "content": "c"}, assistant("b")]},
     ),
+    "a system prompt in both places, once with a newline": (
+        {"system": "c", "messages": [{"role": "system", "content": "c\n"}, assistant("b")]},
+        {"messages": [{"role": "system", "content": "c\n"}, assistant("b")]},
+    ),
+    "a blank system prompt": (
+        {"system": "\n", "messages": [assistant("b")]},
+        {"messages": [assistant("b")]},
+    ),
+    "no answer to avoid": (
+        {"prompt": "a", "completion": "b", "rejected": False},
+        {"prompt": "a", "completion": "b"},
+    ),
     "Alpaca with a context": (
         {"instruction": "Sum up.", "context": "1 2", "output": "3"},
         {"messages": [user("Sum up.\n1 2"), assistant("3")]},
@@ -605,6 +617,7 @@ def test_a_completion_carries_the_loss(folder: Path, tmp_path: Path) -> None:
         ({"instruction": 3, "output": "b"}, "must be texts"),
         ({"instruction": "a", "output": ["b"]}, "must be texts"),
         ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "must be texts"),
+        ({"instruction": "a", "context": {"b": 1}, "output": "c"}, '"context", .* must be texts'),
         ({"instruction": "a", "output": "b", "history": [["c"]]}, "a list of pairs"),
         ({"instruction": "a", "output": "b", "history": ["cd"]}, "a list of pairs"),
         ({"instruction": "a", "output": "b", "history": [{"c": "d", "e": "f"}]}, "list of pairs"),
@@ -621,6 +634,15 @@ def test_records_that_are_no_such(tmp_path: Path, record: dict[str, Any], reason
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     with pytest.raises(BadRecordError, match=f"line 1, byte 0: .*{reason}"):
         all_of(tmp_path / "a.jsonl")
+
+
+def test_answers_to_avoid_are_refused_in_every_format(tmp_path: Path) -> None:
+    record = {"prompt": "a", "completion": "b", "rejected": "c"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    pq.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        with pytest.raises(BadRecordError, match="preferences are not trained"):
+            all_of(tmp_path / name)
 
 
 def test_a_column_of_bytes_is_text(tmp_path: Path) -> None:
