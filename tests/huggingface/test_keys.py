@@ -276,3 +276,15 @@ def test_values_that_have_no_meaning_here(
     folder = changed(save(kind, tmp_path / kind), changes, tmp_path / "changed")
     with pytest.raises(ConfigError, match=words):
         load_run([], [f"model.path={folder}", "model.implementation=moemesh"], {})
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3"])
+def test_a_window_that_no_layer_reads(kind: str, tmp_path: Path) -> None:
+    folder = save(kind, tmp_path / kind)
+    kinds = ["full_attention"] * json.loads((folder / "config.json").read_text())[
+        "num_hidden_layers"
+    ]
+    changes: dict[str, Any] = {"sliding_window": 0, "layer_types": kinds}
+    if kind == "qwen3":
+        changes["use_sliding_window"] = True
+    assert compare(folder, changes, tmp_path / "changed") == "same"

@@ -209,7 +209,9 @@ def model_values(config: Config) -> dict[str, object]:
         }
     values, window = sizes.values, "sliding_window"
     is_hiding = values.get(window) == 0 and values[window] is not False
-    if is_hiding and values.get("use_sliding_window", True):
+    kinds = values.get("layer_types")
+    is_read = not isinstance(kinds, list) or "sliding_attention" in kinds
+    if is_hiding and is_read and values.get("use_sliding_window", True):
         message = f"{window} = 0 hides every key there; known: above 0, or null"
         raise wrong("not-available", window, values[window], message)
     if windows:
