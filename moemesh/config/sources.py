@@ -195,6 +195,8 @@ _FOREIGN = {
 def _foreign(path: Path, text: str) -> ConfigSource | None:
     """The refusal of a configuration of another trainer, with the leaves for which this package has
     a key or an answer; None for other files. A script has options, "--lr 1e-3"."""
+    if not path.exists():
+        return None
     pairs: list[tuple[str, object, int]] = []  # dotted key, value, line
     kind = "" if path.name in ("config.json", ADAPTER_CONFIG) else _FOREIGN.get(path.suffix, "")
     if kind == "YAML":

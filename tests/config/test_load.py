@@ -205,15 +205,14 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     good = write(tmp_path, '[train]\nsteps = "8"\nlr = true\n[plan]\ndp = 8\nep = 6\n')
     broken = write(tmp_path, "[train\n", "broken.toml")
     environ = {"MOEMESH__data__seqlen": "4"}
-    problems = problems_of(
-        [good, broken, tmp_path / "none.toml"], ["train.clip=-1", "a.b=1"], environ
-    )
+    missing = [tmp_path / "none.toml", tmp_path / "none.yaml"]
+    problems = problems_of([good, broken, *missing], ["train.clip=-1", "a.b=1"], environ)
     assert {(item.code, item.key) for item in problems} == {
         ("wrong-type", "train.steps"),
         ("wrong-type", "train.lr"),
         ("not-divisible", "plan.ep"),
         ("syntax", ""),
-        ("no-file", str(tmp_path / "none.toml")),
+        *(("no-file", str(file)) for file in missing),
         ("unknown-key", "data.seqlen"),
         ("out-of-range", "train.clip"),
         ("unknown-key", "a.b"),
