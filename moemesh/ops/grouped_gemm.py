@@ -89,8 +89,12 @@ def _has_fast_path(*tensors: Tensor) -> bool:
         size = tensor.itemsize
         if tensor.dtype not in _FAST_DTYPES or tensor.data_ptr() % 16:
             return False
-        if [step for step in tensor.stride() if step * size % 16] not in ([1], []):
+        steps = tensor.stride()
+        if steps.count(1) > 1:
             return False
+        for step in steps:  # a loop: the frame of a comprehension is twelve calls of a layer
+            if step != 1 and step * size % 16:
+                return False
     return True
 
 
