@@ -107,7 +107,14 @@ class Group(_CommandLine, TyperGroup):
         if elsewhere := IN_A_CHECKOUT.get(f"{group} {word}".strip()):
             fix = f"{elsewhere}, in a checkout"
         elif word in ("help", "version"):
-            fix = shlex.join([ctx.command_path, *args[1:], f"--{word}"])
+            # Every verb has a --help, the command alone a --version.
+            command, words = self, ["moemesh", *group.split()] if word == "help" else ["moemesh"]
+            for verb in args[1:] if word == "help" else ():
+                command = command.get_command(ctx, verb) if isinstance(command, Group) else None
+                if command is None:
+                    break
+                words.append(verb)
+            fix = f"{' '.join(words)} --{word}"
         elif near := nearest_verb(word, group):
             fix = shlex.join(["moemesh", *near.split(), *args[1:]])
         else:

@@ -82,6 +82,11 @@ def test_the_table_of_words_has_every_verb_once() -> None:
         ("checkpoint export", "convert"),
         ("config validate", "config check"),
         ("data preview", "data show"),
+        ("help checkpoint ls", "checkpoint ls --help"),
+        ("checkpoint help ls", "checkpoint ls --help"),
+        ("checkpoint version", "--version"),
+        ("help plan --json", "plan --help"),
+        ("help nonsense", "--help"),
     ],
 )
 def test_a_word_of_another_tool_leads_to_the_verb(typed: str, meant: str, said: Said) -> None:
