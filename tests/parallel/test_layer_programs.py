@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import vector_to_parameters
 from torch.nn.utils.parametrize import register_parametrization
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import (
@@ -87,6 +88,8 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
     lambda g: (g > 0.9 * g.abs().max()).any(),
     lambda g: (g == 0).count_nonzero(),
     lambda g: torch.cat([g.flatten(), g.flatten()]).norm(),
+    lambda g: torch.sum(input=torch.cat(tensors=[g, g])),
+    lambda g: torch.linalg.norm(input=torch.stack(tensors=[torch.norm(input=g, p=1)])),
 ]
 
 
@@ -109,6 +112,13 @@ def reductions(rank: int) -> Any:
             mixed.norm()
     with pytest.raises(LayerError, match="std over gradients of experts that are spread"):
         gradient.std()
+    for sized in (
+        lambda: gradient.view(gradient.numel()),
+        lambda: torch.zeros(gradient.numel()).copy_(gradient.flatten()),
+        lambda: vector_to_parameters(torch.zeros(9), [gradient]),
+    ):
+        with pytest.raises(LayerError, match=r"size.*views and buffers math\.prod"):
+            sized()
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(LayerError, match="of experts and of others would be that of this rank"):
         optimizer.step(lambda: torch.zeros(()))

@@ -155,6 +155,14 @@ _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
 _NORMS = ("norm", "linalg_norm", "linalg_vector_norm")
 #: Reductions that the results of the ranks do not determine.
 _OF_ELEMENTS = ("std", "var", "median", "quantile", "logsumexp", "prod", "linalg_matrix_norm")
+#: Functions to which programs pass `numel` as a size.
+_SIZED = ("view", "view_as", "reshape", "reshape_as", "copy_", "narrow", "__setitem__")
+_OWN_SIZE = (
+    "numel() of a gradient of experts is that of all ranks: for views and buffers "
+    "math.prod(grad.shape), or grad.as_subclass(torch.Tensor)"
+)
+#: Names of the first parameter of torch's functions.
+_FIRST = ("input", "tensors")
 _JOINED = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "column_stack")
 
 
@@ -184,7 +192,9 @@ class SpreadGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args and (named := [key for key in _FIRST if key in kwargs]):
+            args = (kwargs.pop(named[0]),)
         tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
         spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
         name = getattr(func, "__name__", "")
@@ -207,7 +217,12 @@ class SpreadGradient(Tensor):
                 for i in spread:
                     results[i] = _over_ranks(name, results[i], tensors[i], args, kwargs)
                 return results
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                if name in _SIZED:
+                    raise LayerError(f"{name}: {error}. {_OWN_SIZE}") from error
+                raise
             if not spread:
                 return result
             gradient = tensors[spread[0]]
