@@ -187,6 +187,15 @@ def test_a_measure_in_any_unit(column, cell, seconds, tmp_path):
         assert (run.reason, run.seconds) == ("", seconds)
 
 
+@pytest.mark.parametrize("cell", ["9100", "1.4x", "good", "OOM†", "0", ""])
+@pytest.mark.parametrize("other", [{"mem_gib": "60"}, {"status": "OOM"}])
+def test_a_row_without_a_legible_rate_keeps_its_other_measurements(other, cell, tmp_path):
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | other | {"Performance": cell})
+    ended = "ok" if "mem_gib" in other and "OOM" not in cell else "OOM"
+    assert (run.reason, run.seconds, run.ended) == ("", None, ended)
+    assert run.memory_bytes == (60 * 2**30 if "mem_gib" in other else None)
+
+
 @pytest.mark.parametrize("cell", ["8k", "8K", "8,192", "8192†", "8,192 tokens"])
 def test_a_sequence_length_in_any_form(cell, tmp_path):
     run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {"Seq": cell, "Step time": "10.5"})

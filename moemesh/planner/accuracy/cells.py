@@ -180,11 +180,21 @@ def _joined(cell: str) -> str:
 def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
     """The row with uniform spellings; other columns are unchanged."""
     uniform, words = dict(row), spellings()["spelling"]
+    (oom,) = (pattern for pattern, word in words["status"] if word == "OOM")
     rates = {name: uniform.pop(name, "").strip() for name in _RATES}
     if not any(uniform.get(name) for name in _MEASURED.keys() - {"mem_gib", "batch_tokens"}):
-        for name, text in rates.items():
-            uniform |= _rate_in(text, name) if text else {}
-    (oom,) = (pattern for pattern, word in words["status"] if word == "OOM")
+        cells = [_rate_in(text, name) for name, text in rates.items() if text]
+        # A row whose rate has no unit, or is a word, has its memory, or how it ended.
+        known = [
+            rate
+            for rate in cells
+            for text in rate.values()
+            if "unread" not in rate and (_quantity(text) or re.fullmatch(oom, text, re.IGNORECASE))
+        ]
+        if known or uniform.get("mem_gib") or uniform.get("status"):
+            cells = known
+        for rate in cells:
+            uniform |= rate
     for name in uniform.keys() & {*_MEASURED, *_COUNTS, "vpp", "zero"}:
         uniform[name] = _MARKS.sub("", uniform[name].strip())
     for name in uniform.keys() & {*_MEASURED}:  # printed in place of a time or a memory
@@ -229,7 +239,7 @@ def _rate_in(text: str, name: str) -> dict[str, str]:
     """The measured column, and its cell, of a rate with its unit in the column `name`."""
     match = _quantity(_MARKS.sub("", text))
     if match is None:
-        return {"tokens_s": text}  # "OOM", or none
+        return {"tokens_s": _MARKS.sub("", text)}  # "OOM", or none
     unit = re.sub(_PER_DEVICE, "", match[3])
     is_of_device = unit != match[3] or name.endswith("_gpu")
     tokens, others = ("tokens_s_gpu", ()) if is_of_device else ("tokens_s", ("samples_s",))
