@@ -46,9 +46,9 @@ def load_table(path: Path, warn: Callable[[str], None] = lambda _: None) -> np.n
     row for each expert. Raises BalanceError.
     """
     if path.is_dir():
-        if near := nearest_run(path):
-            raise BalanceError(f"{path} holds no loads: {near}")
-        path = path / "loads.jsonl"
+        folder, path = path, path / "loads.jsonl"
+        if not path.exists() and (near := nearest_run(folder)):
+            raise BalanceError(f"{folder} holds no loads: {near}")
     return _read(path, LOAD_KEYS, warn)
 
 

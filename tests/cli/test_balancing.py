@@ -346,6 +346,18 @@ def test_ambiguous_tables_are_refused(text: str, words: str, tmp_path: Path) -> 
         load_table(path)
 
 
+def test_loads_in_a_folder_of_runs_are_read_before_a_run_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "first"
+    run.mkdir()
+    for name in ("config.toml", "metrics.jsonl"):
+        (run / name).touch()
+    with pytest.raises(BalanceError, match=r"holds no loads: did you mean .*first"):
+        load_table(tmp_path)
+    loads = LayerLoads(step=1, layer=0, tokens_per_expert=(3, 4))
+    (tmp_path / "loads.jsonl").write_text(json.dumps(loads.to_json()))
+    assert load_table(tmp_path).tolist() == [[3, 4]]
+
+
 def test_recorders_of_serving_stacks(tmp_path: Path) -> None:
     """SGLang's recorder: steps x layers x experts, as JSON or by torch.save; vLLM's expert_load."""
     import torch
