@@ -106,6 +106,8 @@ def reductions(rank: int) -> Any:
     assert gradient is not None
     results = [reduction(gradient) for reduction in REDUCTIONS]
     assert len(in_hook) == 1 and torch.equal(in_hook[0], gradient.norm())
+    row, own = gradient.reshape(1, -1), gradient.as_subclass(Tensor)
+    assert torch.equal(row.sum(dim=1), own.reshape(1, -1).sum(dim=1))  # of each expert: of no rank
     flat = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
     for mixed in (flat, flat * 2):
         with pytest.raises(LayerError, match="norm over gradients of experts and of others"):
