@@ -241,15 +241,15 @@ class Watched:
         self._metrics, self._events = Tail(folder / METRICS), Tail(folder / EVENTS)
         self._last_kind = ""  # of the newest event that starts or ends a run
         #: Counter of the lease, and the time at which it was first read.
-        self._beat: tuple[object, float] = (None, 0.0)
+        self._beat: tuple[object, float] = (None, time.monotonic())
         self._has_read_config = self._misses_all = False
         self.view = View(folder.resolve().name)
 
     @property
     def is_run(self) -> bool:
-        """Whether a run has written into the folder."""
-        names = (METRICS, EVENTS, RUN_PLAN, LEASE)
-        return any((self.folder / name).exists() for name in names)
+        """Whether a run has written into the folder; an empty file is none of its."""
+        files = (self.folder / name for name in (METRICS, EVENTS, RUN_PLAN, LEASE))
+        return any(file.exists() and file.stat().st_size for file in files)
 
     def look(self) -> list[Event]:
         """Read new rows and events; returns the new events."""
@@ -298,15 +298,15 @@ class Watched:
             counter, now = body.get("counter"), time.monotonic()
             if body.get("held") is False:
                 lives = False
-            elif body["host"] == socket.gethostname():
+            elif body.get("host") == socket.gethostname():
                 try:
                     os.kill(int(body["pid"]), 0)
                     lives = True
                 except (ProcessLookupError, PermissionError) as error:
                     lives = isinstance(error, PermissionError)
-            elif counter is None:
+            elif body and counter is None:
                 lives = None if self._failure() is None else False
-            else:
+            else:  # without a lease, which a run takes before it writes, there is no counter
                 if counter != self._beat[0]:
                     self._beat = counter, now
                 lives = None if now - self._beat[1] < _BEAT_SECONDS else False

@@ -143,6 +143,12 @@ def test_how_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(module, "_BEAT_SECONDS", -1.0)  # it has stood still for too long
     assert watched.end() == (False, "the run has stopped running")
     monkeypatch.undo()
+    (folder / "lease").unlink()  # a copy of the other files
+    assert Watched(folder).end() is None
+    assert watched.end() is None
+    monkeypatch.setattr(module, "_BEAT_SECONDS", -1.0)
+    assert watched.end() == (False, "the run has stopped running")
+    monkeypatch.undo()
     (folder / "lease").write_text(json.dumps({**body, "held": False}))
     assert watched.end() == (False, "the run has stopped running")
     for kind, how in (("finished", "has finished"), ("stopped", "has been stopped")):
@@ -175,10 +181,13 @@ def test_lines_in_a_pipe_until_the_end(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").write_text("")
     for name, wait, reason in (
         ("notes", 0.0, "holds no run"),
         ("absent", 0.2, "holds no run"),
         ("file", 60.0, "is a file"),
+        ("empty", 0.2, "holds no run"),
         ("no/such", 0.2, "holds no run"),
         ("no/such/run", 60.0, "must exist before"),
     ):
