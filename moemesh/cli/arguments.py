@@ -44,6 +44,17 @@ IN_A_CHECKOUT = {"drill": "python -m tests.drill", "bench layers": "python -m be
 }
 
 
+#: Names in other tools of `--ranks-per-node`.
+_RANKS_PER_NODE = (
+    *("--nproc-per-node", "--procs-per-node", "--gpus-per-node", "--ntasks-per-node"),
+    *("--local-world-size", "--devices-per-node", "--num-gpus-per-node"),
+)
+#: A verb that does not exist -> the fix, instead of a verb of another group.
+_NO_VERB = dict.fromkeys(
+    [f"config {word}" for word in ("init", "new", "create", "write", "generate", "template")],
+    "write the keys that differ from the defaults into a file of your own: `moemesh config show` "
+    "prints all keys, and `moemesh plan --write FILE.toml` writes those of a plan",
+)
 _RUN = (
     *("run", "run-dir", "run-path", "folder", "dir", "path", "model", "model-path"),
     *("checkpoint", "checkpoint-dir", "ckpt", "i", "input", "from", "load"),
@@ -60,12 +71,14 @@ _ARGUMENTS = {
 
 def nearest_verb(word: str, group: str) -> str:
     """The verb most likely meant by `word` after `group` ("" for the command itself): by another
-    tool's name, by our name on another level, or by spelling; "" without a match."""
+    tool's name, by our name on another level, or by spelling; "" without a match. Verbs of another
+    group have another subject."""
     in_group = [verb for verb in VERBS if verb.rpartition(" ")[0] == group]
+    others = [verb for verb in VERBS if not group or " " not in verb]
     tables = [
         {word: verb for verb in reversed(verbs) for word in VERBS[verb].words.split()}
         | {verb.rpartition(" ")[2]: verb for verb in reversed(verbs)}
-        for verbs in (in_group, list(VERBS))
+        for verbs in (in_group, others)
     ]
     for cutoff in (1.0, 0.75):
         for table in tables:
@@ -106,6 +119,8 @@ class Group(_CommandLine, TyperGroup):
         group, word = ctx.command_path.partition(" ")[2], args[0].lower()
         if elsewhere := IN_A_CHECKOUT.get(f"{group} {word}".strip()):
             fix = f"{elsewhere}, in a checkout"
+        elif answer := _NO_VERB.get(f"{group} {word}"):
+            fix = answer
         elif word in ("help", "version"):
             # Every verb has a --help, the command alone a --version.
             command, words = self, ["moemesh", *group.split()] if word == "help" else ["moemesh"]
@@ -256,6 +271,8 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
         fix = nearest_choice(str(value), choices)
         return Problem.of("not-a-choice", name, value, f"{name} cannot be {value}", fix)
     given = value[-1] if param.multiple else value
+    if name == "--hours":
+        use = f"{name} {_hours(given)}"
     message = f"{name}: {reason.rstrip('.')}"
     reads = getattr(getattr(kind, "parameter_info", None), "parser", getattr(kind, "func", None))
     if reads is None and type_name in ("int", "flo"):
@@ -270,6 +287,17 @@ def _wrong(param: Any, name: str, reason: str, value: Any, example: str | None) 
                 message = f"{name} must be {words} {bound}, not {given}"
                 return Problem.of("out-of-range", name, given, message, f"{name} {bound}")
     return Problem.of("wrong-type", name, given, message, use)
+
+
+def _hours(text: str) -> str:
+    """The hours of a clock (12:30:00, 1-12:00:00 in Slurm) or of a number with a unit (90m); of
+    other texts an example."""
+    if clock := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", text):
+        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
+        return f"{days * 24 + hours + minutes / 60 + seconds / 3600:g}"
+    if unit := re.fullmatch(r"(\d+(?:\.\d+)?) ?(d|h|m)[a-z]*", text.lower()):
+        return f"{float(unit[1]) * {'d': 24, 'h': 1, 'm': 1 / 60}[unit[2]]:g}"
+    return "24"
 
 
 def _argument(name: str, value: str, arguments: Iterable[Any], command: str) -> str:
@@ -291,6 +319,10 @@ def _meant(name: str, value: str, options: Iterable[str]) -> str:
         return "--nodes N: the devices of a node are in the description of the cluster"
     if name in ("--scheduler", "--launcher", "--platform") and "--slurm" in options:
         return f"--{value}" if f"--{value}" in options else "--torchrun, --slurm, --k8s or --sky"
+    if name in ("--time", "--time-limit", "--walltime", "--minutes") and "--hours" in options:
+        return f"--hours {_hours(value)}"
+    if "--ranks-per-node" in options and name.replace("_", "-") in _RANKS_PER_NODE:
+        return f"--ranks-per-node {value or 8}"
     from moemesh.config.schema import SECTIONS, resembling_keys, sections_with
 
     if near := get_close_matches(name, options, 1, 0.75):

@@ -276,10 +276,17 @@ def launch(request: LaunchRequest) -> None:
     for other, names in words.items():
         if other != launcher and (options := given(request, *names)):
             raise typer.BadParameter(f"{options[0]} goes with --{other}, not --{launcher}")
+    if launcher == "local" and (options := given(request, "ranks_per_node", "file")):
+        raise typer.BadParameter(f"{options[0]} is for a file, which --local does not write")
     resolved = load(config, overrides)
     run = resolved.config
     if problems := refusals(run):
         raise ConfigError(problems)
+    planned, each = run.plan.ranks_per_node, request.ranks_per_node
+    if each is not None and planned not in (None, each):
+        message = f"conflicts with plan.ranks_per_node = {planned}: both are the ranks of a node"
+        fix = f"--ranks-per-node {planned}, or --set plan.ranks_per_node={each}"
+        raise typer.BadParameter(f"{message}; fix: {fix}", param_hint="--ranks-per-node")
     name = config.stem if config else run.model_preset
     folder = (request.out or Path("runs") / name).expanduser().absolute()
     arguments = ["train", *([str(config.absolute())] if config else [])]

@@ -29,7 +29,7 @@ VERBS: dict[str, VerbRow] = {
     "esft scores": VerbRow(".weights", "experts specialize"),
     "tokenize": VerbRow(".data", "tokenise preprocess prepare encode"),
     "data show": VerbRow(".data", "dataset batch samples view print look preview inspect"),
-    "config show": VerbRow(".configuration", "print get dump view list"),
+    "config show": VerbRow(".configuration", "print get dump view list ls"),
     "config diff": VerbRow(".configuration", "compare"),
     "config check": VerbRow(".configuration", "verify validate lint test migrate upgrade update"),
     "config schema": VerbRow(".configuration", "json-schema"),

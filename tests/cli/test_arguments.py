@@ -87,10 +87,35 @@ def test_the_table_of_words_has_every_verb_once() -> None:
         ("checkpoint version", "--version"),
         ("help plan --json", "plan --help"),
         ("help nonsense", "--help"),
+        ("config ls", "config show"),
     ],
 )
 def test_a_word_of_another_tool_leads_to_the_verb(typed: str, meant: str, said: Said) -> None:
     assert f"    fix: moemesh {meant}\n" in said(typed.split())
+
+
+@pytest.mark.parametrize("word", ["init", "new", "qqqq", "delete"])
+def test_a_verb_of_another_group_is_no_answer(word: str, said: Said) -> None:
+    fix = said(["config", word]).partition("fix: ")[2]
+    assert fix and not re.search("cluster|checkpoint", fix)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        ("--hours 24:00:00", "--hours 24"),
+        ("--hours 1-12:30:00", "--hours 36.5"),
+        ("--hours 90m", "--hours 1.5"),
+        ("--hours long", "--hours 24"),
+        ("--time 12:00:00", "--hours 12"),
+        ("--nproc_per_node 4", "--ranks-per-node 4"),
+        ("--gpus-per-node=4", "--ranks-per-node 4"),
+    ],
+)
+def test_limits_and_sizes_of_jobs_in_the_words_of_schedulers(
+    words: str, fix: str, said: Said
+) -> None:
+    assert f"    fix: {fix}\n" in said(["launch", "--slurm", *words.split()])
 
 
 def test_every_word_of_the_table_leads_to_its_verb(said: Said) -> None:

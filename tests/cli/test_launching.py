@@ -84,6 +84,26 @@ def test_one_machine_of_skypilot_has_the_configuration_and_a_bucket(
     assert task["name"] == "moemesh-2026-1"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (
+            ("--slurm", "--ranks-per-node", "8"),
+            "--ranks-per-node 4, or --set plan.ranks_per_node=8",
+        ),
+        (("--local", "--ranks-per-node", "4"), "--ranks-per-node is for a file"),
+        (("--local", "--file", "job"), "--file is for a file"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(
+    arguments: tuple[str, ...], reason: str, invoke: Invoke
+) -> None:
+    given = ("--set", "plan.dp=8", "--set", "plan.ranks_per_node=4")
+    code, _, err = invoke("launch", *given, *arguments, "--dry-run")
+    assert code == 2 and reason in err
+    assert invoke("launch", *given, "--slurm", "--ranks-per-node", "4", "--dry-run")[0] == 0
+
+
 def test_local_trains_here(invoke: Invoke) -> None:
     _, out, _ = invoke("launch", "--out", "/tmp/x", "--local", "--dry-run")
     assert out == "moemesh train --out /tmp/x\n"

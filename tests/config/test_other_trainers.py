@@ -161,7 +161,7 @@ ANSWERS: dict[str, dict[str, str]] = {
         "reduce_scatter": "plan.data",
     },
     "torchrun": {
-        "nproc_per_node": "plan.ranks_per_node",
+        "nproc_per_node": "plan.pp moemesh train not ranks_per_node",
         "max_restarts": "train.restarts",
         "rdzv_endpoint": "moemesh launch",
     },
