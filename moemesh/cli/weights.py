@@ -1,7 +1,6 @@
 """Verbs of trained weights: `convert`, `evaluate`, `generate`, `esft scores`."""
 
 # No `from __future__ import annotations` in these files: typer reads the annotations.
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -216,7 +215,6 @@ def generate(request: GenerateRequest) -> None:
         moemesh generate runs/tuned --chat --prompt "What is 3 + 4?"
         moemesh generate runs/tuned --chat --prompts questions.txt --json > answers.jsonl
     """
-    from moemesh.comm.slurm import rank_of
     from moemesh.train.weights.weight_sources import local_source
 
     need = '; fix: --prompt "What is 3 + 4?"'
@@ -232,13 +230,9 @@ def generate(request: GenerateRequest) -> None:
             raise typer.BadParameter(message, param_hint=option)
     arguments = vars(request) | {
         "overrides": request.overrides or [],
-        "temperature": request.temperature or 0.0,
         "source": local_source(request.source),
     }
     _check(arguments["source"], arguments["overrides"], request.best)
-    if request.temperature is None and rank_of(os.environ) == 0:
-        note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
-        typer.echo(f"moemesh: note: {note}", err=True)
     from moemesh.train.inference.generation import generate as run
 
     raise typer.Exit(run(**arguments))

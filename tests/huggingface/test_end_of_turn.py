@@ -18,6 +18,7 @@ from moemesh.train.weights.end_of_turn import (
     text_ends,
     unapplied_settings,
 )
+from moemesh.train.weights.weight_sources import written_text
 from tests.cli.test_data import CHATML
 from tests.data.texts import byte_level_tokenizer
 from tests.huggingface.conversations import add_tokenizer, write_sums
@@ -187,8 +188,11 @@ def test_texts_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_adapters_name_the_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """PEFT's folder has no tokenizer: what to give to generate is printed."""
     folder = with_tokenizer(base_model(tmp_path / "base"), CHATML)
-    write_adapter(tuned(folder, tmp_path, "lora.rank=2"), tmp_path / "out")
+    run, out = tuned(folder, tmp_path, "lora.rank=2"), tmp_path / "out"
+    write_adapter(run, out)
     assert "generate(eos_token_id=[0, 2])" in capsys.readouterr().err
+    for source in (run, next((run / "checkpoints").glob("step-*"))):
+        assert written_text(source, out, "adapter").endswith("--prompt TEXT --chat")
 
 
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": None}, {"eos_token_id": [3, 4]}])

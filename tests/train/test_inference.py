@@ -454,11 +454,13 @@ def test_what_chat_refuses(
     for options, message in (
         (["--chat", "--json"], "answers one --prompt"),
         (["--prompt", "a", "--prompts", "b"], "give one of them"),
+        (["--prompt", ""], "moemesh: --prompt is empty; it needs at least one token\n"),
     ):
         monkeypatch.setattr(sys, "argv", ["moemesh", "generate", str(folder), *options])
         with pytest.raises(SystemExit) as caught:
             cli.main()
-        assert caught.value.code == 2 and message in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert caught.value.code == 2 and message in err and "note" not in err
 
 
 def test_a_run_that_was_tuned_on_conversations_says_so(

@@ -7,6 +7,7 @@ batched, memory is not paged. For serving, convert the run and use a server.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from moemesh.comm import launch
 from moemesh.comm.mesh import Mesh
+from moemesh.comm.slurm import rank_of
 from moemesh.config.errors import ConfigError, Problem, UserError
 from moemesh.config.huggingface.adapters import is_adapter_folder
 from moemesh.config.huggingface.folder import CONFIG
@@ -441,7 +443,7 @@ def generate(
     chat: bool = False,
     system: str | None = None,
     max_tokens: int = 100,
-    temperature: float = 0.0,
+    temperature: float | None = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
     best: bool = False,
@@ -449,9 +451,9 @@ def generate(
 ) -> int:
     """Continue `prompt` on the ranks of the plan and print the text, on a terminal token by token;
     returns the exit code. With `chat`, `prompt` is a question in the chat template. `prompt` None:
-    questions are the lines of stdin. `prompts`: continue the prompts of this file instead, `batch`
-    at a time, prompt i (from 0) with the seed ``seed + i``; invalid prompts are reported, and the
-    others continued."""
+    questions are the lines of stdin. `temperature` None is 0, with a note. `prompts`: continue the
+    prompts of this file instead, `batch` at a time, prompt i (from 0) with the seed ``seed + i``;
+    invalid prompts are reported, and the others continued."""
     config = config_of(source, overrides)
     # Keys and values are cached on every rank, so sequences are not split.
     problems = [
@@ -507,6 +509,11 @@ def generate(
             errors[number] = str(error)
             if prints_notes:
                 to_stderr(f"{prompts}: {error}")
+    # After all checks: a refusal stands alone.
+    if temperature is None and rank_of(os.environ) == 0:
+        note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
+        to_stderr(f"moemesh: note: {note}")
+    temperature = temperature or 0.0
     new_text = partial(GrowingText, tokenizer, stops=stops, stop=stop, max_tokens=max_tokens)
 
     def work(mesh: Mesh) -> str:

@@ -215,8 +215,11 @@ def written_text(source: Path, out: Path, kind: Written) -> str:
         for tensor in FolderContents(out).stored.values():
             written.append((tensor.dtype, prod(tensor.shape) * ITEM_BYTES[tensor.dtype]))
     dtypes = Counter(dtype for dtype, _ in written)
-    name, chat = shlex.quote(str(out)), " --chat" * answers_chats(source, str(out))
-    generate = f"moemesh generate {name} --prompt TEXT{chat}"
+    # An adapter has the tokenizer of its base.
+    tokenizer = config_of(out, []).data.tokenizer if kind == "adapter" else str(out)
+    run = source if (source / RUN_CONFIG).exists() else source.resolve().parent.parent
+    name = shlex.quote(str(out))
+    generate = f"moemesh generate {name} --prompt TEXT{' --chat' * answers_chats(run, tokenizer)}"
     command = {
         "run": f"moemesh train {name} --set data.path=PATH",
         "folder": generate,
