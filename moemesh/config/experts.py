@@ -20,7 +20,8 @@ SharedCombine = Literal["sum", "average"]
 CapacityPolicy = Literal["probability", "position"]
 AuxLossScope = Literal["sequence", "microbatch", "global"]
 
-#: Upper bound on num_layers; outputs list every layer.
+#: Upper bound on num_layers, of a config.json, too: outputs list every layer, and a typing error
+#: must not fill the memory.
 MOST_LAYERS = 1 << 16
 
 

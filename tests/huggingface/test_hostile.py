@@ -59,7 +59,7 @@ def with_config(change: Callable[[dict[str, Any]], None]) -> Callable[[str], str
             with_config(lambda v: v["rope_parameters"].update(partial_rotary_factor=[])),
             "partial_rotary_factor must be a number",
         ),
-        (with_config(lambda v: v.update(num_hidden_layers=10**9)), "exceeds 100000"),
+        (with_config(lambda v: v.update(num_hidden_layers=10**9)), "exceeds 65536"),
         (with_config(lambda v: v.update(num_experts_per_tok=99)), "exceeds num_experts"),
         (with_config(lambda v: v.update(rms_norm_eps="tiny")), "norm_eps"),
     ],

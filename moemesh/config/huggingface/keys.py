@@ -15,11 +15,9 @@ from importlib.resources import files
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.experts import MOST_LAYERS
 
 Config = Mapping[str, Any]
-
-#: Largest number of layers: a typing error must not fill the memory.
-MOST_LAYERS = 100_000
 
 
 @cache
