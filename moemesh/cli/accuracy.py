@@ -268,6 +268,7 @@ def _factor(width: float) -> str:
 
 def report(validation: "Validation") -> str:
     """Statistics as tables for a terminal, with the worst rows last."""
+    from moemesh.planner.accuracy.published import unclear_batch
     from moemesh.report.document import plural
 
     lines = [_errors(validation)]
@@ -301,6 +302,10 @@ def report(validation: "Validation") -> str:
         names = ", ".join(run.id for run in filled[:6]) + " ..." * (len(filled) > 6)
         reason = "with ZeRO or sequence parallelism, which the table leaves out, because they fit"
         lines += ["", f"{plural(len(filled), 'row')} priced {reason} only then: {names}"]
+    priced = [p.run for p in validation.predictions if p.seconds]
+    for words in dict.fromkeys(filter(None, (unclear_batch(run.row) for run in priced))):
+        count = sum(unclear_batch(run.row) == words for run in priced)
+        lines += ["", f"{plural(count, 'row')} whose {words}"]
     if unpriced := sum(p.seconds is None for p in validation.predictions):
         lines += ["", f"{plural(unpriced, 'row')} not priced:", *_unpriced(validation)]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moemesh.config.errors import UserError
-from moemesh.planner.accuracy.published import read_runs
+from moemesh.planner.accuracy.published import read_runs, unclear_batch
 
 NAMES = "Model,GPUs,GPU,TP,PP,Global batch,Seq,Step time (s)\n"
 LLAMA = ("llama3-8B", 8, 128, 8192, 10.5, "ok")
@@ -250,6 +250,16 @@ def test_a_layout_in_one_cell_is_read_whole_or_refused(column, cell, tmp_path):
     assert not run.reason and run.layout is not None
     layout = run.layout
     assert (layout.tp, layout.pp, layout.dp, layout.zero, layout.zero_group) == expected
+
+
+def test_a_batch_of_unstated_extent_is_named(tmp_path):
+    """Such a column is not read, and its row has another batch or none."""
+    cells = LLAMA_CELLS | {"Batch size": "64", "Step time": "10.5"}
+    run = only_run(tmp_path / "runs.csv", cells)
+    assert not run.reason and "`batch_size` is not read" in unclear_batch(run.row)
+    assert not unclear_batch(run.row | {"batch_size": ""})
+    del cells["Global batch"]
+    assert "`batch_size` is not read" in only_run(tmp_path / "runs.csv", cells).reason
 
 
 def test_a_layout_in_words_does_not_contradict_its_columns(tmp_path):

@@ -70,8 +70,10 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     is_sized = grouped and grouped.group(2).isdecimal()
     group = int(grouped.group(2)) if grouped and is_sized else whole_in(row, "shard_group", 0)
     if missing := [name for name in ("gpus", "seq", "gbs") if not row.get(name, "").strip()]:
+        bare = f" ({unclear_batch(row)})" if unclear_batch(row) else ""
         raise ConfigError(
-            Problem.of("missing", name, None, f"the row prints no `{name}`") for name in missing
+            Problem.of("missing", x, None, f"the row prints no `{x}`{bare * (x == 'gbs')}")
+            for x in missing
         )
     chunks = row.get("vpp", "").strip()
     dualpipe = chunks.lower() == "dualpipe"
@@ -115,6 +117,14 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
         precision=precision,
         dtype=precision if precision in ("float16", "float32") else "bfloat16",
     )
+
+
+def unclear_batch(row: Mapping[str, str]) -> str:
+    """Words on a column that is not read because its name does not state whose sequences it
+    counts; "" for a row without one."""
+    names = ("batch_size", "batch", "bs", "train_batch_size")
+    name = next((name for name in names if row.get(name, "").strip()), "")
+    return f"`{name}` is not read: of a step or of a microbatch? Name it gbs or mbs" * bool(name)
 
 
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
