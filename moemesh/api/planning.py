@@ -103,7 +103,8 @@ def plan(
     why: str | Sequence[str] = (),
     settings: str | Sequence[str] = (),
 ) -> Answers:
-    """Returns the `top` best layouts, fastest first; see ``moemesh plan --help`` for the options.
+    """Returns the `top` best layouts, fastest first (of one, the recommended); see ``moemesh plan
+    --help`` for the options.
 
     `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens` of
     the training (14.8e12, "14.8T") add ``days`` and ``gpu_hours`` to each answer's ``speed``, the

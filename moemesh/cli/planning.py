@@ -111,7 +111,7 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
         from moemesh.cli.plan_text import plan_document
 
         write_texts([(html, plan_document(planned, arguments).to_html())])
-    refused = not_trained(planned.fastest_first[0].layout, planned.model)
+    refused = not_trained(planned.candidates[0].layout, planned.model)
     is_written = write is not None and not refused
     if write is not None and is_written:
         write_texts([(write, plan_file(planned))])

@@ -26,7 +26,7 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial, reduce
 
@@ -39,7 +39,7 @@ from moemesh.planner.kept_tensors import KEEP_SCORES, ActivationBytes, ChunkByte
 from moemesh.planner.parameters import WeightCounts, end_weights, layer_parts, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
-from moemesh.planner.stage_cut import Stages, pipeline_step, with_values
+from moemesh.planner.stage_cut import RankContent, Stages, pipeline_step, with_values
 from moemesh.schedule.step import alive, weight_copies
 from moemesh.trace.memory_profile import LOGITS, MemoryProfile, logits_per_token
 
@@ -154,6 +154,55 @@ def _most(moments: Sequence[tuple[float, ...]], kept: Sequence[Number]) -> Numbe
     return most
 
 
+def _saved(
+    shape: ModelShape, layout: PlannedLayout, kinds: Mapping[LayerKind, int]
+) -> list[Number]:
+    """Bytes that a base in NF4 saves in the dense and the expert weights of a number of layers of
+    each kind on one rank."""
+    packed, whole = WeightCounts(), layout.attention_exit == "all_to_all"
+    if layout.base == "nf4":
+        for kind, number in kinds.items():
+            parts = layer_parts(shape, kind.moe, whole)
+            for part in (parts[name] for name in _PACKED if name in parts):
+                packed = packed.plus(part, number)
+    per_number = layout.element_bytes - NF4_BLOCK_BYTES / NF4_BLOCK
+    return [per_number * number for number in packed.on_rank(layout)]
+
+
+def _unsharded(
+    shape: ModelShape,
+    layout: PlannedLayout,
+    content: RankContent,
+    weights: WeightCounts,
+    block: Number,
+) -> Number:
+    """Bytes of ZeRO-3's unsharded units: two gathered ones (one in use, one prefetched) and one
+    gradient of what trains. `weights` are the rank's; those without replicas are not gathered.
+    `block`: bytes of a dequantized block of a layer."""
+    w = layout.element_bytes
+    has_replicas = layout.dense_replicas > 1, layout.edp > 1
+    shares = layout.trained_dense, layout.trained_experts
+
+    def unit(numbers: Iterable[Number], saved: Iterable[Number]) -> Number:
+        most: Number = 0.0
+        for held, less, share, is_cut in zip(numbers, saved, shares, has_replicas, strict=True):
+            gathered = 2 * (w * held - less) * (layout.reshard != "step")
+            most = most + where(is_cut, gathered + w * share * held, 0.0)
+        return most
+
+    largest: Number = 0.0
+    if content.has_embedding or content.has_head:
+        largest = unit((shape.vocab_size * shape.hidden_size / layout.tp, 0.0), (0.0, 0.0))
+    for kind in content.kinds:
+        numbers = layer_weights(shape, kind.moe).on_rank(layout)
+        largest = maximum(largest, unit(numbers, _saved(shape, layout, {kind: 1})) + block)
+    if layout.reshard == "step":
+        whole = zip(weights.on_rank(layout), _saved(shape, layout, content.kinds), strict=True)
+        for (held, less), is_cut in zip(whole, has_replicas, strict=True):
+            largest = largest + where(is_cut, w * held - less, 0.0)
+    return largest
+
+
 def _rank_states(
     shape: ModelShape, layout: PlannedLayout, rank: int
 ) -> tuple[WeightCounts, dict[str, Number]]:
@@ -165,15 +214,8 @@ def _rank_states(
         expert *= 1 + layout.spare_slots * layout.ep / shape.num_experts
     trained = layout.trained_dense * dense, layout.trained_experts * expert
     versions = layout.element_bytes * weight_copies(pipeline_step(layout, 1), rank)
-    # Bytes that a packed number saves.
-    per_number = layout.element_bytes - NF4_BLOCK_BYTES / NF4_BLOCK
-    packed, whole = WeightCounts(), layout.attention_exit == "all_to_all"
-    if layout.base == "nf4":
-        for kind, number in Stages.of(shape, layout, microbatches=1).contents[rank].kinds.items():
-            parts = layer_parts(shape, kind.moe, whole)
-            for part in (parts[name] for name in _PACKED if name in parts):
-                packed = packed.plus(part, number)
-    saved = [per_number * number for number in packed.on_rank(layout)]
+    kinds = Stages.of(shape, layout, microbatches=1).contents[rank].kinds
+    saved = _saved(shape, layout, kinds)
     shards, sharded = (layout.dense_shards, layout.expert_shards), SHARDED_STATES[layout.data]
     cut_w, cut_g, cut_o = (
         shards if state in sharded else (1, 1) for state in ("weights", "gradients", "optimizer")
@@ -231,22 +273,14 @@ def rank_memory(
     buffers: Number = 0.0
     if layout.sequence_parallel:
         buffers = where(layout.tp > 1, 2 * w * layout.tokens * shape.hidden_size, 0.0)
-    if layout.zero >= 3:
-        largest: Number = 0.0
-        if content.has_embedding or content.has_head:
-            largest = shape.vocab_size * shape.hidden_size / layout.tp
-        for kind in content.kinds:
-            largest = maximum(largest, sum(layer_weights(shape, kind.moe).on_rank(layout)))
-        # Two units gathered (one in use, one prefetched) and one unsharded gradient.
-        gathered = 2 * largest
-        if layout.reshard == "step":
-            gathered = sum(weights.on_rank(layout))
-        buffers = buffers + w * (gathered + largest)
+    block: Number = 0.0
     if layout.base == "nf4":
-        block: Number = 0.0
         for kind in content.kinds:
             block = maximum(block, maximum(*layer_weights(shape, kind.moe).on_rank(layout)))
-        buffers = buffers + w * minimum(block, NF4_NUMBERS_AT_ONCE)
+        block = w * minimum(block, NF4_NUMBERS_AT_ONCE)
+    if layout.zero >= 3:
+        block = _unsharded(shape, layout, content, weights, block)
+    buffers = buffers + block
     return RankMemory(
         rank=rank, **state_bytes, activations=chunks.held[rank], logits=logits, buffers=buffers
     )
@@ -391,10 +425,15 @@ class _Peaks:
             if (rank, recompute) not in self._parts:
                 self._parts[rank, recompute] = self._parts_of(layout, rank, stages, chunks)
             activations, logits, working = self._parts[rank, recompute]
-            if layout.zero >= 3 and "full" in recompute:
-                # The loss is freed before the first layer runs backward.
-                logits, working = maximum(logits, working), 0.0
-            buffers = exact.buffers if layout.zero >= 3 else 0.0
+            buffers: Number = 0.0
+            if layout.zero >= 3:
+                # On one replica nothing is cut, and nothing is gathered.
+                is_cut = (layout.dense_replicas > 1) | (shape.is_moe & (layout.edp > 1))
+                buffers = where(is_cut, exact.buffers, 0.0)
+                if "full" in recompute:
+                    # The loss is freed before the first layer runs backward.
+                    logits = where(is_cut, maximum(logits, working), logits)
+                    working = where(is_cut, 0.0, working)
             allocated = exact.states + activations + logits + working + buffers
             if layout.pp > 1 and layout.zero >= 3 and allocation.whole_bytes:
                 whole = sum(self._states[key][0].on_rank(layout))
@@ -458,8 +497,9 @@ class _Peaks:
             scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
         working: Number = 0.0
         for kind in kinds:
-            _, whole = chunks.layer(kind)
-            work = whole if "full" in layout.recompute else 0.0
+            once, whole = chunks.layer(kind)
+            # The kept input of the layer is one of its tensors.
+            work = whole - once if "full" in layout.recompute else 0.0
             working = maximum(working, work + allocation.working_layers * whole + scores)
         if kinds and not layout.adapters:
             # The gradient of the largest matrix of a layer exists twice.

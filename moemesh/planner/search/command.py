@@ -140,8 +140,8 @@ class PlannedAnswer:
 
     @property
     def fastest_first(self) -> list[Candidate]:
-        """The `top` candidates by seconds."""
-        return sorted(self.candidates, key=lambda candidate: candidate.seconds)[: self.top]
+        """The recommended and the next candidates, `top` in all, by seconds."""
+        return sorted(self.candidates[: self.top], key=lambda candidate: candidate.seconds)
 
     def is_safe(self, candidate: Candidate) -> bool:
         """Whether the candidate's whole memory interval fits the device, headroom included."""

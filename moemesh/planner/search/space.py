@@ -101,9 +101,11 @@ class Columns(NamedTuple):
     def size(self) -> int:
         return self.tp.size * self.ep.size
 
-    def where(self, cuts: NDArray[np.bool_]) -> Columns:
-        """The columns of the selected cuts."""
+    def where(self, cuts: NDArray[np.bool_], experts: NDArray[np.bool_] | None = None) -> Columns:
+        """The columns of the selected cuts, and of all or the selected expert cuts."""
         kept = {name: getattr(self, name)[cuts] for name in self._fields[:-3]}
+        if experts is not None:
+            kept |= {name: getattr(self, name)[experts] for name in self._fields[-3:]}
         return self._replace(**kept)
 
 
@@ -223,20 +225,20 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
         if pp > shape.num_layers:
             rejected["more stages than layers"] += 1
             continue
-        columns = _columns(shape, space, pp, rejected)
-        if not columns.size:
+        every = _columns(shape, space, pp, rejected)
+        if not every.size:
             continue
         for schedule, chunks in _schedules(shape, space, pp):
             if not space.allows(stages_per_rank=chunks):
                 continue
             # Numbers of microbatches for which the schedule is defined.
-            numbers, places = np.unique(columns.microbatches[:, 0], return_inverse=True)
+            numbers, places = np.unique(every.microbatches[:, 0], return_inverse=True)
             held = [is_defined(schedule, pp, int(number)) for number in numbers]
-            allowed = columns.where(np.array(held, dtype=np.bool_)[places])
-            rejected[f"microbatches do not fit {schedule}"] += columns.size - allowed.size
+            allowed = every.where(np.array(held, dtype=np.bool_)[places])
+            rejected[f"microbatches do not fit {schedule}"] += every.size - allowed.size
             if not allowed.size:
                 continue
-            # ZeRO needs several ranks with the same weights.
+            # ZeRO needs several ranks with the same weights: dense ones, or below those of experts.
             sharded = (allowed.dp * allowed.cp > 1)[:, 0]
             kept: list[int] = []
             for zero in space.zero:
@@ -246,20 +248,27 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
                     rejected["ZeRO-2 or 3 with a pipeline"] += count
                 else:
                     kept.append(zero)
-            has_zero = np.array(kept, dtype=np.int64)[:, None, None, None] > 0
-            has_exit = np.arange(len(space.exits))[:, None, None] > 0
-            legal = (sharded | ~has_zero) & ((allowed.tp > 1)[:, 0] | ~has_exit)
-            legal = np.repeat(legal, len(space.recompute), axis=2)
-            if legal.any():
-                yield Family(
-                    pp=pp,
-                    schedule=schedule,
-                    stages_per_rank=chunks,
-                    zero=tuple(kept),
-                    columns=allowed,
-                    legal=legal,
-                    space=space,
-                )
+            experts = allowed.ep * allowed.etp < space.num_devices // pp
+            alone = allowed.where(~sharded, experts)
+            parts = [(allowed, kept, sharded)]
+            if shape.is_moe and alone.size:
+                cut = [zero for zero in kept if zero]
+                parts.append((alone, cut, np.ones(len(alone.tp), dtype=np.bool_)))
+            for columns, values, is_cut in parts:
+                has_zero = np.array(values, dtype=np.int64)[:, None, None, None] > 0
+                has_exit = np.arange(len(space.exits))[:, None, None] > 0
+                legal = (is_cut | ~has_zero) & ((columns.tp > 1)[:, 0] | ~has_exit)
+                legal = np.repeat(legal, len(space.recompute), axis=2)
+                if legal.any():
+                    yield Family(
+                        pp=pp,
+                        schedule=schedule,
+                        stages_per_rank=chunks,
+                        zero=tuple(values),
+                        columns=columns,
+                        legal=legal,
+                        space=space,
+                    )
 
 
 def _schedules(shape: ModelShape, space: Space, pp: int) -> Iterator[tuple[ScheduleName, int]]:

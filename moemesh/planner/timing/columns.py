@@ -209,11 +209,11 @@ class LayoutColumns(Software):
     #: Index in :data:`KERNELS`.
     kernel: Number = column(lambda row: KERNELS.index(row.layout.attention_kernel))
     fused_norm: Number
-    #: Not on one replica, where nothing is cut.
+    #: Not where neither dense weights nor experts have replicas: nothing is cut there.
     fsdp: Number = column(
         lambda row: (
             (row.traits.fsdp or row.layout.zero == 3)
-            * ((row.layout.dp * row.layout.cp > 1) | (row.layout.edp > 1))
+            * ((row.layout.dense_replicas > 1) | (row.stages.shape.is_moe & (row.layout.edp > 1)))
         )
     )
 

@@ -140,8 +140,10 @@ def sharded_unit(work: PricedStep, layer: LayerTime, dense: Number, expert: Numb
     hops = _UNIT_LATENCIES * links.latency + links.ring_latency(groups[0], layout.tp)
     matrices = 2 + work.model.mlp_matrices
     hops = where(listed, matrices * n_dense * _LISTED_SHARD, hops)
-    gather = where(n_dense > 1, moved * _WEIGHT_BYTES + hops, 0)
-    summed = (n_dense > 1) & (layout.adapters == 0)
+    # Experts may have replicas where dense weights have none: dp = cp = 1 and tp > ep * etp.
+    is_cut = (n_dense > 1) | ((n_expert > 1) & (np.asarray(expert) > 0))
+    gather = where(is_cut, moved * _WEIGHT_BYTES + hops, 0)
+    summed = is_cut & (layout.adapters == 0)
     reduce = where(summed, (moved + across) * constants.reduce_bytes + hops, 0)
     keeps = layout.zero == 2
     in_forward = gather * where(keeps, 1 / layout.microbatches, 1)
@@ -218,7 +220,8 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
         server = wire.parameter_server(gradient, weight, workers, servers)
         served = served + where(workers > 1, server.link / rate, 0)
     exposed = where(layout.parameter_server == 1, served, exposed)
-    return where((layout.fsdp == 1) | (n_dense <= 1) | (layout.adapters == 1), 0, exposed)
+    is_alone = (n_dense <= 1) & (n_expert <= 1)
+    return where((layout.fsdp == 1) | is_alone | (layout.adapters == 1), 0, exposed)
 
 
 def _measured(work: PricedStep, dense: Number, expert: Number) -> tuple[Number, Number]:
@@ -477,9 +480,10 @@ def _in_parts(
     touched = work.accumulate + (2 + recomputed) * work.unpack
     core = 1 + core_backward_factor(work) + recomputed
     host = 3 * constants.layer_overhead_us * 1e-6 * both + routed * times.routed.waiting
-    halves = 2 * both - where(layout.parallel_block == 1, dense, 0)
-    halves = halves - where(work.model.shared_width > 0, 0, routed)
-    times_tensor = 2 + recomputed + layout.sequence_parallel * constants.sequence_parallel_regather
+    # Blocks that gather their input a second time, and those with any tensor traffic.
+    regathered = 2 * both - routed - where(layout.parallel_block == 1, dense, 0)
+    halves = regathered + where(work.model.shared_width > 0, routed, 0)
+    again = layout.sequence_parallel * constants.sequence_parallel_regather * regathered
     exchanged = 4 * transfers.exchange + 2 * transfers.expert_tensor
     single = layout.recompute_products * (both * attention.products + dense * mlp.products)
     parts: dict[str, Number] = {
@@ -488,7 +492,7 @@ def _in_parts(
         "elementwise": passes * ((3 + recomputed) * moved + weights * touched / work.hbm),
         "launches": passes * host,
         "head": passes * rank.head * times.ends.head,
-        "tensor": passes * times_tensor * halves * transfers.tensor,
+        "tensor": passes * ((2 + recomputed) * halves + again) * transfers.tensor,
         "context": passes * both * 3 * transfers.context,
         "experts": passes * routed * exchanged * (1 + recomputed / 2),
         "pipeline": passes * rank.sends * times.message,
