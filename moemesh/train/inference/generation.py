@@ -509,7 +509,7 @@ def generate(
             errors[number] = str(error)
             if prints_notes:
                 to_stderr(f"{prompts}: {error}")
-    # After all checks: a refusal stands alone.
+    # After all checks: a refusal comes without a note.
     if temperature is None and rank_of(os.environ) == 0:
         note = "takes the likeliest token each time; --temperature 0.8 --top-p 0.95 draw from more"
         to_stderr(f"moemesh: note: {note}")
