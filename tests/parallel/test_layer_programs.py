@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -78,6 +79,7 @@ REDUCTIONS: list[Callable[[Tensor], Any]] = [
     lambda g: (g**2).sum().sqrt(),
     lambda g: torch.linalg.norm(g.flatten(), 3),
     lambda g: torch.dot(g.view(-1), g.detach().reshape(-1)),
+    lambda g: torch.dot(torch.ones(math.prod(g.shape), dtype=g.dtype), g.view(-1).abs()),
     lambda g: g.square().sum() / g.numel(),
     lambda g: g.float().abs().max(),
     lambda g: g.mean(dim=(0, 1, 2), keepdim=True),

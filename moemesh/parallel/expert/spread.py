@@ -142,10 +142,12 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+#: Reductions of two tensors, of which a gradient may be the second.
+_PRODUCTS = ("dot", "vdot", "inner")
 #: Reductions of a gradient, by the name of torch's function: the reduction that combines the
 #: results of the ranks.
 _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
-    **dict.fromkeys(("sum", "nansum", "dot", "vdot", "inner", "count_nonzero"), torch.sum),
+    **dict.fromkeys(("sum", "nansum", "count_nonzero", *_PRODUCTS), torch.sum),
     **dict.fromkeys(("max", "amax"), torch.max),
     **dict.fromkeys(("min", "amin"), torch.min),
     "mean": torch.mean,
@@ -195,9 +197,10 @@ class SpreadGradient(Tensor):
         kwargs = dict(kwargs or {})
         if not args and (named := [key for key in _FIRST if key in kwargs]):
             args = (kwargs.pop(named[0]),)
-        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-        spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
         name = getattr(func, "__name__", "")
+        num_tensors = 2 if name in _PRODUCTS else 1
+        tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:num_tensors]
+        spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
         with torch._C.DisableTorchFunctionSubclass():
             if name in _JOINED:
                 whole = [
