@@ -296,7 +296,7 @@ def _read(
         problems = plan.check(seq_len=batch["seq_len"] if is_plan else None)
         dtype = known.get("dtype", "bfloat16")
         is_legal = all(problem.key.removeprefix("plan.") not in DEGREES for problem in problems)
-        if is_legal and dtype not in ELEMENT_BYTES:
+        if is_legal and not (isinstance(dtype, str) and dtype in ELEMENT_BYTES):
             problems.append(_bad_choice("dtype", dtype, tuple(ELEMENT_BYTES)))
     if problems:
         raise ConfigError(problems)

@@ -25,6 +25,7 @@ from moemesh.config.rules import (
     plan_problem,
     server_problems,
 )
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.shown import Shown
 from moemesh.config.toml import format_value
 
@@ -208,6 +209,9 @@ class PlannedLayout(MeshDegrees, Shown):
             if value is not None and not least <= value < inf:
                 fix = f"{name} = {type(value)(least) if value == value else least}"
                 complain("out-of-range", name, message, fix)
+            elif value is not None and value > LARGEST_SIZE:
+                message = f"{name} must be at most {LARGEST_SIZE}"
+                complain("out-of-range", name, message, f"{name} = {LARGEST_SIZE}")
         return problems
 
     @property

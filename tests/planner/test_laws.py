@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from moemesh.config.cluster import load_cluster
+from moemesh.config.errors import ConfigError
 from moemesh.config.plan import RECOMPUTED
+from moemesh.planner.layout_sources import read_plan
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.requests import PlanRequest
 from moemesh.planner.search.command import plan_keys, plan_named, to_json
@@ -109,3 +111,14 @@ def test_one_layout_is_the_recommended_one() -> None:
     (row,) = to_json(planned)["plans"]
     assert row["plan"] == to_json(planned)["recommended"] == plan_keys(planned.candidates[0].layout)
     assert "fastest" not in row["roles"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"imbalance": 1e300}, {"capacity_factor": 2**63}, {"optimizer_bytes": 10**30}, {"dtype": []}],
+)
+def test_numbers_beyond_all_machines_are_refused(values) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_plan({"dp": 2, **values}, **BATCH)
+    (problem,) = caught.value.problems
+    assert problem.key == f"plan.{next(iter(values))}"
