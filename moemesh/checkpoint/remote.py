@@ -40,11 +40,9 @@ class RemotePath:
     def of(address: str) -> RemotePath:
         """The name ``scheme://bucket/prefix``. Raises RemoteError if its package is missing."""
         try:
-            from fsspec.core import url_to_fs  # an extra: pip install "moemesh[remote]"
+            from fsspec.core import url_to_fs  # an extra: [remote]
         except ImportError as error:
-            raise RemoteError(
-                f'{address} needs the package fsspec: pip install "moemesh[remote]"'
-            ) from error
+            raise RemoteError(f"{address} needs the package fsspec: pip install fsspec") from error
         # Listings must be current; folders on a disk are created on demand.
         options: dict[str, Any] = {"use_listings_cache": False}
         if address.partition(":")[0] in ("file", "local"):
