@@ -45,8 +45,10 @@ class BalanceSettings:
     groups: Annotated[int, "Groups of experts that share a node (EPLB: num_groups)."] = 1
     previous: Annotated[Path | None, "Placement in use: move few replicas.", "FILE"] = None
     tolerance: Annotated[
-        float, "With --previous: distance from the bound that is accepted.", {"min": 0.0}
-    ] = 0.05
+        float | None,
+        "With --previous: distance from the bound that is accepted. [default: 0.05]",
+        {"min": 0.0},
+    ] = None
     shares: Annotated[
         bool, "Move nothing: split each expert's load over its replicas; with --previous."
     ] = False
@@ -175,6 +177,8 @@ def place(settings: BalanceSettings) -> Placed:
         )
     if previous is None and settings.shares:
         raise BalanceError("--shares needs the placement in use: --previous FILE")
+    if settings.tolerance is not None and (previous is None or settings.shares):
+        raise BalanceError("--tolerance goes with --previous FILE, without --shares")
     replicas, experts = settings.replicas, loads.shape[1]
     if settings.redundant is not None:
         if replicas is not None:
@@ -264,9 +268,8 @@ def _from_previous(loads: Any, previous: Any, settings: BalanceSettings) -> Plac
             shares=split.shares,
         )
     sizes = {"num_gpus": gpus, "num_groups": settings.groups, "num_nodes": settings.nodes}
-    placement = balance.rebalance_incremental(
-        loads, previous, settings.tolerance, **sizes, policy=policy
-    )
+    accepted = {} if settings.tolerance is None else {"tolerance": settings.tolerance}
+    placement = balance.rebalance_incremental(loads, previous, **accepted, **sizes, policy=policy)
     return Placed(
         maps=maps_of(placement.physical_to_logical, loads.shape[1]),
         loads_before=balance.gpu_loads(loads, slots, gpus),

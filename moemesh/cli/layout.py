@@ -70,6 +70,8 @@ def show_layout(request: LayoutRequest, as_json: AsJson = False) -> None:
         if request.config is not None or request.overrides:
             raise typer.BadParameter("give --plan, or a configuration (CONFIG.toml, --set)")
         held = Holdings.named(plan, model, seq_len=seq_len, global_batch=global_batch)
+        if held.model is None and (others := given(request, "seq_len", "global_batch")):
+            raise typer.BadParameter(f"{others[0]} goes with --model; fix: --model tiny")
     ranks = sorted(set(request.rank or ()))
     if ranks and ranks[-1] >= held.world_size:
         raise typer.BadParameter(

@@ -169,6 +169,9 @@ def test_shares_of_the_placement_in_use(tmp_path: Path, capsys: pytest.CaptureFi
     assert printed.splitlines()[-1] == "layer 0: 0 (67%) 2 (100%) | 0 (33%) 1 (100%)"
     with pytest.raises(BalanceError, match="--shares needs the placement in use"):
         place(BalanceSettings(loads=path, gpus=2, shares=True))
+    for more in ({}, {"previous": old, "shares": True}):
+        with pytest.raises(BalanceError, match="--tolerance goes with --previous FILE"):
+            place(BalanceSettings(loads=path, gpus=2, tolerance=0.1, **more))
 
 
 def test_the_published_policy(tmp_path: Path) -> None:

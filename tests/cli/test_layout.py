@@ -21,6 +21,12 @@ def test_text_of_a_cut_model(invoke: Invoke) -> None:
     assert "every rank: layers 0-7, positions 0-127" in lines
 
 
+def test_sizes_of_a_batch_need_a_model(invoke: Invoke) -> None:
+    for option in ("--seq-len", "--global-batch"):
+        code, _, err = invoke("layout", "--plan", "dp=2", option, "8")
+        assert code == 2 and f"{option} goes with --model" in err
+
+
 def test_configuration_as_train_takes_it(invoke: Invoke) -> None:
     given = ("--set", "plan.dp=2", "--set", "data.global_batch=3")
     _, out, _ = invoke("layout", *given, "--json")
