@@ -352,6 +352,13 @@ def test_what_peft_makes_of_usual_settings(
     config = config_of(tmp_path / "base", [f"lora.path={tmp_path / 'peft'}"])
     model = load_on(config, Mesh.single("cpu"), tmp_path / "base").model
     assert_near(ours.logits(model, TOKENS)[0], logits(theirs, TOKENS))
+    if options:  # the tied table under both names: only the same numbers are one table
+        file = tmp_path / "peft" / "adapter_model.safetensors"
+        tensors = load_file(file)
+        tensors["base_model.model.lm_head.weight"] += 1
+        save_file(tensors, file)
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight does not belong to this model"):
+            load_on(config, Mesh.single("cpu"), tmp_path / "base")
 
 
 #: Changes of a written adapter_config.json with which PEFT ignores some tensors, starts some
