@@ -126,6 +126,16 @@ def test_some_targets(tmp_path: Path, kind: str, targets: tuple[str, ...]) -> No
     check_written(folder, tmp_path / "peft", kind, config, model)
 
 
+def test_the_rank_of_a_wide_adapter_is_that_of_its_parts(tmp_path: Path) -> None:
+    """The folder has twice the rank for gate and up together."""
+    folder, written = save("mixtral", tmp_path / "base"), tmp_path / "peft"
+    targets = ("q_proj", "gate_proj", "up_proj")
+    config, model = adapted(folder, LoraConfig(rank=2, alpha=3.0, targets=targets))
+    write_adapters(ours.weights(model), config, "mixtral", written, dtype=torch.float32, base=None)
+    assert 4 in json.loads((written / CONFIG).read_text())["rank_pattern"].values()
+    assert config_of(folder, [f"lora.path={written}"]).lora.rank == 2
+
+
 def test_a_wide_adapter_that_is_full_is_refused(tmp_path: Path) -> None:
     """PEFT trained more rows than the adapters here have."""
     folder = save("mixtral", tmp_path / "base")
