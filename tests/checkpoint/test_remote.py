@@ -295,7 +295,7 @@ def test_addresses_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RemoteError, match="Protocol not known: nowhere"):
         place_of("nowhere://bucket/run")
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
-    with pytest.raises(RemoteError, match=r'pip install "moemesh\[remote\]"'):
+    with pytest.raises(RemoteError, match="needs the package fsspec: pip install fsspec"):
         remote.place_of("s3://bucket/run")
 
 
