@@ -96,11 +96,12 @@ def _program(
         next((key for key in fields if key.lower() in keys and isinstance(fields[key], str)), None)
         for keys in (QUESTIONS, ANSWERS)
     )
-    if len(renamed) == 1:
+    if len(renamed) == 1:  # turns with other names of role and content
         return renamed[0]
+    # The conversation and its last turn apart.
     if "conversations" in lists and isinstance(fields.get("chosen"), dict):
         return "{conversations: (.conversations + [.chosen])}"
-    if len(answers) == 1:
+    if len(answers) == 1:  # one list of turns, perhaps with those of a prompt
         turns = _path(answers[0])
         if PROMPT in lists:
             turns = f"(.{PROMPT} + {turns})"
@@ -110,6 +111,7 @@ def _program(
         return f"{{{key}: {turns}}}"
     if question is not None and answer is not None:
         return f"{{{MESSAGES}: {_turn_pair(fields, question, answer)}}}"
+    # Records inside of the object: every value, one value, or the elements of one list.
     held = [key for key, value in fields.items() if isinstance(value, dict) and is_record(value)]
     if len(fields) > 1 and len(held) == len(fields):
         return ".[]"
@@ -118,6 +120,7 @@ def _program(
     records = [key for key, first in firsts.items() if is_record(first)]
     if len(held) + len(records) == 1:
         return _path(held[0]) if held else f"{_path(records[0])}[]"
+    # Texts of user and assistant in turns, or documents.
     texts = [key for key in lists if all(isinstance(text, str) for text in fields[key])]
     if len(texts) == 1 and texts[0] in DIALOGS and len(fields[texts[0]]) > 1:
         turn = '{role: ["user", "assistant"][.key % 2], content: .value}'
