@@ -309,7 +309,10 @@ def test_strategies_of_fsdp(tmp_path, zero, stage, group):
     assert (run.layout.zero, run.layout.zero_group) == (stage, group)
 
 
-@pytest.mark.parametrize(("cell", "stage", "group"), [("0", 0, 0), ("1", 3, 0), ("8", 3, 8)])
+@pytest.mark.parametrize(
+    ("cell", "stage", "group"),
+    [("0", 0, 0), ("1", 3, 0), ("8", 3, 8), ("No", 0, 0), ("True", 3, 0), ("✓", 3, 0), ("✗", 0, 0)],
+)
 def test_a_column_fsdp_is_no_stage_of_zero(tmp_path, cell, stage, group):
     """NVIDIA's tables print 0 for the distributed optimizer, 1 or a number of shards for FSDP."""
     names = "arch,hardware,gpus,dp,gbs,seq,fsdp\n"

@@ -295,6 +295,10 @@ def with_unit(text: str, unit: str) -> str:
     column of several degrees."""
     if "," in unit:
         return joined_cell(unit.split(","), text)
+    if unit == "fsdp":  # a switch, too
+        switches = spellings()["spelling"]["sp"]
+        is_on = (word for form, word in switches if re.fullmatch(form, text, re.IGNORECASE))
+        text = next(is_on, text)
     match = _quantity(_MARKS.sub("", text)) if unit else None
     return f"{match[0]} {unit}" if match and not match[3] else text
 
