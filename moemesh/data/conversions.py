@@ -82,7 +82,7 @@ def conversion(value: Any, text_key: str, unit: str, is_record: Callable[[Any], 
     if program is not None and unit != "row":
         program = f".[] | {program}" if unit == "element" else program
         notes.append(f"jq -c {shlex.quote(program)} converts such a file")
-    return "; " * bool(notes) + (", and " if len(notes) > 1 else "").join(notes)
+    return f"; {', and '.join(notes)}" if notes else ""
 
 
 def _program(

@@ -12,8 +12,15 @@ import pytest
 
 from moemesh.config.data import DataConfig
 from moemesh.data.corpus import Corpus
+from moemesh.data.input_files import find
+from moemesh.data.records import Record, Where, read
 from moemesh.data.samples import Samples
 from moemesh.data.sources import open_samples
+
+
+def all_of(path: Path, format: str = "auto", text_key: str = "text") -> list[tuple[Where, Record]]:
+    """The records of a file, or of all files of a folder, with their places."""
+    return [one for file in find(str(path), format) for one in read(file, text_key)]
 
 
 def byte_level_tokenizer(folder: Path, text: str, template: str, *special: str) -> Path:

@@ -70,11 +70,12 @@ def from_run(row: Mapping[str, str]) -> PlannedLayout:
     is_sized = grouped and grouped.group(2).isdecimal()
     group = int(grouped.group(2)) if grouped and is_sized else whole_in(row, "shard_group", 0)
     if missing := [name for name in ("gpus", "seq", "gbs") if not row.get(name, "").strip()]:
-        bare = f" ({unclear_batch(row)})" if unclear_batch(row) else ""
-        raise ConfigError(
-            Problem.of("missing", x, None, f"the row prints no `{x}`{bare * (x == 'gbs')}")
-            for x in missing
-        )
+        problems: list[Problem] = []
+        for name in missing:
+            unclear = unclear_batch(row) if name == "gbs" else ""
+            message = f"the row prints no `{name}`" + (f" ({unclear})" if unclear else "")
+            problems.append(Problem.of("missing", name, None, message))
+        raise ConfigError(problems)
     chunks = row.get("vpp", "").strip()
     dualpipe = chunks.lower() == "dualpipe"
     stages = 1 if dualpipe else whole_in(row, "vpp", 1)
@@ -124,7 +125,9 @@ def unclear_batch(row: Mapping[str, str]) -> str:
     counts; "" for a row without one."""
     names = ("batch_size", "batch", "bs", "train_batch_size")
     name = next((name for name in names if row.get(name, "").strip()), "")
-    return f"`{name}` is not read: of a step or of a microbatch? Name it gbs or mbs" * bool(name)
+    if not name:
+        return ""
+    return f"`{name}` is not read: of a step or of a microbatch? Name it gbs or mbs"
 
 
 #: Kinds of `mem_gib` that an allocator measured (others are analytic bars or the driver's view).
