@@ -27,25 +27,22 @@ def import_verbs(words: Sequence[str] = ()) -> None:
     )
 
 
-def open_closed_streams() -> None:
-    """Open the null device in place of standard streams that the caller has closed (``>&-``), so
-    that no file of a run gets their descriptors, here and in ranks."""
+def main() -> None:
+    """Run the command of ``sys.argv``, or complete a line for a shell."""
+    # Open the null device in place of standard streams that the caller has closed (`>&-`), so that
+    # no file of a run gets their descriptors, here and in ranks.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
-
-
-def main() -> None:
-    """Run the command of ``sys.argv``, or complete a line for a shell."""
-    open_closed_streams()
     words = sys.argv[1:]
     if "_MOEMESH_COMPLETE" in os.environ:
         line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
         words = line.split()[1:]
     else:
+        # Streams that another program has replaced stay as they are.
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if stream is getattr(sys, f"__{name}__") and isinstance(stream, TextIOWrapper):

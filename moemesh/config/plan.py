@@ -235,20 +235,27 @@ class Plan(MeshDegrees, Section):
             *degree_problems(self, None if model is None else model.sizes),
             *self._size_rules(seq_len, global_batch),
             *self.unused_problems(),
-            *self._sharding_rules(),
             *self._asynchronous_rules(model),
             *self._schedule_rules(seq_len),
         ]
         return ranges + independent(rules, {problem.key for problem in ranges})
 
     def _size_rules(self, seq_len: int | None, global_batch: int | None) -> Iterator[Problem]:
-        """Nodes must divide the ranks. Nothing else must divide, but no part may be empty."""
+        """Rules of nodes, servers and shard groups. Sequences and tokens need not divide, but no
+        part may be empty."""
         node, world = self.ranks_per_node, self.world_size
         if node is not None and node >= 1 and world % node:
             name, keys = "ranks_per_node", ("pp", "dp", "cp", "tp")
             message = f"{name} ({node}) must divide the number of ranks pp*dp*cp*tp ({world})"
             fix = f"{name} = {nearest_divisors(world, node)}"
             yield self.problem("not-divisible", name, message, fix, *keys)
+        if self.data == "parameter_server":
+            yield from server_problems(self)
+        group, ranks = self.shard_group or 0, self.dp * self.cp
+        if group > 0 and self.data in SHARDED_DATA and ranks % group:
+            message = f"shard_group ({group}) must divide the data-parallel ranks dp*cp ({ranks})"
+            fix = f"shard_group = {nearest_divisors(ranks, group)}"
+            yield self.problem("not-divisible", "shard_group", message, fix, "dp", "cp")
         if global_batch is not None and self.microbatches > global_batch > 0:
             message = (
                 f"microbatches ({self.microbatches}) exceeds data.global_batch "
@@ -263,16 +270,6 @@ class Plan(MeshDegrees, Section):
             )
             fix = f"cp = {max(n for n in divisors(self.cp) if n <= seq_len)}"
             yield self.problem("too-large", "cp", message, fix, "data.seq_len")
-
-    def _sharding_rules(self) -> Iterator[Problem]:
-        """Rules of `servers` and `shard_group`."""
-        if self.data == "parameter_server":
-            yield from server_problems(self)
-        group, ranks = self.shard_group or 0, self.dp * self.cp
-        if group > 0 and self.data in SHARDED_DATA and ranks % group:
-            message = f"shard_group ({group}) must divide the data-parallel ranks dp*cp ({ranks})"
-            fix = f"shard_group = {nearest_divisors(ranks, group)}"
-            yield self.problem("not-divisible", "shard_group", message, fix, "dp", "cp")
 
     def _asynchronous_rules(self, model: ModelConfig | None) -> Iterator[Problem]:
         """Rules of update windows, and of weights that stages share."""

@@ -333,7 +333,19 @@ class FailureDetector:
             return None
         running = [status for status in statuses if not status.is_done]
         records = [status.record for status in running if status.record is not None]
-        limit = self._limit(now, records)
+        # Seconds without progress after which the run hangs, by the steps of the slowest rank.
+        step = min((record.step for record in records), default=0)
+        if step and step != self._step:
+            if 0 < self._step < step:
+                if self._num_steps:  # the first step may have begun long before
+                    self._step_seconds.append((now - self._step_at) / (step - self._step))
+                self._num_steps += step - self._step
+            self._step, self._step_at = step, now
+        limit, seconds = self.limits.patience, self._step_seconds
+        in_steps = bool(records) and all(record.phase == STEP for record in records)
+        if in_steps and seconds and self._num_steps >= FIRST_STEPS:
+            by_steps = max(10 * statistics.median(seconds), 3 * max(seconds))
+            limit = min(max(self.limits.floor, by_steps), limit)
         changes = {record.rank: record.changes for record in records}
         counted = passed * min((self._share(status, passed) for status in running), default=0.0)
         self._still = self._still + counted if changes == self._changes else 0.0
@@ -362,22 +374,6 @@ class FailureDetector:
                 return None
         kind: Kind = "busy" if at_fault.state == "R" and not at_fault.is_inside else "hung"
         return self._verdict(kind, at_fault, statuses, self._still)
-
-    def _limit(self, now: float, records: Sequence[ProgressRecord]) -> float:
-        """Seconds without progress after which the run hangs, by the steps of the slowest rank."""
-        step = min((record.step for record in records), default=0)
-        if step and step != self._step:
-            if 0 < self._step < step:
-                if self._num_steps:  # the first step may have begun long before
-                    self._step_seconds.append((now - self._step_at) / (step - self._step))
-                self._num_steps += step - self._step
-            self._step, self._step_at = step, now
-        seconds, limits = self._step_seconds, self.limits
-        in_steps = bool(records) and all(record.phase == STEP for record in records)
-        if not in_steps or not seconds or self._num_steps < FIRST_STEPS:
-            return limits.patience
-        by_steps = max(10 * statistics.median(seconds), 3 * max(seconds))
-        return min(max(limits.floor, by_steps), limits.patience)
 
     def _share(self, status: RankStatus, passed: float) -> float:
         """The share of the time since the last snapshot in which a rank could have moved: time in

@@ -422,7 +422,19 @@ class Supervisor:
                 arguments = folder, records, ranks, self._processes, self._limits, self._notice
                 return self._watch(RankWatcher(*arguments))
             finally:
-                self._kill(records)
+                # Kill every rank and all processes that it started.
+                for rank, process in enumerate(self._processes.started):
+                    pids = {process.pid} if process.poll() is None else set[int]()
+                    record = records.read(rank)
+                    if pids and record is not None:
+                        pids.add(record.pid)
+                    for pid in pids:
+                        with suppress(OSError):
+                            # Its own process group if it has one, never that of another process.
+                            kill = os.killpg if os.getpgid(pid) == pid else os.kill
+                            kill(pid, signal.SIGKILL)
+                for process in self._processes.started:
+                    process.wait()
                 records.close()
 
     def _start(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
@@ -519,21 +531,6 @@ class Supervisor:
         records = [status.record for status in statuses if status.record is not None]
         have_started = len(records) >= self._num_ranks
         return have_started and all(record.phase != SETUP or record.step for record in records)
-
-    def _kill(self, records: ProgressFile) -> None:
-        """Kill every rank and all processes that it started."""
-        for rank, process in enumerate(self._processes.started):
-            pids = {process.pid} if process.poll() is None else set[int]()
-            record = records.read(rank)
-            if pids and record is not None:
-                pids.add(record.pid)
-            for pid in pids:
-                with suppress(OSError):
-                    # Its own process group if it has one, never that of another process.
-                    kill = os.killpg if os.getpgid(pid) == pid else os.kill
-                    kill(pid, signal.SIGKILL)
-        for process in self._processes.started:
-            process.wait()
 
     @contextmanager
     def _catching(self) -> Iterator[None]:

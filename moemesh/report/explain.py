@@ -370,12 +370,37 @@ def explain(run: Run) -> Explanation:
         cause, sentences, command = _failed(run, evidence, run.failure)
     else:
         cause, sentences, command = _not_failed(run, evidence, losses)
+    # Lines below the paragraph: problems first, then losses, time, speed and memory.
+    lines = troubles_of(run)
+    if losses.line:
+        lines.append(("loss", losses.line))
+    shares = [(name, share) for name, share in evidence.shares.items() if share >= _SHOWN]
+    if shares:
+        shares.sort(key=lambda pair: -pair[1])
+        lines.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
+    if evidence.seconds is not None:
+        medians = evidence.of_run.medians
+        median = f"{evidence.seconds:.3g} s a step (median{run.of_steps})"
+        parts = [f"{medians['tokens_per_second']:,.0f} tokens/s", median]
+        mfu, rate = medians.get("mfu"), medians.get("tflops_per_rank")
+        if rate is not None:
+            parts.append(f"{flop_rate(rate)} a rank")
+        if mfu is not None:
+            parts.append(f"MFU {mfu:.1%}")
+        lines.append(("speed", ", ".join(parts)))
+    if run.memory is not None and run.memory.ranks:
+        peak = format_bytes(run.memory.peak)
+        figures = [f"{run.memory.peak_words}, of the fullest rank: {peak}"]
+        for words, name in ((MEASURED_HELD, "measured"), (PREDICTED_HELD, "predicted")):
+            if (size := evidence.fact(f"held bytes {name}")) is not None:
+                figures.append(f"{words}: {format_bytes(size)}")
+        lines.append(("memory", "; ".join(figures)))
     return Explanation(
         run=str(run.folder),
         state=evidence.of_run.state,
         cause=cause,
         sentences=tuple(sentences),
-        lines=_lines(run, evidence, losses.line),
+        lines=tuple(lines[:_MOST_LINES]),
         command=command,
         shares=evidence.shares if run.failure is None else {},
         facts=evidence.facts,
@@ -455,35 +480,6 @@ def _not_failed(run: Run, evidence: Evidence, losses: Losses) -> tuple[str, list
             *_plan(evidence, run.planned),
         ]
     return cause, sentences, command
-
-
-def _lines(run: Run, evidence: Evidence, losses: str) -> tuple[tuple[str, str], ...]:
-    """Lines below the paragraph: problems first, then losses, time, speed and memory."""
-    lines = troubles_of(run)
-    if losses:
-        lines.append(("loss", losses))
-    shares = [(name, share) for name, share in evidence.shares.items() if share >= _SHOWN]
-    if shares:
-        shares.sort(key=lambda pair: -pair[1])
-        lines.append(("time", ", ".join(f"{name} {share:.0%}" for name, share in shares)))
-    if evidence.seconds is not None:
-        medians = evidence.of_run.medians
-        median = f"{evidence.seconds:.3g} s a step (median{run.of_steps})"
-        parts = [f"{medians['tokens_per_second']:,.0f} tokens/s", median]
-        mfu, rate = medians.get("mfu"), medians.get("tflops_per_rank")
-        if rate is not None:
-            parts.append(f"{flop_rate(rate)} a rank")
-        if mfu is not None:
-            parts.append(f"MFU {mfu:.1%}")
-        lines.append(("speed", ", ".join(parts)))
-    if run.memory is not None and run.memory.ranks:
-        peak = format_bytes(run.memory.peak)
-        figures = [f"{run.memory.peak_words}, of the fullest rank: {peak}"]
-        for words, name in ((MEASURED_HELD, "measured"), (PREDICTED_HELD, "predicted")):
-            if (size := evidence.fact(f"held bytes {name}")) is not None:
-                figures.append(f"{words}: {format_bytes(size)}")
-        lines.append(("memory", "; ".join(figures)))
-    return tuple(lines[:_MOST_LINES])
 
 
 def _plan(evidence: Evidence, planned: PlannedStep | None) -> list[str]:

@@ -44,8 +44,9 @@ class ProfiledSteps:
     def advance(self, first: int) -> FinishedStep:
         """See :class:`Steps`."""
         self._taken += 1
+        mesh = self._session.mesh
         if self._taken == WARM_UP + PLAIN + 1:
-            mesh, kinds = self._session.mesh, [ProfilerActivity.CPU]
+            kinds = [ProfilerActivity.CPU]
             if mesh.device.type == "cuda":
                 kinds.append(ProfilerActivity.CUDA)
             # Every entry of the ledger marks the beginning of its collective in the trace.
@@ -73,16 +74,10 @@ class ProfiledSteps:
         self._phases += finished.recorder.timeline().to_json()["records"]
         if self._taken < WARM_UP + PLAIN + self._num_steps:
             return finished
-        self._finish()
-        raise ProfileTaken
-
-    def _finish(self) -> None:
-        """Stop the profiler, and write the trace of this rank and its notes."""
-        session = self._session
-        del session.mesh.ledger.record
+        # Stop the profiler, and write the trace of this rank and its notes.
+        del mesh.ledger.record
         self._profile.stop()
-        rank = session.mesh.rank
-        folder = session.folder.path / FOLDER
+        rank, folder = mesh.rank, self._session.folder.path / FOLDER
         folder.mkdir(exist_ok=True)
         file = folder / f"rank-{rank:05d}.json"
         self._profile.export_chrome_trace(str(file))
@@ -92,7 +87,7 @@ class ProfiledSteps:
         readings: list[tuple[float, float]] = []
         for _ in range(_HANDSHAKES):
             before = time.time()
-            gather_json(0, session.mesh.control)
+            gather_json(0, mesh.control)
             readings.append((before, time.time()))
         notes = {
             "rank": rank,
@@ -106,9 +101,10 @@ class ProfiledSteps:
             "phases": self._phases,
             "plain": self._plain,
             # On a GPU the host continues at once, and the device waits.
-            "waited": None if session.mesh.device.type != "cpu" else self._waited / self._seconds,
+            "waited": None if mesh.device.type != "cpu" else self._waited / self._seconds,
         }
         file.with_suffix(".notes.json").write_text(json.dumps(notes), encoding="utf-8")
+        raise ProfileTaken
 
     def is_stopping(self) -> bool:
         """See :class:`Steps`."""
