@@ -225,7 +225,6 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
 
         moemesh dispatch --compare --cluster hgx_h800 --tokens 4096
     """
-    random = ("experts", "experts_per_token", "tokens", "seed")
     if request.compare:
         why = "shows a routing, --compare a table: leave one out"
         _refuse(request, "routing", "plan", "svg", "dtype", "seed", why=why)
@@ -248,18 +247,16 @@ def show_dispatch(request: DispatchRequest, as_json: AsJson = False) -> None:
         )
     else:
         why = f"draws a random routing; {request.routing} names its own"
-        _refuse(request, *random, why=why)
+        _refuse(request, "experts", "experts_per_token", "tokens", "seed", why=why)
         options = {name: getattr(request, name) for name in ("plan", "hidden_size", "dtype")}
         example = read_example(request.routing, dispatchers=dispatchers, **options)
     if svg is not None:
         from moemesh.report.rank_pictures import draw_pairs
 
-        panels = [
-            (name, *_panel(dispatch, exchange))
-            for name in example.dispatchers
-            for dispatch in [example.exchanges(name)]
-            for exchange in dispatch.of_rows()
-        ]
+        panels: list[tuple[str, str, list[list[int]]]] = []
+        for name in example.dispatchers:
+            dispatch = example.exchanges(name)
+            panels += [(name, *_panel(dispatch, exchange)) for exchange in dispatch.of_rows()]
         write_texts([(svg, draw_pairs(panels) + "\n")])
     print_answer(as_json, lambda: to_json(example), lambda: dispatch_text(example))
 
@@ -340,8 +337,7 @@ def dispatch_text(example: "RoutingExample") -> str:
             lines.append(f"  {title}")
             if len(rows) > MOST_RANKS:
                 continue
-            # Rows by pair of ranks (those that stay on their rank in brackets), and rows over
-            # wires.
+            # Rows by pair of ranks, in brackets those that stay; the sums are of rows over wires.
             matrix: list[tuple[str, ...]] = []
             for sender, line in enumerate(rows):
                 cells = [f"({n})" if to == sender else str(n) for to, n in enumerate(line)]

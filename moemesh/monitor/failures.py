@@ -121,10 +121,10 @@ def cause_of(failure: Mapping[str, Any]) -> FailureCause:
     """The first cause of the table that fits the kind, else the first that fits the message."""
     kind, message = (str(failure.get(key, "")) for key in ("kind", "message"))
     kinds = f"{kind} {failure.get('exception', '')}".strip()
-    # A message is more specific than a kind that covers any error.
     for cause in CAUSES:
         if cause.kind and re.search(cause.kind, kinds):
-            # Backends give out-of-memory and lost peers the kind of a timeout.
+            # Backends give out-of-memory and lost peers the kind of a timeout: only the message
+            # has the cause.
             specific = _by_message(message) if cause.name == "hang" else None
             return specific or cause
     return _by_message(message) or OTHER
@@ -136,6 +136,7 @@ def is_disk_full(message: str) -> bool:
 
 
 def _by_message(message: str) -> FailureCause | None:
+    """The first cause of the table that fits a message."""
     text = message.lower()
     return next((c for c in CAUSES if c.message and re.search(c.message, text)), None)
 

@@ -150,10 +150,17 @@ class Peers:
             if peer.link is None and not peer.has_left and now >= peer.next_attempt:
                 self._call(peer, now)
         for key, _ in self._selector.select(0):
-            if key.data is None:
-                self._accept(self._listener, now)
-            else:
+            if key.data is not None:
                 self._hear(key.data, now)
+                continue
+            with suppress(OSError):  # until the queue is empty
+                while True:
+                    connection, _ = self._listener.accept()
+                    if len(self._greeting) >= len(self._peers) + _STRANGERS:
+                        connection.close()
+                    else:
+                        link = _Link(socket=connection, until=now + _GREETING_SECONDS)
+                        self._begin(link, selectors.EVENT_READ)
         for link in [link for link in self._greeting if now > link.until]:
             self._drop(link, errno.ETIMEDOUT, now)
         return tuple(
@@ -214,16 +221,6 @@ class Peers:
         failed = connection.connect_ex(place)
         if failed and failed != errno.EINPROGRESS:
             self._drop(link, failed, now)
-
-    def _accept(self, listener: socket.socket, now: float) -> None:
-        with suppress(OSError):  # until the queue is empty
-            while True:
-                connection, _ = listener.accept()
-                if len(self._greeting) >= len(self._peers) + _STRANGERS:
-                    connection.close()
-                else:
-                    link = _Link(socket=connection, until=now + _GREETING_SECONDS)
-                    self._begin(link, selectors.EVENT_READ)
 
     def _begin(self, link: _Link, event: int) -> None:
         """Probe the connection by its kernel, and select it for `event`."""

@@ -114,18 +114,17 @@ def memory_rows(
     for profile in measured:
         if (expected := expected_by.get(profile.rank)) is None:
             continue
-        pairs = [(name.replace("_", " "), expected.parts()[name], profile.parts()[name])
-                 for name in PARTS]  # fmt: skip
-        place = PARTS.index("activations") + 1
-        kinds = (expected.activation_kinds, profile.activation_kinds)
-        pairs[place:place] = [
-            (f"· {kind}", kinds[0].get(kind, 0), kinds[1].get(kind, 0)) for kind in ACTIVATION_KINDS
+        before, after = expected.activation_kinds, profile.activation_kinds
+        kinds = [
+            (f"· {kind}", before.get(kind, 0), after.get(kind, 0)) for kind in ACTIVATION_KINDS
         ]
-        rows += [
-            _compared((str(profile.rank), name), before, after, format_bytes)
-            for name, before, after in pairs
-            if before or after
-        ]
+        for part in PARTS:
+            sizes = (part.replace("_", " "), expected.parts()[part], profile.parts()[part])
+            rows += [
+                _compared((str(profile.rank), name), size, measured_size, format_bytes)
+                for name, size, measured_size in (sizes, *(kinds if part == "activations" else ()))
+                if size or measured_size
+            ]
     return rows
 
 
@@ -177,13 +176,13 @@ def exposed_rows(planned: PlannedStep, waited: float | None, step: float) -> lis
     that a rank waited for others, including bubbles of the pipeline; None if not measured."""
     parts = {name: planned.parts.get(name, 0.0) for name in EXPOSED}
     together, bubble = sum(parts.values()), planned.parts.get("bubble", 0.0)
-    rows = [*parts.items(), ("exposed communication", together), ("bubble", bubble)]
-    rows_shown = [
-        (name, *of_step(seconds, planned.seconds), "", "") for name, seconds in rows if seconds
+    sources = [*parts.items(), ("exposed communication", together), ("bubble", bubble)]
+    rows = [
+        (name, *of_step(seconds, planned.seconds), "", "") for name, seconds in sources if seconds
     ]
     total = of_step(together + bubble, planned.seconds)
     measured = ("not measured", "") if waited is None else of_step(waited, step)
-    return [*rows_shown, ("waiting for other ranks", *total, *measured)]
+    return [*rows, ("waiting for other ranks", *total, *measured)]
 
 
 def of_step(seconds: float, step: float) -> tuple[str, str]:
@@ -233,6 +232,7 @@ def seconds_rows(seconds: StepSeconds) -> list[tuple[str, ...]]:
 #: Smallest share of the whole, and smallest ratio (or inverse) of measured to predicted time and to
 #: bytes, for which a difference is explained.
 _LARGE_SHARE, _LARGE_TIME, _LARGE_BYTES = 0.05, 1.5, 1.1
+#: Reasons for the difference of a part: longer passes, longer waits, other bytes.
 _SLOWER = (
     "the prediction is for uniform routing, and for the speed of a small model of such layers "
     "before the first step; other programs on the machine add to it"
@@ -241,8 +241,6 @@ _WAITS_TOO = (
     "the prediction counts bytes and operations on links that wait for no rank; a rank that has "
     "less to compute waits here for the others"
 )
-
-
 _UNIFORM = "the prediction is for uniform routing, and the chapter on expert load shows the run's"
 
 
@@ -288,10 +286,11 @@ def about_seconds(seconds: StepSeconds) -> list[str]:
 
 def about_memory(predicted: Sequence[MemoryProfile], measured: MemoryProfile) -> list[str]:
     """Sentences on classes of memory of one rank that differ from their prediction."""
-    profiles = [*(profile for profile in predicted if profile.rank == measured.rank), measured]
+    # Without a prediction nothing differs.
+    before = next((profile for profile in predicted if profile.rank == measured.rank), measured)
     expected, actual = (
         {name.replace("_", " "): size for name, size in profile.parts().items()}
-        for profile in (profiles[0], measured)
+        for profile in (before, measured)
     )
     return large_differences(expected, actual)
 
@@ -363,15 +362,15 @@ def stacked_bars(
         palette = (*svg.COLOURS, *map(svg.tint, svg.COLOURS))
         colours = dict(zip(parts, palette, strict=False))
     marks = [(f"{mark} (line)", svg.INK)] if mark else []
-    key, used = svg.legend([*colours.items(), *marks], left=0, top=4)
+    legend, height = svg.legend([*colours.items(), *marks], left=0, top=4)
     left = max(66.0, *(svg.text_width(bar.name) + 16 for bar in bars))
     text_width = max(svg.text_width(bar.text, 11) for bar in bars) + 16
-    top, right = used + 26, svg.WIDTH - max(130.0, text_width)
+    top, right = height + 26, svg.WIDTH - max(130.0, text_width)
     highest = max(
         max(sum(size for _, size, _ in bar.pieces), bar.mark or 0.0) for bar in bars
     ) or 1.0  # fmt: skip
     bottom = top + len(bars) * _STACKED_ROW
-    body, scale = [key], 1.0
+    body, scale = [legend], 1.0
     while unit == "bytes" and highest / scale >= 1024:
         scale *= 1024
     for value in (tick * scale for tick in svg.ticks(0, highest / scale, 6)):
@@ -387,8 +386,8 @@ def stacked_bars(
             if width >= 0.05:
                 hint = f"{bar.name}, {part}: {size_text}"
                 edge = f' stroke="{svg.INK}" stroke-width="0.5"'
-                height, fill = _STACKED_ROW - 8, colours[part]
-                body.append(svg.rectangle(x, y + 4, width, height, fill, title=hint, more=edge))
+                fill, look = colours[part], {"title": hint, "more": edge}
+                body.append(svg.rectangle(x, y + 4, width, _STACKED_ROW - 8, fill, **look))
             x += width
         if bar.mark is not None:
             mark_x = left + bar.mark / highest * (right - left)

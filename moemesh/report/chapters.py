@@ -488,10 +488,13 @@ def events(run: Run) -> Chapter:
     """Events other than steps: alarms and decisions first, ordered by time (`events.jsonl`)."""
     if not run.events:
         return Chapter(missing=missing(run, "events.jsonl"))
-    captions = {False: "Alarms, warnings and decisions", True: "Notes of the start and the end"}
+    ordinary = [event for event in run.events if event.kind in _ORDINARY]
+    alarms = [event for event in run.events if event.kind not in _ORDINARY]
     tables: list[Table] = []
-    for is_ordinary, caption in captions.items():
-        group = [event for event in run.events if (event.kind in _ORDINARY) == is_ordinary]
+    for caption, group in (
+        ("Alarms, warnings and decisions", alarms),
+        ("Notes of the start and the end", ordinary),
+    ):
         shown = group[-MAX_TABLE_ROWS:]
         more = f", the last {len(shown)} of {len(group):,}" if len(shown) < len(group) else ""
         table = Table(
@@ -507,11 +510,10 @@ def events(run: Run) -> Chapter:
                 for event in shown
             ],
             num_names=4,
-            folded=is_ordinary,
+            folded=group is ordinary,
         )
         tables += [table] if group else []
-    has_alarm = any(event.kind not in _ORDINARY for event in run.events)
-    return Chapter(tables=tables, note="" if has_alarm else "No alarm and no warning.")
+    return Chapter(tables=tables, note="" if alarms else "No alarm and no warning.")
 
 
 #: Identity, title and function of each chapter, in page order.

@@ -213,7 +213,9 @@ def _configuration(runs: Sequence[Run], names: Sequence[str]) -> Chapter:
     equal = {*chain(*follows)} - follows[0].intersection(*follows) - {key for key, _ in rows}
     if not rows and not equal:
         return Chapter(note="Every key has the same value.")
-    rows += [(key, [run.section("train").get(key[6:]) for run in runs]) for key in sorted(equal)]
+    for key in sorted(equal):
+        name = key.removeprefix("train.")
+        rows.append((key, [run.section("train").get(name) for run in runs]))
     table = Table(
         caption="Keys that differ",
         header=("Key", *names),

@@ -43,14 +43,17 @@ class EarlyStop:
 
     def state(self, step: int) -> dict[str, Any]:
         """State for the checkpoint of `step`."""
-        state: dict[str, Any] = {"best": list(self.best) if self.best[0] else None}
-        state["validations_since"] = self.since
+        best = list(self.best) if self.best[0] else None
+        state: dict[str, Any] = {"best": best, "validations_since": self.since}
         newest, loss = self._newest
-        return state | ({VALIDATION_LOSS: loss} if newest == step and math.isfinite(loss) else {})
+        if newest == step and math.isfinite(loss):
+            state[VALIDATION_LOSS] = loss
+        return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the state of :meth:`state`; an older checkpoint has none."""
         step, loss = state.get("best") or (0, math.inf)
         self.best: tuple[int, float] = int(step), float(loss)
         self.since = int(state.get("validations_since", 0))
+        #: Step and loss of the newest validation of this process.
         self._newest = 0, math.nan

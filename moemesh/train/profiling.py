@@ -26,13 +26,13 @@ class ProfileTaken(Exception):
 
 
 class ProfiledSteps:
-    """Profiles `num_steps` steps after the warm-up and the plain ones; every rank then writes its
-    trace to the folder `profile` of the run, with clock readings for the alignment, and raises
-    ProfileTaken."""
+    """Profiles `num_steps` steps, after :data:`WARM_UP` steps and :data:`PLAIN` ones, whose time is
+    measured without a profiler; every rank then writes its trace to the folder `profile` of the
+    run, with clock readings for the alignment, and raises ProfileTaken."""
 
     def __init__(self, session: Session, steps: Steps, num_steps: int) -> None:
         self._session, self._steps, self._num_steps = session, steps, num_steps
-        #: Number of steps so far, warm-up included.
+        #: Number of steps so far, of all three kinds.
         self._taken = 0
         self._profile: Any = None
         #: Timeline records of the profiled and of the plain steps.

@@ -65,7 +65,7 @@ def summary(validation: float, path: str = "run", stop: EarlyStop | None = None,
     """The last lines of a run whose unigram model has a loss of 3.2."""
     ended: Any = SimpleNamespace(
         config=load_run([], keys, environ={}).config,
-        folder=SimpleNamespace(path=path),
+        folder=SimpleNamespace(path=Path(path)),
         _validation=validation,
         _unigram=3.2,
         _recent=(),

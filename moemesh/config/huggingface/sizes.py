@@ -128,12 +128,13 @@ def router_groups(config: Config) -> dict[str, Any]:
     }
 
 
-def _last_of(count: int, step: int) -> tuple[int, ...]:
+def _multiples(count: int, step: int) -> tuple[int, ...]:
     """Layers whose number, from 1, is a multiple of `step`."""
     return tuple(range(step - 1, count, step))
 
 
-def _step(config: Config, key: str) -> int:
+def _interval(config: Config, key: str) -> int:
+    """The `key` for the distance of layers with experts; by default 1."""
     step = whole(config, key, default=1)
     if step < 1:
         raise wrong("too-small", key, step, f"{key} must be at least 1", f"{key} = 1")
@@ -164,16 +165,16 @@ def first_dense(config: Config) -> dict[str, Any]:
         flags = indices(config, "moe_layer_freq")
         check_length("moe_layer_freq", flags, layers)
         return {"moe_layers": tuple(index for index, has in enumerate(flags) if has)}
-    dense, step = whole(config, "first_k_dense_replace"), _step(config, "moe_layer_freq")
+    dense, step = whole(config, "first_k_dense_replace"), _interval(config, "moe_layer_freq")
     return {"moe_layers": tuple(i for i in range(dense, layers) if i % step == 0)}
 
 
 def sparse_step(config: Config) -> dict[str, Any]:
     """Every `decoder_sparse_step`-th layer has experts, except those in `mlp_only_layers`."""
-    step, dense = _step(config, "decoder_sparse_step"), set(indices(config, "mlp_only_layers"))
+    step, dense = _interval(config, "decoder_sparse_step"), set(indices(config, "mlp_only_layers"))
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
-    return {"moe_layers": tuple(i for i in _last_of(num_layers(config), step) if i not in dense)}
+    return {"moe_layers": tuple(i for i in _multiples(num_layers(config), step) if i not in dense)}
 
 
 def every_layer(config: Config) -> dict[str, Any]:
@@ -215,8 +216,8 @@ def ling_shared(config: Config) -> dict[str, Any]:
 def llama4(config: Config) -> dict[str, Any]:
     """One shared expert with the width of the others; dense layers have a width of their own."""
     layers = num_layers(config)
-    moe = indices(config, "moe_layers") or _last_of(
-        layers, _step(config, "interleave_moe_layer_step")
+    moe = indices(config, "moe_layers") or _multiples(
+        layers, _interval(config, "interleave_moe_layer_step")
     )
     width = whole(config, "intermediate_size")
     return {
@@ -231,7 +232,7 @@ def ernie(config: Config) -> dict[str, Any]:
     """Every `moe_layer_interval`-th layer from the start index to the end index has experts."""
     if (listed := _listed(config)) is not None:
         return {"moe_layers": listed}
-    layers, step = num_layers(config), _step(config, "moe_layer_interval")
+    layers, step = num_layers(config), _interval(config, "moe_layer_interval")
     start, end = whole(config, "moe_layer_start_index"), config.get("moe_layer_end_index", -1)
     end = layers - 1 if end in (-1, None) else scalar("moe_layer_end_index", end)
     chosen = range(start, min(end, layers - 1) + 1)
@@ -275,7 +276,7 @@ def dbrx(config: Config) -> dict[str, Any]:
 def arctic(config: Config) -> dict[str, Any]:
     """Arctic: besides the experts, every layer has a dense MLP of the hidden size with a norm of
     its own (arXiv:2201.05596 calls it a residual MoE)."""
-    if (step := _step(config, "moe_layer_frequency")) != 1:
+    if (step := _interval(config, "moe_layer_frequency")) != 1:
         message = "layers of this family with and without experts differ in their norms"
         raise wrong(
             "unknown-layer", "moe_layer_frequency", step, message, "moe_layer_frequency = 1"
@@ -309,9 +310,10 @@ READERS: dict[str, Callable[[Config], dict[str, Any]]] = {
 # Sliding windows: the layers that have one, and its length.
 
 
+#: Published names of the kinds of layers.
 FULL_LAYERS = ("full_attention", "attention", "global", "full")
 WINDOW_LAYERS = ("sliding_attention", "sliding_window", "local", "chunked_attention")
-
+#: Keys for the number of layers after which one has no window, or for a pattern of letters.
 _PERIOD_KEYS = ("sliding_window_pattern", "_sliding_window_pattern", "layer_switch")
 
 

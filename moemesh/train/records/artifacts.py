@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,6 +98,7 @@ def measure_saved(model: Transformer) -> SavedForBackward:
 
 #: Files from the end of a start that describe its plan: a start with another plan deletes them.
 _OF_A_PLAN = ("ledger", "ledger_predicted", "timeline", "timeline_simulated", "memory", "seconds")
+#: Notes of the summary on a run that ends above the unigram model: one that was short, and others.
 _A_START = (
     "note: {steps} a start: with more of them (train.steps) the loss falls below that of "
     "the unigram model, which has only the frequency of each token"
@@ -126,6 +126,7 @@ class Artifacts:
         self._alarms = LoadAlarms(log)
         self._metrics = folder.row_log(METRICS, log)
         load_rows = folder.row_log(LOADS, log)
+        #: Loads of the last steps, in which the summary looks for a collapse.
         self._recent = deque[LayerLoads](maxlen=COLLAPSE_STEPS * len(config.model.routed_layers))
         self._loads = LoadLog(load_rows, config.train.load_bins, folder.saved_steps)
         self._sinks: Sinks | None = None
@@ -134,20 +135,21 @@ class Artifacts:
             shape, config.data.seq_len, adapters=config.trains_adapters
         )
         self._peak_flops = _peak_flops(config.train, self.mesh.device)
-        self._last: TimelineRecorder | None = None  # of the last step, as `_row`
+        #: Recorder, row of metrics and validation loss of the last steps that have them.
+        self._last: TimelineRecorder | None = None
+        self._row: MetricsRow | None = None
+        self._validation: float | None = None
         #: Schedule drawn beside the measured timeline; None: that of one step.
         self.drawn: Schedule | None = None
         self._has_measured_memory = False
-        #: Seconds waited for other ranks up to the last step; loss of the unigram model.
-        self._waited = self._unigram = 0.0
+        self._waited = 0.0  # seconds for other ranks, up to the last step
+        self._unigram = 0.0  # loss of the unigram model
         self._steps = 0  # of this process
-        self._row: MetricsRow | None = None
-        self._validation: float | None = None
         self._activations: dict[str, int] = {}  # bytes by kind
         #: Peak bytes of older weight versions, and of copies for undoing a step.
         self.weight_versions = self.snapshots = 0
         is_clocked = self.mesh.device.type == "cpu" and config.plan.optimizer_validation != "after"
-        # Before the clock of the run, since only the newest clock gets the waits.
+        # Before the clock of the run: it makes a clock of its own, and only the newest gets waits.
         self._rates = measure_rates(config, self.mesh) if is_clocked else {}
         #: Measures the parts of steps; None where steps overlap, or their device runs later.
         self._clock = StepClock(parallel.model) if is_clocked else None
@@ -352,35 +354,34 @@ class Artifacts:
 
     def summary(self, early_stop: EarlyStop) -> str:
         """The final losses, the path of the report, and notes."""
-        unit, collapse = self.config.data.loss_unit, collapse_text(self._recent)
+        data, steps, path = self.config.data, self.config.train.steps, self.folder.path
+        unit, run = data.loss_unit, shlex.quote(str(path))
         reason, (step, loss) = early_stop.reason, early_stop.best
-        steps = self.config.train.steps
-        is_start = steps < LEAST_STEPS and not reason
-        above = (
-            _A_START.format(steps="1 step is" if steps == 1 else f"{steps} steps are")
-            if is_start
-            else _NOT_LEARNED
-        )
-        data, run = self.config.data, shlex.quote(str(self.folder.path))
+        notes: list[str] = []
+        if not self._validation < self._unigram:  # a loss of NaN included
+            of_start = "1 step is" if steps == 1 else f"{steps} steps are"
+            is_start = steps < LEAST_STEPS and not reason
+            notes.append(_A_START.format(steps=of_start) if is_start else _NOT_LEARNED)
+        if collapse := collapse_text(self._recent):
+            notes.append(f"note: {collapse}")
+        lowest = [f"lowest validation   {loss:.4f} {unit}, step {step}"] if early_stop.since else []
         explain = f"moemesh explain {run}"
         prompt = '"def "' if data.path is None and not data.sources else "TEXT"
-        if answers_chats(Path(self.folder.path), data.tokenizer):
+        if answers_chats(path, data.tokenizer):
             prompt = "TEXT --chat"
         # A small model repeats itself where it takes the likeliest token.
         generate = f"moemesh generate {run} --prompt {prompt} --temperature 0.8"
         width = max(len(explain), len(generate)) + 2
-        lowest = [f"lowest validation   {loss:.4f} {unit}, step {step}"] if early_stop.since else []
         return "\n".join(
             [
                 *([f"early stop          {reason}"] if reason else []),
                 *lowest,
                 f"validation loss     {self._validation:.4f} {unit}",
                 f"unigram model       {self._unigram:.4f} {unit}",
-                f"report              {Path(self.folder.path) / REPORT}",
+                f"report              {path / REPORT}",
                 f"{'next':<20}{explain:<{width}}what bounds its speed, and what would change it",
                 f"{'':<20}{generate:<{width}}text from the trained model",
-                *([] if self._validation < self._unigram else [above]),
-                *([f"note: {collapse}"] if collapse else []),
+                *notes,
             ]
         )
 

@@ -333,7 +333,7 @@ class Sinks:
                 sink.close()
 
     @contextmanager
-    def _guarded(self, name: str, what: str) -> Any:
+    def _guarded(self, name: str, what: str) -> Iterator[None]:
         """Catch what a sink raises; report it if the sink has dropped no row yet, and count a row
         as dropped if a write failed."""
         try:

@@ -72,7 +72,9 @@ def text_ends(folder: Path) -> list[int]:
         given = (values if file.name == GENERATION else _of_config(values)).get(EOS)
     except (ValueError, AttributeError) as error:
         raise UserError(f"{file}: not a JSON object ({error})") from error
-    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if given is None:
+        return []
+    ids = given if isinstance(given, list) else [given]
     if not all(type(number) is int for number in ids):
         raise UserError(f"{file}: {EOS} = {json.dumps(given)} must be an id, or a list of ids")
     return ids
@@ -108,7 +110,7 @@ def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
             template = ChatTemplate.open(tokenizer)
             text, token = template.stop, template.stop_token
         else:
-            text = token = tokenizer.settings.special.get("eos_token")
+            text = token = tokenizer.settings.special.get(_TOKEN)
         if text:
             number = None if token is None else tokenizer.id_of(token)
             return EndOfTurn(text, token, number)
