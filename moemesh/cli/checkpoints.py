@@ -255,7 +255,6 @@ def prune(
 
         moemesh checkpoint prune runs/tiny --keep 1 --dry-run
     """
-
     from moemesh.checkpoint import retention
     from moemesh.checkpoint.files import CheckpointError
     from moemesh.checkpoint.remote import place_of

@@ -97,8 +97,8 @@ def train(options: TrainOptions) -> None:
         fitted = fit_here(resolved.config, options.ranks, os.environ)
         if fitted.overrides():
             keys = {override.partition("=")[0] for override in fitted.overrides()}
-            given = [override for override in overrides if override.partition("=")[0] not in keys]
-            overrides = [*given, *fitted.overrides()]
+            others = [override for override in overrides if override.partition("=")[0] not in keys]
+            overrides = [*others, *fitted.overrides()]
             resolved = load(config, overrides)
             if fitted.is_printed:
                 typer.echo(fitted.text())

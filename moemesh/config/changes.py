@@ -43,7 +43,7 @@ TRAINING = frozenset(
 )
 
 #: Kind of every other key, by section.
-_SECTIONS: dict[str, Kind] = {
+_KIND_OF: dict[str, Kind] = {
     "plan": "layout",
     "model": "model",
     "lora": "model",
@@ -119,7 +119,7 @@ def kind_of(key: str, before: dict[str, object], after: dict[str, object]) -> Ki
         return "training"  # moving to or from stale weights changes more than the layout
     if key in ("data.tokenizer", "train.freeze", "train.train_only"):
         return "model"  # a checkpoint has the moments of trained parameters only
-    return _SECTIONS.get(key.partition(".")[0], "free")
+    return _KIND_OF.get(key.partition(".")[0], "free")
 
 
 def flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:

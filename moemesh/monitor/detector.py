@@ -202,14 +202,13 @@ class FailureDetector:
         self.stopping: int | None = None
         #: Other hosts of the run that cannot be reached now.
         self.lost: tuple[LostHost, ...] = ()
-        #: Times of the last snapshot and of the first sign of a failure; of each rank's first sign.
-        self._time: float | None = None
+        self._time: float | None = None  # of the last snapshot
+        #: Times of the first sign of a failure, of all ranks and by rank.
         self._first_sign: float | None = None
         self._first_signs: dict[int, float] = {}
-        #: Seconds in which the cause could have left; in state T, by rank; without any progress.
-        self._leaving = 0.0
-        self._stopped: defaultdict[int, float] = defaultdict(float)
-        self._still = 0.0
+        self._leaving = 0.0  # seconds in which the rank at fault could have left
+        self._stopped: defaultdict[int, float] = defaultdict(float)  # seconds in state T, by rank
+        self._still = 0.0  # seconds without any progress
         self._changes: dict[int, int] = {}
         self._cpu: dict[int, float] = {}
         #: Seconds of the last steps, number of steps so far, the last one and its time.

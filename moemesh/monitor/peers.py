@@ -147,8 +147,24 @@ class Peers:
         if self._listener is None or not (self._token or self._read_peers(self._listener)):
             return ()
         for peer in self._called:
-            if peer.link is None and not peer.has_left and now >= peer.next_attempt:
-                self._call(peer, now)
+            if peer.link is not None or peer.has_left or now < peer.next_attempt:
+                continue
+            # Start to connect to the watcher of `peer`.
+            peer.next_attempt = now + (_RETRY_SECONDS if peer.lost else _FIRST_SECONDS)
+            try:
+                family, _, _, _, place = socket.getaddrinfo(
+                    peer.address, peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                )[0]
+                connection = socket.socket(family, socket.SOCK_STREAM)
+            except (OSError, UnicodeError):
+                continue
+            wait = 2 * _RETRY_SECONDS if peer.lost else _GREETING_SECONDS
+            link = _Link(socket=connection, until=now + wait, peer=peer, is_made=False)
+            peer.link = link
+            self._begin(link, selectors.EVENT_WRITE)
+            failed = connection.connect_ex(place)
+            if failed and failed != errno.EINPROGRESS:
+                self._drop(link, failed, now)
         for key, _ in self._selector.select(0):
             if key.data is not None:
                 self._hear(key.data, now)
@@ -203,24 +219,6 @@ class Peers:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
         return True
-
-    def _call(self, peer: _Peer, now: float) -> None:
-        """Start to connect to the watcher of `peer`."""
-        peer.next_attempt = now + (_RETRY_SECONDS if peer.lost else _FIRST_SECONDS)
-        try:
-            family, _, _, _, place = socket.getaddrinfo(
-                peer.address, peer.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
-            )[0]
-            connection = socket.socket(family, socket.SOCK_STREAM)
-        except (OSError, UnicodeError):
-            return
-        wait = 2 * _RETRY_SECONDS if peer.lost else _GREETING_SECONDS
-        link = _Link(socket=connection, until=now + wait, peer=peer, is_made=False)
-        peer.link = link
-        self._begin(link, selectors.EVENT_WRITE)
-        failed = connection.connect_ex(place)
-        if failed and failed != errno.EINPROGRESS:
-            self._drop(link, failed, now)
 
     def _begin(self, link: _Link, event: int) -> None:
         """Probe the connection by its kernel, and select it for `event`."""

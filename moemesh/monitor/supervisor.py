@@ -100,51 +100,45 @@ class StragglerDetector:
                 first = self._first.setdefault(record.rank, record.step)
                 if record.step >= first + FIRST_STEPS:
                     by_stage.setdefault(record.stage, []).append(record)
-        stragglers = [
-            straggler
-            for stage, of_stage in by_stage.items()
-            if (straggler := self._compare(stage, of_stage)) is not None
-            and straggler.rank not in self._named
-        ]
-        self._named.update(straggler.rank for straggler in stragglers)
+        stragglers: list[Straggler] = []
+        for stage, of_stage in by_stage.items():
+            # Compare the ranks once all of them have finished a step since the last comparison.
+            now, before = {record.rank: record for record in of_stage}, self._before.get(stage, {})
+            if now.keys() != before.keys():
+                self._before[stage], self._rows[stage] = now, deque(maxlen=_COMPARISONS)
+                continue
+            steps = {rank: record.step - before[rank].step for rank, record in now.items()}
+            if len(now) < 2 or min(steps.values()) < 1:
+                continue
+            work = {r: (now[r].worked - before[r].worked) / steps[r] for r in now}
+            self._before[stage], rows = now, self._rows[stage]
+            if min(work.values()) <= 0:
+                continue
+            rows.append(work)
+            if len(rows) < _COMPARISONS:
+                continue
+            # Per rank against the median of the others: log ratios, median difference in seconds.
+            late: dict[int, list[float]] = {}
+            seconds: dict[int, float] = {}
+            for rank in now:
+                usual = [statistics.median(v for r, v in row.items() if r != rank) for row in rows]
+                pairs = [(row[rank], other) for row, other in zip(rows, usual, strict=True)]
+                late[rank] = [math.log(local / other) for local, other in pairs]
+                seconds[rank] = statistics.median(local - other for local, other in pairs)
+            # The mean of the middle half ignores a few outliers.
+            cut = slice(len(rows) // 4, len(rows) - len(rows) // 4)
+            middle = {rank: statistics.fmean(sorted(values)[cut]) for rank, values in late.items()}
+            # Over all ranks: the deviation of one rank's few values often comes out too small.
+            spread = statistics.median(abs(v - middle[rank]) for rank in late for v in late[rank])
+            error = _MIDDLE_HALF * _MAD_TO_DEVIATION * spread / math.sqrt(len(rows))
+            slowest = max(middle, key=lambda rank: middle[rank])
+            ratio, more = math.exp(statistics.median(late[slowest])), seconds[slowest]
+            is_late = middle[slowest] >= _DEVIATIONS * error and more >= _LEAST_SECONDS
+            if ratio >= _RATIO and is_late and slowest not in self._named:
+                self._named.add(slowest)
+                step = max(record.step for record in of_stage) - 1
+                stragglers.append(Straggler(rank=slowest, step=step, ratio=ratio, seconds=more))
         return stragglers
-
-    def _compare(self, stage: int, records: Sequence[ProgressRecord]) -> Straggler | None:
-        """Compare the ranks of a stage once all have finished a step since the last comparison."""
-        now, before = {record.rank: record for record in records}, self._before.get(stage, {})
-        if now.keys() != before.keys():
-            self._before[stage], self._rows[stage] = now, deque(maxlen=_COMPARISONS)
-            return None
-        steps = {rank: record.step - before[rank].step for rank, record in now.items()}
-        if len(now) < 2 or min(steps.values()) < 1:
-            return None
-        row = {r: (now[r].worked - before[r].worked) / steps[r] for r in now}
-        self._before[stage], rows = now, self._rows[stage]
-        if min(row.values()) <= 0:
-            return None
-        rows.append(row)
-        if len(rows) < _COMPARISONS:
-            return None
-        # Per rank against the median of the others: log ratios, median difference in seconds.
-        late: dict[int, list[float]] = {}
-        seconds: dict[int, float] = {}
-        for rank in rows[0]:
-            usual = [statistics.median(v for r, v in row.items() if r != rank) for row in rows]
-            pairs = [(row[rank], other) for row, other in zip(rows, usual, strict=True)]
-            late[rank] = [math.log(local / other) for local, other in pairs]
-            seconds[rank] = statistics.median(local - other for local, other in pairs)
-        # The mean of the middle half ignores a few outliers.
-        cut = slice(len(rows) // 4, len(rows) - len(rows) // 4)
-        middle = {rank: statistics.fmean(sorted(values)[cut]) for rank, values in late.items()}
-        # Over all ranks: the deviation of one rank's few values often comes out too small.
-        spread = statistics.median(abs(v - middle[rank]) for rank in late for v in late[rank])
-        error = _MIDDLE_HALF * _MAD_TO_DEVIATION * spread / math.sqrt(len(rows))
-        rank = max(middle, key=lambda candidate: middle[candidate])
-        ratio = math.exp(statistics.median(late[rank]))
-        if ratio < _RATIO or middle[rank] < _DEVIATIONS * error or seconds[rank] < _LEAST_SECONDS:
-            return None
-        step = max(record.step for record in records) - 1
-        return Straggler(rank=rank, step=step, ratio=ratio, seconds=seconds[rank])
 
 
 # Messages and times of Ctrl-C: the first one is answered at once, the second one ends the run.

@@ -152,7 +152,7 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
     }
     num_rows = max(min(number, _MAX_ROWS) for number in num_experts.values())
     most = min(max(_MAX_CELLS // (len(shown) * num_rows), 16), _MAX_COLUMNS)
-    key, used = _legend(EXPERT_CLASSES)
+    legend, legend_height = _legend(EXPERT_CLASSES)
     panel = svg.WIDTH / 2 if len(shown) > 1 else svg.WIDTH
     cell, top = min(max(140 / num_rows, 2.5), 16), 20.0
     left_out = "" if len(shown) == len(layers) else f", the most unbalanced of {len(layers)}"
@@ -160,9 +160,8 @@ def layer_heat_maps(loads: Sequence[LayerLoads]) -> str:
         f"Load of each expert (rows, downwards) over steps (to the right) for {len(shown)} "
         f"layers{left_out}, as a ratio to the layer's mean."
     )
-    pictures = [
-        svg.figure("expert-loads", "Expert load, layer by layer", description, used + 6, [key])
-    ]
+    title, height = "Expert load, layer by layer", legend_height + 6
+    pictures = [svg.figure("expert-loads", title, description, height, [legend])]
     for layer in shown:
         items = layers[layer]
         columns, squeezed = min(most, len(items)), Matrix()  # a row for each column of the panel
@@ -201,8 +200,8 @@ def _layers_figure(
 ) -> str:
     """A figure of panels (title, layers, matrix with a row for each, number of columns), under one
     another; `framed` columns of layers have a frame."""
-    key, used = _legend(classes)
-    body, top, width = [key], used + 26, svg.WIDTH - _LEFT
+    legend, legend_height = _legend(classes)
+    body, top, width = [legend], legend_height + 26, svg.WIDTH - _LEFT
     for name, layers, matrix, columns in panels:
         # Frames need larger cells.
         cell = min(max((320 if framed else 220) / len(matrix), 3.0), 18.0)

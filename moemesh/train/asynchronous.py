@@ -281,7 +281,7 @@ class StreamedSteps:
 
     def advance(self, first: int) -> FinishedStep:
         session, config = self._session, self._session.config
-        train, plan = config.train, config.plan
+        plan, parallel = config.plan, session.parallel
         # The schedule from step `first` to the next drain, and that step.
         if plan.replay is not None:
             schedule, last = recorded_segment(Path(plan.replay), first)
@@ -302,9 +302,9 @@ class StreamedSteps:
             return FinishedStep(number=step, result=result, recorder=recorder, seconds=seconds)
 
         stream = TrainingStream(
-            session.parallel,
+            parallel,
             session.optimizer,
-            train,
+            config.train,
             num_microbatches=size,
             window=schedule.update.window,
             reach=max(plan.pp, int(schedule.parameters.get("max_in_flight", 0))),
@@ -318,7 +318,29 @@ class StreamedSteps:
             first_window.enter_context(session.artifacts.first_step_memory())
             # The measurement of the first window's memory ends with its first update.
             stream.before_update = first_window.close
-            self._run(schedule, stream, recorder)
+            (part,) = parallel.pipeline.parts.values()
+            model, reducer, backward = parallel.model, parallel.reducer, plan.ampnet_backward
+            program = AsynchronousProgram(
+                schedule.update, model, part, reducer, stream, backward=backward
+            )
+            channels = parallel.pipeline.channels
+            if schedule.name != "ampnet" or plan.replay is not None:
+                StreamExecutor(schedule, channels).run(program, recorder)
+            else:
+                executor = MessageDrivenExecutor(
+                    channels,
+                    parallel.mesh,
+                    schedule.total_microbatches,
+                    window=schedule.update.window,
+                    max_in_flight=int(schedule.parameters["max_in_flight"]),
+                )
+                executor.run(program, recorder)
+                recorded = executor.recorded()
+                if rank == 0:
+                    write_recorded(session.folder, recorded, first, stream.last)
+        versions, artifacts = program.versions, session.artifacts
+        artifacts.weight_versions = max(artifacts.weight_versions, versions.most_bytes)
+        versions.close()
         *earlier, newest = stream.drain()
         for step in earlier:
             session.report(finished(*step))
@@ -327,33 +349,6 @@ class StreamedSteps:
 
     def is_stopping(self) -> bool:
         return bool(self._session.largest(self._stopped or self._session.stop.requested))
-
-    def _run(self, schedule: Schedule, stream: TrainingStream, recorder: TimelineRecorder) -> None:
-        plan, parallel = self._session.config.plan, self._session.parallel
-        assert schedule.update is not None
-        (part,) = parallel.pipeline.parts.values()
-        model, reducer, backward = parallel.model, parallel.reducer, plan.ampnet_backward
-        program = AsynchronousProgram(
-            schedule.update, model, part, reducer, stream, backward=backward
-        )
-        channels = parallel.pipeline.channels
-        if schedule.name != "ampnet" or plan.replay is not None:
-            StreamExecutor(schedule, channels).run(program, recorder)
-        else:
-            executor = MessageDrivenExecutor(
-                channels,
-                parallel.mesh,
-                schedule.total_microbatches,
-                window=schedule.update.window,
-                max_in_flight=int(schedule.parameters["max_in_flight"]),
-            )
-            executor.run(program, recorder)
-            recorded = executor.recorded()
-            if parallel.mesh.rank == 0:
-                write_recorded(self._session.folder, recorded, stream.first, stream.last)
-        artifacts = self._session.artifacts
-        artifacts.weight_versions = max(artifacts.weight_versions, program.versions.most_bytes)
-        program.versions.close()
 
 
 def stream_schedule(config: RunConfig, num_steps: int) -> Schedule:

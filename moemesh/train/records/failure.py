@@ -72,7 +72,45 @@ def write_verdict(
     existed when the ranks started. It is moved away even if it has the same `epoch`: that of the
     previous start, if the ranks failed before one of them had the lease.
     """
-    content = _of_ended(ended, epoch, advice) | {"action": action}
+    verdict = ended.verdict
+    assert verdict is not None
+    record, code, error = verdict.status.record, verdict.status.exit_code, verdict.status.error
+    content: dict[str, Any] = {
+        "kind": kind_of(verdict),
+        "message": verdict.message,
+        "frames": [],
+        **_place(verdict.rank, epoch, record.pid if record is not None else None, record),
+        "exit_code": verdict.exit_code,
+        "advice": advice,
+    }
+    if code is not None and code < 0:
+        content["signal"] = signal.Signals(-code).name
+    if error is not None:
+        content["exception"] = error.kind
+        if not (verdict.calls or verdict.lost):
+            content["message"] = error.message
+    if verdict.collective is not None:
+        ranks = {"entered": list(verdict.entered), "missing": list(verdict.missing)}
+        content["collective"] = _collective(verdict.collective) | ranks
+    if verdict.calls:
+        content["calls"] = [
+            {
+                "operation": call.collective.op,
+                "bytes": call.collective.num_bytes,
+                "caller": call.collective.caller,
+                "ranks": list(call.ranks),
+            }
+            for call in verdict.calls
+        ]
+    if verdict.lost:
+        lost = [{"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost]
+        content["unreachable"] = lost
+    if error is not None:
+        content |= {"frames": error.trace.splitlines()[-2 * _FRAMES :], **error.facts}
+    elif (stack := ended.stacks.get(verdict.rank)) is not None:
+        # faulthandler prints the main thread last, with its innermost frame first.
+        content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
+    content["action"] = action
     place = folder / FAILURE
     with suppress(OSError):
         if first_rank is not None:
@@ -239,49 +277,6 @@ def details(folder: Path) -> str:
     if (folder / FAILURE).exists():
         return f"details in {folder / FAILURE}"
     return f"no report could be written into {folder}"
-
-
-def _of_ended(ended: SupervisorResult, epoch: int | None, advice: str) -> dict[str, Any]:
-    """The fields of ``failure.json`` for supervised ranks, without "action"."""
-    verdict = ended.verdict
-    assert verdict is not None
-    record, code, error = verdict.status.record, verdict.status.exit_code, verdict.status.error
-    content: dict[str, Any] = {
-        "kind": kind_of(verdict),
-        "message": verdict.message,
-        "frames": [],
-        **_place(verdict.rank, epoch, record.pid if record is not None else None, record),
-        "exit_code": verdict.exit_code,
-        "advice": advice,
-    }
-    if code is not None and code < 0:
-        content["signal"] = signal.Signals(-code).name
-    if error is not None:
-        content["exception"] = error.kind
-        if not (verdict.calls or verdict.lost):
-            content["message"] = error.message
-    if verdict.collective is not None:
-        ranks = {"entered": list(verdict.entered), "missing": list(verdict.missing)}
-        content["collective"] = _collective(verdict.collective) | ranks
-    if verdict.calls:
-        content["calls"] = [
-            {
-                "operation": call.collective.op,
-                "bytes": call.collective.num_bytes,
-                "caller": call.collective.caller,
-                "ranks": list(call.ranks),
-            }
-            for call in verdict.calls
-        ]
-    if verdict.lost:
-        lost = [{"host": host.name, "ranks": list(host.ranks)} for host in verdict.lost]
-        content["unreachable"] = lost
-    if error is not None:
-        content |= {"frames": error.trace.splitlines()[-2 * _FRAMES :], **error.facts}
-    elif (stack := ended.stacks.get(verdict.rank)) is not None:
-        # faulthandler prints the main thread last, with its innermost frame first.
-        content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
-    return content
 
 
 def _place(

@@ -132,8 +132,6 @@ def check_folder(source: Path) -> None:
     try:
         index: Any = parse_json((source / INDEX).read_text(encoding="utf-8"))
         files = sorted({str(file) for file in index["weight_map"].values()})
-    except FileNotFoundError:
-        return
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # reported when the folder is opened
     if missing := [file for file in files if not (source / file).exists()]:
