@@ -209,7 +209,23 @@ class AttentionConfig(HeadSizes):
                     yield self.problem("missing", name, message, fix, "attention")
             yield from self._even("qk_rotary_head_dim", self.qk_rotary_head_dim)
         else:
-            yield from self._grouped_rules()
+            heads, keys, share = self.num_heads, self.num_kv_heads, self.partial_rotary_factor
+            if keys > 0 and heads % keys:
+                message = f"num_kv_heads ({keys}) must divide num_heads ({heads})"
+                fix = f"num_kv_heads = {nearest_divisors(max(heads, 1), keys)}"
+                yield self.problem("not-divisible", "num_kv_heads", message, fix, "num_heads")
+            if share == 1.0:
+                yield from self._even("head_dim", self.head_dim)
+            elif not (rotated := self.rotary_dim) or rotated % 2:
+                size, even = self.head_dim, rotated - rotated % 2
+                legal = [n / size for n in sorted({max(even, 2), even + 2}) if n <= size]
+                message = (
+                    f"partial_rotary_factor ({share}) of head_dim ({size}) is {rotated} channels: "
+                    "RoPE rotates pairs of them"
+                )
+                name, factors = "partial_rotary_factor", " or ".join(map(format_value, legal))
+                fix = f"{name} = {factors or 1.0}"
+                yield self.problem("not-divisible", name, message, fix, "head_dim")
         kind = format_value(self.rope_type)
         if self.rope_type in ("llama3", "yarn") and not self.original_max_position_embeddings:
             name, longest = "original_max_position_embeddings", self.max_position_embeddings
@@ -248,25 +264,6 @@ class AttentionConfig(HeadSizes):
             )
             fix = "sliding_window = 0"
             yield self.problem("conflict", "sliding_window", message, fix, "layer_types")
-
-    def _grouped_rules(self) -> Iterator[Problem]:
-        heads, keys, share = self.num_heads, self.num_kv_heads, self.partial_rotary_factor
-        if keys > 0 and heads % keys:
-            message = f"num_kv_heads ({keys}) must divide num_heads ({heads})"
-            fix = f"num_kv_heads = {nearest_divisors(max(heads, 1), keys)}"
-            yield self.problem("not-divisible", "num_kv_heads", message, fix, "num_heads")
-        if share == 1.0:
-            yield from self._even("head_dim", self.head_dim)
-        elif not (rotated := self.rotary_dim) or rotated % 2:
-            size, even = self.head_dim, rotated - rotated % 2
-            legal = sorted({max(even, 2), even + 2})
-            factors = " or ".join(format_value(value / size) for value in legal if value <= size)
-            message = (
-                f"partial_rotary_factor ({share}) of head_dim ({size}) is {rotated} channels: "
-                "RoPE rotates pairs of them"
-            )
-            name, fix = "partial_rotary_factor", f"partial_rotary_factor = {factors or 1.0}"
-            yield self.problem("not-divisible", name, message, fix, "head_dim")
 
     def _even(self, name: str, size: int) -> Iterator[Problem]:
         if size % 2:

@@ -102,9 +102,34 @@ def degree_problems(
         key, keys = "ep" if plan.ep > 1 else "etp", ("ep", "etp", "dp", "cp", "tp")
         message = f"ep*etp ({experts}) must divide dp*cp*tp ({ranks})"
         yield plan_problem(plan, "not-divisible", key, message, fix, *keys)
-    if sizes is not None:
-        yield from _stage_rules(plan, sizes.num_layers)
-        yield from _cut_rules(plan, sizes, copied_kv_heads)
+    if sizes is None:
+        return
+    # Every stage needs a layer; explicit cuts are one positive number a stage, all layers used.
+    stages, layers, cuts = plan.num_stages, sizes.num_layers, plan.layers_per_stage
+    if layers >= 1 and cuts is not None:
+        if len(cuts) != stages or sum(cuts) != layers or min(cuts) < 1:
+            equal = shard_sizes(layers, stages)
+            fix = f"layers_per_stage = {list(equal)}" if min(equal) else f"pp = {layers}"
+            message = (
+                f"layers_per_stage ({len(cuts)} numbers, sum {sum(cuts)}) must be {stages} "
+                f"positive numbers that add up to num_layers ({layers})"
+            )
+            keys = ("pp", "stages_per_rank", "model.num_layers")
+            yield plan_problem(plan, "stages", "layers_per_stage", message, fix, *keys)
+    elif 1 <= layers < stages:
+        chunks, is_v = stages // plan.pp, plan.schedule in V_SCHEDULES
+        product = f"pp*stages_per_rank ({plan.pp}*{chunks} = {stages})"
+        if is_v:
+            product = f"{plan.schedule} puts two stages on a rank: pp*2 ({plan.pp}*2 = {stages})"
+        key, fix = "pp", f"pp = {max(layers // chunks, 1)}"
+        if plan.pp <= layers and not is_v:
+            key, fix = "stages_per_rank", f"stages_per_rank = {layers // plan.pp}"
+        elif chunks > layers and not is_v:
+            fix += ", stages_per_rank = 1"
+        message = f"{product} stages need at least as many layers; num_layers is {layers}"
+        keys = ("pp", "stages_per_rank", "schedule", "model.num_layers")
+        yield plan_problem(plan, "too-large", key, message, fix, *keys)
+    yield from _cut_rules(plan, sizes, copied_kv_heads)
 
 
 def uncut_by_tensor(sizes: CutSizes, tp: int, *, copied_kv_heads: bool = False) -> dict[str, int]:
@@ -182,34 +207,3 @@ def _cut_rules(plan: Degrees, sizes: CutSizes, copied_kv_heads: bool) -> Iterato
             message = f"{name} ({degree}) must divide {size_name} ({size})"
             fix = f"{name} = {nearest_divisors(gcd(abs(size), ranks), degree)}"
             yield plan_problem(plan, "not-divisible", name, message, fix, f"model.{size_name}")
-
-
-def _stage_rules(plan: Degrees, layers: int) -> Iterator[Problem]:
-    """Every stage needs a layer; explicit cuts are one positive number a stage, all layers used."""
-    stages, sizes = plan.num_stages, plan.layers_per_stage
-    if layers < 1:
-        return
-    if sizes is not None:
-        if len(sizes) == stages and sum(sizes) == layers and min(sizes) >= 1:
-            return
-        equal = shard_sizes(layers, stages)
-        fix = f"layers_per_stage = {list(equal)}" if min(equal) else f"pp = {layers}"
-        message = (
-            f"layers_per_stage ({len(sizes)} numbers, sum {sum(sizes)}) must be {stages} "
-            f"positive numbers that add up to num_layers ({layers})"
-        )
-        keys = ("pp", "stages_per_rank", "model.num_layers")
-        yield plan_problem(plan, "stages", "layers_per_stage", message, fix, *keys)
-    elif stages > layers:
-        chunks, is_v = stages // plan.pp, plan.schedule in V_SCHEDULES
-        product = f"pp*stages_per_rank ({plan.pp}*{chunks} = {stages})"
-        if is_v:
-            product = f"{plan.schedule} puts two stages on a rank: pp*2 ({plan.pp}*2 = {stages})"
-        key, fix = "pp", f"pp = {max(layers // chunks, 1)}"
-        if plan.pp <= layers and not is_v:
-            key, fix = "stages_per_rank", f"stages_per_rank = {layers // plan.pp}"
-        elif chunks > layers and not is_v:
-            fix += ", stages_per_rank = 1"
-        message = f"{product} stages need at least as many layers; num_layers is {layers}"
-        keys = ("pp", "stages_per_rank", "schedule", "model.num_layers")
-        yield plan_problem(plan, "too-large", key, message, fix, *keys)
