@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Any, cast
 
 from moemesh.config.errors import ConfigError, Problem
 from moemesh.config.experts import MOST_LAYERS
+from moemesh.config.sources import read_preset_table
 
 Config = Mapping[str, Any]
 
@@ -23,15 +22,13 @@ Config = Mapping[str, Any]
 @cache
 def known_families() -> dict[str, Any]:
     """Known keys of published configurations: ``presets/huggingface/families.toml``."""
-    home = files("moemesh.config") / "presets" / "huggingface"
-    return tomllib.loads((home / "families.toml").read_text(encoding="utf-8"))
+    return read_preset_table("families", "huggingface")
 
 
 @cache
 def class_rows() -> dict[str, Any]:
     """Facts on configuration classes of transformers: ``presets/huggingface/classes.toml``."""
-    home = files("moemesh.config") / "presets" / "huggingface"
-    return tomllib.loads((home / "classes.toml").read_text(encoding="utf-8"))
+    return read_preset_table("classes", "huggingface")
 
 
 #: Keys that every class reads for RoPE, and a folder's keys for prediction layers.

@@ -8,10 +8,8 @@ name.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple, cast
 
 from moemesh.config.huggingface.keys import (
@@ -24,6 +22,7 @@ from moemesh.config.huggingface.keys import (
     wrong,
 )
 from moemesh.config.huggingface.sizes import read_sizes
+from moemesh.config.sources import read_preset_table
 
 #: Fields of a planner's shape that [model] lacks, with the only value that can be trained.
 _FIXED: dict[str, object] = {
@@ -140,8 +139,7 @@ _UNTRAINED = (
 @cache
 def trained_families() -> dict[str, Any]:
     """``presets/huggingface/trained.toml``."""
-    home = files("moemesh.config") / "presets" / "huggingface"
-    return tomllib.loads((home / "trained.toml").read_text(encoding="utf-8"))
+    return read_preset_table("trained", "huggingface")
 
 
 def family_of(config: Config) -> str:
