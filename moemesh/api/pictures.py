@@ -30,9 +30,10 @@ def _schedule(schedule: Any) -> str:
 def _meshes(plan: Any) -> str:
     """Picture of the meshes of a Plan, a PlannedLayout or a Layout."""
     from moemesh.config.layout import Layout
+    from moemesh.config.plan import DEGREES
     from moemesh.report.rank_pictures import draw_meshes
 
-    names = ("pp", "dp", "cp", "tp", "ep", "etp", "ranks_per_node")
+    names = (*DEGREES, "ranks_per_node")
     return draw_meshes(Layout(**{name: getattr(plan, name) or 0 for name in names}))
 
 

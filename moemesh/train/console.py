@@ -14,6 +14,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 
 from moemesh.config.limits import drawn_on, visible
+from moemesh.config.plan import DEGREES
 from moemesh.config.run import RunConfig
 from moemesh.config.tuning import FULL
 from moemesh.data.samples import Samples
@@ -75,9 +76,6 @@ class Progress:
         return None if self._mean is None else self._mean * (self._total - self.step)
 
 
-#: Plan keys of the first line on the plan; other keys with non-default values fill a second one.
-DEGREES = ("pp", "dp", "cp", "tp", "ep", "etp")
-
 #: Least seconds between two drawings of the panel.
 _DRAW_SECONDS = 0.5
 
@@ -88,7 +86,7 @@ def banner(config: RunConfig, folder: Path, samples: Samples, device: torch.devi
     size = count_parameters(shape_of(model)).total
     degrees = "  ".join(f"{name}={getattr(plan, name)}" for name in DEGREES)
     kind = f"{model.num_experts} experts, top {model.experts_per_token}"
-    chosen = [
+    chosen = [  # keys of the plan on a second line
         f"{name}={value}"
         for name, value in plan
         if name not in DEGREES and value != type(plan).model_fields[name].default

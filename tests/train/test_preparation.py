@@ -369,12 +369,17 @@ def test_a_key_that_is_set_twice_is_noted_once_for_all_ranks(
 def test_a_long_evaluation_tells_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert [*evaluation.in_batches(10, 4)] == [0, 4, 8]
+    def starts(number: int, size: int, *, is_silent: bool) -> list[int]:
+        batches = [ids.tolist() for ids in evaluation.in_batches(number, size, is_silent=is_silent)]
+        assert [id_ for ids in batches for id_ in ids] == list(range(number))
+        return [ids[0] for ids in batches]
+
+    assert starts(10, 4, is_silent=False) == [0, 4, 8]
     assert capsys.readouterr().err == "", "a short one prints nothing"
     monkeypatch.setattr(evaluation, "_LINE_SECONDS", 0.0)
-    assert [*evaluation.in_batches(10, 4, is_silent=True)] == [0, 4, 8]
+    assert starts(10, 4, is_silent=True) == [0, 4, 8]
     assert capsys.readouterr().err == ""
-    assert [*evaluation.in_batches(1000, 400)] == [0, 400, 800]
+    assert starts(1000, 400, is_silent=False) == [0, 400, 800]
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(", about")[0] for line in lines] == [
         "note: 400 of 1,000 windows",

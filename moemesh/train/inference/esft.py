@@ -66,8 +66,7 @@ def score_table(
     number = min(windows.num_samples, request.samples)
     digest, size = hashlib.sha256(), config.data.global_batch
     with _summed(parallel, layers) as sums_L2E:
-        for start in in_batches(number, size, is_silent=parallel.mesh.rank > 0):
-            ids = np.arange(start, min(start + size, number), dtype=np.int64)
+        for ids in in_batches(number, size, is_silent=parallel.mesh.rank > 0):
             digest.update(np.ascontiguousarray(windows.windows(ids)).tobytes())
             parts = config.plan.microbatches
             batches = own_batches(windows, parallel.mesh, ids, parts, seed=config.train.seed)

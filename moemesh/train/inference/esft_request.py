@@ -52,9 +52,7 @@ class EsftRequest:
         wrong: list[Problem] = []
 
         def refuse(option: str, value: object, message: str, fix: str) -> None:
-            wrong.append(
-                Problem(code="out-of-range", key=option, value=value, message=message, fix=fix)
-            )
+            wrong.append(Problem.of("out-of-range", option, value, message, fix))
 
         experts = config.model.num_experts
         if not experts:

@@ -159,8 +159,7 @@ def run(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> E
     parallel = load(config, mesh, source, best=best)
     total = count = 0.0
     size = config.data.global_batch
-    for start in in_batches(windows.num_samples, size, is_silent=mesh.rank > 0):
-        ids = np.arange(start, min(start + size, windows.num_samples), dtype=np.int64)
+    for ids in in_batches(windows.num_samples, size, is_silent=mesh.rank > 0):
         batches = own_batches(windows, mesh, ids, config.plan.microbatches, seed=config.train.seed)
         part, tokens = sum_losses(parallel, batches)
         total, count = total + part, count + tokens
@@ -172,8 +171,8 @@ def run(config: RunConfig, mesh: Mesh, source: Path, *, best: bool = False) -> E
     return Evaluation(loss, perplexity, int(count), data.loss_unit, data.seq_len)
 
 
-def in_batches(number: int, size: int, *, is_silent: bool = False) -> Iterator[int]:
-    """``range(0, number, size)`` over windows, with a line on stderr every half minute."""
+def in_batches(number: int, size: int, *, is_silent: bool) -> Iterator[np.ndarray]:
+    """The ids of `number` windows, `size` at a time, with a line on stderr every half minute."""
     began = line_at = time.monotonic()
     for start in range(0, number, size):
         now = time.monotonic()
@@ -181,7 +180,7 @@ def in_batches(number: int, size: int, *, is_silent: bool = False) -> Iterator[i
             line_at, left = now, duration((now - began) * (number - start) / start)
             line = f"note: {start:,} of {number:,} windows, about {left} to go"
             print(line, file=sys.stderr, flush=True)
-        yield start
+        yield np.arange(start, min(start + size, number), dtype=np.int64)
 
 
 def open_windows(config: RunConfig) -> Windows:

@@ -24,6 +24,7 @@ from moemesh.checkpoint.saver import SaveOutcome, Saver
 from moemesh.checkpoint.store import Checkpoint, CheckpointError, Shard, shard_of
 from moemesh.comm.collectives import gather_json
 from moemesh.config.lora import NF4_NUMBERS_AT_ONCE, packed_bytes
+from moemesh.config.plan import DEGREES
 from moemesh.config.train import TrainConfig
 from moemesh.monitor.failures import is_disk_full
 from moemesh.ops.nf4 import quantize
@@ -50,7 +51,7 @@ def contents(
     full_state = {
         **state,
         # For readers of the manifest; not needed for loading.
-        "layout": {key: getattr(mesh.layout, key) for key in ("pp", "dp", "cp", "tp", "ep", "etp")},
+        "layout": {key: getattr(mesh.layout, key) for key in DEGREES},
         "moments": sorted(optimizer.kinds()),
         "updates": optimizer.num_updates,
     }

@@ -90,7 +90,7 @@ def neither(source: Path) -> ConfigError:
         fix = near
     elif (other := other_folder(source)) is not None:
         message, fix = f"{source} holds {other[0]}, and no {CONFIG}", other[1]
-    return ConfigError([Problem(code="no-file", key=str(source), message=message, fix=fix)])
+    return ConfigError([Problem.of("no-file", str(source), None, message, fix)])
 
 
 def check_weights(source: Path, *, takes_adapters: bool = False) -> None:
@@ -257,8 +257,7 @@ def target_of(
 
 def refused(option: str, value: str, message: str, fix: str = "") -> ConfigError:
     """The refusal of an option of `moemesh convert`."""
-    problem = Problem(code="conflict", key=option, value=value, message=message, fix=fix)
-    return ConfigError([problem])
+    return ConfigError([Problem.of("conflict", option, value, message, fix)])
 
 
 # The recipe of `moemesh convert --upcycle`: the experts of a formerly dense model.
