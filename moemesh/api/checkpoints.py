@@ -202,9 +202,44 @@ class _ProgramState:
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
         """Returns path -> tensor or value. With `checkpoint`, the state of optimizers is replaced
         by zeros for the state in the checkpoint."""
-        return store.flatten(
-            store.map_leaves(self.state, lambda path, node: self._nested(path, node, checkpoint))
-        )
+
+        def nested(path: str, node: Any) -> Any:
+            """`node`, a module or an optimizer as a dict of tensors and values by name."""
+            if isinstance(node, (nn.Module, ParallelModel)):
+                return dict(node.state_dict())
+            if not isinstance(node, torch.optim.Optimizer):
+                return node
+            state: dict[str, dict[str, Any]] = {}
+            for parameter in (p for group in node.param_groups for p in group["params"]):
+                if id(parameter) not in self.parameters:
+                    raise CheckpointError(
+                        f"{path}: a parameter of the optimizer {list(parameter.shape)} is of no "
+                        'module in the state: save both, as {"model": ..., "optimizer": ...}'
+                    )
+                name, part = self.parameters[id(parameter)]
+                values = dict(node.state.get(parameter, {}))
+                if checkpoint is not None:
+                    prefix, values = f"{path}/state/{name}/".lstrip("/"), {}
+                    for saved in checkpoint.names():
+                        if not saved.startswith(prefix):
+                            continue
+                        dtype, shape = checkpoint.dtype(saved), checkpoint.shape(saved)
+                        if shape == tuple(part.shape):
+                            zeros = torch.zeros_like(parameter, dtype=dtype)
+                        else:
+                            zeros = torch.zeros(shape, dtype=dtype)
+                        values[saved.removeprefix(prefix)] = zeros
+                for key, value in values.items():
+                    # State of the parameter's shape is sharded like the parameter.
+                    is_part = isinstance(value, Tensor) and value.shape == parameter.shape
+                    if is_part and not hasattr(value, "device_mesh"):
+                        values[key] = store.Sharded(value, part.shape, part.offset)
+                if values:
+                    state[name] = values
+            groups = [_options(group) for group in node.param_groups]
+            return {"state": state, "param_groups": groups}
+
+        return store.flatten(store.map_leaves(self.state, nested))
 
     def filled(self, leaves: Mapping[str, Any]) -> Any:
         """Returns the state after loading: optimizers are filled, other leaves are replaced."""
@@ -235,41 +270,6 @@ class _ProgramState:
             return node
 
         return store.map_leaves(self.state, fill)
-
-    def _nested(self, path: str, node: Any, checkpoint: Checkpoint | None) -> Any:
-        """`node`, a module or an optimizer as a dict of tensors and values by name."""
-        if isinstance(node, (nn.Module, ParallelModel)):
-            return dict(node.state_dict())
-        if not isinstance(node, torch.optim.Optimizer):
-            return node
-        state: dict[str, dict[str, Any]] = {}
-        for parameter in (p for group in node.param_groups for p in group["params"]):
-            if id(parameter) not in self.parameters:
-                raise CheckpointError(
-                    f"{path}: a parameter of the optimizer {list(parameter.shape)} is of no module "
-                    'in the state: save both, as {"model": ..., "optimizer": ...}'
-                )
-            name, part = self.parameters[id(parameter)]
-            values = dict(node.state.get(parameter, {}))
-            if checkpoint is not None:
-                prefix, values = f"{path}/state/{name}/".lstrip("/"), {}
-                for saved in checkpoint.names():
-                    if not saved.startswith(prefix):
-                        continue
-                    dtype, shape = checkpoint.dtype(saved), checkpoint.shape(saved)
-                    if shape == tuple(part.shape):
-                        zeros = torch.zeros_like(parameter, dtype=dtype)
-                    else:
-                        zeros = torch.zeros(shape, dtype=dtype)
-                    values[saved.removeprefix(prefix)] = zeros
-            for key, value in values.items():
-                # State of the parameter's shape is sharded like the parameter.
-                is_part = isinstance(value, Tensor) and value.shape == parameter.shape
-                if is_part and not hasattr(value, "device_mesh"):
-                    values[key] = store.Sharded(value, part.shape, part.offset)
-            if values:
-                state[name] = values
-        return {"state": state, "param_groups": [_options(group) for group in node.param_groups]}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -306,7 +306,7 @@ class Watched:
                     lives = isinstance(error, PermissionError)
             elif body and counter is None:
                 lives = None if self._failure() is None else False
-            else:  # on another host, or without a lease, whose counter is None: only time tells
+            else:  # on another host, where the counter changes; None without a lease
                 if counter != self._beat[0]:
                     self._beat = counter, now
                 lives = None if now - self._beat[1] < _BEAT_SECONDS else False
