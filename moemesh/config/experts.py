@@ -163,17 +163,15 @@ class ExpertConfig(Section):
     @property
     def layout_warning(self) -> str:
         """A sentence on the part of the objective that changes with the layout; "" without one."""
-        if not self.has_aux_loss:
-            return ""
         changes = {
             "microbatch": "plan.dp, plan.microbatches and data.global_batch",
             "global": "plan.microbatches",
-        }
-        if self.aux_loss_scope not in changes:
+        }.get(self.aux_loss_scope)
+        if not self.has_aux_loss or changes is None:
             return ""
         return (
             f'with aux_loss_scope = "{self.aux_loss_scope}" the auxiliary loss changes with '
-            f'{changes[self.aux_loss_scope]}; "sequence" is the same in every layout'
+            f'{changes}; "sequence" is the same in every layout'
         )
 
     def expert_rules(self) -> Iterator[Problem]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moemesh.config.errors import ConfigError, Problem
+from moemesh.config.errors import ConfigError
 from moemesh.config.huggingface.folder import SAME_WINDOWS
-from moemesh.config.huggingface.keys import class_rows, known_families, names
+from moemesh.config.huggingface.keys import class_rows, known_families, names, wrong
 from moemesh.config.huggingface.model import (
     ABOVE_0,
     ROPE_KEYS,
@@ -108,18 +108,9 @@ def family_or_refusal(model: ModelConfig) -> str:
         f"{key} = {format_value(theirs)}" if ours is not None else f"{key}: {theirs}"
         for key, (ours, theirs) in options[nearest].items()
     ]
-    raise ConfigError(
-        [
-            Problem.of(
-                "not-available",
-                "model",
-                None,
-                "no family of transformers computes this model; the nearest is "
-                f"{nearest}, with {', '.join(words)}",
-                f"train with these keys, or choose a preset of a family such as {nearest}",
-            )
-        ]
-    )
+    message = f"no family of transformers computes this model; the nearest is {nearest}, with "
+    fix = f"train with these keys, or choose a preset of a family such as {nearest}"
+    raise wrong("not-available", "model", None, message + ", ".join(words), fix)
 
 
 def config_json(model: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:

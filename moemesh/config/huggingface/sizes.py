@@ -514,8 +514,7 @@ def read_sizes(config: Config) -> Sizes:
     except KeyError as error:
         missing = str(error.args[0])
         message = f"the configuration of a {kind} model needs {missing}"
-        problem = Problem.of("missing", missing.partition(" or ")[0], None, message)
-        raise ConfigError([problem]) from None
+        raise wrong("missing", missing.partition(" or ")[0], None, message) from None
     has_norm = fields.get("qk_norm", "none") != "none"
     if problems := unread_parameters(config, record.read, kind, has_norm=has_norm):
         raise ConfigError(problems)

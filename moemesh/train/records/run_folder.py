@@ -170,11 +170,9 @@ class RunFolder:
     def set_rows_aside(self) -> list[str]:
         """Renames the non-empty files of rows, with a free number; returns the new names."""
         rows = [path for path in map(self._file, ROWS) if path.exists() and path.stat().st_size]
-        for number in itertools.count(1):
-            renamed = [path.with_stem(f"{path.stem}-{number}") for path in rows]
-            if not any(path.exists() for path in renamed):
-                return [old.rename(new).name for old, new in zip(rows, renamed, strict=True)]
-        raise AssertionError("unreachable")
+        names = ([path.with_stem(f"{path.stem}-{n}") for path in rows] for n in itertools.count(1))
+        free = next(paths for paths in names if not any(path.exists() for path in paths))
+        return [old.rename(new).name for old, new in zip(rows, free, strict=True)]
 
     def saved_steps(self) -> set[int]:
         """The steps of the checkpoints in the folder, including unfinished ones."""
