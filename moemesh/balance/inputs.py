@@ -49,11 +49,6 @@ class Shape:
     def node_groups(self) -> int:
         return self.num_groups // self.num_nodes
 
-    @property
-    def is_easy(self) -> bool:
-        """Whether the first packing is optimal: one slot per GPU, or every expert on every GPU."""
-        return self.per_gpu == 1 or self.per_gpu >= self.num_experts // self.num_nodes
-
 
 class BalanceError(UserError):
     """Error of loads, placements or sizes without a legal placement."""

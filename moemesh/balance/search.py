@@ -73,7 +73,8 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
     weights = np.where(weights.any(axis=1, keepdims=True), weights, 1.0)
     chosen = QUALITY if effort == "quality" else FAST
     layers = _Layers(weights, shape, chosen)
-    if not shape.is_easy:
+    # With one slot per GPU, or every expert on every GPU, the first packing is optimal.
+    if 1 < shape.per_gpu < shape.num_experts // shape.num_nodes:
         enough = chosen.tolerance if shape.per_gpu <= FEW_SLOTS else chosen.enough
         for layer in np.flatnonzero(layers.tops.max(axis=1) > layers.floors * (1.0 + enough)):
             layers.search(int(layer), chosen, enough, 0)

@@ -26,7 +26,7 @@ arXiv:2401.10241 (zero bubble), arXiv:2412.19437 (DualPipe).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache, partial, reduce
 
@@ -485,31 +485,26 @@ class _Peaks:
                 logits = chunk_bytes(shape, layout)
             head = 0 if layout.adapters else shape.vocab_size * shape.hidden_size / layout.tp
             logits = logits + allocation.head_gradient_bytes * head
-        return activations, logits, self._working(layout, content.kinds, chunks)
-
-    def _working(
-        self, layout: PlannedLayout, kinds: Collection[LayerKind], chunks: ChunkBytes
-    ) -> Number:
-        """Bytes of the layer that runs: its tensors and scores, and a gradient."""
-        shape, allocation, scores = self.shape, self.allocation, 0.0
+        # The layer that runs: its tensors and scores, and a gradient.
+        scores: Number = 0.0
         if (name := layout.attention_kernel) in KEEP_SCORES:
             each = getattr(allocation, f"{name}_score_work")
             scores = each * layout.tokens * layout.seq_len * shape.num_heads / layout.tp
         working: Number = 0.0
-        for kind in kinds:
+        for kind in content.kinds:
             once, whole = chunks.layer(kind)
             # The kept input of the layer is one of its tensors.
             work = whole - once if "full" in layout.recompute else 0.0
             working = maximum(working, work + allocation.working_layers * whole + scores)
-        if kinds and not layout.adapters:
+        if content.kinds and not layout.adapters:
             # The gradient of the largest matrix of a layer exists twice.
             matrix = (2 if shape.gated else 1) * shape.hidden_size
-            if list(kinds)[-1].moe:
+            if list(content.kinds)[-1].moe:
                 matrix = matrix * shape.expert_intermediate_size / layout.etp
             else:
                 matrix = matrix * shape.intermediate_size / layout.tp
             working = working + allocation.layer_gradient_bytes * matrix
-        return working
+        return activations, logits, working
 
 
 @lru_cache(maxsize=4096)

@@ -129,13 +129,6 @@ class OperatorGraph:
 # relaxation.
 
 
-class ProgramAnswer(NamedTuple):
-    """The result of HiGHS: `values` is None when it found nothing feasible."""
-
-    values: FloatArray | None
-    num_nodes: int
-
-
 class IntegerProgram:
     """minimise sum of cost * variable, subject to rows low <= sum of coefficient * x <= high."""
 
@@ -157,8 +150,9 @@ class IntegerProgram:
         self._entries += [(len(self._rows), variable, value) for variable, value in terms]
         self._rows.append((low, high))
 
-    def solve(self, *, time_limit: float | None = None) -> ProgramAnswer:
-        """Run HiGHS for at most `time_limit` seconds."""
+    def solve(self, *, time_limit: float | None = None) -> tuple[FloatArray | None, int]:
+        """Run HiGHS for at most `time_limit` seconds: the values of the variables, None when it
+        found nothing feasible, and the number of nodes of its search tree."""
         # Late and untyped: scipy ships no type stubs, and importing it takes a third of a second.
         optimize: Any = import_module("scipy.optimize")
         sparse: Any = import_module("scipy.sparse")
@@ -177,8 +171,7 @@ class IntegerProgram:
             options=options,
         )
         values = None if answer.x is None else np.asarray(answer.x, dtype=float)
-        num_nodes = int(getattr(answer, "mip_node_count", 0) or 0)
-        return ProgramAnswer(values, num_nodes)
+        return values, int(getattr(answer, "mip_node_count", 0) or 0)
 
 
 class Assignment(NamedTuple):
@@ -224,9 +217,9 @@ def solve(graph: OperatorGraph, *, byte_price: float = 0.0, in_flight: float = 1
                 members = [end for end, place in zip(ends, classes, strict=True) if place == number]
                 terms = [*((pair, 1.0) for pair in line), *((end, -1.0) for end in members)]
                 program.row(terms, low=0.0, high=0.0)
-    answer = program.solve()
-    assert answer.values is not None, "no choice of strategies is feasible"
-    choices = tuple(int(np.argmax(answer.values[variables])) for variables in nodes)
+    chosen, _ = program.solve()
+    assert chosen is not None, "no choice of strategies is feasible"
+    choices = tuple(int(np.argmax(chosen[variables])) for variables in nodes)
     return Assignment(choices, graph.cost(choices))
 
 

@@ -189,13 +189,6 @@ class SearchSpace:
             insort(priced, (self.seconds(index), float(self.needed[index]), index))
         return [index for _, _, index in priced[:count]]
 
-    def faster_that_do_not_fit(self, than: float, count: int) -> list[int]:
-        """Layouts with less than `than` seconds that do not fit, by ascending memory."""
-        may = np.flatnonzero((self.bounds < than) & (self.needed > self.capacity))
-        nearest = islice(_ascending(may, self.needed), 50 * count)
-        faster = (index for index in nearest if self.seconds(index) < than)
-        return list(islice(faster, count))
-
     def smallest(self) -> int:
         """The layout that needs the least memory."""
         return int(np.argmin(self.needed))
@@ -357,6 +350,8 @@ def _likeness(layout: PlannedLayout) -> tuple[tuple[object, ...], tuple[object, 
 
 #: Additional memory per device in a sensitivity, in GiB.
 MORE_MEMORY = (4, 8, 16, 32)
+#: Largest number of faster layouts that :func:`advise` compares.
+_MOST_FASTER = 12
 #: Parts of a step that are work instead of waiting.
 _WORK = ("total", "compute", "attention")
 #: Fields compared by :func:`difference`, in the order of its text.
@@ -398,9 +393,12 @@ def advise(search: SearchSpace, best: int, fastest: int) -> Advice:
         share = waits[name] / seconds
         binding = f"not memory: {name} takes {share:.1%} of a step besides computing"
     # Layouts that are faster than all that fit and exceed the memory the least.
+    may = np.flatnonzero((search.bounds < seconds) & (search.needed > search.capacity))
+    nearest = islice(_ascending(may, search.needed), 50 * _MOST_FASTER)
+    faster = (index for index in nearest if search.seconds(index) < seconds)
     why_not: dict[str, str] = {}
     best_seconds = search.seconds(best)
-    for index in search.faster_that_do_not_fit(seconds, 12):
+    for index in islice(faster, _MOST_FASTER):
         layout, memory = search.layout(index), search.memory(index)
         short = format_bytes(round(memory.needed - search.capacity))
         change = difference(search.layout(best), layout)

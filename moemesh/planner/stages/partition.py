@@ -174,14 +174,16 @@ def solve_division(
             terms = [(x, 1.0) for (_, end), x in before.items() if end == border]
             terms += [(x, -1.0) for (first, _), x in after.items() if first == border]
             program.row(terms, low=0.0, high=0.0)
-    answer = program.solve(time_limit=time_limit)
-    if answer.values is None:
+    values, num_nodes = program.solve(time_limit=time_limit)
+    if values is None:
         return None
-    values = answer.values
-    chosen = [max(variables, key=lambda run: float(values[variables[run]])) for variables in runs]
-    sizes = [end - first for first, end in chosen]
+    sizes: list[int] = []
+    for variables in runs:
+        chosen = int(np.argmax(values[list(variables.values())]))
+        first, end = list(variables)[chosen]
+        sizes.append(end - first)
     division = division_of(table, sizes, num_microbatches)
-    return replace(division, evaluations=max(answer.num_nodes, 1))
+    return replace(division, evaluations=max(num_nodes, 1))
 
 
 #: The branching network, by its name among the models.

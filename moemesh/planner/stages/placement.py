@@ -281,12 +281,12 @@ def solve_placement(problem: PlacementProblem, *, time_limit: float | None = Non
         for device in devices:
             loads = zip(x, problem.num_bytes / problem.cap_bytes, strict=True)
             program.row([(row[device], float(size)) for row, size in loads], high=1.0)
-    answer = program.solve(time_limit=time_limit)
-    if answer.values is None:
+    values, num_nodes = program.solve(time_limit=time_limit)
+    if values is None:
         raise StageError(f"HiGHS found no placement of {count} operators that fits")
-    placement = tuple(int(np.argmax(answer.values[row])) for row in x)
+    placement = tuple(int(np.argmax(values[row])) for row in x)
     seconds = float(problem.evaluate(np.array([placement]))[0])
-    return BestDraw(placement, seconds, max(answer.num_nodes, 1))
+    return BestDraw(placement, seconds, max(num_nodes, 1))
 
 
 # The network: two branches of convolutions, as AlexNet (2012), as an operator graph.

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.model import ModelConfig
@@ -109,14 +108,9 @@ def predict_ledger(
         for index in range(schedule.num_slices * schedule.num_microbatches[pipe]):
             for has_backward, transfers in _forward(step, lines, stage, first + index, spare):
                 lines.enter(transfers, has_backward)
-    once.enter(chain(_messages(step), _end(step, whole_matrices)))
-    return lines.ledger() + once.ledger()
-
-
-def _messages(step: RankStep) -> Iterator[Transfer]:
-    """Messages between stages: the rank's rows of the residual stream and their gradients. The sums
-    for one auxiliary loss of all layers are a separate message."""
-    model, schedule, at = step.model, step.schedule, step.coordinates["pp"]
+    # Messages between stages: the rank's rows of the residual stream and their gradients. The sums
+    # for one auxiliary loss of all layers are a separate message.
+    at = step.coordinates["pp"]
     for message in messages(schedule).values():
         if at not in (message.source, message.destination):
             continue
@@ -127,7 +121,9 @@ def _messages(step: RankStep) -> Iterator[Transfer]:
         if model.has_joint_aux_loss:
             sizes.append(step.scopes(forward) * (2 * model.num_experts + 1) * _FLOAT64)
         op = "send" if at == message.source else "receive"
-        yield from (Transfer("pp", op, phase, "pipeline", (size,)) for size in sizes)
+        once.enter(Transfer("pp", op, phase, "pipeline", (size,)) for size in sizes)
+    once.enter(_end(step, whole_matrices))
+    return lines.ledger() + once.ledger()
 
 
 #: Transfers of a part of a forward, and whether the backward reaches that part.

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from moemesh.schedule.action import Kind, Op, Schedule, one_pipe, single
-from moemesh.schedule.costs import BoundCosts, Costs
+from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import ROUNDING, Amount, amounts
 
 Objective = Literal["span", "makespan"]
@@ -75,11 +75,7 @@ class SearchProblem:
         self.source: list[int] = []
         self.delay: list[float] = []
         self.busy: list[float] = [0] * self.num_ranks
-        self._add_operations(question.costs.bind(shape))
-        self.num_operations = len(self.cost)
-
-    def _add_operations(self, costs: BoundCosts) -> None:
-        m, inner = self.num_microbatches, self.num_stages * self.num_microbatches
+        costs, m = question.costs.bind(shape), self.num_microbatches
         for (kind, name), stage in product(enumerate(KINDS), range(self.num_stages)):
             # F waits for the stage before, I for the next stage or its own F; W follows I on the
             # same rank anyway.
@@ -92,13 +88,14 @@ class SearchProblem:
                 if kind == 2 or neighbour < 0:
                     source = -1
                 elif neighbour == self.num_stages:
-                    source = number - inner
+                    source = number - self.num_stages * m
                 elif self.placement[neighbour] != self.placement[stage]:
                     delay = costs.message(Op(name, neighbour, microbatch), op)
                 self.cost.append(costs.op(op))
                 self.busy[self.placement[stage]] += self.cost[-1]
                 self.source.append(source)
                 self.delay.append(delay)
+        self.num_operations = len(self.cost)
 
     @cached_property
     def origins(self) -> list[float]:
