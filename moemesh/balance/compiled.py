@@ -72,7 +72,7 @@ def plain_loops() -> Generator[None]:
 
 
 _log = logging.getLogger(__name__)
-_FIRST = (
+_COMPILING = (
     "the balancer compiles its loops with numba, once on this machine: that takes tens of seconds"
 )
 
@@ -96,12 +96,12 @@ def _compiler() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = place if os.access(place, os.W_OK) else None
     options = {"cache": folder is not None, "nogil": True, "error_model": "numpy"}
-    # The warning, until it is logged: before the first compilation of a loop.
-    news = [_FIRST] if folder is None or not any(folder.rglob("*.nbi")) else []
+    # Logged before the first compilation of a loop, and then removed.
+    warning = [_COMPILING] if folder is None or not any(folder.rglob("*.nbi")) else []
 
     def compile_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-        if news and function is not _unchanged:
-            _log.warning(news.pop())
+        if warning and function is not _unchanged:
+            _log.warning(warning.pop())
         previous = numba.config.CACHE_DIR
         numba.config.CACHE_DIR = str(folder or "")
         try:

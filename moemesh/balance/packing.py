@@ -251,9 +251,9 @@ def swap_opposite(slots: Ints, unit: Floats, load: Floats, goal: float) -> None:
             hot = ascending[num_gpus - 1 - place]
             if load[hot] <= goal:
                 break
-            lower = float(load[hot]) * (1.0 - SMALLEST_GAIN)
+            best = float(load[hot]) * (1.0 - SMALLEST_GAIN)
             start = hot * per_gpu
-            _, give, take = best_swap(slots, unit, load, start, start + per_gpu, cold, lower)
+            _, give, take = best_swap(slots, unit, load, start, start + per_gpu, cold, best)
             if give >= 0:
                 swap(slots, unit, load, give, take)
                 changed = True

@@ -93,9 +93,10 @@ class MemoryErrors:
             ran, out = self.ran.count(margin), self.out.count(margin)
             pools.append((ran / (ran + out), ran + out, 1))
             while len(pools) > 1 and pools[-2][0] >= pools[-1][0]:
-                (high, many, left), (low, more, right) = pools[-2:]
-                share = (high * many + low * more) / (many + more)
-                pools[-2:] = [(share, many + more, left + right)]
+                (left, left_runs, left_margins), (right, right_runs, right_margins) = pools[-2:]
+                runs = left_runs + right_runs
+                share = (left * left_runs + right * right_runs) / runs
+                pools[-2:] = [(share, runs, left_margins + right_margins)]
         shares = [share for share, _, count in pools for _ in range(count)]
         return tuple(margins), tuple(shares)
 
@@ -140,20 +141,22 @@ class Intervals:
     ) -> float:
         """Half the interval in logarithms; `without` is a source to leave out, `level` the quantile
         of errors, with equal weight for each source."""
-        known = generation in self.well_measured
+        is_well_measured = generation in self.well_measured
         others = [source for source in self.seconds if source.source != without]
         similar = [
-            source for source in others if (source.generation in self.well_measured) == known
+            source
+            for source in others
+            if (source.generation in self.well_measured) == is_well_measured
         ]
         by_source: dict[str, list[float]] = {}
         for item in similar or others:
             by_source.setdefault(item.source, []).extend(abs(error) for error in item.errors)
-        rows = [(size, 1 / len(sizes)) for sizes in by_source.values() for size in sizes]
-        values, weights = (np.array(column) for column in zip(*sorted(rows), strict=True))
-        # Between the middles of the steps of the distribution.
-        places = (np.cumsum(weights) - weights / 2) / weights.sum()
+        weighted = [(size, 1 / len(sizes)) for sizes in by_source.values() for size in sizes]
+        sizes, weights = (np.array(column) for column in zip(*sorted(weighted), strict=True))
+        # The quantile of each size is the middle of its step of the distribution.
+        quantiles = (np.cumsum(weights) - weights / 2) / weights.sum()
         level = self._seconds_quantile if level is None else level
-        return float(np.interp(level, places, values))
+        return float(np.interp(level, quantiles, sizes))
 
     @cached_property
     def _seconds_quantile(self) -> float:
@@ -201,7 +204,7 @@ class Intervals:
 
 
 #: Number of errors of the published width that are added to those of own runs.
-_STRANGERS = 2
+_NUM_PUBLISHED = 2
 #: Half the 80 % interval of a normal distribution, in standard deviations.
 _NORMAL_80 = 1.2816
 
@@ -212,23 +215,23 @@ def fits_chance(needed: float, capacity: float, width: float) -> float:
     return NormalDist(0.0, width / _NORMAL_80).cdf(log(capacity / needed))
 
 
-def own_width(own: Sequence[float], strangers: float) -> float:
-    """Half the interval, in logarithms, of a cluster whose runs have the leave-one-out errors
-    `own`; `strangers` is the published width."""
-    if not own:
-        return strangers
-    sizes = [*(abs(error) for error in own), *[strangers] * _STRANGERS]
+def own_width(errors: Sequence[float], published: float) -> float:
+    """Half the interval, in logarithms, of a cluster whose runs have the leave-one-out `errors`;
+    `published` is the width without own runs."""
+    if not errors:
+        return published
+    sizes = [*map(abs, errors), *[published] * _NUM_PUBLISHED]
     return float(np.quantile(sizes, LEVEL))
 
 
 def _memory_width(sources: Sequence[MemoryErrors]) -> float:
     """The least width that covers 80 % of the runs on average over sources."""
-    places = {abs(x) for item in sources for x in (*item.errors, *item.ran, *item.out)}
+    widths = {abs(x) for item in sources for x in (*item.errors, *item.ran, *item.out)}
 
     def share(width: float) -> float:
         return sum(item.within(width) for item in sources) / len(sources)
 
-    return next((width for width in sorted(places) if share(width) >= LEVEL), max(places))
+    return next((width for width in sorted(widths) if share(width) >= LEVEL), max(widths))
 
 
 def read_intervals(table: Mapping[str, Any]) -> Intervals:

@@ -140,9 +140,7 @@ def training_flops(shape: ModelShape, seq_len: int, *, adapters: bool = False) -
     return flops.training + 3 * flops.mtp - adapters * products
 
 
-def hardware_flops(
-    flops: Flops, recompute: frozenset[str] = frozenset(), *, flash: bool = True
-) -> float:
+def hardware_flops(flops: Flops, recompute: frozenset[str] = frozenset()) -> float:
     """FLOPs of one token that the device executes in training, recomputation included.
 
     Full recomputation adds a forward (4 F in all), recomputing the attention core one core, gate
@@ -155,7 +153,7 @@ def hardware_flops(
     else:
         total += flops.attention * ("attention" in recompute)
         total += flops.expert_gate_up * ("experts" in recompute)
-    return total + (0.5 * flops.attention if flash else 0.0)
+    return total + 0.5 * flops.attention
 
 
 class WeightCounts(NamedTuple):
@@ -257,9 +255,10 @@ def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
     and head with the model."""
     norm, hidden = shape.norm_weights, shape.hidden_size
     untied = not shape.tied_embeddings
-    ahead = WeightCounts(replicated=3 * norm + 2 * hidden**2)
+    around_layer = WeightCounts(replicated=3 * norm + 2 * hidden**2)
     norms = norm * shape.final_norm
     if shape.counted:
+        # All that is counted outside of layers, without the tables.
         norms = round(shape.counted[2].weights) - (1 + untied) * shape.vocab_size * hidden
     return {
         "embedding": WeightCounts(
@@ -268,7 +267,7 @@ def end_weights(shape: ModelShape) -> dict[str, WeightCounts]:
         ),
         "norms": WeightCounts(replicated=norms),
         "head": WeightCounts(sharded=shape.vocab_size * (hidden * untied + shape.head_bias)),
-        "mtp": layer_weights(shape, shape.mtp_kind.moe).plus(ahead),
+        "mtp": layer_weights(shape, shape.mtp_kind.moe).plus(around_layer),
     }
 
 

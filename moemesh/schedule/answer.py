@@ -63,7 +63,9 @@ class ScheduleAnswer:
             "bubble_rate": simulation.bubble_rate,
             "peak_activation": list(simulation.peak_activation),
             "weight_copies": max(self.copies),
-            "actions": [["+".join(map(str, entry)) for entry in o] for o in self.schedule.orders],
+            "actions": [
+                ["+".join(map(str, entry)) for entry in order] for order in self.schedule.orders
+            ],
             "span": simulation.span,
             "span_bubble": simulation.span_bubble,
             "rank_idle": simulation.rank_idle,
@@ -139,6 +141,7 @@ def saved(schedule: Schedule, path: Path) -> str:
     """A line about a schedule that was written to `path`: how to train with it."""
     if schedule.update is not None:
         return f"saved to {path}"
+    #: Key of [plan] -> its value for this schedule, and its default.
     keys = {
         "pp": (schedule.num_ranks, 1),
         "stages_per_rank": (schedule.stages_per_rank, 1),
@@ -251,8 +254,8 @@ def read(path: Path, request: ScheduleRequest) -> Schedule:
         for name, (given, number) in numbers.items()
         if given is not None and given != number
     ]
-    rule = {"window": request.window, "in-flight": request.max_in_flight}
-    clashes += [f"--{name} belongs to a name, not a file" for name, v in rule.items() if v]
+    rules = {"window": request.window, "in-flight": request.max_in_flight}
+    clashes += [f"--{name} belongs to a name, not a file" for name, size in rules.items() if size]
     if request.memory_cap is not None:
         clashes.append("--memory-cap belongs to search")
     if clashes:
@@ -269,15 +272,14 @@ def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]
         problems.append(f"--weight-memory {held} is a share of the activations: at most 1")
         held = 1
     if request.run is not None:
-        given = {
+        is_given = {
             "--forward": request.forward != "1",
             "--dgrad": request.dgrad != "1",
             "--wgrad": request.wgrad != "1",
             "--block": block is not None,
         }
-        problems += [
-            f"{name} and --costs are both costs: keep one" for name, is_ in given.items() if is_
-        ]
+        clashes = (name for name in is_given if is_given[name])
+        problems += [f"{name} and --costs are both costs: keep one" for name in clashes]
         message = _number("--comm", request.comm, problems)
         costs, measured = costs_of_run(request.run)
         if request.ranks and measured % request.ranks:
@@ -297,6 +299,7 @@ def _costs(request: ScheduleRequest, problems: list[str]) -> tuple[Costs, float]
 
 
 def _numbers(option: str, given: str, problems: list[str]) -> Cost:
+    """The number in an option, or the numbers of all stages, with commas between them."""
     costs = [_number(option, part, problems) for part in given.split(",")]
     return tuple(costs) if len(costs) > 1 else costs[0]
 
@@ -341,9 +344,10 @@ def compare(request: ScheduleRequest) -> list[dict[str, Any]]:
         elif chunks is None and (request.ranks or 0) > 1:
             chunks = CHUNKS
         others = {"num_slices", "window", "max_in_flight"} - {*options}
-        single = replace(request, name=name, stages_per_rank=chunks, **dict.fromkeys(others))
         try:
-            result = answer(single)
+            result = answer(
+                replace(request, name=name, stages_per_rank=chunks, **dict.fromkeys(others))
+            )
         except UserError as error:
             compared.append({"name": name, "refused": str(error).replace("\n", "; ")})
             continue

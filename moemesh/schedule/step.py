@@ -110,6 +110,7 @@ class PipelineStep(NamedTuple):
         return second - first
 
     def of(self, microbatches: int) -> PipelineStep:
+        """The same schedule with another number of microbatches."""
         return self._replace(microbatches=microbatches)
 
     def rounded_up(self, at_least: int) -> int:
@@ -147,8 +148,8 @@ def duration(
     while count < step.microbatches:
         before, after = (_laid_out(step.of(n), costs) for n in (count - step.unit, count))
         slope = busy * step.unit
-        grown = (after[0] - before[0], after[1] - before[1])
-        if all(abs(more - slope) <= _ROUNDING * slope for more in grown):
+        growth = (after[0] - before[0], after[1] - before[1])
+        if all(abs(more - slope) <= _ROUNDING * slope for more in growth):
             rest = busy * (step.microbatches - count)
             return Duration(after[0] + rest, after[1] + rest, whole, rank)
         count = step.rounded_up(2 * count)
@@ -212,21 +213,21 @@ def _laid_out_alive(step: PipelineStep, limit: float) -> tuple[tuple[tuple[float
     by_rank: list[tuple[tuple[float, ...], ...]] = []
     for rank in range(step.ranks):
         place = {stage: index for index, stage in enumerate(step.stages_of(rank))}
-        held, grown = [0] * len(place), False
+        held, has_grown = [0] * len(place), False
         # Counts per stage before each release that follows a forward: at other times less is alive.
         moments: set[tuple[int, ...]] = set()
         for entry in schedule.orders[rank]:
             for op in entry:
                 if op.kind == "F":
                     held[place[op.stage]] += 1
-                    grown = True
+                    has_grown = True
             for op in entry:
                 if op.kind in ("B", "W"):
-                    if grown:
+                    if has_grown:
                         moments.add(tuple(held))
-                        grown = False
+                        has_grown = False
                     held[place[op.stage]] -= 1
-        if grown:
+        if has_grown:
             moments.add(tuple(held))
         assert schedule.num_pipes > 1 or not any(held)
         peaks: list[tuple[float, ...]] = []

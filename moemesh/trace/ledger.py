@@ -17,7 +17,7 @@ A collective over an axis of size 1 sends nothing and is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -125,22 +125,17 @@ class Ledger:
     ) -> LedgerTotal:
         """The sum over all entries that match every given filter."""
         wanted = (axis, op, phase, caller)
-        agree = (
+        totals = (
             total
             for key, total in self._totals.items()
             if all(want in (None, have) for want, have in zip(wanted, key, strict=True))
         )
-        return reduce(LedgerTotal.plus, agree, LedgerTotal())
-
-    def merge(self, other: Ledger) -> None:
-        """Add all entries of `other`, with their phases."""
-        for key, total in other._totals.items():
-            self._totals[key] = self._totals.get(key, LedgerTotal()).plus(total)
+        return reduce(LedgerTotal.plus, totals, LedgerTotal())
 
     def __add__(self, other: Ledger) -> Ledger:
         both = Ledger()
-        both.merge(self)
-        both.merge(other)
+        for key, total in (*self._totals.items(), *other._totals.items()):
+            both._totals[key] = both._totals.get(key, LedgerTotal()).plus(total)
         return both
 
     def __eq__(self, other: object) -> bool:
@@ -159,7 +154,7 @@ class Ledger:
         return [asdict(entry) for entry in self.entries()]
 
     @classmethod
-    def from_rows(cls, rows: list[Mapping[str, Any]] | list[dict[str, Any]]) -> Ledger:
+    def from_rows(cls, rows: Iterable[Mapping[str, Any]]) -> Ledger:
         """The inverse of :meth:`rows`. Raises ValueError for a row that is not a ledger entry."""
         ledger = cls()
         for row in rows:

@@ -23,7 +23,7 @@ from moemesh.trace.strict_json import read_fields
 
 #: Routing has collapsed if the entropy of a layer's loads is below the first for this many steps.
 COLLAPSE_ENTROPY, COLLAPSE_STEPS = 0.5, 20
-#: Share of "nearly all" choices of a layer.
+#: Share of a layer's choices that go to the experts counted by :func:`collapse_text`.
 _NEARLY_ALL = 0.9
 
 
@@ -87,10 +87,10 @@ class LayerLoads:
         if later.layer != self.layer:
             raise ValueError(f"layer {self.layer} and layer {later.layer} have no sum")
         steps = self.steps + later.steps
-        of_experts = (
-            self.expert_max_over_mean * self.steps + later.expert_max_over_mean * later.steps
+        expert_ratio, rank_ratio = (
+            (getattr(self, name) * self.steps + getattr(later, name) * later.steps) / steps
+            for name in ("expert_max_over_mean", "rank_max_over_mean")
         )
-        of_ranks = self.rank_max_over_mean * self.steps + later.rank_max_over_mean * later.steps
         ranks = later.tokens_per_rank
         if len(self.tokens_per_rank) == len(ranks):
             ranks = _sums(self.tokens_per_rank, ranks)
@@ -101,7 +101,7 @@ class LayerLoads:
             tokens_per_rank=ranks,
             dropped=self.dropped + later.dropped,
             steps=steps,
-            mean_ratios=(of_experts / steps, of_ranks / steps),
+            mean_ratios=(expert_ratio, rank_ratio),
             highest_ratio=max(self.highest_max_over_mean, later.highest_max_over_mean),
         )
 
@@ -129,7 +129,7 @@ class LayerLoads:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and values derived from them, for readers without this class."""
-        several = {"highest_max_over_mean": self.highest_max_over_mean} if self.steps > 1 else {}
+        of_sum = {"highest_max_over_mean": self.highest_max_over_mean} if self.steps > 1 else {}
         return {
             "step": self.step,
             "steps": self.steps,
@@ -139,7 +139,7 @@ class LayerLoads:
             "dropped": self.dropped,
             "max_over_mean": self.expert_max_over_mean,
             "rank_max_over_mean": self.rank_max_over_mean,
-            **several,
+            **of_sum,
             "entropy": self.entropy,
             "dead_experts": self.dead_experts,
         }

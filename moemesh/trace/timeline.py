@@ -245,18 +245,9 @@ class TimelineRecorder:
     that is left by an exception is recorded as well.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        source: Source = "measured",
-        unit: Unit = "seconds",
-    ) -> None:
+    def __init__(self, rank: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.rank = rank
         self.clock = clock
-        self.source: Source = source
-        self.unit: Unit = unit
         self.step: int | None = None
         self._records: list[WorkRecord] = []
 
@@ -286,6 +277,4 @@ class TimelineRecorder:
 
     def timeline(self) -> Timeline:
         """The records so far."""
-        return Timeline(
-            ranks=(self.rank,), records=tuple(self._records), source=self.source, unit=self.unit
-        )
+        return Timeline(ranks=(self.rank,), records=tuple(self._records), source="measured")

@@ -115,7 +115,7 @@ class VirtualClock(OrderedMessenger):
         self._now: float = 0
         self._ends: dict[Op, float] = {}
         self._entry_of = {op: one for one in schedule.orders[self._rank] for op in one}
-        self.recorder = TimelineRecorder(self._rank, source="virtual", unit="ticks")
+        self.recorder = TimelineRecorder(self._rank)
 
     def take(self, program: Program, op: Op) -> list[Tensor]:
         tensors = super().take(program, op)

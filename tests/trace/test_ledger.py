@@ -89,9 +89,6 @@ def test_sums_and_json(first, second):
     assert both == book(first + second) == book(second + first)
     assert both.total().wire_bytes == sum(row["wire_bytes"] for row in first + second)
     assert Ledger.from_rows(both.rows()) == both
-    merged = book(first)
-    merged.merge(book(second))
-    assert merged == both
 
 
 def test_what_is_no_ledger_is_refused():

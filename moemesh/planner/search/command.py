@@ -222,9 +222,9 @@ def _tunings(model: Model, space: Space) -> list[Tunings]:
     settings = model.settings if given else ("lora.rank=16",)
     words = [*_words(_model_settings(model._replace(config=config))), *settings]
     kinds = projections(config)
-    others = {one.target for one in kinds if one.block != "attention"}
-    names = dict.fromkeys(one.target for one in kinds if one.target not in others)
-    narrow, of_attention = f"lora.targets={','.join(names)}", "(adapters of attention alone)"
+    outside = {kind.target for kind in kinds if kind.block != "attention"}
+    inside = dict.fromkeys(kind.target for kind in kinds if kind.target not in outside)
+    narrow, of_attention = f"lora.targets={','.join(inside)}", "(adapters of attention alone)"
     with suppress(ConfigError):
         whole = given or trained_shares(load_run([], words, environ={}).config)
         narrower = trained_shares(load_run([], [*words, narrow], environ={}).config)
@@ -286,9 +286,9 @@ def plan_named(
             bound = f"at least 1, not {value}" if value < 1 else f"at most {LARGEST_SIZE}"
             message, fix = f"{name} must be {bound}", f"{name} = {_legal_size(value)}"
             problems.append(Problem.of("out-of-range", name, value, message, fix))
-    wanted = None
+    tokens = None
     try:
-        wanted = None if request.tokens is None else read_tokens(str(request.tokens))
+        tokens = None if request.tokens is None else read_tokens(str(request.tokens))
         machine = (
             None if machine is None else with_headroom(machine, request.headroom, request.price)
         )
@@ -343,9 +343,9 @@ def plan_named(
             fix = "leave --trainable out to plan what other trainers would run"
             raise ConfigError(replace(problem, fix=problem.fix or fix) for problem in problems)
     planned = plan(known, machine, space, top, rivals=why, progress=progress)
-    if wanted is None:
+    if tokens is None:
         return planned
-    return replace(planned, tokens=wanted, cheapest=cheapest(planned, space, progress))
+    return replace(planned, tokens=tokens, cheapest=cheapest(planned, space, progress))
 
 
 def to_json(planned: PlannedAnswer) -> dict[str, Any]:
@@ -455,11 +455,9 @@ def plan_file(planned: PlannedAnswer) -> str:
 
 def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
     """Keys that an answer leaves at defaults for a first run, as text."""
-    train, tokens = TrainConfig(), planned.tokens
-    steps = f"train.steps (now {train.steps}), "
-    if tokens is not None:
-        steps = ""  # steps follow from the tokens
-    model = planned.model
+    model, steps = planned.model, ""
+    if planned.tokens is None:  # else the steps follow from the tokens
+        steps = f"train.steps (now {TrainConfig().steps}), "
     rank = 0 if model.run is None else model.run.lora.rank
     data = "data.path, data.tokenizer" if model.path is None else "data.path"
     if model.path is None and rank:

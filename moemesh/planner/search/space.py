@@ -233,8 +233,8 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
                 continue
             # Numbers of microbatches for which the schedule is defined.
             numbers, places = np.unique(every.microbatches[:, 0], return_inverse=True)
-            held = [is_defined(schedule, pp, int(number)) for number in numbers]
-            allowed = every.where(np.array(held, dtype=np.bool_)[places])
+            are_legal = [is_defined(schedule, pp, int(number)) for number in numbers]
+            allowed = every.where(np.array(are_legal, dtype=np.bool_)[places])
             rejected[f"microbatches do not fit {schedule}"] += every.size - allowed.size
             if not allowed.size:
                 continue
@@ -248,8 +248,9 @@ def families(shape: ModelShape, space: Space, rejected: Counter[str]) -> Iterato
                     rejected["ZeRO-2 or 3 with a pipeline"] += count
                 else:
                     kept.append(zero)
-            experts = allowed.ep * allowed.etp < space.num_devices // pp
-            alone = allowed.where(~sharded, experts)
+            replicated = allowed.ep * allowed.etp < space.num_devices // pp
+            alone = allowed.where(~sharded, replicated)
+            #: Columns, their stages of ZeRO, and the cuts with something to shard.
             parts = [(allowed, kept, sharded)]
             if shape.is_moe and alone.size:
                 cut = [zero for zero in kept if zero]

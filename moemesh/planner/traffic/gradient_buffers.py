@@ -32,7 +32,8 @@ def arrivals(placement: StagePlacement, pp_rank: int, stage: int) -> list[Parame
     is_first, is_last = stage == 0, stage == placement.schedule.num_stages - 1
     order = units(placement.model)
 
-    def place(numbered: tuple[int, ParameterTensor]) -> tuple[int, int, int]:
+    def arrival(numbered: tuple[int, ParameterTensor]) -> tuple[int, int, int]:
+        """Sort key of a parameter with its place in the model's order."""
         number, tensor = numbered
         owner, *rest = tensor.name.replace("_bias", "").split(".")
         unit, part = order.index(tensor.unit), 0
@@ -47,7 +48,7 @@ def arrivals(placement: StagePlacement, pp_rank: int, stage: int) -> list[Parame
         return -unit, part, number if tensor.is_expert else -number
 
     held = [item for item in placement.held(pp_rank) if stage in placement.users(item, pp_rank)]
-    return [tensor for _, tensor in sorted(enumerate(held), key=place)]
+    return [tensor for _, tensor in sorted(enumerate(held), key=arrival)]
 
 
 def most_gradient_buffers(placement: StagePlacement, rank: int, element: int) -> int:
@@ -63,9 +64,9 @@ def most_gradient_buffers(placement: StagePlacement, rank: int, element: int) ->
         return sums.most
     pp_rank = placement.coordinates(rank)["pp"]
     orders = {stage: arrivals(placement, pp_rank, stage) for stage in placement.stages(pp_rank)}
+    #: Parameters whose gradients arrive in several parts, complete at the end of the backward.
     late: set[str] = set()
     if plan.overlap_blocks and any(len(entry) > 1 for entry in schedule.orders[pp_rank]):
-        # Gradients that arrive in several parts: they are complete only at the end of the backward.
         tables = ("embedding", "head") if placement.model.num_mtp_layers else ()
         late = {
             tensor.name
@@ -112,8 +113,8 @@ class _Sums:
             self.received.append(sizes[index] * (len(sizes) - 1) * size)
             for member in bucket.members:
                 self.bucket_of[member.name] = place, member.numbers * size * is_copied
-        #: Buckets with at least one gradient; buckets whose sum is pending; and the pending sums in
-        #: the order of their waits.
+        #: Buckets with at least one gradient; buckets with the buffers of a sum in flight; and sums
+        #: in the order of their waits, some of which were waited for earlier.
         self.filled: set[int] = set()
         self.sent: set[int] = set()
         self.pending: list[int] = []

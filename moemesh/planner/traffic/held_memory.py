@@ -45,7 +45,8 @@ class SavedTensors(NamedTuple):
 
 
 class HeldMemory:
-    """Bytes by kind that are allocated now, and at the peak. Operations yield where they pause."""
+    """Bytes by kind that are allocated now, and at the peak. Operations yield at their pauses, so
+    that two of them can alternate."""
 
     def __init__(self, *, is_full: bool) -> None:
         #: Layers are recomputed as a whole.
@@ -102,31 +103,33 @@ class HeldMemory:
                 if saved.is_shared:
                     first.setdefault(saved.kind, index)
         for index, layer in reversed(list(enumerate(layers))):
-            whole = layer.input if self.is_full else None
-            if whole is not None:
-                # The whole layer is recomputed from its input, which stays allocated.
+            kept_input = layer.input if self.is_full else None
+            if kept_input is not None:
+                # The whole layer is recomputed from its input, which stays allocated and is counted
+                # once: the first operation does not keep its entry a second time.
                 self._add(layer.saved[0].kind, -layer.entry)
                 for saved in layer.saved:
                     self._add(saved.kind, saved.size)
-            made = whole is not None
+            #: Recomputed tensors of the layer are allocated.
+            is_rebuilt = kept_input is not None
             for saved in reversed(layer.saved):
-                pauses = saved.pauses and whole is None
+                pauses = saved.pauses and kept_input is None
                 if pauses:
                     yield
                 self._work(saved)
-                if saved.is_recomputed and not made:
-                    made = True
+                if saved.is_recomputed and not is_rebuilt:
+                    is_rebuilt = True
                     for other in layer.saved:
                         if other.is_recomputed:
                             self._add(other.kind, other.size)
                 if kind == "I":
                     self._add(DEFERRED, saved.gradient)
-                is_shared = saved.is_shared and not saved.is_recomputed
-                is_kept_on = is_shared and index > first[saved.kind]
-                if whole is not None or not is_kept_on:
+                # Backwards of earlier layers still read a shared storage.
+                is_read_later = saved.is_shared and index > first[saved.kind]
+                if kept_input is not None or saved.is_recomputed or not is_read_later:
                     self._add(saved.kind, (saved.held if kind == "I" else 0.0) - saved.size)
                 if pauses:
                     yield
-            if whole is not None:
-                self._add("stream", -whole)
+            if kept_input is not None:
+                self._add("stream", -kept_input)
                 self._add(layer.saved[0].kind, layer.entry)
