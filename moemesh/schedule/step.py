@@ -80,18 +80,19 @@ class PipelineStep(NamedTuple):
         """The part of the step's microbatches that each stage on a rank runs."""
         return 0.5 if self.schedule in MIRRORED_SCHEDULES and self.ranks > 1 else 1.0
 
+    def sent_by(self, rank: int) -> tuple[int, int]:
+        """Activations and gradients that a rank sends to other ranks for a microbatch (a slice) of
+        each of its stages."""
+        stages, last = self.stages_of(rank), self.num_stages - 1
+        # On a single rank, and at the turn of a V, neighbours are on the same rank.
+        local = stages if self.ranks == 1 or self.schedule in V_SCHEDULES else ()
+        activations = sum(stage < last and stage + 1 not in local for stage in stages)
+        gradients = sum(stage > 0 and stage - 1 not in local for stage in stages)
+        return activations, gradients
+
     def messages_of(self, rank: int) -> int:
         """Messages that a rank sends for a microbatch (a slice) of each of its stages."""
-        if self.ranks == 1:
-            return 0
-        stages, last = self.stages_of(rank), self.num_stages - 1
-        return sum(
-            0 <= neighbour <= last
-            # At the turn of a V both stages are on one rank.
-            and not (self.schedule in V_SCHEDULES and neighbour in stages)
-            for stage in stages
-            for neighbour in (stage - 1, stage + 1)
-        )
+        return sum(self.sent_by(rank))
 
     @property
     def is_stream(self) -> bool:
@@ -242,11 +243,6 @@ def _laid_out_alive(step: PipelineStep, limit: float) -> tuple[tuple[tuple[float
                 peaks.append(share)
         by_rank.append(tuple(peaks))
     return tuple(by_rank)
-
-
-def in_flight(step: PipelineStep, rank: int) -> float:
-    """Microbatches that a rank holds at its peak: the mean over its stages."""
-    return max(sum(moment) / len(moment) for moment in alive(step)[rank])
 
 
 def weight_copies(step: PipelineStep, rank: int) -> int:

@@ -282,22 +282,17 @@ def places(chosen: Sequence[int], num_experts: int, ep: int) -> list[tuple[list[
     ]
 
 
-def chosen_experts(model: ModelConfig, tuning: Tuning) -> dict[str, tuple[int, ...]]:
-    """Name of a stack -> its experts that train, for layers in which some do and others do not."""
-    chosen: dict[str, tuple[int, ...]] = {}
-    for layer in model.routed_layers:
-        stacks = model.expert_stacks(layer)
-        experts = tuning.chosen(stacks, model.num_experts)
-        chosen |= dict.fromkeys(stacks, experts) if experts is not None else {}
-    return chosen
-
-
 def tuned_tensors(model: ModelConfig, plan: Plan, tuning: Tuning) -> Iterator[ParameterTensor]:
     """The parameters of the whole model, in the order of its list, with `trains` set. If only some
     experts of a layer train, its stacks hold these, and the stacks of the others, under ``rest``,
     follow those of the layer."""
+    #: Name of a stack -> its experts that train, for layers in which some do and others do not.
+    chosen_of: dict[str, tuple[int, ...]] = {}
+    for layer in model.routed_layers:
+        stacks = model.expert_stacks(layer)
+        if (experts := tuning.chosen(stacks, model.num_experts)) is not None:
+            chosen_of |= dict.fromkeys(stacks, experts)
     frozen: list[ParameterTensor] = []
-    chosen_of = chosen_experts(model, tuning)
     for tensor in tensors(model, plan):
         module, _, leaf = tensor.name.rpartition(".")
         if frozen and not tensor.name.startswith(frozen[0].name.partition("rest.")[0]):

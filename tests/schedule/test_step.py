@@ -12,12 +12,17 @@ from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.held_activations import peak_memory
 from moemesh.schedule.simulate import simulate
-from moemesh.schedule.step import PipelineStep, alive, duration, in_flight, weight_copies
+from moemesh.schedule.step import PipelineStep, alive, duration, weight_copies
 
 SYNCHRONOUS = (
     "1f1b", "gpipe", "interleaved_1f1b", "terapipe", "chimera", "zb_h1", "zb_h2", "zb_v",
     "dualpipe", "dualpipe_v",
 )  # fmt: skip
+
+
+def in_flight(step: PipelineStep, rank: int) -> float:
+    """Microbatches that a rank holds at its peak: the mean over its stages."""
+    return max(sum(moment) / len(moment) for moment in alive(step)[rank])
 
 
 def steps(name: str, ranks: int, counts: range) -> list[tuple[PipelineStep, object]]:

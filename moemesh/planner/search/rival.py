@@ -143,8 +143,8 @@ _FIXED = (*DEGREES, "stages_per_rank", "microbatch", "microbatches")
 _SEARCHED = (*_FIXED, "schedule", "data", "zero", "recompute", "attention_exit")
 #: Value of `data` that no search varies: it is set on the best layout without ZeRO.
 _SERVER = "parameter_server"
-#: Codes of problems that remain whatever the degrees are.
-_WORDS = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
+#: Codes of problems that no other degrees solve.
+_UNSOLVABLE = frozenset({"unknown-key", "not-a-choice", "wrong-type", "out-of-range", "conflict"})
 #: Largest share of a step that is attributed to rounding.
 _EQUAL = 1e-9
 #: Parts of the memory that a device needs.
@@ -206,8 +206,8 @@ def rival_table(asked: str, model: Model | None, seq_len: int, global_batch: int
     if "microbatches" in table:
         del complete["microbatch"]
     problems = _problems(complete, model, seq_len, global_batch)
-    if wrong := [problem for problem in problems if problem.code in _WORDS]:
-        raise ConfigError(wrong)
+    if unsolvable := [problem for problem in problems if problem.code in _UNSOLVABLE]:
+        raise ConfigError(unsolvable)
     return table
 
 
@@ -249,10 +249,10 @@ def why_not(search: SearchSpace, model: Model, best: Candidate, asked: str) -> R
         beyond = (*beyond, f"cp above {space.largest_context}")
     short = max(candidate.memory.needed - search.capacity, 0.0)
     slower = candidate.seconds - best.seconds
-    mine, reference = candidate.breakdown, best.breakdown
-    names = {*mine, *reference} - {"total"}
-    longer = {name: mine.get(name, 0.0) - reference.get(name, 0.0) for name in names}
-    parts = sorted(longer.items(), key=lambda item: (-item[1], item[0]))
+    own, reference = candidate.breakdown, best.breakdown
+    names = {*own, *reference} - {"total"}
+    differences = {name: own.get(name, 0.0) - reference.get(name, 0.0) for name in names}
+    parts = sorted(differences.items(), key=lambda item: (-item[1], item[0]))
     memory_parts = [
         (part, getattr(candidate.memory, part) - getattr(best.memory, part))
         for part in MEMORY_PARTS
@@ -383,12 +383,12 @@ def _space_of(table: Mapping[str, Any], space: Space) -> tuple[Space, tuple[str,
         if zero >= 2 and table.get("pp", 1) > 1:
             changes["sharded_pipelines"] = True
             beyond.append("ZeRO-2 or 3 with a pipeline")
-    if (word := table.get("recompute")) in RECOMPUTED:
-        changes["recompute"] = (word,)
-    if (leaves := table.get("attention_exit")) is not None:
-        changes["exits"] = (leaves,)
-        if leaves not in EXITS:
-            beyond.append(f"attention_exit = {leaves}")
+    if (recompute := table.get("recompute")) in RECOMPUTED:
+        changes["recompute"] = (recompute,)
+    if (attention_exit := table.get("attention_exit")) is not None:
+        changes["exits"] = (attention_exit,)
+        if attention_exit not in EXITS:
+            beyond.append(f"attention_exit = {attention_exit}")
     if max(table.get("tp", 1), table.get("etp", 1)) > space.node_size:
         changes["tensor_inside_node"] = False
         beyond.append("tensor groups across nodes")

@@ -253,7 +253,7 @@ def _ascending(numbers: IntArray, values: FloatArray) -> Iterator[int]:
 #: a safer layout. All are less than the model's error; a run out of memory loses more than any.
 TIE, COPY, NEAR, SAFER = 0.02, 0.01, 0.05, 0.10
 #: Near-copies are counted among `top` x this many layouts.
-_MOST_LOOKED_AT = 8
+_MOST_COMPARED = 8
 _WEIGHTS = ("pp", "tp", "ep", "etp", "stages_per_rank")
 
 
@@ -273,9 +273,9 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
         leader, pool = safe[0], fits & (search.needed <= safe_bytes)
     limit = min(search.seconds(leader) * (1 + TIE), seconds * (1 + SAFER))
 
-    may_tie = np.flatnonzero(pool & (search.bounds <= limit))
-    risks = np.maximum(search.needed[may_tie] - safe_bytes, 0.0)
-    best = _least_within(search, may_tie, (search.mechanisms[may_tie], risks), limit)
+    ties = np.flatnonzero(pool & (search.bounds <= limit))
+    risks = np.maximum(search.needed[ties] - safe_bytes, 0.0)
+    best = _least_within(search, ties, (search.mechanisms[ties], risks), limit)
     roles = {best: ["recommended"]}
     is_fastest = search.seconds(best) == seconds
     roles.setdefault(best if is_fastest else fastest, []).append("fastest")
@@ -283,34 +283,34 @@ def choose(search: SearchSpace, top: int, safe_bytes: float) -> dict[int, Candid
         is_safe = search.needed[best] <= safe_bytes
         roles.setdefault(best if is_safe else safe[0], []).append("safest")
     # The fastest of the layouts with the fewest mechanisms that are nearly as fast as any.
-    nearly = seconds * (1 + NEAR)
-    may = np.flatnonzero(fits & (search.bounds <= nearly))
-    simplest = _least_within(search, may, (search.mechanisms[may],), nearly)
+    limit = seconds * (1 + NEAR)
+    near = np.flatnonzero(fits & (search.bounds <= limit))
+    simplest = _least_within(search, near, (search.mechanisms[near],), limit)
     is_simple = search.mechanisms[best] == search.mechanisms[simplest]
     roles.setdefault(best if is_simple else simplest, []).append("simplest")
     copies = dict.fromkeys(list(roles)[:top], 0)
-    #: Answers by what their near-copies share.
+    #: Answers by the two keys of :func:`_likeness`.
     answers: defaultdict[tuple[object, ...], list[int]] = defaultdict(list)
     for index in copies:
         for key in _likeness(search.layout(index)):
             answers[key].append(index)
-    looked_at, count = set(roles), top
-    while count <= top * _MOST_LOOKED_AT:
+    compared, count = set(roles), top
+    while count <= top * _MOST_COMPARED:
         pool = search.fitting(search.capacity, count)
         for index in pool:
-            if index in looked_at:
+            if index in compared:
                 continue
-            looked_at.add(index)
-            same, near = _likeness(search.layout(index))
+            compared.add(index)
+            by_weights, by_axes = _likeness(search.layout(index))
             limit = search.seconds(index) / (1 + COPY)
-            as_fast = (index for index in answers[near] if search.seconds(index) >= limit)
-            like = next(chain(answers[same], as_fast), None)
-            if like is not None:
-                copies[like] += 1
+            as_fast = (other for other in answers[by_axes] if search.seconds(other) >= limit)
+            original = next(chain(answers[by_weights], as_fast), None)
+            if original is not None:
+                copies[original] += 1
             elif len(copies) < top:
                 copies[index] = 0
-                answers[same].append(index)
-                answers[near].append(index)
+                answers[by_weights].append(index)
+                answers[by_axes].append(index)
         if len(copies) == top or len(pool) < count:
             break
         count *= 2

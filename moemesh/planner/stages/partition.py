@@ -253,7 +253,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
     if request.nodes is not None and request.nodes >= 1:
         machine = machine.model_copy(update={"nodes": request.nodes})
     if not problems:
-        problems += _counts(known, machine, request)
+        problems += _clashes(known, machine, request)
     if problems:
         raise ConfigError(problems)
     started = time.perf_counter()
@@ -376,12 +376,13 @@ class _Network:
     def __init__(self, cluster: Cluster, request: PartitionRequest) -> None:
         self.request, self.num_devices = request, request.stages or 2
         self.cap_bytes = cluster.memory_bytes * pricing(cluster).usable_share
-        one, every = (
+        whole, cut = (
             branching_network(request.global_batch, cost_model(cluster, {"devices": count}))
             for count in (1, self.num_devices)
         )
-        self.cut_seconds = solve(every).cost.seconds
-        self.names, self.problem = placement_problem(one, cluster, self.num_devices, self.cap_bytes)
+        self.cut_seconds = solve(cut).cost.seconds
+        placed = placement_problem(whole, cluster, self.num_devices, self.cap_bytes)
+        self.names, self.problem = placed
         self.exact = best_placement(self.problem)
 
     def solve(self, method: str) -> BestDraw | None:
@@ -420,17 +421,18 @@ class _Network:
             )
             for edge, (source, target) in enumerate(problem.edges)
         ]
-        places = [np.flatnonzero(np.array(devices) == one) for one in range(self.num_devices)]
-        stages = [
-            Stage(
-                operators=tuple(names[place] for place in held),
-                ranks=range(device, device + 1),
-                seconds=float(problem.seconds[:, held].sum()),
-                memory_bytes=float(problem.num_bytes[held].sum()),
-                in_flight=1.0,
+        stages: list[Stage] = []
+        for device in range(self.num_devices):
+            placed = np.flatnonzero(np.array(devices) == device)
+            stages.append(
+                Stage(
+                    operators=tuple(names[number] for number in placed),
+                    ranks=range(device, device + 1),
+                    seconds=float(problem.seconds[:, placed].sum()),
+                    memory_bytes=float(problem.num_bytes[placed].sum()),
+                    in_flight=1.0,
+                )
             )
-            for device, held in enumerate(places)
-        ]
         return {
             "model": BRANCHING,
             "num_devices": self.num_devices,
@@ -445,7 +447,7 @@ class _Network:
         }
 
 
-def _counts(model: Model | None, cluster: Cluster, request: PartitionRequest) -> Iterator[Problem]:
+def _clashes(model: Model | None, cluster: Cluster, request: PartitionRequest) -> Iterator[Problem]:
     """Problems of numbers of devices, stages, microbatches and sequences that conflict."""
     devices, stages = cluster.num_devices, request.stages
     global_batch, microbatches = request.global_batch, request.microbatches

@@ -62,9 +62,9 @@ class StageMesh:
         self.graph = self.blocks.graph
         self.assignments: list[Assignment] = []
         self.add(0.0)
-        free = best_division(self.costs(np.inf).table(), self.microbatches)
-        assert free is not None
-        self.lower_bound = free.seconds
+        unlimited = best_division(self.costs(np.inf).table(), self.microbatches)
+        assert unlimited is not None
+        self.lower_bound = unlimited.seconds
 
     def add(self, byte_price: float) -> Assignment:
         """Solve for the best assignment at `byte_price` seconds per byte, and keep it."""

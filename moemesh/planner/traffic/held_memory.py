@@ -57,30 +57,17 @@ class HeldMemory:
 
     def run(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
         """One operation (F, B, I or W) on the layers of a stage."""
-        if kind == "F":
-            yield from self._forward(layers)
-        elif kind != "W":
+        if kind in ("B", "I"):
             yield from self._backward(kind, layers)
-        else:
+        if kind == "W":
             # In the order of the input half: the head comes first.
             for saved in chain.from_iterable(layer.saved[::-1] for layer in layers[::-1]):
                 self._work(saved)
                 self._add(saved.kind, -saved.held)
                 self._add(DEFERRED, -saved.gradient)
-
-    def _add(self, kind: str, size: float) -> None:
-        self.now[kind] += size
-        self._total += size
-        if self._total > self._most:
-            self._most, self.peak = self._total, dict(self.now)
-
-    def _work(self, saved: Saved) -> None:
-        self._add(saved.kind, saved.working)
-        self._add(saved.kind, -saved.working)
-
-    def _forward(self, layers: list[SavedTensors]) -> Iterator[None]:
+        #: Kinds of storages that an earlier layer of this forward has allocated for all layers.
         shared: set[str] = set()
-        for layer in layers:
+        for layer in layers if kind == "F" else ():
             if self.is_full and layer.input is not None:
                 self._add("stream", layer.input)
                 continue
@@ -94,6 +81,16 @@ class HeldMemory:
                     shared.add(saved.kind)
                 if saved.pauses:
                     yield
+
+    def _add(self, kind: str, size: float) -> None:
+        self.now[kind] += size
+        self._total += size
+        if self._total > self._most:
+            self._most, self.peak = self._total, dict(self.now)
+
+    def _work(self, saved: Saved) -> None:
+        self._add(saved.kind, saved.working)
+        self._add(saved.kind, -saved.working)
 
     def _backward(self, kind: str, layers: list[SavedTensors]) -> Iterator[None]:
         #: Kind of a shared storage -> index of the first layer that keeps it.

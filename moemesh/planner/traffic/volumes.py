@@ -108,12 +108,7 @@ class _Volumes:
             cut = layout.shard_messages
             cut = layout.sequence_parallel if cut is None else cut
             size = self.stream / (layout.tp if cut else 1)
-            stages, last = self.step.stages_of(rank), self.step.num_stages - 1
-            # Both chunks of a V may be neighbours on one rank: no message between them.
-            near = stages if self.step.share == 1 else ()
-            forward = sum(stage < last and stage + 1 not in near for stage in stages)
-            backward = sum(stage > 0 and stage - 1 not in near for stage in stages)
-            for phase, number in (("forward", forward), ("backward", backward)):
+            for phase, number in zip(("forward", "backward"), self.step.sent_by(rank), strict=True):
                 self._enter("pp", "send_receive", phase, "pipeline", number * self.m, size)
         weights, width = rank_weights(shape, layout, rank), layout.gradient_bytes
         if layout.sequence_parallel and layout.tp > 1 and weights.replicated:
