@@ -6,7 +6,6 @@ from collections import Counter
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from moemesh.config.layout import shard_sizes
@@ -14,7 +13,7 @@ from moemesh.planner.parameters import layer_matmul, layer_weights
 from moemesh.planner.planned_layout import PlannedLayout
 from moemesh.planner.shapes.shape import LayerKind, ModelShape
 from moemesh.schedule.step import PipelineStep
-from moemesh.sharding.stages import balanced_sizes
+from moemesh.sharding.stages import balanced_sizes, layer_runs
 
 
 @lru_cache(maxsize=4096)
@@ -101,8 +100,8 @@ class Stages:
     @cached_property
     def kinds(self) -> tuple[dict[LayerKind, int], ...]:
         """Layers of every stage by kind; extra prediction layers are not among them."""
-        ends = (0, *accumulate(self.sizes))
-        return tuple(dict(Counter(self.shape.kinds[first:end])) for first, end in pairwise(ends))
+        kinds = self.shape.kinds
+        return tuple(dict(Counter(kinds[run.start : run.stop])) for run in layer_runs(self.sizes))
 
     @cached_property
     def contents(self) -> tuple[RankContent, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from moemesh.config.model import ModelConfig
@@ -55,8 +55,12 @@ def cut_layers(
             f"layers per stage {list(sizes)} must be {num_stages} positive numbers that add up to "
             f"num_layers ({model.num_layers})"
         )
-    ends = [sum(sizes[: stage + 1]) for stage in range(num_stages)]
-    return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))
+    return layer_runs(sizes)
+
+
+def layer_runs(sizes: Sequence[int]) -> tuple[range, ...]:
+    """The layers of each stage, from the number of layers of each."""
+    return tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))
 
 
 def balanced_sizes(costs: Sequence[int], last_extra: int, num_stages: int) -> tuple[int, ...]:

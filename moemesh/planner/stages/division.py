@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from moemesh.config.errors import UserError
 from moemesh.planner.operators.graph import FloatArray
+from moemesh.sharding.stages import layer_runs
 
 IntArray = NDArray[np.intp]
 
@@ -91,12 +92,6 @@ class Division:
     evaluations: int
 
 
-def runs_of(layers_per_stage: Sequence[int]) -> tuple[range, ...]:
-    """Layer range of each stage, from the number of layers per stage."""
-    ends = map(int, np.cumsum(layers_per_stage))
-    return tuple(range(end - n, end) for n, end in zip(layers_per_stage, ends, strict=True))
-
-
 def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> float:
     """sum of t_i + (m - 1) * max of t_i; infinite if a stage is."""
     largest = max(stage_seconds)
@@ -107,7 +102,7 @@ def pipeline_seconds(stage_seconds: Sequence[float], num_microbatches: int) -> f
 
 def division_of(table: FloatArray, layers_per_stage: Sequence[int], microbatches: int) -> Division:
     """A given division, priced by a table of stage costs."""
-    runs = enumerate(runs_of(layers_per_stage))
+    runs = enumerate(layer_runs(layers_per_stage))
     seconds = tuple(float(table[stage, run.start, run.stop]) for stage, run in runs)
     return Division(
         seconds=pipeline_seconds(seconds, microbatches),

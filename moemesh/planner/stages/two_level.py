@@ -28,10 +28,11 @@ from moemesh.planner.operators.strategies import cost_model
 from moemesh.planner.requests import PartitionRequest
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stages.answer import LayoutChange, OperatorAssignment, OperatorChoice, Stage
-from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division, runs_of
+from moemesh.planner.stages.division import Division, StageCosts, StageError, best_division
 from moemesh.planner.timing.price import pricing
 from moemesh.schedule.build import build
 from moemesh.schedule.held_activations import peak_memory
+from moemesh.sharding.stages import layer_runs
 from moemesh.trace.memory_profile import format_bytes
 
 #: Maximum number of byte prices tried for a mesh that exceeds the memory cap.
@@ -127,7 +128,7 @@ class StageMesh:
         costs = self.refined
         by_option = costs.options()
         stages: list[Stage] = []
-        for number, layers in enumerate(runs_of(division.layers_per_stage)):
+        for number, layers in enumerate(layer_runs(division.layers_per_stage)):
             option = int(by_option[number, :, layers.start, layers.stop].argmin())
             stages.append(
                 Stage(

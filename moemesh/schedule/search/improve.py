@@ -20,12 +20,11 @@ PATIENCE = 60
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Orders with their evaluation; `evaluations` were spent to find them."""
+    """Orders with their evaluation."""
 
     letters: Letters
     operations: list[list[int]]
     times: TimedOrders
-    evaluations: int = 0
 
     @property
     def key(self) -> tuple[float, float]:
@@ -84,9 +83,7 @@ def improve(problem: SearchProblem, start: State, *, budget: int, target: float)
             best, stale = current, 0
         else:
             stale += 1
-    return State(
-        letters=best.letters, operations=best.operations, times=best.times, evaluations=spent
-    )
+    return best
 
 
 def neighbours(problem: SearchProblem, state: State) -> Iterator[tuple[int, list[int]]]:
