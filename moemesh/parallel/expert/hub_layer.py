@@ -219,8 +219,21 @@ class _Exchange:
         module = self.moe.module
         if isinstance(module, Spread):
             if self._connection is None:
-                self._connect(module, x_TH, experts_TK)
-            self._mark(module)
+                # The first forward: check that the ranks agree, then choose a dispatcher.
+                refuse_misuse(module, self.ranks.size, self.reduction.replicas.size)
+                connection = Connection.over(self.ranks, x_TH.device)
+                (_, hidden), slots = x_TH.shape, experts_TK.shape[1]
+                call = f"{self.plan} {hidden} {slots} {x_TH.dtype}"
+                tokens = connection.agree(len(x_TH), {"have different models or dtypes": call})
+                config = model_config(hidden, 1, module.num_experts, slots, {})
+                self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
+                self._connection = connection
+            module.mark_gradients()
+            for parameter in module.parameters():
+                hooks = (parameter._backward_hooks or {}).values()
+                is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
+                if self.reduction.changes and parameter.requires_grad and not is_marked:
+                    parameter.register_hook(self.reduction)
             if torch.is_grad_enabled() and not x_TH.requires_grad:
                 # All ranks must take part in the exchanges of the backward, as in `MoELayer`.
                 is_trained = any(parameter.requires_grad for parameter in module.parameters())
@@ -229,23 +242,3 @@ class _Exchange:
         # Experts read no sequences: all tokens are one.
         self.moe.context = token_context(x_TH, 1, len(x_TH))
         return self.moe(x_TH, experts_TK, weights_TK)
-
-    def _connect(self, module: Spread, x_TH: Tensor, experts_TK: Tensor) -> None:
-        """At the first forward: check that the ranks agree, then choose a dispatcher."""
-        refuse_misuse(module, self.ranks.size, self.reduction.replicas.size)
-        connection = Connection.over(self.ranks, x_TH.device)
-        (_, hidden), slots = x_TH.shape, experts_TK.shape[1]
-        call = f"{self.plan} {hidden} {slots} {x_TH.dtype}"
-        tokens = connection.agree(len(x_TH), {"have different models or dtypes": call})
-        config = model_config(hidden, 1, module.num_experts, slots, {})
-        self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
-        self._connection = connection
-
-    def _mark(self, module: Spread) -> None:
-        """Add the hooks of gradients to parameters that have none."""
-        module.mark_gradients()
-        for parameter in module.parameters():
-            hooks = (parameter._backward_hooks or {}).values()
-            is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
-            if self.reduction.changes and parameter.requires_grad and not is_marked:
-                parameter.register_hook(self.reduction)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -68,12 +69,17 @@ class MessageDrivenExecutor:
         self._mesh, self._peers = mesh, mesh["stage"]
         self._leads = self._peers.index == 0
         self._policy = OldestFirst(self.rank, size, num_microbatches, max_in_flight=max_in_flight)
-        self._before = self.rank - 1 if self.rank else None
-        self._behind = self.rank + 1 if self.rank < size - 1 else None
+        #: Pipeline ranks that send inputs of forwards, and of backwards; None at the ends.
+        self._earlier = self.rank - 1 if self.rank else None
+        self._later = self.rank + 1 if self.rank < size - 1 else None
+        self._neighbours = [rank for rank in (self._earlier, self._later) if rank is not None]
+        #: Received inputs of operations that have not run yet.
         self._arrived: dict[Op, list[Tensor]] = {}
+        #: Neighbours whose stream has ended.
         self._ended: set[int] = set()
+        #: Operations that this rank has run.
         self._order: list[Op] = []
-        self._num_forwards, self._told_end = 0, False
+        self._num_forwards, self._has_sent_end = 0, False
 
     def run(self, program: AsynchronousProgram, recorder: TimelineRecorder) -> None:
         """Run the whole stream until all microbatches have ended; :meth:`recorded` returns the
@@ -86,10 +92,10 @@ class MessageDrivenExecutor:
                 self._policy.finish(op)
                 self._num_forwards += op.kind == "F"
                 self._end_forwards()
-            # Until both neighbours have sent the header of the end.
+            # Receive and send until both directions of the stream have ended.
             self._end_forwards()
-            if self._before is not None:
-                self._send_header(self._before, _END, self._policy.num_microbatches)
+            if self._earlier is not None:
+                self._send_header(self._earlier, _END, self._policy.num_microbatches)
             for source in self._neighbours:
                 while source not in self._ended:
                     self._accept(program, source, self._listener.next_of(source))
@@ -116,9 +122,10 @@ class MessageDrivenExecutor:
         """The next operation, None at the end of the stream: the same on all ranks of the stage."""
         policy, op = self._policy, None
         while self._leads and op is None:
-            # By the policy, from all messages that have arrived.
-            while (message := self._listener.poll()) is not None:
-                self._accept(program, *message)
+            # The policy decides with all messages that have arrived so far.
+            with suppress(queue.Empty):
+                while True:
+                    self._accept(program, *self._listener.next(waits=False))
             if policy.done:
                 break
             op = policy.next()
@@ -126,8 +133,8 @@ class MessageDrivenExecutor:
                 self._accept(program, *self._listener.next())
             elif op.kind == "F" and program.stream.end(op.microbatch) <= op.microbatch:
                 # The stream has ended. Only the first pipeline rank reads it: no other rank has
-                # heard of this microbatch.
-                assert self._before is None
+                # received this microbatch.
+                assert self._earlier is None
                 policy.order.pop()
                 policy.num_microbatches, op = op.microbatch, None
                 self._end_forwards()
@@ -136,7 +143,7 @@ class MessageDrivenExecutor:
             number = policy.num_microbatches if op is None else op.microbatch
             header = torch.tensor([kind, number], device=self._mesh.device)
             header = transfers.broadcast(header, self._peers, 0, **_LEDGER)
-            op = self._understand(*header.tolist())
+            op = self._op_of(*header.tolist())
         if not self._leads:
             if op is None:
                 return None
@@ -149,20 +156,16 @@ class MessageDrivenExecutor:
     def _end_forwards(self) -> None:
         """Send the end to the next rank after the last forward."""
         last = self._num_forwards == self._policy.num_microbatches
-        if last and not self._told_end and self._behind is not None:
-            self._told_end = True
-            self._send_header(self._behind, _END, self._num_forwards)
+        if last and not self._has_sent_end and self._later is not None:
+            self._has_sent_end = True
+            self._send_header(self._later, _END, self._num_forwards)
 
     # Messages.
 
-    @property
-    def _neighbours(self) -> list[int]:
-        return [rank for rank in (self._before, self._behind) if rank is not None]
-
     def _source(self, op: Op) -> int | None:
-        return self._before if op.kind == "F" else self._behind
+        return self._earlier if op.kind == "F" else self._later
 
-    def _understand(self, kind: int, number: int) -> Op | None:
+    def _op_of(self, kind: int, number: int) -> Op | None:
         """The operation of this rank that a header names; None at the end of the stream."""
         if kind == _END:
             self._policy.num_microbatches = number
@@ -172,7 +175,7 @@ class MessageDrivenExecutor:
     def _accept(self, program: AsynchronousProgram, source: int, header: Tensor) -> None:
         """Receive the tensors that follow a header from `source`, or note the end of its stream."""
         kind, number = header.tolist()
-        op = self._understand(kind, number)
+        op = self._op_of(kind, number)
         if op is None:
             self._ended.add(source)
             self._end_forwards()
@@ -193,7 +196,7 @@ class MessageDrivenExecutor:
 
     def send(self, op: Op, tensors: list[Tensor]) -> None:
         """See :class:`Messenger`: the header of an operation, then its outputs."""
-        destination = self._behind if op.kind == "F" else self._before
+        destination = self._later if op.kind == "F" else self._earlier
         if destination is not None:
             kind = _FORWARD if op.kind == "F" else _BACKWARD
             self._send_header(destination, kind, op.microbatch)
@@ -247,19 +250,12 @@ class _Listener:
             self._waiting[source].put((work, header))
 
     def next(self, *, waits: bool = True) -> tuple[int, Tensor]:
-        """(source, header) of the next one to arrive; raises queue.Empty if there is none and it
-        does not wait."""
+        """(source, header) of the next header to arrive. Without `waits`, raises queue.Empty if
+        none has arrived."""
         source, header = self._arrived.get(block=waits)
         if isinstance(header, BaseException):
             raise header
         return source, header
-
-    def poll(self) -> tuple[int, Tensor] | None:
-        """Same as :meth:`next`, without waiting; None if no header has arrived."""
-        try:
-            return self.next(waits=False)
-        except queue.Empty:
-            return None
 
     def next_of(self, source: int) -> Tensor:
         """The next header of one rank; those of others are kept for later."""

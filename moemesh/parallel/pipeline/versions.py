@@ -10,9 +10,9 @@ Buffers that change the forward (a router's selection bias) are versioned like w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from weakref import ReferenceType
 
 from torch import Tensor, nn
@@ -23,14 +23,6 @@ from moemesh.schedule.action import UpdateRule
 
 #: Receiver of gradients: (the master's parameter, a gradient of one of its versions).
 Collect = Callable[[nn.Parameter, Tensor], None]
-
-
-@dataclass
-class _Copy:
-    """One version: leaf tensors by name, and the number of forwards with a pending backward."""
-
-    tensors: dict[str, Tensor]
-    users: int = 0
 
 
 class WeightVersions:
@@ -70,7 +62,10 @@ class WeightVersions:
         #: Leaf of a version -> parameter of the master. A deferred weight gradient may need it
         #: after its version has been dropped: it lives as long as the leaf.
         self._originals = WeakTensorKeyDictionary()
+        #: Version -> its leaf tensors by name, and the number of its forwards with a pending
+        #: backward.
         self._copies = {0: self._snapshot()}
+        self._users = Counter[int]()
 
     def take(self, microbatch: int) -> int:
         """The version for the forward of `microbatch`; it stays until :meth:`release`.
@@ -84,21 +79,21 @@ class WeightVersions:
             f"microbatch {microbatch} needs version {version}, there are {sorted(self._copies)}"
         )
         if self.rule.kind != "newest":
-            self._copies[version].users += 1
+            self._users[version] += 1
         return version
 
     def release(self, version: int) -> None:
         """End the use of `version` by one microbatch, after its backward."""
         self.lag = max(self.lag, self.newest - version)
         if self.rule.kind != "newest":
-            self._copies[version].users -= 1
+            self._users[version] -= 1
             self._drop_unused()
 
     @contextmanager
     def using(self, version: int) -> Iterator[None]:
         """Context in which the module has the weights of `version`. Backwards need it as well: a
         layer that is recomputed must read the weights of its forward."""
-        tensors = self._copies[version].tensors
+        tensors = self._copies[version]
         for slots, leaf, name in self._slots:
             slots[leaf] = tensors[name]
         try:
@@ -128,8 +123,7 @@ class WeightVersions:
 
     def close(self) -> None:
         """Drop all versions but the newest, after the last backward."""
-        users = {version: copy.users for version, copy in self._copies.items() if copy.users}
-        assert not users, f"versions still in use: {users}"
+        assert not +self._users, f"versions still in use: {+self._users}"
         self._copies = {self.newest: self._copies[self.newest]}
 
     @property
@@ -145,13 +139,13 @@ class WeightVersions:
     def _is_needed(self, version: int) -> bool:
         # Under two versions, later forwards of this window use the version before the newest.
         num_usable = 2 if self.rule.kind == "two_versions" else 1
-        return self._copies[version].users > 0 or version > self.newest - num_usable
+        return self._users[version] > 0 or version > self.newest - num_usable
 
     def _drop_unused(self) -> None:
         for version in [v for v in self._copies if not self._is_needed(v)]:
-            del self._copies[version]
+            del self._copies[version], self._users[version]
 
-    def _snapshot(self) -> _Copy:
+    def _snapshot(self) -> dict[str, Tensor]:
         """New leaf tensors on the master's memory, with version counters of their own."""
         leaves: dict[str, Tensor] = {}
         for name, tensor in self._own.items():
@@ -161,7 +155,7 @@ class WeightVersions:
                 leaf.grad_dtype = tensor.grad_dtype
                 call_after_gradients(leaf, self, self._take)
                 self._originals[leaf] = tensor
-        return _Copy(leaves)
+        return leaves
 
     @staticmethod
     def _take(owner: ReferenceType[WeightVersions], leaf: Tensor) -> None:
