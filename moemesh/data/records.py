@@ -360,29 +360,35 @@ def _shaped(fields: Mapping[str, Any], key: str, where: Where) -> Record:
             for turn in prompt
         ]
         messages = [*context, *completion]
-    elif key == SEGMENTS:
-        return {SEGMENTS: _segments(fields[key], where)}
+    elif key == SEGMENTS:  # of axolotl: texts, and whether each carries loss
+        parts = fields[key] if isinstance(fields[key], list) else [None]
+        pairs = [
+            (part.get("text"), part.get("label")) if isinstance(part, dict) else (None, None)
+            for part in parts
+        ]
+        if not all(isinstance(text, str) and isinstance(learned, bool) for text, learned in pairs):
+            reason = 'must be a list of objects with a "text" and a "label", true or false'
+            raise BadRecordError(where, f'"{SEGMENTS}" {reason}')
+        _encoded("".join(text for text, _ in pairs), where)
+        return {SEGMENTS: pairs}
     elif key == "conversations":
         messages = _sharegpt(fields[key], where)
-    else:
-        messages = _alpaca(fields, key, where)
-    return _conversation(messages, fields, where)
-
-
-def _segments(segments: Any, where: Where) -> list[tuple[str, bool]]:
-    """The texts of axolotl's ``segments``, and whether each carries loss."""
-    parts = segments if isinstance(segments, list) else [None]
-    pairs = [
-        (part.get("text"), part.get("label")) if isinstance(part, dict) else (None, None)
-        for part in parts
-    ]
-    if not all(isinstance(text, str) and isinstance(learned, bool) for text, learned in pairs):
-        reason = (
-            f'"{SEGMENTS}" must be a list of objects with a "text" and a "label", true or false'
+    else:  # of Alpaca: `history`, and the question under `key` with its `output`
+        earlier = fields.get("history", [])
+        given = [fields[key], fields.get("context", ""), fields.get("input", ""), fields["output"]]
+        are_pairs = isinstance(earlier, list) and all(
+            isinstance(pair, list) and len(pair) == 2 for pair in earlier
         )
-        raise BadRecordError(where, reason)
-    _encoded("".join(text for text, _ in pairs), where)
-    return pairs
+        if not are_pairs or not all(isinstance(text, str) for text in chain(given, *earlier)):
+            reason = '"context", "input" and "output" must be texts, "history" a list of pairs'
+            raise BadRecordError(where, f'"{key}", {reason}')
+        *question, answer = given
+        texts = [*chain(*earlier), "\n".join(filter(None, question)), answer]
+        messages = [
+            {"role": role, "content": text}
+            for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
+        ]
+    return _conversation(messages, fields, where)
 
 
 def _sharegpt(turns: Any, where: Where) -> list[Any]:
@@ -411,26 +417,6 @@ def _sharegpt(turns: Any, where: Where) -> list[Any]:
             known = some([*ROLES, "function_call"], 99)
             raise BadRecordError(where, f'turn {number} is from "{role}"; known are {known}')
     return messages
-
-
-def _alpaca(fields: Mapping[str, Any], key: str, where: Where) -> list[dict[str, str]]:
-    """The messages of ``history``, and of the question under `key` with its ``output``."""
-    earlier = fields.get("history", [])
-    given = [fields[key], fields.get("context", ""), fields.get("input", ""), fields["output"]]
-    are_pairs = isinstance(earlier, list) and all(
-        isinstance(pair, list) and len(pair) == 2 for pair in earlier
-    )
-    if not are_pairs or not all(isinstance(text, str) for text in chain(given, *earlier)):
-        reason = (
-            f'"{key}", "context", "input" and "output" must be texts, "history" a list of pairs'
-        )
-        raise BadRecordError(where, reason)
-    *question, answer = given
-    texts = [*chain(*earlier), "\n".join(filter(None, question)), answer]
-    return [
-        {"role": role, "content": text}
-        for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
-    ]
 
 
 def _json(value: Any, name: str, where: Where) -> Any:
