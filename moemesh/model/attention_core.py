@@ -265,15 +265,30 @@ def _plan(visible: Visibility, *, fused: bool) -> Iterator[tuple[slice, list[_Ti
     kernel, tiles without a mask may have any size."""
     for place, queries in _places(visible.queries):
         if visible.is_triangle and fused:
-            # Cut queries at the ends of runs of keys.
+            # Rectangles and triangles of keys. Queries are cut at the ends of runs of keys: none of
+            # the parts is on both sides of an end.
             ends = {end for run in visible.keys for end in (run.start, run.stop) if end in queries}
             for start, stop in pairwise(sorted({queries.start, queries.stop, *ends})):
-                part = range(start, stop)
-                yield _rows(place, queries, part), list(_large_tiles(part, visible.keys))
+                part, tiles = range(start, stop), list[_Tile]()
+                for first, run in _places(visible.keys):
+                    before = range(run.start, min(run.stop, start))
+                    if before:
+                        tiles.append(_Tile(_rows(first, run, before), before, part))
+                    if start in run:
+                        tiles.append(_Tile(_rows(first, run, part), part, part, causal=True))
+                yield _rows(place, queries, part), tiles
             continue
         for start in range(queries.start, queries.stop, TILE_QUERIES):
-            part = range(start, min(start + TILE_QUERIES, queries.stop))
-            yield _rows(place, queries, part), list(_small_tiles(part, visible))
+            part, tiles = range(start, min(start + TILE_QUERIES, queries.stop)), list[_Tile]()
+            # Tiles of at most TILE_KEYS keys, of those that any query of the part sees.
+            least, largest = visible.lowest(part)
+            for first, run in _places(visible.keys):
+                seen = range(max(run.start, least), min(run.stop, part.stop))
+                for key in range(seen.start, seen.stop, TILE_KEYS):
+                    keys = range(key, min(key + TILE_KEYS, seen.stop))
+                    masked = key < largest or keys.stop - 1 > start
+                    tiles.append(_Tile(_rows(first, run, keys), keys, part, masked=masked))
+            yield _rows(place, queries, part), tiles
 
 
 def _places(runs: Runs) -> Iterator[tuple[int, range]]:
@@ -288,25 +303,3 @@ def _rows(place: int, whole: range, part: range) -> slice:
     """Indices of the positions `part` of the run `whole`, whose first one has the index `place`."""
     start = place + part.start - whole.start
     return slice(start, start + len(part))
-
-
-def _large_tiles(queries: range, keys: Runs) -> Iterator[_Tile]:
-    """Rectangles and triangles of keys. `queries` are inside or outside of each run of keys, never
-    across its ends."""
-    for place, run in _places(keys):
-        before = range(run.start, min(run.stop, queries.start))
-        if before:
-            yield _Tile(_rows(place, run, before), before, queries)
-        if queries.start in run:
-            yield _Tile(_rows(place, run, queries), queries, queries, causal=True)
-
-
-def _small_tiles(queries: range, visible: Visibility) -> Iterator[_Tile]:
-    """Tiles of at most TILE_KEYS keys, of those that any of `queries` sees."""
-    least, largest = visible.lowest(queries)
-    for place, run in _places(visible.keys):
-        seen = range(max(run.start, least), min(run.stop, queries.stop))
-        for start in range(seen.start, seen.stop, TILE_KEYS):
-            part = range(start, min(start + TILE_KEYS, seen.stop))
-            masked = part.start < largest or part.stop - 1 > queries.start
-            yield _Tile(_rows(place, run, part), part, queries, masked=masked)

@@ -26,7 +26,7 @@ from torch import Tensor
 from moemesh.ops.expert_mlp import ExpertOptions, expert_mlp
 from moemesh.ops.expert_weights import ExpertWeights
 from moemesh.ops.pending import Pending
-from moemesh.ops.permute import OwnSlots, RowMap, SortedByExpert, permute, unpermute
+from moemesh.ops.permute import OwnSlots, RowMap, SortedByExpert, linear_map, permute, unpermute
 
 
 class ExpertRows(Protocol):
@@ -139,21 +139,10 @@ class LocalDispatcher(Dispatcher):
         return Pending.ready(unpermute(y_RH, plan.tokens))
 
 
-class _PickWeights(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, slots: OwnSlots) -> Tensor:
-        ctx.slots, ctx.shape = slots, weights_TK.shape
-        return slots.pick(weights_TK)
-
-    @staticmethod
-    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor, None]:
-        return ctx.slots.unpick(grad_R, ctx.shape), None
-
-
 def pick_own_weights(weights_TK: Tensor, slots: OwnSlots) -> Tensor:
     """:func:`pick_weights` if each (token, slot) has at most one row: the backward writes
     gradients instead of adding them."""
-    return _PickWeights.apply(weights_TK, slots)
+    return linear_map(weights_TK, slots.pick, lambda g: slots.unpick(g, weights_TK.shape))
 
 
 def pick_weights(weights_TK: Tensor, slot_R: Tensor) -> Tensor:

@@ -156,8 +156,19 @@ class HubTensors:
                 break
         else:
             if plan.around is not None:
+                # The renamings of the larger model hold for its text part.
                 whole = plan.around.build()
-                inner = _inside(whole, model, stored)
+                path, names = place_in(whole, model), dict[str, Any](whole.state_dict())
+                changes = get_model_conversion_mapping(whole)
+                renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+                inner = dict[str, str]()
+                for name in stored:
+                    target, _ = rename_source_key(
+                        name, renamings, [], whole.base_model_prefix, names
+                    )
+                    if path and target.startswith(f"{path}."):
+                        target = model.base_model_prefix + target.removeprefix(path)
+                    inner[target] = name
                 candidates.append(_grouped(model, stored, inner, whole))
         return min(candidates, key=lambda candidate: len(candidate.problems))
 
@@ -201,24 +212,6 @@ class HubTensors:
             for rows in (slice(index, index + 1) if group.merges else slice(None),)
             if any(holds(output, rows) for output in group.outputs)
         )
-
-
-def _inside(
-    whole: PreTrainedModel, model: PreTrainedModel, stored: Mapping[str, StoredTensor]
-) -> dict[str, str]:
-    """Name in the text part `model` of the model `whole` -> stored name, by the renamings of the
-    latter."""
-    path = place_in(whole, model)
-    names: dict[str, Any] = dict(whole.state_dict())
-    changes = get_model_conversion_mapping(whole)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    inner: dict[str, str] = {}
-    for name in stored:
-        target, _ = rename_source_key(name, renamings, [], whole.base_model_prefix, names)
-        if path and target.startswith(f"{path}."):
-            target = model.base_model_prefix + target.removeprefix(path)
-        inner[target] = name
-    return inner
 
 
 def _grouped(

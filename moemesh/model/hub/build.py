@@ -51,22 +51,18 @@ class Blueprint(NamedTuple):
                 config, dtype=dtype, experts_implementation=IMPLEMENTATION
             )
         adopt(model)
-        fix_frequencies(model)
+        # RoPE of the type "dynamic" becomes "default" in all modules. The frequencies differ only
+        # after the model's positions, which no run reaches; its code reads positions as numbers,
+        # which the meta device does not have. The configuration keeps its type, to which some
+        # families give another meaning (``alpha`` of Hunyuan).
+        for module in model.modules():
+            kinds: Any = vars(module).get("rope_type")
+            if kinds == "dynamic":
+                module.rope_type = "default"  # type: ignore[assignment]
+            elif isinstance(kinds, dict):  # one for each type of layers
+                kinds.update(dict.fromkeys((k for k in kinds if kinds[k] == "dynamic"), "default"))
         set_mode(model, training=True)
         return model
-
-
-def fix_frequencies(model: PreTrainedModel) -> None:
-    """Set the type of RoPE "dynamic" of modules to "default". The frequencies differ only after the
-    model's positions, which no run reaches; its code reads positions as numbers, which the meta
-    device does not have. The configuration keeps its type, to which some families give another
-    meaning (``alpha`` of Hunyuan)."""
-    for module in model.modules():
-        kinds: Any = vars(module).get("rope_type")
-        if kinds == "dynamic":
-            module.rope_type = "default"  # type: ignore[assignment]
-        elif isinstance(kinds, dict):  # one for each type of layers
-            kinds.update({layer: "default" for layer, kind in kinds.items() if kind == "dynamic"})
 
 
 def set_mode(model: PreTrainedModel, *, training: bool) -> None:
