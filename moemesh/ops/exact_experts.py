@@ -88,6 +88,7 @@ def exact_weight_gradient(grad_RO: Tensor, x_RI: Tensor, counts_EP: Tensor) -> T
 
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
     """Sum of `parts` in a balanced binary tree; holds log2(len(parts)) partial sums."""
+    #: Level in the tree and sum of each complete subtree, the largest first.
     stack: list[tuple[int, Tensor]] = []
     for part in parts:
         level, value = 0, part
@@ -195,8 +196,7 @@ class _ExactExperts(torch.autograd.Function):
             )
 
         needed = ctx.needs_input_grad[-len(tensors) :]
-        triples = zip(needed, ctx.leaves, factors, strict=True)
-        weight_gradients = [gradient(*triple) for triple in triples]
+        weight_gradients = [gradient(*x) for x in zip(needed, ctx.leaves, factors, strict=True)]
         grad_x_RH = rows.unpad(grad_x_QH)
         grad_weights_R = rows.unpad(grad_weights_Q).to(weights_R.dtype)
         return grad_x_RH, grad_weights_R, None, None, None, *weight_gradients

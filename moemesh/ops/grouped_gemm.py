@@ -59,6 +59,7 @@ def grouped_weight_gradient_loop(
 
 
 def _rounded(num_rows: int) -> int:
+    """`num_rows`, from ROWS on rounded up to a multiple of it."""
     return num_rows if num_rows < ROWS else -(-num_rows // ROWS) * ROWS
 
 
@@ -92,7 +93,7 @@ def _has_fast_path(*tensors: Tensor) -> bool:
         steps = tensor.stride()
         if steps.count(1) > 1:
             return False
-        for step in steps:  # a loop: the frame of a comprehension is twelve calls of a layer
+        for step in steps:  # not a comprehension, whose frames would be twelve calls of a layer
             if step != 1 and step * size % 16:
                 return False
     return True

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moemesh.ops.nf4 import dense
+from moemesh.ops.permute import linear_map
 from moemesh.ops.swiglu import (
     PLAIN,
     SwigluForm,
@@ -69,6 +70,8 @@ Weight = Tensor | Adapted
 
 
 class _Linear(torch.autograd.Function):
+    """The product with a weight, whose gradient may be deferred."""
+
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
@@ -154,9 +157,9 @@ class _AdaptedLinear(torch.autograd.Function):
             if grad_input_TI is not None:
                 grad_input_TI += g_TR @ adapter.a
             pair = _factor_gradients(adapter, adapter.part(grad), g_TR, input_TI, kind.scale)
-            for leaf, gradient in enumerate(pair, start=1 + 2 * i):
-                if needs[leaf]:
-                    gradients[leaf] = weight_gradient(leaves[leaf], *gradient)
+            for place, gradient in enumerate(pair, start=1 + 2 * i):
+                if needs[place]:
+                    gradients[place] = weight_gradient(leaves[place], *gradient)
         if form is not None and grad_input_TI is not None:
             grad_input_TI = unweighted_swiglu_backward(grad_input_TI, x_TI, form)[1]
         return grad_input_TI, None, None, *gradients
@@ -238,30 +241,19 @@ def linear(x_TI: Operand, weight: Weight) -> Tensor:
     return F.linear(x_TI, weight.flatten(0, -2))
 
 
-class _PackedLinear(torch.autograd.Function):
-    """The product with a packed weight [O, I], or transposed [I, O], which it keeps packed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, is_transposed: bool) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.is_transposed = is_transposed
-        matrix = dense(weight, x.dtype)
-        return x @ (matrix if is_transposed else matrix.t())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        matrix = dense(weight, grad.dtype)
-        return grad @ (matrix.t() if ctx.is_transposed else matrix), None, None
-
-
 def plain_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_transposed: bool = False
 ) -> Tensor:
     """``F.linear`` of a weight [O, I] of any form; `is_transposed`: stored as [I, O]."""
     if weight.dtype != torch.uint8:
         return F.linear(x, weight.t() if is_transposed else weight, bias)
-    y = _PackedLinear.apply(x, weight, is_transposed)
+
+    def unpacked_IO(dtype: torch.dtype) -> Tensor:
+        """The weight for one product: autograd keeps the packed one."""
+        matrix = dense(weight, dtype)
+        return matrix if is_transposed else matrix.t()
+
+    y = linear_map(x, lambda x: x @ unpacked_IO(x.dtype), lambda g: g @ unpacked_IO(g.dtype).t())
     return y if bias is None else y + bias
 
 

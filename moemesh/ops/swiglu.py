@@ -46,9 +46,9 @@ class SwigluForm(NamedTuple):
         slope_BF = sigmoid_BF + self.alpha * act_BF * (1 - sigmoid_BF)
         grad_gate_BF, grad_up_BF = grad_BF * up_BF * slope_BF, grad_BF * act_BF
         if self.limit:
-            own_gate_BF, own_up_BF = h_BG.chunk(2, dim=1)
-            grad_gate_BF = grad_gate_BF.masked_fill(own_gate_BF > self.limit, 0.0)
-            grad_up_BF = grad_up_BF.masked_fill(own_up_BF.abs() > self.limit, 0.0)
+            raw_gate_BF, raw_up_BF = h_BG.chunk(2, dim=1)
+            grad_gate_BF = grad_gate_BF.masked_fill(raw_gate_BF > self.limit, 0.0)
+            grad_up_BF = grad_up_BF.masked_fill(raw_up_BF.abs() > self.limit, 0.0)
         return act_BF * up_BF, torch.cat([grad_gate_BF, grad_up_BF], dim=1)
 
 
@@ -84,8 +84,8 @@ def swiglu(h_BG: Tensor, weights_B: Tensor, form: SwigluForm = PLAIN) -> Tensor:
     """``silu(gate) * up * weight`` [B, F], or its variant `form`; weights fp32 (or fp64)."""
     if h_BG.device.type != "cpu":
         if form == PLAIN:
-            return _plain(h_BG, weights_B)
-        return _of_form(h_BG, weights_B, form)
+            return _fused_plain(h_BG, weights_B)
+        return _fused_of_form(h_BG, weights_B, form)
     if form != PLAIN:
         return form.product(h_BG) * weights_B[:, None].to(h_BG.dtype)
     if not _is_fused(h_BG, weights_B):
@@ -101,8 +101,8 @@ def swiglu_backward(
     """The recomputed product, the gradients of h and of the weights; overwrites `grad_BF`."""
     if h_BG.device.type != "cpu":
         if form == PLAIN:
-            return _plain_backward(grad_BF, h_BG, weights_B)
-        return _backward_of_form(grad_BF, h_BG, weights_B, form)
+            return _fused_plain_backward(grad_BF, h_BG, weights_B)
+        return _fused_backward_of_form(grad_BF, h_BG, weights_B, form)
     if form != PLAIN:
         scale_B1 = weights_B[:, None].to(h_BG.dtype)
         product_BF, grad_h_BG = form.backward(grad_BF * scale_B1, h_BG)
@@ -170,9 +170,9 @@ def swiglu_backward_of_form_on_device(
 
 # Separate functions for the plain form: inside of a compiled function, a comparison of forms keeps
 # the result of its first call (torch 2.13).
-_plain, _of_form = fused(swiglu_on_device), fused(swiglu_of_form_on_device)
-_plain_backward = fused(swiglu_backward_on_device)
-_backward_of_form = fused(swiglu_backward_of_form_on_device)
+_fused_plain, _fused_of_form = fused(swiglu_on_device), fused(swiglu_of_form_on_device)
+_fused_plain_backward = fused(swiglu_backward_on_device)
+_fused_backward_of_form = fused(swiglu_backward_of_form_on_device)
 
 
 def load(dtype: torch.dtype) -> None:
