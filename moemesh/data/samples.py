@@ -36,7 +36,7 @@ ORDER_VERSION = 1
 #: Version of the packing of conversations into sequences.
 PACKING_VERSION = 1
 #: Samples that a few conversations are spread over, so that a held-out one is a small share.
-FEWEST = 20
+FEWEST_SAMPLES = 20
 #: Value of places and of numbers of documents at padding.
 PADDING = -1
 
@@ -123,13 +123,13 @@ class Windows:
             mask = self.corpora[stream].learned
             return mask_of(None if mask is None else mask[places], len(places))
 
-        # Whether the first token of a document carries no loss, for each stream.
-        apart = [
+        # For each stream, whether the first token of a document carries no loss.
+        numbered = [
             bool(pack) or masked for pack, masked in zip(self.packed, self._masked, strict=True)
         ]
-        if not any(apart):
+        if not any(numbered):
             return None
-        documents = self._numbers(ids, apart)
+        documents = self._numbers(ids, numbered)
         inside = documents[:, 1:] == documents[:, :-1]
         return self._gather(ids, learned, np.bool_)[:, 1:] & inside if any(self.packed) else inside
 
@@ -171,11 +171,11 @@ class Windows:
                 places[rows] = pack.places(numbers, self.seq_len + 1)
         return streams, places
 
-    def _numbers(self, ids: np.ndarray, apart: Sequence[bool]) -> np.ndarray:
-        """The document numbers of :meth:`documents` in the streams that are `apart`, else 0."""
+    def _numbers(self, ids: np.ndarray, numbered: Sequence[bool]) -> np.ndarray:
+        """The document numbers of :meth:`documents`, but 0 in streams that are not `numbered`."""
 
         def numbers(stream: int, places: np.ndarray) -> np.ndarray:
-            starts = self.corpora[stream].starts if apart[stream] else [0]
+            starts = self.corpora[stream].starts if numbered[stream] else [0]
             return np.searchsorted(starts, places, side="right") - 1
 
         return self._gather(ids, numbers, np.int64, padding=PADDING)
@@ -187,8 +187,8 @@ class Windows:
         dtype: type[np.generic],
         padding: int = 0,
     ) -> np.ndarray:
-        """`take(stream, places [n])` returns a value for each place of a stream; gathered for the
-        windows `ids`: [B, seq_len + 1] of `dtype`."""
+        """The values of ``take(stream, places [n])`` for the windows `ids`: [B, seq_len + 1] of
+        `dtype`."""
         streams, places = self.places(ids)
         gathered = np.full(places.shape, padding, dtype=dtype)
         for stream in np.unique(streams).tolist():
@@ -256,7 +256,7 @@ class Samples(Windows):
             seq_len,
             documents=documents,
             long=long,
-            at_least=1 if validation else FEWEST,
+            at_least=1 if validation else FEWEST_SAMPLES,
         )
         self.seed, self.held_out = seed, held_out
         self.interleaving = Interleaving([source.weight for source in sources])
@@ -430,7 +430,7 @@ class Samples(Windows):
                 yield (
                     f"data.sources[{number}] {split.source.name} holds {split.num_tokens} tokens, "
                     f"which leave no training sample of data.seq_len {self.seq_len}"
-                    f"{_besides(split)}: add data to it, {_other_length(split)}, or leave it out"
+                    f"{_left_out(split)}: add data to it, {_other_length(split)}, or leave it out"
                 )
         if self.num_training >= global_batch:
             return
@@ -451,14 +451,14 @@ class Samples(Windows):
         yield (
             f"data.path {names} holds {sum(split.num_tokens for split in self.splits)} tokens, "
             f"which make {self.num_training} training samples of data.seq_len {self.seq_len}"
-            f"{_besides(split)}; a step needs {1 if is_alone and not is_text else global_batch}"
+            f"{_left_out(split)}; a step needs {1 if is_alone and not is_text else global_batch}"
             f"{' besides the held-out ones' if held_out is not None else ''}{exactly}: add data, "
             f"or {_other_length(split)}"
             f"{', or lower' if split.without_loss else ' or'} data.global_batch"
         )
 
 
-def _besides(split: WindowSplit) -> str:
+def _left_out(split: WindowSplit) -> str:
     if not split.without_loss:
         return ""
     has = "conversation has" if split.without_loss == 1 else "conversations have"

@@ -119,6 +119,7 @@ def _locked(path: Path, on_busy: Callable[[], None], problem: str) -> Iterator[N
 
 
 def _digest(value: object, size: int = 16) -> str:
+    """The digest, of `size` bytes, of bytes or of the JSON of another value."""
     content = value if isinstance(value, bytes) else json.dumps(value).encode()
     return hashlib.blake2b(content, digest_size=size).hexdigest()
 
@@ -139,7 +140,7 @@ def cache_beside(run: Path) -> Path:
 def cached_tokens(
     folder: Path,
     files: Sequence[DataFile],
-    reader: Tokenizer,
+    tokenizer: Tokenizer,
     bad_records: BadRecordLog,
     text_key: str,
     vocab_size: int,
@@ -157,13 +158,13 @@ def cached_tokens(
                 parts = []
             sizes = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in parts]
         stats.append([str(file.path.absolute()), file.format, file.compression, sizes])
-    template = _digest(reader.template_facts)
-    facts = [CACHE_VERSION, stats, reader.fingerprint, template, text_key, bad_records.policy]
+    template = _digest(tokenizer.template_facts)
+    facts = [CACHE_VERSION, stats, tokenizer.fingerprint, template, text_key, bad_records.policy]
     name = _digest(facts, 12)
     prefix, notes = folder / name, folder / f"{name}.skipped.txt"
 
     def documents() -> Iterator[Document]:
-        for document in documents_of(files, reader, text_key, bad_records):
+        for document in documents_of(files, tokenizer, text_key, bad_records):
             check_ids(document, vocab_size)
             yield document
         notes.unlink(missing_ok=True)
@@ -196,7 +197,7 @@ def cached_tokens(
             amount = f"{len(files)} file(s), {size:,.1f} MB, " if size else ""
             log_progress(f"tokens   {source}: {amount}into {folder}")
             start = reported = time.monotonic()
-            count = write_tokens(token_writer(prefix, reader), documents(), report)
+            count = write_tokens(token_writer(prefix, tokenizer), documents(), report)
             if not count:
                 raise DataError(f"data.path {source}: {len(files)} file(s), but no text in them")
             seconds = time.monotonic() - start
@@ -214,7 +215,7 @@ PARTS_VERSION = 4
 #: Bytes of a file between two progress reports.
 REPORT_BYTES = 1 << 20
 #: Seconds between two checks of the progress of other processes.
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 #: File with the facts of a part, written last: if it exists, the tokens are complete.
 _DONE = ".done.json"
 #: Value of `end_of_document` for the tokenizer's own end-of-text token.
@@ -495,10 +496,10 @@ def make_all(
     threads = max(1, usable_cores() // processes)
     pool = ProcessPoolExecutor(processes, context, _start, (progress, ends, settings, threads))
     try:
-        futures = [pool.submit(_make_here, part) for part in parts]
+        futures = [pool.submit(_make_in_worker, part) for part in parts]
         pending: set[Future[dict[str, Any]]] = set(futures)
         while pending:
-            finished, pending = wait(pending, LOOK_SECONDS, FIRST_COMPLETED)
+            finished, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
             while not progress.empty():
                 advance(*progress.get())
             for future in finished:
@@ -517,13 +518,13 @@ def make_all(
 
 
 #: Settings, tokenizer and progress callback in a process that makes parts.
-_here: tuple[TokenSettings, Tokenizer, Advance] | None = None
+_of_worker: tuple[TokenSettings, Tokenizer, Advance] | None = None
 
 
 def _start(progress: Any, ends: Any, settings: TokenSettings, threads: int) -> None:
     """Initializer of a process that makes parts: it ends with its parent (the other end of `ends`),
     and ignores Ctrl-C, which the parent handles."""
-    global _here
+    global _of_worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end_with_parent() -> None:
@@ -533,13 +534,13 @@ def _start(progress: Any, ends: Any, settings: TokenSettings, threads: int) -> N
     threading.Thread(target=end_with_parent, daemon=True).start()
     # Read when the threads of tokenizers start.
     os.environ["RAYON_NUM_THREADS"] = str(threads)
-    _here = (settings, Tokenizer.open(settings.tokenizer), lambda *done: progress.put(done))
+    _of_worker = (settings, Tokenizer.open(settings.tokenizer), lambda *done: progress.put(done))
 
 
-def _make_here(part: TokenPart) -> dict[str, Any]:
-    assert _here is not None
+def _make_in_worker(part: TokenPart) -> dict[str, Any]:
+    assert _of_worker is not None
     try:
-        return part.make(*_here)
+        return part.make(*_of_worker)
     except DataError as error:
         # A DataError with only a message can be pickled; its subclasses cannot.
         raise DataError(str(error)) from None
