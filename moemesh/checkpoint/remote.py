@@ -122,8 +122,9 @@ class RemotePath:
 
     def put(self, content: bytes) -> None:
         """Write the object atomically: a reader sees the old or the new content."""
-        names: Any = self._filesystem.protocol
-        if _DISKS.isdisjoint((names,) if isinstance(names, str) else names):
+        schemes: Any = self._filesystem.protocol
+        # In an object store one write is atomic; on a disk a rename is.
+        if _DISKS.isdisjoint((schemes,) if isinstance(schemes, str) else schemes):
             self._call(self._filesystem.pipe_file, self._path, content)
             return
         temporary = self.with_name(f".{self.name}.tmp")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from moemesh.checkpoint import files
 from moemesh.checkpoint.files import CheckpointError, file_limit, free_bytes
+from moemesh.checkpoint.manifest import ITEM_BYTES
 from moemesh.checkpoint.remote import Place
 from moemesh.checkpoint.stored import (
     StoredCheckpoint,
@@ -222,11 +223,6 @@ def _read_verified(folder: Place) -> dict[str, tuple[str, bool | None]]:
     return verified
 
 
-#: Bytes of an element of the masters, and of the model itself, by `train.dtype`.
-_MASTER_BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-
-
 class DiskError(UserError):
     """The disk has no room for a checkpoint; the message names the bytes needed and free."""
 
@@ -246,7 +242,8 @@ def checkpoint_bytes(config: RunConfig) -> int:
     unless the base is packed. Headers, the manifest and the routers' biases, thousandths of it, are
     left out."""
     train = config.train
-    master, frozen = _MASTER_BYTES[train.dtype], _WEIGHT_BYTES[train.dtype]
+    frozen = ITEM_BYTES[train.dtype]
+    master = max(frozen, ITEM_BYTES["float32"])
     return sum(
         prod(tensor.shape)
         * (

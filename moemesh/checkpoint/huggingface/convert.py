@@ -103,11 +103,12 @@ def write_huggingface(
 def put_delta(tensors: dict[str, DeferredTensor], delta: Delta | None) -> None:
     """Replace tensors of a folder by those of `delta`. Raises CheckpointError for one that the
     folder lacks, or has in another shape."""
-    for name, tensor in delta.tensors.items() if delta is not None else ():
+    if delta is None:
+        return
+    for name, tensor in delta.tensors.items():
         replaced = tensors.get(name)
         if replaced is None or replaced.shape != tensor.shape:
             has = "no such tensor" if replaced is None else f"{list(replaced.shape)}"
-            assert delta is not None
             raise CheckpointError(
                 f"{delta.path / SINGLE}: {name} {list(tensor.shape)}; the model has {has}"
             )
@@ -353,6 +354,7 @@ def write_adapters(
 DESCRIPTION = "delta.json"
 #: Numbers of each tensor that enter the fingerprint of a base.
 _SAMPLE = 64
+#: Largest delta.json in bytes.
 _LIMIT = 1 << 20
 
 
@@ -392,6 +394,7 @@ def fingerprint(folder: WeightFolder) -> str:
         stored = folder.tensors[name]
         digest.update(f"{name} torch.{stored.dtype} {list(stored.shape)}\n".encode())
         if all(stored.shape):
+            # The first numbers of the middle row; a number without dims is the whole tensor.
             *outer, inner = stored.shape or (1,)
             box = [*(range(size // 2, size // 2 + 1) for size in outer), range(min(inner, _SAMPLE))]
             sample = folder.read(name, box if stored.shape else [])
