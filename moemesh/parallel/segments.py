@@ -95,13 +95,10 @@ class SegmentTape(PausingFlow):
                 value._replace(**{name: self.cut(x) for name, x in tensors.items()})
             )
         for exchange in exchanges:
-            exchange.place = self._cut(exchange.place, is_in_flight=True)
+            exchange.place = self.cut(exchange.place, is_in_flight=True)
         return pending
 
-    def cut(self, x: Tensor) -> Tensor:
-        return self._cut(x, is_in_flight=False)
-
-    def _cut(self, x: Tensor, *, is_in_flight: bool) -> Tensor:
+    def cut(self, x: Tensor, *, is_in_flight: bool = False) -> Tensor:
         if not x.requires_grad:
             return x
         leaf = x.detach().requires_grad_()

@@ -63,8 +63,10 @@ class ReplicatedBucket:
         self.axis, self.copies = (mesh[name] for name in mesh.layout.sharding_axes(rule.axis))
         #: If states are sharded: count of the numbers that each rank of the axis owns.
         self.sizes = owned_sizes(rule.numbers, self.axis.size, owners)
-        #: The numbers of the flat vector that this rank owns.
+        #: The numbers of the flat vector that this rank owns; the weights that it keeps between
+        #: steps.
         self.own = self._range(self.axis.index)
+        self.kept_weights = range(rule.numbers)
         self.in_tree = exact and rule.axis == "edp"
         #: Whether the sums of :meth:`launch` are the last ones of a step.
         self.sums_once = self.copies.size == 1 and not rule.mirrored
@@ -162,11 +164,6 @@ class ReplicatedBucket:
     def buffer_bytes(self) -> int:
         """Bytes of temporary vectors of gradients now, besides :attr:`gradient_bytes`."""
         return 0
-
-    @property
-    def kept_weights(self) -> range:
-        """Range of the flat weights that this rank keeps between steps."""
-        return range(self.rule.numbers)
 
     # A step.
 
@@ -383,7 +380,7 @@ class GatheredBucket(ScatteredBucket):
 
     def allocate(self) -> None:
         super().allocate()
-        self._own_weights = self.weights[self.own.start : self.own.stop]
+        self._own_weights, self.kept_weights = super().own_flat_weights(), self.own
         self._bytes = self.weights.untyped_storage().nbytes()
         #: Number of current uses; wait for the gather in flight; whether weights are present.
         self.users, self._arriving = 0, None
@@ -424,10 +421,6 @@ class GatheredBucket(ScatteredBucket):
         parts = {member: place for member, _, place in self.ranges(self.own)}
         part = self._own_weights[parts[name]] if name in parts else self._own_weights[:0]
         return self.whole(name, part)
-
-    @property
-    def kept_weights(self) -> range:
-        return self.own
 
     def publish(self) -> Wait | None:
         return None

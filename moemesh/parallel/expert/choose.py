@@ -76,8 +76,8 @@ def predict_seconds(
     """Seconds of one layer's exchanges (dispatch and combine, forward and backward), by name."""
     ranks, per_node = site.ranks, site.ranks_per_node
     nodes = ranks // per_node
-    # Shares of a rank's rows that go to others in its node, and to other nodes, by axis.
-    both = (per_node - 1) / ranks, (ranks - per_node) / ranks
+    # Shares of the rows of an exchange that go to other ranks of the node, and to other nodes.
+    on_ep = (per_node - 1) / ranks, (ranks - per_node) / ranks
     shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((per_node - 1) / per_node, 0.0)}
     seconds: dict[str, float] = {}
     for name, moved in site.rows.items():
@@ -85,8 +85,8 @@ def predict_seconds(
         per_row = site.row_bytes + 3 * site.result_bytes
         exchanges = 4 + moved.small_exchanges
         seconds[name] = 0.0
-        for link, part, is_used in ((inside, 0, per_node > 1), (across, 1, nodes > 1)):
-            rows = sum(rows * shares.get(axis, both)[part] for axis, rows in moved.by_axis.items())
+        for link, side, is_used in ((inside, 0, per_node > 1), (across, 1, nodes > 1)):
+            rows = sum(rows * shares.get(axis, on_ep)[side] for axis, rows in moved.by_axis.items())
             seconds[name] += link.seconds(rows * per_row, exchanges if is_used else 0)
         # The backward copies the same number of rows: copies become sums, and sums copies.
         seconds[name] += 2 * moved.copied * site.result_bytes * seconds_per_copied_byte
@@ -100,6 +100,7 @@ def measure_copying(row_bytes: int, mesh: Mesh) -> float:
     num_rows = 2 * max(COPY_BYTES // row_bytes // 2, 1)
     rows = torch.ones(num_rows, width, device=device)
     places = torch.arange(num_rows, device=device)
+    # The rows of both halves by turns: neighbours are read from distant places.
     mixed = permutation((places % 2) * (num_rows // 2) + places // 2)
     pairs = map_from_sources(places // 2, num_rows // 2)
 

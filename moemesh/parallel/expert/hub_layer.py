@@ -178,10 +178,6 @@ class _Reduction(NamedTuple):
     replicas: Axis
     divisor: int
 
-    @property
-    def changes(self) -> bool:
-        return self.replicas.size > 1 or self.divisor > 1
-
     def __call__(self, gradient: Tensor) -> Tensor:
         gradient = gradient / self.divisor
         all_reduce_(gradient, self.replicas, caller="moe.sync", phase="backward")
@@ -229,10 +225,11 @@ class _Exchange:
                 self.moe.dispatcher = connection.dispatcher(config, self.plan, x_TH.dtype, tokens)
                 self._connection = connection
             module.mark_gradients()
-            for parameter in module.parameters():
+            is_reduced = self.reduction.replicas.size > 1 or self.reduction.divisor > 1
+            for parameter in module.parameters() if is_reduced else ():
                 hooks = (parameter._backward_hooks or {}).values()
                 is_marked = any(isinstance(hook, _Reduction) for hook in hooks)
-                if self.reduction.changes and parameter.requires_grad and not is_marked:
+                if parameter.requires_grad and not is_marked:
                     parameter.register_hook(self.reduction)
             if torch.is_grad_enabled() and not x_TH.requires_grad:
                 # All ranks must take part in the exchanges of the backward, as in `MoELayer`.

@@ -318,12 +318,9 @@ class MoELayer(nn.Module):
         self.ranks, self.replicas = axes_of(group)
         self.config = model_config(hidden_size, expert_size, num_experts, top_k, options)
         check_choice("gradients", gradients, ("mean", "sum"))
-        for name, choice, kind in (
-            ("dispatcher", dispatcher, DispatcherName),
-            ("payload", payload, Payload),
-            ("combine", combine, Combine),
-        ):
-            check_choice(name, choice, choices_of(kind))
+        check_choice("dispatcher", dispatcher, choices_of(DispatcherName))
+        check_choice("payload", payload, choices_of(Payload))
+        check_choice("combine", combine, choices_of(Combine))
         if combine == "exact" and not dispatcher_row(dispatcher).sums_exactly:
             raise LayerError(
                 f'dispatcher "{dispatcher}" adds results of a rank before they return, in no fixed '

@@ -112,15 +112,15 @@ class AsynchronousProgram:
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
         state: _State = context.state
-        used = self.versions.newest if self.rule.kind == "newest" else state.version
+        version = self.versions.newest if self.rule.kind == "newest" else state.version
         if self._recomputes:
             inputs = list(state.inputs)
             recomputed = make_context(
-                inputs, self._run(used, op.microbatch, inputs, recompute=True)
+                inputs, self._run(version, op.microbatch, inputs, recompute=True)
             )
             context.roots, context.objective = recomputed.roots, recomputed.objective
         # A layer that is recomputed in its backward must find the weights of its forward.
-        with self.versions.using(used), context.pending if op.kind == "I" else nullcontext():
+        with self.versions.using(version), context.pending if op.kind == "I" else nullcontext():
             input_gradients = differentiate(context, gradients)
         self.versions.release(state.version)
         return input_gradients
