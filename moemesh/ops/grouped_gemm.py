@@ -73,17 +73,6 @@ def _with_zeros(x_RI: Tensor, size: int) -> Tensor:
     return padded_BI
 
 
-def grouped_row_sums(grad_RO: Tensor, x_R1: Tensor, ends_E: Tensor) -> Tensor:
-    """:func:`grouped_weight_gradient` with one input channel, for which product kernels fail."""
-    ends_E = ends_E.long()
-    counts_E = torch.diff(ends_E, prepend=ends_E.new_zeros(1))
-    wide = torch.promote_types(grad_RO.dtype, torch.float32)
-    rows_RO = grad_RO.to(wide) * x_R1.to(wide)
-    # unsafe: without a check of the lengths, for which the host would wait.
-    sums_EO = torch.segment_reduce(rows_RO, "sum", lengths=counts_E, axis=0, unsafe=True)
-    return sums_EO.to(grad_RO.dtype)[..., None]
-
-
 def _has_fast_path(*tensors: Tensor) -> bool:
     # F.grouped_mm: no float64, and every stride but that of the inner dim a multiple of 16 bytes.
     for tensor in tensors:
@@ -135,8 +124,13 @@ def grouped_weight_gradient(
     shape = (ends_E.shape[0], grad_RO.shape[1], x_RI.shape[1])
     if not x_RI.shape[0]:
         return x_RI.new_zeros(shape) if out is None else out.zero_()
-    if x_RI.shape[1] == 1:
-        gradient = grouped_row_sums(grad_RO, x_RI, ends_E)
+    if x_RI.shape[1] == 1:  # product kernels fail for one input channel
+        counts_E = torch.diff(ends_E.long(), prepend=ends_E.new_zeros(1, dtype=torch.int64))
+        wide = torch.promote_types(grad_RO.dtype, torch.float32)
+        rows_RO = grad_RO.to(wide) * x_RI.to(wide)
+        # unsafe: without a check of the lengths, for which the host would wait.
+        sums_EO = torch.segment_reduce(rows_RO, "sum", lengths=counts_E, axis=0, unsafe=True)
+        gradient = sums_EO.to(grad_RO.dtype)[..., None]
         return gradient if out is None else out.copy_(gradient)
     if x_RI.device.type == "cpu" and x_RI.itemsize == 2:
         grad_EOI = x_RI.new_empty(shape) if out is None else out
