@@ -311,14 +311,13 @@ def check_head(file: DataFile) -> None:
         advice = re.sub(r"\b(FILE|NEW)\b", lambda word: names[word[0]], advice)
         kind = "text in UTF-8" if format == "text" else "JSON"
         raise DataError(f"{path} holds {content}, not {kind}: {advice}")
+    if named:
+        return
     line, newline, _ = head.partition(b"\n")
     is_object = line.lstrip().startswith(b"{") and (newline or len(head) < HEAD)
     is_record = False
-    if is_object:
-        with suppress(ValueError):
-            is_record = isinstance(parse_json(line), dict)
-    if named:
-        return
+    with suppress(ValueError):
+        is_record = is_object and isinstance(parse_json(line), dict)
     suffix = _suffixes(path)[0]
     if format == "text" and is_record:
         raise DataError(
