@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,12 +171,9 @@ class RemotePath:
     @contextmanager
     def reading(self) -> Iterator[BinaryIO]:
         """The object, opened for reading."""
-        file = self._call(self._filesystem.open, self._path, "rb")
-        calls = {name: partial(self._call, getattr(file, name)) for name in ("read", "seek")}
-        try:
+        with closing(self._call(self._filesystem.open, self._path, "rb")) as file:
+            calls = {name: partial(self._call, getattr(file, name)) for name in ("read", "seek")}
             yield cast("BinaryIO", SimpleNamespace(**calls))
-        finally:
-            file.close()
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[bytes | memoryview], object]]:

@@ -30,7 +30,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -97,11 +97,9 @@ def save(
     :func:`moemesh.checkpoint.retention.prune` removes.
     """
     saver = Saver(folder, rank=rank, world_size=world_size, gather=gather, pauses=())
-    try:
+    with closing(saver):
         saver.start(step, shards, state)
         outcome = saver.finish()
-    finally:
-        saver.close()
     assert outcome is not None
     if outcome.problem is not None:
         who = "" if outcome.problem.startswith("rank ") else "rank 0: "

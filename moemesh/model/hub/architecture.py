@@ -69,11 +69,7 @@ class _Uses(TorchFunctionMode):
         self.phases: dict[int, set[int]] = {}
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in _pytree.tree_leaves((args, kwargs or {})):
             if isinstance(leaf, nn.Parameter):
@@ -187,13 +183,12 @@ def read(values: Mapping[str, Any], documents: str | None = None) -> Architectur
     )
     layer_output = _layer_output(model, layers[0], uses.results)
     saved = model.state_dict()
-    uncut = ""
+    uncut, notes = "", list(plan.notes)
     if reads_between:
         uncut = "parameters outside of its layers are read between them"
     elif not layer_output:
         uncut = "its layers return different tensors"
-    notes = list(plan.notes)
-    if is_counted and not uncut:
+    elif is_counted:
         uncut = _against_stages(values)
     if documents == "rows":
         notes.append(f"{kind}: documents of one sequence are computed in rows of their own")
@@ -298,14 +293,11 @@ def _layer_output(
         if (length := 2 * length) > _LONGEST:
             return ()
         ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
-        hook = first.register_forward_hook(leave)
         try:
-            with unpacked_masks(), torch.no_grad():
+            with first.register_forward_hook(leave), unpacked_masks(), torch.no_grad():
                 model(input_ids=ids, use_cache=False)
         except _FirstLayer as left:
             longer = _tensors(left.result, length)
-        finally:
-            hook.remove()
         if len(longer) != len(tensors):  # a tensor has the length in another place
             return ()
     both = zip(longer, tensors, strict=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -31,7 +31,6 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from moemesh.model.hub.experts import is_experts, is_swiglu, set_exchange
@@ -146,21 +145,16 @@ def _run(
     modules = list(model.get_submodule(layers).children())
     computed = list(range(len(modules)))
     known: dict[Any, list[tuple[int, Any]]] = {}
-    hooks: list[RemovableHandle] = []
-    for index, layer in enumerate(modules):
-        kind = _kind(layer, index, model.config.get_text_config())
-        layer.forward = partial(_once, layer.forward, kind, index, known, computed)  # type: ignore[method-assign]
-        hooks.append(layer.register_forward_pre_hook(lambda *_, index=index: enter(index)))
-        hooks.append(layer.register_forward_hook(lambda *_: enter(-1)))
-    try:
-        with unpacked_masks():
-            ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
-            model(input_ids=ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for layer in modules:
-            del layer.forward
+    with unpacked_masks(), ExitStack() as changes:
+        for index, layer in enumerate(modules):
+            kind = _kind(layer, index, model.config.get_text_config())
+            layer.forward = partial(_once, layer.forward, kind, index, known, computed)  # type: ignore[method-assign]
+            changes.callback(delattr, layer, "forward")
+            before = layer.register_forward_pre_hook(lambda *_, index=index: enter(index))
+            changes.enter_context(before)
+            changes.enter_context(layer.register_forward_hook(lambda *_: enter(-1)))
+        ids = torch.zeros(1, length, dtype=torch.int64, device="meta")
+        model(input_ids=ids, use_cache=False)
     return computed
 
 
@@ -263,17 +257,16 @@ def unpacked_masks() -> Iterator[None]:
     before = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     conditions = _Conditions()
-    hooks = (
-        register_module_forward_pre_hook(conditions.enter),
-        register_module_forward_hook(conditions.leave, always_call=True),
-    )
     try:
-        with _config.patch(meta_nonzero_assume_all_nonzero=True), conditions:
+        with (
+            register_module_forward_pre_hook(conditions.enter),
+            register_module_forward_hook(conditions.leave, always_call=True),
+            _config.patch(meta_nonzero_assume_all_nonzero=True),
+            conditions,
+        ):
             yield
     finally:
         masking_utils.find_packed_sequence_indices = before
-        for hook in hooks:
-            hook.remove()
 
 
 def _even_experts(

@@ -20,11 +20,7 @@ class Float64(TorchFunctionMode):
     """Inside, every shorter floating dtype that a call names is replaced by float64."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name == "finfo":

@@ -111,11 +111,8 @@ def _save_optimizer(trainer: Any, inner: Callable[[str], None], output_dir: str)
         return whole if trainer.args.should_save else value
 
     whole = with_experts(trainer.model, optimizer, optimizer.state_dict(), gathered)
-    handle = optimizer.register_state_dict_post_hook(lambda *_: whole)
-    try:
+    with optimizer.register_state_dict_post_hook(lambda *_: whole):
         inner(output_dir)
-    finally:
-        handle.remove()
 
 
 def _load_optimizer(
@@ -128,11 +125,8 @@ def _load_optimizer(
             trainer.model, optimizer, state, lambda experts, _, x: own_part(experts, x).clone()
         )
 
-    handle = _optimizer(trainer).register_load_state_dict_pre_hook(take_own)
-    try:
+    with _optimizer(trainer).register_load_state_dict_pre_hook(take_own):
         inner(checkpoint)
-    finally:
-        handle.remove()
 
 
 def _optimizer(trainer: Any) -> torch.optim.Optimizer:
