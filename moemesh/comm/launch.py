@@ -237,7 +237,7 @@ def start(
     not fit those of the other ranks; RankError if the ranks cannot connect.
     """
     os.environ.update(settings_for_gpus(os.environ))
-    rank, world_size = _variable("RANK", 0), _variable("WORLD_SIZE", 1)
+    rank, world_size = own_rank(), num_joined()
     local_rank = _variable("LOCAL_RANK", 0)
     ranks_per_node = _variable("LOCAL_WORLD_SIZE", world_size)
     shares = shares_devices()
@@ -461,7 +461,7 @@ def _report_and_print(
     if launched() or not isinstance(error, KeyboardInterrupt):
         report_failure(error)
     # The console shows one failure, the first: the launcher prints rank 0's if that is it.
-    if not (launched() and _variable("RANK", 0) == 0):
+    if not (launched() and own_rank() == 0):
         sys.__excepthook__(kind, error, trace)
 
 

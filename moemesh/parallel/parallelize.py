@@ -101,7 +101,7 @@ class RankModel:
 
     @property
     def trained(self) -> dict[str, Placement]:
-        return {name: one for name, one in self.placements.items() if one.trains}
+        return {name: where for name, where in self.placements.items() if where.trains}
 
     def norm_addends(self) -> Addends:
         """Squares that this rank adds to the gradient norm; recomputed after experts have moved."""

@@ -238,7 +238,7 @@ def _grouped(
         if parameter.shape[0] == module.num_experts
     )
     mapping, outer = (
-        [] if one is None else get_model_conversion_mapping(one) for one in (model, whole)
+        [] if net is None else get_model_conversion_mapping(net) for net in (model, whole)
     )
     renamings = [change for change in mapping if isinstance(change, WeightRenaming)]
     converters = [change for change in (*mapping, *outer) if isinstance(change, WeightConverter)]

@@ -106,31 +106,29 @@ class HubModel(Transformer):
         self._part, self._received = whole(config), list[Tensor]()
         parts = [self._part] if parts is None else parts
         units = {unit for part in parts for unit in part.units(config)}
+        records = self.architecture.parameters
         #: The parameters that are held, in the order of the record, and the unit of each.
-        self._units = {
-            one.name: one.unit for one in self.architecture.parameters if one.unit in units
-        }
+        self._units = {record.name: record.unit for record in records if record.unit in units}
         self._add_adapters()
         embedding: Any = net.get_input_embeddings()
         embedding.forward = partial(self._embed, embedding.forward)
+        before_layers = {
+            record.name: net.get_parameter(record.name)
+            for record in records
+            if record.unit == "embedding"
+        }
         tables_read = {*embedding.parameters()}
         #: Names of parameters, other than the token table, that the forward reads before the layers
         #: and that this rank does not hold.
         self._absent = [
-            one.name
-            for one in self.architecture.parameters
-            if one.unit == "embedding"
-            and one.name not in self._units
-            and net.get_parameter(one.name) not in tables_read
+            name
+            for name, parameter in before_layers.items()
+            if name not in self._units and parameter not in tables_read
         ]
         tables = {module.weight for module in net.modules() if isinstance(module, nn.Embedding)}
         #: Whether the backward of the modules before the layers reads their weights: that of tables
         #: does not.
-        self._reads_embedding_twice = any(
-            net.get_parameter(one.name) not in tables
-            for one in self.architecture.parameters
-            if one.unit == "embedding"
-        )
+        self._reads_embedding_twice = not tables.issuperset(before_layers.values())
         layers = net.get_submodule(self.architecture.layers)
         assert isinstance(layers, nn.ModuleList)
         for index, layer in enumerate(layers):
@@ -210,7 +208,7 @@ class HubModel(Transformer):
 
     def selection_biases(self) -> dict[int, tuple[str, Tensor]]:
         """State of a layer with one number for each expert that no gradient reaches."""
-        idle = {one.name for one in self.architecture.parameters if one.is_idle}
+        idle = {record.name for record in self.architecture.parameters if record.is_idle}
         biases: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (*self.named_buffers(), *self.named_parameters()):
             path = name.removeprefix(self.architecture.layers + ".")
@@ -346,25 +344,24 @@ class HubModel(Transformer):
     ) -> tuple[list[Tensor], tuple[Tensor, ...] | None]:
         """The stream after the last norm, or the tensors of the stage's last layer, and the logits
         of each router."""
-        given: dict[str, Any] = (
-            {"position_ids": rows.position_BS} if rows.position_BS is not None else {}
-        )
+        base, has_slices = self.net.base_model, slices is not NO_SLICES
+        given: dict[str, Any] = {"use_cache": has_slices}
         if wants_logits:
             given["output_router_logits"] = True
-        if rows.position_BS is not None and self.architecture.documents == "masks":
-            given["attention_mask"] = masks(self.net, rows.ids_BS, rows.position_BS, self.dtype)
-        base = self.net.base_model
-        given["use_cache"] = slices is not NO_SLICES
+        if rows.position_BS is not None:
+            given["position_ids"] = rows.position_BS
+            if self.architecture.documents == "masks":
+                given["attention_mask"] = masks(self.net, rows.ids_BS, rows.position_BS, self.dtype)
         # The later versions of transformers have the shorter name.
         names = signature(base.forward).parameters
         cache = "cache" if "cache" in names else "past_key_values"
-        if slices is not NO_SLICES:
+        if has_slices:
             given[cache] = slices.foreign
         try:
             output = base(input_ids=rows.ids_BS, **given)
         except _StageEnd as end:
             return end.stream, end.router_logits
-        if slices is not NO_SLICES:
+        if has_slices:
             slices.foreign = output[cache]
         return [output.last_hidden_state], getattr(output, "router_logits", None)
 
@@ -467,9 +464,9 @@ class HubModel(Transformer):
                 Routing(scores_TE, chosen_TK, scores_TE, logits_TE, chosen_TK, None, fault)
             )
         if not config.has_joint_aux_loss:
-            losses = (auxiliary_loss(one, config, context, self.tokens) for one in routings)
+            losses = (auxiliary_loss(layer, config, context, self.tokens) for layer in routings)
             return sum(losses, zero), None
-        sums = [auxiliary_sums(one, config, context) for one in routings]
+        sums = [auxiliary_sums(layer, config, context) for layer in routings]
         sums_QX = sum(sums, no_sums(config, context) if sums_QX is None else sums_QX)
         if not is_last:
             return zero, sums_QX
