@@ -39,6 +39,7 @@ from moemesh.ops.permute import (
     RowMap,
     at_least_one_row,
     group_by_expert,
+    linear_map,
     unpermute,
 )
 from moemesh.parallel.expert.deepep_probe import INSTEAD, available
@@ -156,8 +157,19 @@ class DeepEPDispatcher(Dispatcher):
 
     def combine(self, y_RH: Tensor, plan: DeepEPPlan) -> Pending[Tensor]:
         assert plan.handle is not None and plan.by_expert is not None, "combine before dispatch"
-        y_NH = unpermute(y_RH, plan.by_expert)
-        y_TH = _Combine.apply(y_NH, plan, self.buffer)
+        handle, enter = plan.handle, plan.traffic.enter
+
+        def run(y_NH: Tensor) -> Tensor:
+            y_TH, _, _ = self.buffer.combine(y_NH.contiguous(), handle)
+            enter("forward", "moe.combine", len(y_NH), _row_bytes(y_NH), back=True)
+            return y_TH
+
+        def back(grad_TH: Tensor) -> Tensor:
+            grad_NH = self.buffer.dispatch(grad_TH.contiguous(), handle=handle)[0]
+            enter("backward", "moe.combine", len(grad_NH), _row_bytes(grad_TH))
+            return grad_NH
+
+        y_TH = linear_map(unpermute(y_RH, plan.by_expert), run, back)
         return Pending.ready(y_TH[: plan.num_tokens])
 
     def close(self) -> None:
@@ -196,25 +208,6 @@ class _Dispatch(torch.autograd.Function):
         enter("backward", "moe.dispatch", num_rows, _row_bytes(grad_NH), back=True)
         enter("backward", "moe.dispatch.weights", num_rows, _row_bytes(grad_NK), back=True)
         return grad_TH, grad_TK, None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Sums per rank to sums per token; backward: dispatch along the same handle."""
-
-    @staticmethod
-    def forward(ctx: Any, y_NH: Tensor, plan: DeepEPPlan, buffer: Any) -> Tensor:
-        y_TH, _, _ = buffer.combine(y_NH.contiguous(), plan.handle)
-        ctx.handle, ctx.buffer, ctx.traffic = plan.handle, buffer, plan.traffic
-        plan.traffic.enter("forward", "moe.combine", len(y_NH), _row_bytes(y_NH), back=True)
-        return y_TH
-
-    @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise NoSecondDerivative
-        grad_NH = ctx.buffer.dispatch(grad_TH.contiguous(), handle=ctx.handle)[0]
-        ctx.traffic.enter("backward", "moe.combine", len(grad_NH), _row_bytes(grad_TH))
-        return grad_NH, None, None
 
 
 def _row_bytes(rows: Tensor) -> int:
