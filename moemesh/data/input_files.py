@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from moemesh.config.hub import COMMIT, DATA_ENDINGS, HubError, snapshot
 from moemesh.config.limits import few, parse_json
 from moemesh.config.suggest import nearest_path
-from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizer import DataError, optional
 
 #: Formats of one file. "dataset" is a folder that Hugging Face datasets has saved.
 FileFormat = Literal["bytes", "text", "jsonl", "parquet", "dataset"]
@@ -438,11 +438,7 @@ class _Zstd(io.RawIOBase):
     """The frames of a zstd file; `zstandard`'s reader accepts a truncated file as complete."""
 
     def __init__(self, path: Path, plain: BinaryIO) -> None:
-        try:
-            import zstandard  # optional
-        except ImportError as error:
-            raise DataError(f"{path} needs the package zstandard: pip install zstandard") from error
-        self._package: Any = zstandard
+        self._package = optional("zstandard", path)
         self._plain, self._frame = plain, self._package.ZstdDecompressor().decompressobj()
         self._inside, self._input = False, b""  # a frame has begun; compressed bytes
         self._ready, self._position = b"", 0  # decompressed bytes; number of those returned

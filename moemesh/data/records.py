@@ -59,7 +59,7 @@ from moemesh.data.input_files import (
     holds_list,
     open_stream,
 )
-from moemesh.data.tokenizer import DataError
+from moemesh.data.tokenizer import DataError, optional
 
 #: Approximate bytes of the pieces of a larger text file, which end at ends of lines.
 PIECE = 1 << 26
@@ -445,16 +445,13 @@ def _rows(
 
 def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
     """Rows in small batches, with the needed columns only."""
-    try:
-        from pyarrow import ArrowException, parquet  # pyright: ignore  # optional
-    except ImportError as error:
-        raise DataError(f"{path} needs the package pyarrow: pip install pyarrow") from error
+    parquet, arrow = optional("pyarrow.parquet", path), optional("pyarrow", path)
     try:
         with parquet.ParquetFile(path, memory_map=True) as file:
             columns = _columns(file.schema_arrow.names, path, text_key)
             for batch in file.iter_batches(batch_size=ROWS, columns=columns):
                 yield _python(batch)
-    except (ArrowException, OSError, ValueError) as error:
+    except (arrow.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: the parquet data cannot be read ({error})") from error
@@ -462,10 +459,7 @@ def _parquet(path: Path, text_key: str) -> Iterator[list[Mapping[str, Any]]]:
 
 def _dataset(path: Path, text_key: str, *, is_on_hub: bool) -> Iterator[list[Mapping[str, Any]]]:
     """Rows of a memory-mapped dataset; of the split "train" if there are several."""
-    try:
-        import datasets  # pyright: ignore  # optional
-    except ImportError as error:
-        raise DataError(f"{path} needs the package datasets: pip install datasets") from error
+    datasets = optional("datasets", path)
     try:
         if is_on_hub:  # the split "train"; without a network, from the package's cache
             name, _, subset = str(path).removeprefix(HUB).partition(":")

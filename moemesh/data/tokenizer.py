@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cached_property, lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -57,6 +58,16 @@ MAX_SETTINGS = 64 << 20
 
 class DataError(UserError):
     """The data cannot be used with this configuration; the message has the remedy."""
+
+
+def optional(module: str, path: object) -> Any:
+    """A module of an optional package. Raises DataError if the package, which `path` needs, is
+    missing."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise DataError(f"{path} needs the package {package}: pip install {package}") from error
 
 
 class TokenizerSettings(NamedTuple):
@@ -473,12 +484,9 @@ def _settings(folder: Path, padding: str | None = None) -> TokenizerSettings:
 
 def _loaded(file: Path) -> tuple[Any, str | None]:
     """The tokenizer of `file`, and the token that it fills up texts with."""
+    package = optional("tokenizers", file)
     try:
-        from tokenizers import Tokenizer as Loaded  # pyright: ignore  # optional extra
-    except ImportError as error:
-        raise DataError(f"{file} needs the package tokenizers: pip install tokenizers") from error
-    try:
-        loaded = Loaded.from_str(read_whole(file).decode())
+        loaded = package.Tokenizer.from_str(read_whole(file).decode())
         padding = (loaded.padding or {}).get("pad_token")
         # Settings of serving, which a file may carry: a document is neither cut nor filled up.
         loaded.no_truncation()
