@@ -125,8 +125,7 @@ def validate_runs(request: ValidateRequest) -> None:
             for prediction in predictions
             if prediction.seconds and prediction.run.seconds and prediction.run.ended == "ok"
         ]
-        chart = agreement_chart(title, points, unit="seconds a step")
-        texts.append((request.plot, chart))
+        texts.append((request.plot, agreement_chart(title, points, unit="seconds a step")))
     write_texts(texts)
     if request.intervals is not None:
         errors = left_out_errors(read, start)

@@ -234,7 +234,14 @@ class ConfigError(UserError):
     """Every problem of a configuration at once; ``str()`` is ready for a terminal."""
 
     def __init__(self, problems: Iterable[Problem], where: str = "in the configuration") -> None:
-        self.problems, self.where = tuple(sorted(problems, key=_place)), where
+
+        def place(problem: Problem) -> tuple[list[tuple[int, str]], str, str]:
+            """Sort by file and line (numbers as numbers), then by key."""
+            parts = re.split(r"(\d{1,18})", problem.origin)
+            natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+            return natural, problem.key, problem.message
+
+        self.problems, self.where = tuple(sorted(problems, key=place)), where
         super().__init__(self.problems)
 
     def __str__(self) -> str:
@@ -302,10 +309,3 @@ def independent(problems: Iterable[Problem], broken: Collection[str]) -> list[Pr
         for problem in problems
         if problem.key not in broken and not any(key in broken for key in problem.related)
     ]
-
-
-def _place(problem: Problem) -> tuple[list[tuple[int, str]], str, str]:
-    """Sort by file and line (numbers as numbers), then by key."""
-    parts = re.split(r"(\d{1,18})", problem.origin)
-    natural = [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
-    return natural, problem.key, problem.message

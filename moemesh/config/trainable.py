@@ -117,6 +117,7 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
     or that are in host memory."""
     plan, train = config.plan, config.train
     is_asynchronous = plan.schedule in ASYNCHRONOUS_SCHEDULES
+    updates_alone = "updates the weights of a stage while its ranks compute"
     wanted = "plan.data", f"data = {plan.data}", "replicate"
     if plan.data == "zero3" and plan.schedule in DEFERRING_SCHEDULES:
         why = "defers weight gradients to a time when the weights that they read have been freed"
@@ -128,9 +129,8 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
     if train.updates_matrices:
         setting = f"optimizer = {train.optimizer}"
         if is_asynchronous and plan.num_stages > 1:
-            why = "updates the weights of a stage while its ranks compute"
             wanted = "train.optimizer", setting, "adamw"
-            yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+            yield _clash(plan, "schedule", updates_alone, "schedule = 1f1b", *wanted)
         if train.rebalance_every:
             message = f"experts cannot move to other ranks with {setting}"
             fix = "rebalance_every = 0, or optimizer = adamw"
@@ -147,8 +147,7 @@ def _optimizer_states(config: RunConfig) -> Iterator[Problem]:
     setting = f"offload = {plan.offload}"
     wanted = "plan.offload", setting, "none"
     if is_asynchronous:
-        why = "updates the weights of a stage while its ranks compute"
-        yield _clash(plan, "schedule", why, "schedule = 1f1b", *wanted)
+        yield _clash(plan, "schedule", updates_alone, "schedule = 1f1b", *wanted)
     if plan.optimizer_validation == "after":
         why = "keeps a second copy of the states for an update that is undone"
         yield _clash(plan, "optimizer_validation", why, "optimizer_validation = before", *wanted)

@@ -89,8 +89,7 @@ def evidence_of(run: Run) -> Evidence:
         shares["compute"] = max(1.0 - sum(shares.values()), 0.0)
     if of_run.shared_cores is not None and "communication" in shares:
         # The waits are those of ranks whose cores compute for other ranks meanwhile.
-        waits = shares.pop("communication") + shares.pop("imbalance", 0.0)
-        shares["shared cores"] = waits
+        shares["shared cores"] = shares.pop("communication") + shares.pop("imbalance", 0.0)
     loads = [load for load in run.loads if load.first_step >= run.plans[-1].first]
     newest = sorted({load.step for load in loads})[-_LAST_LOADS:]
     if items := [load for load in loads if load.step in newest]:

@@ -65,8 +65,7 @@ class Tail:
         damaged ones; None without further lines."""
         try:
             with self.path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                is_cut = size < self._offset
+                is_cut = os.fstat(file.fileno()).st_size < self._offset
                 if is_cut:
                     self._offset = 0
                 file.seek(self._offset)

@@ -274,8 +274,7 @@ class StreamedSteps:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        train = session.config.train
-        num_steps = min(train.steps - session.done, KEPT_STEPS)
+        num_steps = min(session.config.train.steps - session.done, KEPT_STEPS)
         session.artifacts.drawn = stream_schedule(session.config, num_steps)
         self._stopped = False
 

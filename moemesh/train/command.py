@@ -152,8 +152,7 @@ def train_supervised(
             return 1
         step = failure.newest_step(path, seconds=_STORE_SECONDS)
         refused = budget.refuses(verdict, step)
-        restarts = refused is None
-        kept = failure.kept_in(path, folder.epoch) if restarts else logs
+        kept = failure.kept_in(path, folder.epoch) if refused is None else logs
         failure.log(describe(ended, logs, kept=kept))
         since = f"step {step}" if step is not None else "the beginning, without a checkpoint"
         record = verdict.status.record

@@ -152,24 +152,7 @@ class PostValidation:
             return self.waiting is None or self._validate(self.waiting, recorder)
 
         self._pipeline.run(batches, begin, recorder, confirm)
-        with recorder.span("reduce"):
-            reducer = parallel.reducer
-            reducer.finish()
-            # This rank's vector, to be summed over all, in float64: a stop request, the squares,
-            # the losses, and the loads (exact).
-            squares = gradient_squares(
-                reducer.gradients, parallel.norm_addends(), parallel.mesh, step.sums.losses
-            )
-            stop = squares.new_tensor([float(self._stop_requested())])
-            vector = pack_sums([stop, squares], step.sums.losses, step.sums.loads)
-            all_reduce_(vector, parallel.mesh["stage"], caller="step.report", phase="optimizer")
-            so_far = self._read(step, self._pipeline.chain.pass_on(vector.cpu()))
-        self.waiting = step
-        if self._num_clean >= self._arm_after and self._is_clean(so_far):
-            with recorder.span("optimizer"):
-                step.undo = _Undo(parallel, self.optimizer)
-                self.snapshot_bytes = max(self.snapshot_bytes, step.undo.num_bytes)
-                self._step(step, so_far)
+        self._end(step)
         step.seconds = time.perf_counter() - start
         if self._num_clean < self._arm_after:
             self.flush()
@@ -185,6 +168,28 @@ class PostValidation:
         """The confirmed steps that were not taken yet, in order."""
         taken, self._confirmed = self._confirmed, []
         return taken
+
+    def _end(self, step: Step) -> None:
+        """Pass on the vector of the step, summed up to this rank; step early if that is clean."""
+        parallel, recorder = self.parallel, step.recorder
+        with recorder.span("reduce"):
+            parallel.reducer.finish()
+            # This rank's vector, to be summed over all, in float64: a stop request, the squares,
+            # the losses, and the loads (exact).
+            reducer = parallel.reducer
+            squares = gradient_squares(
+                reducer.gradients, parallel.norm_addends(), parallel.mesh, step.sums.losses
+            )
+            stop = squares.new_tensor([float(self._stop_requested())])
+            vector = pack_sums([stop, squares], step.sums.losses, step.sums.loads)
+            all_reduce_(vector, parallel.mesh["stage"], caller="step.report", phase="optimizer")
+            so_far = self._read(step, self._pipeline.chain.pass_on(vector.cpu()))
+        self.waiting = step
+        if self._num_clean >= self._arm_after and self._is_clean(so_far):
+            with recorder.span("optimizer"):
+                step.undo = _Undo(parallel, self.optimizer)
+                self.snapshot_bytes = max(self.snapshot_bytes, step.undo.num_bytes)
+                self._step(step, so_far)
 
     def _validate(self, step: Step, recorder: TimelineRecorder) -> bool:
         """Receive the whole sum of `step`, correct its update if needed; returns whether it was

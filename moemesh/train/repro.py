@@ -149,11 +149,10 @@ def repro(
             if code:
                 raise ReproError(f"the second run ended with exit code {code}: see {out}")
             before = text
-    repeated = {row.step: row for row in read_metrics(out)}
-    comparison = compare_rows(rows, repeated, last)
-    ours = read_starts(out)
-    record = parts[0].record
-    return comparison, differences(record, ours[0]) if ours and record.get("packages") else [], out
+    comparison = compare_rows(rows, {row.step: row for row in read_metrics(out)}, last)
+    record, ours = parts[0].record, read_starts(out)
+    are_known = bool(ours and record.get("packages"))
+    return comparison, differences(record, ours[0]) if are_known else [], out
 
 
 def _free_folder(run: Path, out: Path | None) -> Path:

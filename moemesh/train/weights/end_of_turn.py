@@ -112,8 +112,7 @@ def end_of_turn(run: Path, config: RunConfig) -> EndOfTurn | None:
         else:
             text = token = tokenizer.settings.special.get(_TOKEN)
         if text:
-            number = None if token is None else tokenizer.id_of(token)
-            return EndOfTurn(text, token, number)
+            return EndOfTurn(text, token, None if token is None else tokenizer.id_of(token))
     return None
 
 
