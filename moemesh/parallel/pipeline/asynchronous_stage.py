@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -67,13 +67,6 @@ class Stream(Protocol):
         """Called after the backward of `sample` and the update that it completes, if any."""
 
 
-class _State(NamedTuple):
-    """State of a forward for its backward: its version, and inputs if the stage is rerun."""
-
-    version: int
-    inputs: tuple[Tensor, ...] = ()
-
-
 class AsynchronousProgram:
     """One stage of the transformer under an update rule."""
 
@@ -105,16 +98,16 @@ class AsynchronousProgram:
         version = self.versions.take(op.microbatch)
         if not self._recomputes:
             forward = self._run(version, op.microbatch, inputs, recompute=False)
-            return forward._replace(state=_State(version))
+            return forward._replace(state=(version, []))
         with torch.no_grad():
             forward = self._run(version, op.microbatch, inputs, recompute=False)
-        return Forward(forward.outputs, None, _State(version, tuple(inputs)))
+        return Forward(forward.outputs, None, (version, inputs))
 
     def backward(self, op: Op, context: BackwardState, gradients: list[Tensor]) -> list[Tensor]:
-        state: _State = context.state
-        version = self.versions.newest if self.rule.kind == "newest" else state.version
+        # Version of the forward, and its inputs if the stage is rerun.
+        forward_version, inputs = context.state
+        version = self.versions.newest if self.rule.kind == "newest" else forward_version
         if self._recomputes:
-            inputs = list(state.inputs)
             recomputed = make_context(
                 inputs, self._run(version, op.microbatch, inputs, recompute=True)
             )
@@ -122,7 +115,7 @@ class AsynchronousProgram:
         # A layer that is recomputed in its backward must find the weights of its forward.
         with self.versions.using(version), context.pending if op.kind == "I" else nullcontext():
             input_gradients = differentiate(context, gradients)
-        self.versions.release(state.version)
+        self.versions.release(forward_version)
         return input_gradients
 
     def weight_gradients(self, op: Op, context: BackwardState) -> None:
