@@ -30,26 +30,19 @@ class WholeSequences:
     that compare the tokens of a sequence; without gradient. ``valid_BS`` is False for padding."""
 
     def __init__(self, context: Context, tokens: Tokens) -> None:
-        self._context, self._tokens = context, tokens
+        self._tokens, self._shape = tokens, (context.num_sequences, context.length)
         ids_T = context.token_ids_T
         # Ids and padding in one exchange: the id of padding is complemented, hence negative.
         key_T = ids_T if context.valid_T is None else torch.where(context.valid_T, ids_T, ~ids_T)
-        key_N = self._gather(key_T)
+        key_N = tokens.gather(key_T, *self._shape)
         self._order_N = torch.argsort(torch.where(key_N < 0, ~key_N, key_N))
-        self.valid_BS = self._in_order(key_N) >= 0
+        self.valid_BS = key_N[self._order_N].view(self._shape) >= 0
         self._own_T = context.sequence_T * context.length + context.position_T
-
-    def _gather(self, x_T: Tensor) -> Tensor:
-        context = self._context
-        return self._tokens.gather(x_T, context.num_sequences, context.length)
-
-    def _in_order(self, x_N: Tensor) -> Tensor:
-        shape = (self._context.num_sequences, self._context.length, *x_N.shape[1:])
-        return x_N[self._order_N].view(shape)
 
     def gather(self, x_T: Tensor) -> Tensor:
         """Own rows [T, ...] -> all rows [B, S, ...]."""
-        return self._in_order(self._gather(x_T.detach()))
+        x_N = self._tokens.gather(x_T.detach(), *self._shape)
+        return x_N[self._order_N].view(*self._shape, *x_N.shape[1:])
 
     def own(self, x_BS: Tensor) -> Tensor:
         """All rows [B, S, ...] -> own rows [T, ...]."""
