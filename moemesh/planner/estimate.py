@@ -50,6 +50,9 @@ from moemesh.trace.ledger import Ledger
 from moemesh.trace.memory_profile import format_bytes
 from moemesh.trace.run import PlannedStep
 
+if TYPE_CHECKING:  # a search is imported only for a layout that does not fit
+    from moemesh.planner.search.search import Candidate
+
 # Memory under the worst routing: the router sends the largest possible number of rows to one rank.
 #
 # All received rows are kept for the backward; the experts compute at most `rows_at_once` of them
@@ -198,9 +201,6 @@ def _shortened(plan: Plan, global_batch: int) -> tuple[Plan, int]:
 
 
 # Traffic of one rank by axis: number of transfers, size of one, and share of all bytes.
-
-if TYPE_CHECKING:
-    from moemesh.planner.search.search import Candidate
 
 
 class AxisTraffic(NamedTuple):

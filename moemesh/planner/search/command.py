@@ -12,10 +12,9 @@ from typing import Any, cast
 from moemesh.config.cluster import Cluster
 from moemesh.config.data import read_tokens
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.model import ModelConfig
-from moemesh.config.plan import DEGREES, LARGEST_DEGREE, Plan
+from moemesh.config.plan import DEGREES, LARGEST_DEGREE
 from moemesh.config.run import projections
-from moemesh.config.section import LARGEST_SIZE, Section
+from moemesh.config.section import LARGEST_SIZE
 from moemesh.config.sources import parse_value, preset_names, read_preset_table
 from moemesh.config.toml import format_value
 from moemesh.config.train import TrainConfig, usual_rate
@@ -401,7 +400,9 @@ def candidate_json(planned: PlannedAnswer, candidate: Candidate) -> dict[str, An
 
 def plan_keys(layout: PlannedLayout) -> dict[str, Any]:
     """The keys of [plan] for this layout: those of every answer, and others with set values."""
-    return _changed(plan_of(layout), Plan(), _ALWAYS)
+    plan = plan_of(layout)
+    listed = {*_ALWAYS, *plan.model_dump(exclude_defaults=True)}
+    return {name: value for name, value in plan if name in listed}
 
 
 def not_trained(layout: PlannedLayout, model: Model) -> list[str]:
@@ -468,7 +469,7 @@ def still_to_choose(planned: PlannedAnswer, best: Candidate) -> str:
 
 def _settings(layout: PlannedLayout, model: Model) -> dict[str, Any]:
     """Keys of the configuration for the model, the layout and its batch."""
-    plan = _changed(plan_of(layout), Plan())
+    plan = plan_of(layout).model_dump(exclude_defaults=True)
     settings = _model_settings(model) | {f"plan.{key}": value for key, value in plan.items()}
     settings |= {f"data.{key}": getattr(layout, key) for key in ("seq_len", "global_batch")}
     return settings | {"train.dtype": "bfloat16"}
@@ -482,17 +483,8 @@ def _model_settings(model: Model) -> dict[str, Any]:
     if name in preset_names() and load_model(name).config == model.config:
         return {"model.preset": name}
     assert model.config is not None, "only a model with a configuration is trained"
-    changed = _changed(model.config, ModelConfig())
+    changed = model.config.model_dump(exclude_defaults=True)
     return {f"model.{key}": value for key, value in changed.items()}
-
-
-def _changed(values: Section, defaults: Section, always: Sequence[str] = ()) -> dict[str, Any]:
-    """Keys and values that differ from the defaults, and those of the names in `always`."""
-    return {
-        name: value
-        for name in type(values).model_fields
-        if (value := getattr(values, name)) != getattr(defaults, name) or name in always
-    }
 
 
 def _words(settings: Mapping[str, Any]) -> list[str]:

@@ -6,12 +6,11 @@ Model states are exact, activations approximate.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import chain, islice
 from math import ceil
-from typing import Any
 
 from moemesh.config.dispatcher_table import dispatcher_row
 from moemesh.config.layout import shard_range
@@ -201,7 +200,23 @@ class LayerMemory(RankStep):
         stream = local * self.w * self.model.hidden_size
         entry = stream * (self.w == self.wide)
         if self.model.architecture is not None:
-            saved = [*self._counted(self.model.architecture.costs, number, layer, whole, length)]
+            # A layer of transformers' code, as it was counted there, and its experts.
+            prefix, element = ("", 2) if self.w < self.wide else ("wide_", 4)
+            kept, per_key, of_experts = (
+                self.w / element * self.model.architecture.costs[prefix + name][layer]
+                for name in ("kept_bytes", "kept_per_key", "expert_bytes")
+            )
+            saved = [Saved("other", whole * (kept + length * per_key))]
+            if self.model.is_moe_layer(layer):
+                source, rows, inner, picks = self._rows(number, layer)
+                saved.append(Saved("dispatch", picks))
+                experts = self._routed(source, rows, inner)
+                if of_experts:
+                    # Their code multiplies results by weights of 1, the exchange by the router's.
+                    hidden = self.w * self.model.hidden_size
+                    size = of_experts / self.model.experts_per_token + hidden + self.wide
+                    experts = Saved("experts", rows * size, pauses=True)
+                saved.append(experts)
             return SavedTensors(saved, input=stream, entry=entry)
         saved = [self._norm(local), *self._attention(number, whole, local, length)]
         # Gradients of the adapters' narrow products, kept until the weight gradients.
@@ -221,28 +236,6 @@ class LayerMemory(RankStep):
         else:
             saved += self._mlp(whole, self.model.intermediate_size, owns_input=True)
         return SavedTensors(saved, input=stream, entry=entry)
-
-    def _counted(
-        self, costs: Mapping[str, Any], number: int, layer: int, whole: int, length: int
-    ) -> Iterator[Saved]:
-        """A layer of transformers' code, as it was counted there, and its experts."""
-        prefix, element = ("", 2) if self.w < self.wide else ("wide_", 4)
-        kept, per_key, of_experts = (
-            self.w / element * costs[prefix + name][layer]
-            for name in ("kept_bytes", "kept_per_key", "expert_bytes")
-        )
-        yield Saved("other", whole * (kept + length * per_key))
-        if not self.model.is_moe_layer(layer):
-            return
-        source, rows, inner, picks = self._rows(number, layer)
-        yield Saved("dispatch", picks)
-        if not of_experts:
-            yield self._routed(source, rows, inner)
-            return
-        # Their code multiplies results by weights of 1, the exchange by those of the router.
-        hidden = self.w * self.model.hidden_size
-        size = of_experts / self.model.experts_per_token + hidden + self.wide
-        yield Saved("experts", rows * size, pauses=True)
 
     def _attention(self, number: int, whole: int, local: int, length: int) -> Iterator[Saved]:
         """An attention block without its norm; `length` is that of a sequence or slice."""
