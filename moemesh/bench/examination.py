@@ -295,8 +295,8 @@ def _torch(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     answers, error = _run_ranks(environ)
     took = f"{time.monotonic() - start:.0f} s"
     if not answers:
-        is_there = importlib.util.find_spec("torch") is not None
-        fix = "try again when the machine is less busy" if is_there else "pip install torch"
+        is_installed = importlib.util.find_spec("torch") is not None
+        fix = "try again when the machine is less busy" if is_installed else "pip install torch"
         yield Diagnosis("torch", "fail", f"it gave no answer ({error})", fix)
         return
     facts = answers[0]

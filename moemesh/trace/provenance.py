@@ -27,16 +27,10 @@ _SECTIONS = {
     "threads": "threads of a rank",
 }
 #: Entries that record locations and do not affect results.
-_LOCATIONS = frozenset(
-    [
-        "library.folder",
-        "git.root",
-        "git.branch",
-        "git.untracked",
-        "git.diff",
-        "environment.VIRTUAL_ENV",
-    ]
-)
+_LOCATIONS = (
+    "library.folder", "git.root", "git.branch", "git.untracked", "git.diff",
+    "environment.VIRTUAL_ENV",
+)  # fmt: skip
 _LOCATION_PREFIXES = ("environment.SLURM_", "environment.TORCHELASTIC_", "environment.MOEMESH__")
 
 

@@ -126,18 +126,21 @@ class LedgerLines:
     def enter(self, transfers: Iterable[Transfer], has_backward: bool = True) -> None:
         """Add transfers; those of backward and recomputation only if `has_backward`. Collectives
         on an axis of one rank are left out."""
-        for axis, op, phase, caller, amounts, times in transfers:
+        for transfer in transfers:
+            axis, op, phase, caller, amounts, times = transfer
             passes = [(phase, op, amounts)]
             if phase == BOTH:
                 back = amounts[::-1] if op == "all_to_all" else amounts
                 passes = [("forward", op, amounts), ("backward", _PAIRS[op], back)]
-            for name, what, sizes in passes:
-                is_kept = has_backward or name not in ("backward", "recompute")
-                if is_kept and times and (moved := self._moved(axis, what, sizes)):
-                    key, more = _MESSAGES.get(what, what), name == "forward"
-                    self._add((axis, key, name, caller), moved, times * self._forwards**more)
-                    if more and has_backward and caller in self._recomputed:
-                        self._add((axis, key, "recompute", caller), moved, times)
+            for phase, op, amounts in passes:
+                is_forward = phase == "forward"
+                is_kept = has_backward or phase not in ("backward", "recompute")
+                if is_kept and times and (moved := self._moved(axis, op, amounts)):
+                    name = _MESSAGES.get(op, op)
+                    count = times * self._forwards if is_forward else times
+                    self._add((axis, name, phase, caller), moved, count)
+                    if is_forward and has_backward and caller in self._recomputed:
+                        self._add((axis, name, "recompute", caller), moved, times)
 
     def _moved(self, axis: str, op: str, amounts: tuple[Any, ...]) -> Sequence[float]:
         """(payload, sent, received) bytes of one operation; empty if nothing moves."""
@@ -146,9 +149,12 @@ class LedgerLines:
             return () if not size else (size, size, 0) if op == "send" else (size, 0, size)
         if len(ranks := self.members(axis)) == 1:
             return ()
-        last: dict[str, Any] = {"all_reduce": {"size": len(ranks)}}
-        last["broadcast"] = {"size": len(ranks), "source_index": 0}
-        return getattr(wire, op)(*amounts, index=ranks.index(self.rank), **last.get(op, {}))
+        # Arguments besides the amounts, whose lists have the size of the group.
+        others: dict[str, dict[str, int]] = {
+            "all_reduce": {"size": len(ranks)},
+            "broadcast": {"size": len(ranks), "source_index": 0},
+        }
+        return getattr(wire, op)(*amounts, index=ranks.index(self.rank), **others.get(op, {}))
 
     def _add(self, key: tuple[str, str, str, str], moved: Sequence[float], times: int) -> None:
         sums = self._sums.setdefault(key, [0, 0, 0, 0])
