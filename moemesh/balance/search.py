@@ -69,8 +69,6 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
     """Slots [layers, slots] of logical experts for loads [layers, experts]. A number as effort is a
     time budget in seconds: the result of "fast", improved until it is used up."""
     started = time.perf_counter()
-    # A layer without any load gets equal loads, and so equal numbers of replicas.
-    weights = np.where(weights.any(axis=1, keepdims=True), weights, 1.0)
     chosen = QUALITY if effort == "quality" else FAST
     layers = _Layers(weights, shape, chosen)
     # With one slot per GPU, or every expert on every GPU, the first packing is optimal.
@@ -86,9 +84,7 @@ def solve(weights: Floats, shape: Shape, effort: Literal["fast", "quality"] | fl
 
 def first_packing(weights: Floats, shape: Shape) -> Ints:
     """Slots [layers, slots] from which a search for loads [layers, experts] starts."""
-    return _Layers(
-        scaled(np.where(weights.any(axis=1, keepdims=True), weights, 1.0)), shape, FAST
-    ).slots
+    return _Layers(scaled(weights), shape, FAST).slots
 
 
 class _Layers:
@@ -100,6 +96,8 @@ class _Layers:
     ) -> None:
         """Compute the first packings, with a given division of the groups if there is one."""
         count = len(weights)
+        # A layer without any load gets equal loads, and so equal numbers of replicas.
+        weights = np.where(weights.any(axis=1, keepdims=True), weights, 1.0)
         self.weights, self.shape = weights, shape
         self.slots: Ints = np.empty((count, shape.num_slots), np.int64)
         self.floors: Floats = np.empty(count)
