@@ -16,6 +16,7 @@ import pytest
 
 from moemesh.config.errors import ConfigError
 from moemesh.config.layout import AXES
+from moemesh.planner.traffic.ledger import predict_ledger
 from moemesh.sharding.load_run import load_run
 from moemesh.trace.loads import LayerLoads
 from moemesh.trace.run import MetricsRow
@@ -190,8 +191,26 @@ def test_the_loads_are_as_documented() -> None:
     assert listed("loads.jsonl") == set(one.plus(other).to_json())
 
 
+#: Plans whose callers the first pages do not have.
+OTHER_CALLERS = [
+    "plan.cp=2 plan.data=zero3",
+    "plan.cp=2 plan.context=all_to_all plan.data=parameter_server",
+    "plan.tp=2 model.qk_norm=true model.qk_norm_over=projection",
+    "plan.dp=2 plan.ep=2 plan.dispatcher=low_latency",
+    "plan.tp=2 model.router_selection=sinkhorn model.capacity_factor=1.25",
+    "plan.dp=2 plan.ep=2 plan.spare_slots=1",
+    "plan.pp=2 plan.microbatches=2 plan.optimizer_validation=after",
+    "plan.pp=2 plan.microbatches=2 plan.schedule=pipedream",
+    "plan.pp=2 plan.microbatches=2 plan.schedule=ampnet",
+]
+
+
 def test_the_ledger_is_as_documented(readme_folder: Path) -> None:
-    keys = set()
+    keys: set[tuple[str, str, str]] = set()
+    for given in OTHER_CALLERS:
+        config = load_run([], given.split(), {}).config
+        ledger = predict_ledger(config.model, config.plan, seq_len=32, global_batch=4)
+        keys |= {(e.caller, e.phase, e.axis) for e in ledger.entries()}
     for file in (readme_folder / "runs").glob("*/ledger.json"):
         for rank in json.loads(file.read_text())["ranks"]:
             keys |= {(e["caller"], e["phase"], e["axis"]) for e in rank["entries"]}
