@@ -135,7 +135,7 @@ def balance(settings: BalanceSettings, as_json: AsJson = False) -> None:
     if settings.svg is not None:
         texts.append((settings.svg, balance_heat_maps(placed.loads_before, placed.loads_after)))
     write_texts(texts)
-    if settings.policy is None and settings.groups % settings.nodes:
+    if settings.policy in (None, "published") and settings.groups % settings.nodes:
         _warn(
             f"nodes ({settings.nodes}) do not divide groups ({settings.groups}), "
             "so the policy is global: experts of a group, and replicas, may be on any node"
@@ -179,6 +179,7 @@ def place(settings: BalanceSettings) -> Placed:
         raise BalanceError("--shares needs the placement in use: --previous FILE")
     if settings.tolerance is not None and (previous is None or settings.shares):
         raise BalanceError("--tolerance goes with --previous FILE, without --shares")
+    _refuse_without_effect(settings)
     replicas, experts = settings.replicas, loads.shape[1]
     if settings.redundant is not None:
         if replicas is not None:
@@ -222,6 +223,26 @@ def place(settings: BalanceSettings) -> Placed:
             bound=np.where(loads.any(axis=1), bound, 1.0),
             by_redundant=_by_redundant(loads, settings),
         )
+
+
+def _refuse_without_effect(settings: BalanceSettings) -> None:
+    """Raise BalanceError for options that change nothing: a search's, where none is run."""
+    from moemesh.balance import BalanceError
+
+    searched = {"--effort": settings.effort != "quality"}
+    placed = {
+        "--nodes": settings.nodes != 1,
+        "--groups": settings.groups != 1,
+        "--policy": settings.policy is not None,
+    }
+    for mode, is_on, options in (
+        ("--shares", settings.shares, placed | searched),
+        ("--previous", settings.previous is not None, searched),
+        ("--policy published", settings.policy == "published", searched),
+    ):
+        unused = ", ".join(option for option, is_given in options.items() if is_given)
+        if is_on and unused:
+            raise BalanceError(f"with {mode}, {unused} would have no effect: leave it out")
 
 
 def _by_redundant(loads: Any, settings: BalanceSettings) -> dict[int, Any]:

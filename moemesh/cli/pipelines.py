@@ -65,6 +65,8 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
     if request.everything:
         if svg is not None or trace is not None or save is not None or request.text:
             raise typer.BadParameter("--all prints a table: --svg and the like take one schedule")
+        if request.relaxed:
+            raise typer.BadParameter("--all compares schedules that can run: leave out --relaxed")
         from moemesh.schedule.answer import compare, comparison_rows
 
         with progress("comparing schedules", quiet=as_json):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -94,6 +95,7 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
     costs, held = _costs(request, problems)
     try:
         schedule, notes, bound = _schedule(request, costs, held, problems)
+        problems += _without_effect(request, schedule)
         if problems:
             raise UserError("\n".join(problems))
         simulation = simulate(
@@ -105,9 +107,8 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
         )
     except ValueError as error:
         # For example costs for another number of stages: reported after the other problems.
-        if problems and str(error) != "\n".join(problems):
-            raise UserError("\n".join([*problems, str(error)])) from error
-        raise error if isinstance(error, UserError) else UserError(str(error)) from error
+        others = [] if str(error) == "\n".join(problems) else problems
+        raise UserError("\n".join([*others, _as_typed(str(error), request)])) from error
     if request.relaxed:
         notes = (*notes, "relaxed: some wrap-around waits are left out; cannot run as drawn")
     # Closed formulas exist for equal stages without latency and without relaxed waits.
@@ -135,6 +136,37 @@ def answer(request: ScheduleRequest) -> ScheduleAnswer:
         notes=notes,
         bound=bound,
     )
+
+
+def _without_effect(request: ScheduleRequest, schedule: Schedule) -> list[str]:
+    """A sentence for each option that changes nothing about `schedule`."""
+    problems: list[str] = []
+    entries = {tuple(sorted(op.kind for op in e)) for order in schedule.orders for e in order}
+    if request.block is not None and ("B", "F") not in entries:
+        problems.append(f"--block has no effect: {schedule.name} overlaps no forward and backward")
+    is_split = request.name == "search" or ("W",) in entries
+    if request.weight_memory != "1" and not is_split:
+        problems.append(
+            f"--weight-memory has no effect: {schedule.name} has no separate weight gradients"
+        )
+    if request.relaxed and schedule.num_stages == schedule.num_ranks:
+        problems.append(
+            f"--relaxed has no effect: {schedule.name} has one stage per rank, and no wrap-around"
+        )
+    return problems
+
+
+def _as_typed(message: str, request: ScheduleRequest) -> str:
+    """`message` of a generator, the simulator or the search with options in place of its names."""
+    names = {"num_slices": "--slices", "max_in_flight": "--in-flight", "memory_cap": "--memory-cap"}
+    names |= {"stages_per_rank": "--stages-per-rank", "relax_wrap": "--relaxed"}
+    names["window"] = "--window"
+    parts = {"forward": "forward", "input_gradient": "dgrad", "weight_gradient": "wgrad"}
+    for name, part in parts.items():
+        names[f"{name} has"] = f"--{part if request.run is None else 'costs'} has"
+    message = message.replace(", cost, latency", "")  # of ampnet: the other options set them
+    found = re.compile(rf"(?<!\S)({'|'.join(names)})(?![\w./-])")
+    return found.sub(lambda match: names[match[0]], message)
 
 
 def saved(schedule: Schedule, path: Path) -> str:
@@ -207,6 +239,7 @@ def _schedule(request: ScheduleRequest, costs: Costs, held: float, problems: lis
         )
         return schedule, (), None
     others = (
+        ("--block", request.block),
         ("--slices", request.num_slices),
         ("--window", request.window),
         ("--in-flight", request.max_in_flight),
@@ -344,10 +377,12 @@ def compare(request: ScheduleRequest) -> list[dict[str, Any]]:
         elif chunks is None and (request.ranks or 0) > 1:
             chunks = CHUNKS
         others = {"num_slices", "window", "max_in_flight"} - {*options}
+        others |= set() if SCHEDULES[name].has_blocks else {"block"}
+        single = replace(request, name=name, stages_per_rank=chunks, **dict.fromkeys(others))
+        if not SCHEDULES[name].undeferred:
+            single = replace(single, weight_memory="1")
         try:
-            result = answer(
-                replace(request, name=name, stages_per_rank=chunks, **dict.fromkeys(others))
-            )
+            result = answer(single)
         except UserError as error:
             compared.append({"name": name, "refused": str(error).replace("\n", "; ")})
             continue

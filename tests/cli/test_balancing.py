@@ -174,6 +174,24 @@ def test_shares_of_the_placement_in_use(tmp_path: Path, capsys: pytest.CaptureFi
             place(BalanceSettings(loads=path, gpus=2, tolerance=0.1, **more))
 
 
+@pytest.mark.parametrize(
+    ("mode", "options", "unused"),
+    [
+        ({"shares": True}, {"nodes": 2, "policy": "global"}, "--nodes, --policy"),
+        ({"shares": True}, {"groups": 3, "effort": "fast"}, "--groups, --effort"),
+        ({}, {"effort": "1"}, "--effort"),
+    ],
+)
+def test_options_of_a_search_that_is_not_run_are_refused(
+    tmp_path: Path, mode: dict[str, Any], options: dict[str, Any], unused: str
+) -> None:
+    path, old = tmp_path / "a.json", tmp_path / "old.json"
+    path.write_text("[[6, 2, 0]]")
+    old.write_text("[[0, 2, 0, 1]]")
+    with pytest.raises(BalanceError, match=f"{unused} would have no effect"):
+        place(BalanceSettings(loads=path, gpus=2, previous=old, **mode, **options))
+
+
 def test_the_published_policy(tmp_path: Path) -> None:
     """DeepSeek's algorithm: 156 / 179.5 where 151 / 179.5 is possible."""
     path = write(tmp_path, "a.json")
@@ -192,6 +210,8 @@ def test_a_warning_where_groups_do_not_fit_the_nodes(
     fast = {"loads": path, "effort": "fast"}
     balance(**DEFAULTS | fast | SIZES | {"nodes": 8})
     assert "nodes (8) do not divide groups (4), so the policy is global" in capsys.readouterr().err
+    balance(**DEFAULTS | {"loads": path, "policy": "published"} | SIZES | {"nodes": 8})
+    assert "so the policy is global" in capsys.readouterr().err
     balance(**DEFAULTS | fast | {"policy": "global"} | SIZES | {"nodes": 8})
     balance(**DEFAULTS | fast | SIZES)
     assert not capsys.readouterr().err

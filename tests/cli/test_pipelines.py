@@ -11,7 +11,7 @@ import pytest
 
 from moemesh.cli.pipelines import schedule_text
 from moemesh.config.schedule_table import SCHEDULES
-from moemesh.schedule.answer import answer
+from moemesh.schedule.answer import answer, compare
 from moemesh.schedule.build import build
 from moemesh.schedule.costs import Costs
 from moemesh.schedule.request import ScheduleRequest
@@ -42,13 +42,63 @@ def test_ampnet_runs_under_the_given_costs() -> None:
     assert slow.schedule.orders != plain.schedule.orders
 
 
+@pytest.mark.parametrize(
+    ("option", "has_effect", "has_none"),
+    [
+        ("block", ("dualpipe", "dualpipe_v"), ("gpipe", "zb_h1", "chimera")),
+        ("weight_memory", ("zb_h1", "search", "dualpipe"), ("gpipe", "ampnet", "terapipe")),
+        ("relaxed", ("interleaved_1f1b",), ("1f1b", "zb_h2")),
+    ],
+)
+def test_an_option_has_an_effect_or_is_refused(
+    option: str, has_effect: tuple[str, ...], has_none: tuple[str, ...], tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {option: True if option == "relaxed" else "0.5"}
+    if option == "relaxed":
+        given |= {"stages_per_rank": None, "comm": "1"}
+    for name in has_effect:
+        chunks = {"stages_per_rank": 2} if name == "interleaved_1f1b" else {}
+        of(name, **given | chunks)
+    flag = f"--{option.replace('_', '-')} has no effect"
+    for name in has_none:
+        with pytest.raises(ValueError, match=flag):
+            of(name, **given)
+    path = tmp_path / "mine.txt"
+    path.write_text(to_text(build("1f1b", 4, 8)))
+    with pytest.raises(ValueError, match=flag):
+        of(path, **given)
+
+
+def test_all_schedules_take_the_options_that_are_theirs() -> None:
+    """One of others does not refuse a schedule, nor change it."""
+    given = {"ranks": 4, "microbatches": 8, "block": "4", "weight_memory": "0.5"}
+    rows = {row["name"]: row for row in compare(ScheduleRequest(**given))}
+    assert not [name for name, row in rows.items() if "refused" in row]
+    assert rows["gpipe"]["makespan"] == 33
+    assert rows["dualpipe"]["makespan"] == of("dualpipe", block="4").simulation.makespan
+
+
+def test_messages_name_the_options() -> None:
+    for name, more, words in (
+        ("terapipe", {"num_slices": 0}, "needs --slices >= 1"),
+        ("ampnet", {"max_in_flight": 0}, "nearest: --in-flight 1"),
+        ("ampnet", {"num_slices": 2}, "no --slices: it takes --in-flight, --window$"),
+        ("1f1b", {"stages_per_rank": 3}, "nearest: --stages-per-rank 1"),
+        ("1f1b", {"dgrad": "1,2"}, "--dgrad has 2 costs for 4 stages"),
+        ("search", {"memory_cap": "0.5"}, "--memory-cap 0.5 of rank 0"),
+        ("num_slices.txt", {}, "^num_slices.txt cannot be read"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            of(name, **more)
+
+
 def test_relaxed_is_labelled_and_shorter() -> None:
     request = {"name": "interleaved_1f1b", "microbatches": 16, "stages_per_rank": 2, "comm": "1"}
     strict, relaxed = (of(**request, relaxed=value) for value in (False, True))
     assert relaxed.simulation.makespan < strict.simulation.makespan
     assert relaxed.to_json()["relaxed"] is True and "relaxed" not in strict.to_json()
     assert "cannot run as drawn" in schedule_text(relaxed)
-    with pytest.raises(ValueError, match="relax_wrap needs one pipe"):
+    with pytest.raises(ValueError, match="--relaxed needs one pipe"):
         of("zb_v", relaxed=True)
 
 

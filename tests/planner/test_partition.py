@@ -121,6 +121,22 @@ def test_the_branch_network_is_placed_by_every_method() -> None:
     assert results[0].seconds < sum(stage.seconds for stage in results[0].stages)
 
 
+@pytest.mark.parametrize(
+    ("model", "given", "reason"),
+    [
+        ("llama3-8b", {"evaluations": 50}, "method = dp draws no divisions"),
+        ("llama3-8b", {"seed": 1, "method": "ilp"}, "method = ilp draws no divisions"),
+        ("branching-alexnet", {"seq_len": 128}, "has neither sequences nor a pipeline"),
+        ("branching-alexnet", {"schedule": "gpipe"}, "has neither sequences nor a pipeline"),
+    ],
+)
+def test_a_value_has_an_effect_or_is_refused(
+    model: str, given: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(given))} has no effect: .*{reason}"):
+        partition(model=model, cluster="dgx_h100", global_batch=64, **given)
+
+
 def test_the_same_call_gives_the_same_answer() -> None:
     request: dict[str, Any] = {
         "model": "branching-alexnet", "cluster": "dgx_h100", "global_batch": 16, "stages": 3,

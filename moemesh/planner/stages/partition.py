@@ -240,6 +240,7 @@ def compare(request: PartitionRequest) -> list[Partition]:
         if value is not None and value < 1:
             message = f"{name} must be at least 1, not {value}"
             problems.append(_problem(name, value, message, f"{name} = 1"))
+    problems += _without_effect(request, methods)
     known = None
     try:
         if request.model != BRANCHING:
@@ -445,6 +446,22 @@ class _Network:
             "assignments": (OperatorAssignment(operators=tuple(operators), edges=tuple(edges)),),
             "cut_seconds": self.cut_seconds,
         }
+
+
+def _without_effect(request: PartitionRequest, methods: Sequence[str]) -> Iterator[Problem]:
+    """Problems of values other than the defaults that nothing would read."""
+    reasons: dict[str, tuple[tuple[str, ...], str]] = {}
+    if {*methods} <= {"dp", "ilp"}:
+        reason = f"method = {request.method} draws no divisions"
+        reasons[reason] = ("evaluations", "seed"), ", or method = random"
+    if request.model == BRANCHING:
+        reasons[f"{BRANCHING} has neither sequences nor a pipeline"] = ("seq_len", "schedule"), ""
+    for reason, (names, other) in reasons.items():
+        for name in names:
+            value = getattr(request, name)
+            if value != getattr(PartitionRequest, name):
+                message = f"{name} has no effect: {reason}"
+                yield _problem(name, value, message, f"leave {name} out{other}")
 
 
 def _clashes(model: Model | None, cluster: Cluster, request: PartitionRequest) -> Iterator[Problem]:
