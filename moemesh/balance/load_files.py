@@ -61,7 +61,7 @@ def load_placement(path: Path) -> np.ndarray[Any, Any]:
 def gpus_of(path: Path) -> int | None:
     """Number of GPUs in a placement file of `moemesh balance`; None in other files."""
     try:
-        parsed: object = parse_json(path.read_text(encoding="utf-8"))
+        parsed: object = parse_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError):
         return None
     value = cast("dict[str, object]", parsed).get("num_gpus") if isinstance(parsed, dict) else None
@@ -72,7 +72,8 @@ def _read(path: Path, keys: tuple[str, ...], warn: Callable[[str], None]) -> np.
     """The numbers of a file [rows, columns]; in a file of named tables, those under the first of
     `keys`."""
     readers: dict[str, Callable[[Path], Any]] = {
-        ".json": lambda path: parse_json(path.read_text(encoding="utf-8")),
+        # Some editors, and PowerShell, begin a file with a byte order mark.
+        ".json": lambda path: parse_json(path.read_text(encoding="utf-8-sig")),
         ".jsonl": partial(_read_run, keys=keys),
         ".csv": partial(_read_csv, warn=warn),
         ".npy": _read_numpy,
@@ -121,7 +122,7 @@ def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
                 "layer with a load for each expert"
             )
     array: np.ndarray[Any, Any] = np.asarray(cast("Any", table))
-    if array.dtype.kind in "iufb":
+    if array.dtype.kind in "iuf" and not _has_bool(cast("object", table)):
         return array
     if not isinstance(table, list):
         raise BalanceError(f"{path}: holds {array.dtype}, and not numbers")
@@ -132,6 +133,13 @@ def _as_numbers(path: Path, table: Any) -> np.ndarray[Any, Any]:
                     f"{path}: row {number} holds {json.dumps(cell)} instead of a number"
                 )
     return np.asarray(table, np.float64)  # integers of more than 64 bits
+
+
+def _has_bool(table: object) -> bool:
+    """Whether a nested list holds true or false, which numpy takes for 1 and 0."""
+    if isinstance(table, list):
+        return any(map(_has_bool, cast("list[object]", table)))
+    return isinstance(table, bool)
 
 
 def _read_csv(path: Path, warn: Callable[[str], None]) -> Any:

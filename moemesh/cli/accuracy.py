@@ -126,11 +126,11 @@ def validate_runs(request: ValidateRequest) -> None:
             if prediction.seconds and prediction.run.seconds and prediction.run.ended == "ok"
         ]
         texts.append((request.plot, agreement_chart(title, points, unit="seconds a step")))
-    write_texts(texts)
     if request.intervals is not None:
         errors = left_out_errors(read, start)
-        write_texts([(request.intervals, intervals_toml(errors))])
+        texts.append((request.intervals, intervals_toml(errors)))
         further += ["", intervals_text(errors), "", f"wrote {request.intervals}"]
+    write_texts(texts)
     typer.echo("\n".join([report(validation), *further]))
 
 

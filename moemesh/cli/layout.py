@@ -291,6 +291,8 @@ def _compare(request: DispatchRequest, as_json: bool) -> None:
     if "experts" in options:  # the default groups are those of the default experts
         options.setdefault("groups", 0)
     load = DispatchLoad(**options, fp8=payload == "fp8")
+    if request.groups_kept is not None and not load.groups:
+        raise typer.BadParameter("--groups-kept needs groups; fix: --groups 8")
     sizes = [ranks for ranks in (8, 16, 32, 64) if load.experts % ranks == 0]
     times = [
         row

@@ -10,7 +10,7 @@ import typer
 from moemesh.cli import options
 from moemesh.cli.application import AsJson, app
 from moemesh.cli.terminal import WIDTH, progress, table, wrapped
-from moemesh.report.files import check_target, kind_of, write_texts
+from moemesh.report.files import write_texts
 from moemesh.schedule.request import ScheduleRequest
 from moemesh.trace.strict_json import strict_json
 
@@ -97,11 +97,10 @@ def show_schedule(request: ScheduleOptions, as_json: AsJson = False) -> None:
         texts.append((svg, timeline_rows(timeline, memory=memory, title=result.title) + "\n"))
     if trace is not None:
         texts.append((trace, strict_json(to_perfetto(timeline, held=result.held)) + "\n"))
-    write_texts(texts)
     if save is not None:
-        content = text.to_csv(result.schedule) if save.suffix == ".csv" else text.MAGIC
-        check_target(save, kind_of(content))
-        text.save(result.schedule, save)
+        written = text.to_csv if save.suffix == ".csv" else text.to_text
+        texts.append((save, written(result.schedule)))
+    write_texts(texts)
     if as_json:
         typer.echo(strict_json(result.to_json()))
     elif request.text:

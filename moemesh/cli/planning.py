@@ -107,14 +107,16 @@ def plan(request: PlanOptions, as_json: AsJson = False) -> None:
     names = ("model", "cluster", "seq_len", "global_batch")
     values = (str(getattr(request, name)) for name in names)
     arguments = shlex.join(chain(*zip(given(request, *names), values, strict=True)))
+    texts: list[tuple[Path, str]] = []
     if html is not None:
         from moemesh.cli.plan_text import plan_document
 
-        write_texts([(html, plan_document(planned, arguments).to_html())])
+        texts.append((html, plan_document(planned, arguments).to_html()))
     refused = not_trained(planned.candidates[0].layout, planned.model)
     is_written = write is not None and not refused
     if write is not None and is_written:
-        write_texts([(write, plan_file(planned))])
+        texts.append((write, plan_file(planned)))
+    write_texts(texts)
     if as_json:
         typer.echo(strict_json(to_json(planned), indent=2))
     else:

@@ -112,8 +112,9 @@ class RoutingExample:
              f"num_experts = {multiple}")),
             (ranks != plan.world_size, problem("shape", "experts", ranks,
              f"experts has {ranks} ranks, the plan {plan.world_size}")),
-            (self.hidden_size < 1, problem("out-of-range", "hidden_size", self.hidden_size,
-             "a row has at least one channel")),
+            (not 1 <= self.hidden_size <= LARGEST_SIZE,
+             problem("out-of-range", "hidden_size", self.hidden_size,
+             f"a row has 1 to {LARGEST_SIZE} channels")),
             (self.dtype not in DTYPES, problem("not-a-choice", "dtype", self.dtype,
              f"dtype is one of {', '.join(DTYPES)}", nearest_choice(self.dtype, DTYPES))),
             *((name not in PREDICTED, problem("not-a-choice", "dispatcher", name,
@@ -211,6 +212,9 @@ def random_example(
         (not 1 <= experts_per_token <= num_experts, beyond("experts_per_token", experts_per_token,
          f"a token has 1 to {num_experts} experts, not {experts_per_token}",
          f"--experts-per-token {max(1, min(num_experts, experts_per_token))}")),
+        (num_experts % read.ep > 0, Problem.of("not-divisible", "experts", num_experts,
+         f"--experts ({num_experts}) must be a multiple of ep ({read.ep})",
+         f"--experts {-(-num_experts // read.ep) * read.ep}")),
         (num_experts > MOST_DRAWN, beyond("num_experts", num_experts,
          f"{num_experts} experts are more than {MOST_DRAWN}", f"--experts {MOST_DRAWN}")),
         (choices > MOST_DRAWN, beyond("tokens", tokens,
@@ -268,6 +272,10 @@ def read_example(
         for key, kind in kinds.items()
         if key in table and type(table[key]) is not kind
     ]
+    listed: Any = table.pop("dispatchers", [*PREDICTED])
+    if not isinstance(listed, list) or not listed:
+        message = "dispatchers is a list of at least one name"
+        problems.append(problem("wrong-type", "dispatchers", message, '["all_to_all"]'))
     choices: list[list[list[int]]] = []
     try:
         if "experts" in table:
@@ -280,12 +288,11 @@ def read_example(
     given = {"hidden_size": hidden_size, "dtype": dtype}
     table |= {key: value for key, value in given.items() if value is not None}
     written = table.pop("plan", "")
-    listed = tuple(map(str, cast("list[object]", table.pop("dispatchers", [*PREDICTED]))))
     try:
         return RoutingExample(
             plan=_plan(plan or written),
             choices=choices,
-            dispatchers=tuple(dispatchers) or listed,
+            dispatchers=tuple(dispatchers) or tuple(map(str, cast("list[object]", listed))),
             **table,
         )
     except ConfigError as error:
@@ -367,8 +374,11 @@ class DispatchLoad:
                 f"groups ({self.groups}) must divide the experts ({self.experts}), and a token "
                 f"keeps 1 to {self.groups} of them, not {self.groups_kept}"
             )
+            key, value = "groups", self.groups
             fix = f"groups = {nearest_divisors(self.experts, self.groups)}"
-            problems.append(Problem.of("not-divisible", "groups", self.groups, message, fix))
+            if self.experts % self.groups == 0:
+                key, value, fix = "groups_kept", self.groups_kept, f"groups_kept = {self.groups}"
+            problems.append(Problem.of("not-divisible", key, value, message, fix))
         reach = self.experts * self.groups_kept // self.groups if self.groups else self.experts
         if not problems and self.experts_per_token > reach:
             message = f"a token cannot choose {self.experts_per_token} of {reach} experts"

@@ -11,9 +11,12 @@ from moemesh.config.errors import UserError
 
 def write_texts(contents: Sequence[tuple[Path, str]], *, replaces: bool = False) -> None:
     """Write each text to its path, each file completely or not at all. Raises UserError before any
-    write if a path cannot be a file, or, without `replaces`, is a file of another kind, which the
-    user has written."""
+    write if a path cannot be a file, is given twice, or, without `replaces`, is a file of another
+    kind, which the user has written."""
+    paths = [path.resolve() for path, _ in contents]
     for path, content in contents:
+        if paths.count(path.resolve()) > 1 and (path.is_file() or not path.exists()):
+            raise UserError(f"{path} cannot be written: it is named for {len(paths)} outputs")
         check_target(path, "" if replaces else kind_of(content))
     for path, content in contents:
         try:

@@ -86,6 +86,10 @@ def require_defined(name: str, **numbers: int) -> None:
         # More ranks than operations: no number of microbatches is small enough.
         most_ranks = ranks * microbatches * LARGEST_NUM_OPERATIONS // largest
         nearest = f"microbatches {fewer}" if fewer else f"microbatches 1, ranks {most_ranks}"
+        if not most_ranks:  # more slices, or stages on a rank, than operations
+            name_of = "num_slices" if "num_slices" in numbers else "stages_per_rank"
+            fewest = max(numbers[name_of] * LARGEST_NUM_OPERATIONS // largest, 1)
+            nearest = f"{name_of} {fewest}"
         raise ScheduleConditionError(
             f"{name} with ranks {ranks}, microbatches {microbatches} would have up to "
             f"{largest} operations, more than {LARGEST_NUM_OPERATIONS} (nearest: {nearest})"

@@ -260,7 +260,7 @@ def _schedule(lines: Sequence[_Line]) -> Schedule:
     def count(key: str) -> int:
         index, value = tokens.get(key, (0, "1"))
         if not _COUNT.fullmatch(value) or int(value) < 1:
-            raise first.error("expected a whole number of at least 1", index)
+            raise first.error("expected a whole number from 1 to 999999999", index)
         return int(value)
 
     ranks, stages = count("ranks"), count("stages")

@@ -222,6 +222,16 @@ def test_a_warning_where_groups_do_not_fit_the_nodes(
             balance(**DEFAULTS | {"loads": path, "policy": policy} | SIZES | {"nodes": 3})
 
 
+def test_json_with_a_mark_is_read_and_answers_yes_or_no_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("\ufeff[[5, 6]]", encoding="utf-8")
+    assert load_table(path).tolist() == [[5, 6]]
+    for text in ("[[true, false]]", "[[true, 6]]"):
+        path.write_text(text)
+        with pytest.raises(BalanceError, match="row 0 holds true instead of a number"):
+            load_table(path)
+
+
 def test_damaged_numpy_files(tmp_path: Path) -> None:
     """Any byte may be wrong, or the end missing: an error or other numbers, no traceback."""
     for name in ("a.npz", "a.npy"):

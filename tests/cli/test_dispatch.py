@@ -34,6 +34,26 @@ def test_random_tokens_under_every_dispatcher(tmp_path: Path, invoke: Invoke) ->
     assert "3 rows from 0 to 1" in titles
 
 
+def test_a_refusal_names_what_was_given(tmp_path: Path, invoke: Invoke) -> None:
+    compare = ("dispatch", "--compare", "--cluster", "hgx_h800")
+    for words, wanted in (
+        (("dispatch", "--experts", "6", "--plan", "dp=4,ep=4"), "fix: --experts 8"),
+        (("dispatch", "--hidden-size", str(10**20)), "a row has 1 to 2147483647 channels"),
+        ((*compare, "--groups-kept", "9"), "fix: groups_kept = 8"),
+        ((*compare, "--groups", "6"), "fix: groups = 4 or 8"),
+        ((*compare, "--groups", "0", "--groups-kept", "2"), "--groups-kept needs groups"),
+        ((*compare, "--experts", "64", "--groups-kept", "2"), "--groups-kept needs groups"),
+    ):
+        code, _, err = invoke(*words)
+        assert code == 2 and wanted in err, err
+    path = tmp_path / "routing.json"
+    routing = {"plan": "dp=2,ep=2", "num_experts": 2, "experts": [[[0]], [[1]]]}
+    for names in ("all_to_all", []):
+        path.write_text(json.dumps(routing | {"dispatchers": names}))
+        code, _, err = invoke("dispatch", str(path))
+        assert code == 2 and "1 problem" in err and 'fix: ["all_to_all"]' in err
+
+
 def test_many_ranks_have_no_matrices(invoke: Invoke) -> None:
     _, out, _ = invoke("dispatch", "--plan", "dp=32,ep=8")
     assert "from 0" not in out

@@ -132,6 +132,16 @@ def test_the_table_shows_formula_beside_simulation() -> None:
     assert "(not here: m >= p, tW <= tF)" in schedule_text(of("zb_h1", 4, 3))
 
 
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [({"num_slices": 10**9}, "num_slices 166666"), ({"num_slices": 666_667}, "num_slices 166666")],
+)
+def test_too_many_slices(given: dict[str, int], nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"nearest: {nearest}"):
+        build("terapipe", 2, 2, **given)
+    build("terapipe", 2, 1, num_slices=4)
+
+
 class TestFiles:
     def test_a_table_by_hand(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.csv"
@@ -165,6 +175,21 @@ class TestCommandLine:
         # A file may hold a schedule of that name and be another one: formulas are for generators.
         del document["closed_form"]
         assert json.loads(again[1]) == document
+
+    def test_nothing_is_written_where_one_output_cannot_be(
+        self, invoke: Invoke, tmp_path: Path
+    ) -> None:
+        svg, same = str(tmp_path / "a.svg"), str(tmp_path / "." / "a.svg")
+        words = ("schedule", "1f1b", "--ranks", "2", "--microbatches", "2", "--svg", svg)
+        for option, path, reason in (
+            ("--save", str(tmp_path / "none" / "a.txt"), "none does not exist"),
+            ("--save", str(tmp_path), "it is a folder"),
+            ("--trace", same, "it is named for 2 outputs"),
+            ("--save", same, "it is named for 2 outputs"),
+        ):
+            code, out, err = invoke(*words, option, path)
+            assert (code, out) == (2, "") and reason in err
+            assert not list(tmp_path.iterdir())
 
     def test_picture(self, invoke: Invoke) -> None:
         words = ("schedule", "1f1b", "--ranks", "2", "--microbatches", "2")

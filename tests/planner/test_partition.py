@@ -121,6 +121,11 @@ def test_the_branch_network_is_placed_by_every_method() -> None:
     assert results[0].seconds < sum(stage.seconds for stage in results[0].stages)
 
 
+def test_the_seed_is_not_negative() -> None:
+    with pytest.raises(ValueError, match=r"seed must be at least 0, not -1(.|\n)*fix: seed = 0"):
+        partition(model="tiny", cluster="dgx_h100", global_batch=8, method="random", seed=-1)
+
+
 @pytest.mark.parametrize(
     ("model", "given", "reason"),
     [

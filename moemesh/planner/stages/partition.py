@@ -235,11 +235,12 @@ def compare(request: PartitionRequest) -> list[Partition]:
         message = f"stages are divided for {' and '.join(SCHEDULES)}"
         fix = nearest_choice(schedule, SCHEDULES)
         problems.append(_problem("schedule", schedule, message, fix))
-    for name in ("seq_len", "global_batch", "evaluations", "nodes", "stages", "microbatches"):
+    sizes = ("seq_len", "global_batch", "evaluations", "nodes", "stages", "microbatches")
+    for name, least in (*((size, 1) for size in sizes), ("seed", 0)):
         value: int | None = getattr(request, name)
-        if value is not None and value < 1:
-            message = f"{name} must be at least 1, not {value}"
-            problems.append(_problem(name, value, message, f"{name} = 1"))
+        if value is not None and value < least:
+            message = f"{name} must be at least {least}, not {value}"
+            problems.append(_problem(name, value, message, f"{name} = {least}"))
     problems += _without_effect(request, methods)
     known = None
     try:
