@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Rational
-from typing import cast
+from typing import Any, cast
 
 from moemesh.schedule.action import Entry, Kind, Op, Schedule
 
@@ -145,14 +145,21 @@ class BoundCosts:
 
 def exact(value: float, name: str) -> float:
     """`value` as a Python number that adds exactly: int, Fraction or float64, never float32. Raises
-    ValueError when it is negative or not finite."""
+    ValueError when it is negative or not finite, TypeError when it is no number."""
     number: float
     if isinstance(value, Integral):
         number = int(cast(int, value))
     elif isinstance(value, Rational):
         number = cast(float, value)
     else:
-        number = float(value)
+        item: Any = None if isinstance(value, str) else value  # float("1") is a number
+        try:
+            number = float(item)
+        except TypeError:
+            kind = type(value).__name__
+            raise TypeError(
+                f"cost {name} must be a number, a list of numbers or a function, not {kind}"
+            ) from None
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"cost {name} is {value}: must be finite and at least 0")
     return number
@@ -163,8 +170,8 @@ def exact_list(
 ) -> list[float]:
     """`count` exact numbers: those of a list, or one number repeated. Raises ValueError for a list
     of another length; `items` and `places` are nouns for its message."""
-    if not isinstance(value, Sequence):
-        return [exact(value, name)] * count
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [exact(cast(float, value), name)] * count
     if len(value) != count:
         raise ValueError(f"{name} has {len(value)} {items} for {count} {places}")
     return [exact(item, name) for item in value]

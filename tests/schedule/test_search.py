@@ -288,7 +288,9 @@ def test_a_large_case_still_answers() -> None:
         ((4, 4), {"stages_per_rank": 0}, "must be numbers of at least 1"),
         ((4, 4), {"costs": Costs(forward=[1, 2, 3])}, "3 costs for 4 stages"),
         ((4, 4), {"costs": Costs(forward=-1)}, "forward is -1"),
-        ((4, 4), {"objective": "speed"}, "objective 'speed' is none of span, makespan"),
+        ((4, 4), {"objective": "speed"}, "choices: span, makespan"),
+        ((4, 4), {"memory_cap": math.nan}, "memory_cap must be a number of at least 0, not nan"),
+        ((4, 4), {"effort": -1}, "effort must be a number of at least 0, not -1"),
     ],
 )
 def test_impossible_questions(

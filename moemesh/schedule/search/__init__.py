@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from moemesh.config.errors import UserError
+from moemesh.config.errors import UserError, public
 from moemesh.config.names import Names
 from moemesh.config.schedule_table import SCHEDULES
 from moemesh.config.shown import Shown
@@ -79,6 +79,7 @@ class _Fitting(NamedTuple):
     origin: str
 
 
+@public
 def search(
     num_ranks: int,
     num_microbatches: int,
@@ -106,12 +107,13 @@ def search(
             f"search needs ranks and microbatches of at least 1, got {num_ranks} and "
             f"{num_microbatches}"
         )
-    if objective not in get_args(Objective):
-        raise UserError(f"objective {objective!r} is none of {', '.join(get_args(Objective))}")
     cap = math.inf if memory_cap is None else memory_cap
     caps = tuple(cap) if isinstance(cap, Sequence) else (cap,) * num_ranks
     if len(caps) != num_ranks:
         raise UserError(f"memory_cap has {len(caps)} caps for {num_ranks} ranks")
+    for name, value in (("effort", effort), *(("memory_cap", cap) for cap in caps)):
+        if not value >= 0 or (name == "effort" and math.isinf(value)):
+            raise UserError(f"{name} must be a number of at least 0, not {value}")
     question = SearchQuestion(
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
