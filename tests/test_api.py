@@ -263,7 +263,7 @@ def test_mistakes_in_a_loop_are_named() -> None:
         mm.parallelize(config.model, plan, mm.Mesh.single("cpu"), **build)
     mesh = mm.Mesh.single("cpu")
     with pytest.raises(mm.ConfigError, match=r"did you mean bfloat16\? \(choices: float32"):
-        mm.parallelize(config.model, config.plan, mesh, dtype="float16", **build)  # type: ignore[arg-type]
+        mm.parallelize(config.model, config.plan, mesh, dtype=torch.float16, **build)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="seq_len must be a whole number, not '8'"):
         mm.parallelize(config.model, config.plan, mesh, seq_len="8", global_batch=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"model must be a ModelConfig, not str: moemesh\.load"):
@@ -272,7 +272,8 @@ def test_mistakes_in_a_loop_are_named() -> None:
         mm.Mesh.create(config.plan.layout, "cpu")
     with pytest.raises(TypeError, match="an override must be a str, not int"):
         mm.load(None, [3])  # type: ignore[list-item]
-    model = mm.parallelize(config.model, config.plan, mesh, **build)
+    model = mm.parallelize(config.model, config.plan, mesh, dtype=torch.float64, **build)  # type: ignore[arg-type]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
     for tokens, words in (
         (torch.full((2, 9), 256), "hold ids from 256 to 256, the vocabulary those from 0 to 255"),
         (torch.ones(2, 9), "must be torch.int64"),

@@ -121,6 +121,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         return value
     if int in kinds:
         value = whole(value)
+    if words and type(value).__module__ == "torch":
+        value = str(value).removeprefix("torch.")  # a dtype, by its name
     if words and (isinstance(value, str) or not kinds):
         if value not in words and str not in kinds:
             fix = nearest_choice(str(value), words)
