@@ -50,3 +50,23 @@ def test_a_run_resumes_under_other_plans(keys: dict[str, Any], tmp_path: Path) -
         )
         assert measured == predicted and any(size for _, size in measured.values())
     assert runs.losses(rows) == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.representative("adamw")
+@pytest.mark.parametrize(
+    "other", [{}, {"train__optimizer": "sgd", "train__momentum": 0.9}], ids=["adamw", "sgd"]
+)
+def test_matrices_begin_with_new_moments_after_muon(other: dict[str, Any], tmp_path: Path) -> None:
+    """AdamW has moments that Muon has for the other parameters only, and the reverse."""
+    keys = MUON | {"train__validate_every": 0, "train__steps": 2}
+    losses: list[list[float]] = []
+    for name, plan in {"one": {}, "many": {"plan__dp": 2, "plan__data": "zero3"}}.items():
+        runs.train(tmp_path / name, **keys)
+        again = keys | plan | {"train__steps": 4, "train__optimizer": "adamw"} | other
+        changes = ["train.optimizer", *(["train.momentum"] if other else [])]
+        words = runs.arguments(tmp_path / name, **again)
+        text = runs.said(*words, *(word for key in changes for word in ("--allow-change", key)))
+        assert "resumed from step 2" in text
+        losses.append(runs.losses(runs.metrics(tmp_path / name)))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
+    assert len(losses[0]) == 4 and losses[0][3] < losses[0][2] < losses[0][1]

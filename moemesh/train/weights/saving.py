@@ -84,14 +84,20 @@ def load(checkpoint: Checkpoint, parallel: RankModel, optimizer: Optimizer) -> N
     """Restore weights, moments and buffers, each rank reading only what it owns. All ranks call."""
     shards = list(owned_shards(parallel, _weights(parallel, optimizer), "model."))
     moments: dict[str, dict[str, Tensor]] = {}
+    stored = frozenset(checkpoint.names())
     for kind in optimizer.state_names():
-        if kind in checkpoint.state["moments"]:
-            moments[kind] = {
-                name: torch.zeros_like(master.data)
-                for name, master in optimizer.masters.items()
-                if kind in optimizer.state_names(name)
-            }
-            shards += owned_shards(parallel, moments[kind], f"optimizer.{kind}.")
+        if kind not in checkpoint.state["moments"]:
+            continue
+        moments[kind] = {}
+        for name, master in optimizer.masters.items():
+            if kind in optimizer.state_names(name):
+                moment = torch.zeros_like(master.data)
+                where, held = parallel.placements[name], parallel.reducer.held[name]
+                parts = list(shards_of(where, held, moment, parallel.mesh, f"optimizer.{kind}."))
+                # Muon, if it wrote them, has the moments of AdamW for some parameters only.
+                if stored.issuperset(part.name for part in parts):
+                    moments[kind][name] = moment
+                    shards += parts
     checkpoint.load_into(shards + _buffers(parallel))
     optimizer.load_state(moments, int(checkpoint.state["updates"]))
 
