@@ -271,11 +271,15 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
     changes = folder.changes(resolved_toml(config), allowed)
     if folder.has_run and not any(changes_samples(change.key) for change in changes):
         refuse_other_data(folder, samples, allowed=DATA_CHANGE in allowed)
+    old = {change.key.removeprefix("train."): change.old for change in changes}
     for change in changes:
         print(f"changed since the last call: {change}", flush=True)
-        if change.key == "train.steps" and isinstance(change.old, int):
+        is_longer = change.key == "train.steps" and "lr_schedule" not in old
+        if is_longer and isinstance(change.old, int):
             done = max(folder.saved_steps(), default=0)
-            shorter = config.train.model_copy(update={"steps": change.old})
+            shorter = config.train.model_copy(
+                update={key: old[key] for key in type(config.train).model_fields if key in old}
+            )
             before = shorter.learning_rate(done)
             after = config.train.learning_rate(done + 1)
             if done and not math.isclose(before, after, rel_tol=0.05):

@@ -222,3 +222,14 @@ def test_the_second_interrupt_ends_ranks_that_do_not_listen(tmp_path: Path) -> N
     assert process.returncode == 130
     assert out == ""
     assert STOPPING_SOON in err and STOPPING_NOW in err
+
+
+def test_a_longer_run_names_the_rate_of_its_past_settings(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    said(*arguments(out, train__steps=2))
+    last = f"{rows_of(out / 'metrics.jsonl')[-1]['lr']:.2e}"
+    changed = arguments(out, train__steps=4, train__lr=0.5)
+    output = said(*changed, "--allow-change", "train.lr")
+    assert f"note: the learning rate of step 2 was {last}, that of step 3 is " in output
+    constant = arguments(out, train__steps=5, train__lr=0.5, train__lr_schedule="constant")
+    assert "decay ends" not in said(*constant, "--allow-change", "train.lr_schedule")
