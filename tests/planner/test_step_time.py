@@ -170,6 +170,40 @@ def test_a_backward_hides_at_most_its_own_length_of_a_gradient_sum(share):
     assert exposed == pytest.approx(share * reduced, rel=0.01)
 
 
+def test_interleaved_stages_hide_the_sums_of_those_that_finish_before():
+    """Four stages a rank on two ranks of a pipeline: the sums of the stages that are complete first
+    run beside 3 x 2 more backwards of a quarter of the layers; that of the last beside its own."""
+    layout = {"pp": 2, "dp": 16, "microbatch": 1, "zero": 0}
+    constants = replace(Constants(), gradient_exposed=1e-9)
+
+    def exposed(backward, **more):
+        work = replace(priced(DENSE, **layout, **more), constants=constants)
+        return float(data_seconds(work, 1e9, 0.0, backward))
+
+    chunks = {"schedule": "interleaved_1f1b", "stages_per_rank": 4}
+    reduced = exposed(0.0)
+    assert exposed(0.0, **chunks) == pytest.approx(reduced)
+    for backward in (0.1 * reduced, 0.5 * reduced, 0.6 * reduced):
+        assert exposed(backward) == pytest.approx(reduced - backward)
+        hidden = backward * (1 + 2 * 3) / 4
+        left = max(reduced - hidden, (reduced - backward) / 4)
+        assert exposed(backward, **chunks) == pytest.approx(left, rel=1e-3)
+
+
+def test_gradients_of_two_bytes_take_half_the_time_and_serial_gathers_more_than_a_ring():
+    constants = replace(Constants(), gradient_exposed=1.0, weight_exposed=1.5)
+    usual, half, serial = (
+        float(data_seconds(replace(priced(DENSE, software, dp=64, zero=1), constants=constants),
+                           1e9, 0.0, 0.0))
+        for software in (
+            Software(), Software(wire_gradient_bytes=2.0), Software(serial_gather=True)
+        )
+    )  # fmt: skip
+    # 4 bytes of a gradient and 2 of a weight: 6, 4, and 4 + 1.5 x 2.
+    assert half / usual == pytest.approx(4 / 6)
+    assert serial / usual == pytest.approx(7 / 6)
+
+
 def test_every_second_product_runs_twice():
     plain, op = price(dp=8), price(dp=8, recompute=frozenset({"operators"}))
     assert op.compute / plain.compute == pytest.approx(3.5 / 3)

@@ -40,6 +40,22 @@ def test_picks_the_measured_best_and_never_what_ran_out(validation):
     assert validation.selection.mean_regret == validation.selection.out_of_memory == 0
 
 
+def test_a_pick_is_among_the_layouts_of_one_release_and_number_type():
+    """A plan chooses neither: two releases, or two types, of one layout are no alternatives."""
+    timed = [llama(1, 2, 1, 1, 31.3), llama(2, 2, 1, 2, 30.0)]
+    others = [
+        dict(one, step_time_s="60", **change)
+        for one in timed
+        for change in ({"notes": f"26.02; {one['notes']}"}, {"precision": "fp32"})
+    ]
+    for number, one in enumerate(others):
+        one["id"] = str(90 + number)
+    runs = [parse_run(one, ARCHS) for one in (*timed, *others)]
+    selection = summarize(predict(runs, shipped_calibration())).selection
+    assert selection.groups == 3
+    assert selection.worst_regret < 0.05
+
+
 def test_a_finished_run_without_a_time_is_not_a_pick_that_ran_out():
     """Rows that print memory alone, and are predicted to be faster than all timed ones."""
     timed = [llama(1, 2, 1, 1, 31.3), llama(2, 2, 1, 2, 30.0), llama(3, 4, 1, 1, 40.0)]

@@ -166,10 +166,12 @@ class PublishedRun:
     row: Mapping[str, str]
 
     @property
-    def group(self) -> tuple[str, str, str, str]:
-        """Key of runs that are alternatives: same model, hardware, devices, sequence length."""
-        row = self.row
-        return (self.model, row.get("hardware", ""), row["gpus"], row["seq"])
+    def group(self) -> tuple[str, ...]:
+        """Key of runs that are alternatives: same model, hardware, devices, sequence length, and
+        one number type in one release of one software, which a plan does not choose."""
+        row, layout = self.row, self.layout
+        given = self.cluster, self.release, layout.precision if layout else ""
+        return (self.model, row.get("hardware", ""), row["gpus"], row["seq"], *given)
 
     @property
     def model(self) -> str:
@@ -229,11 +231,17 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
     words = [word.strip(",;:.()[]") for word in title.split()]
     devices = {device.name: word for word in words if (device := accelerator_of(word))}
     formats = {word.lower() for word in words if re.fullmatch(_FORMAT, word, re.IGNORECASE)}
-    constant = {"hardware": hardware or (title if len(devices) == 1 else "")}
+    constant = {"hardware": hardware or (title if len(devices) == 1 else ""), "title": title}
     if len(formats) == 1:
         constant["precision"] = formats.pop()
+    entries = _architectures(table, archs)
     if set(GPT_SIZES) <= {*columns}:
         constant["arch"] = "gpt"
+    elif "arch" not in columns:
+        models = {
+            word for word in words if word not in devices.values() and _is_model(word, entries)
+        }
+        constant["arch"] = models.pop() if len(models) == 1 else ""
     if missing := [x for x in NEEDED_COLUMNS if x not in columns and not constant.get(x)]:
         lacks = f"the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
         option = "; --cluster NAME or a title that names one device replaces hardware"
@@ -247,6 +255,18 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
     rows = [constant | _cells(cells, own, number) for number, cells in lines]
     if not rows:
         raise UserError(f"{table} has no rows below its first line")
+    runs = [parse_run(row, entries) for row in rows]
+    seen: set[str] = set()
+    for run in runs:
+        if run.id in seen:
+            raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
+        seen.add(run.id)
+    return runs
+
+
+def _architectures(table: Path, archs: Path | None) -> dict[str, Any]:
+    """The packaged architectures, and those of the file `archs` or beside the table. Raises
+    UserError."""
     entries: dict[str, Any] = read_preset_table("architectures", "calibration")
     path = archs or table.with_name("model_archs.json")
     if archs is not None or path.exists():
@@ -257,13 +277,18 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
         if not isinstance(sizes, dict):
             raise UserError(f"{path} must hold one JSON object, name -> sizes")
         entries |= sizes
-    runs = [parse_run(row, entries) for row in rows]
-    seen: set[str] = set()
-    for run in runs:
-        if run.id in seen:
-            raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
-        seen.add(run.id)
-    return runs
+    return entries
+
+
+def _is_model(word: str, archs: Mapping[str, Any]) -> bool:
+    """Whether a word of a title is a model: a name with a digit that is no file."""
+    if not re.search(r"[A-Za-z].*\d|\d.*[A-Za-z]", word) or Path(word).exists():
+        return False
+    try:
+        _shape(word, archs)
+    except (ConfigError, ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def _cells(given: Sequence[str], own: Sequence[tuple[str, str]], line: int) -> dict[str, str]:
@@ -296,7 +321,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         row["shard_group"] = str(int(row["gpus"]) // max(int(copies), 1))
     if not row.get("gbs"):
         row["gbs"] = _batch(row)
-    release = _RELEASE.match(row.get("notes", ""))
+    release = _RELEASE.match(row.get("release") or row.get("notes", ""))
     run = PublishedRun(
         id=row.get("id", ""),
         source=row.get("src", ""),

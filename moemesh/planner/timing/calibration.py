@@ -64,7 +64,7 @@ class Constants:
     #: nodes by which its bandwidth falls, latency of one collective.
     intra_node_efficiency: Annotated[Number, 0.2] = 0.7
     inter_node_efficiency: Annotated[Number, 0.3] = 0.75
-    network_contention: Annotated[Number, 0.6] = 0.1
+    network_contention: Annotated[Number, 0.15] = 0.06
     collective_latency_us: Annotated[Number, 0.6] = 25.0
     #: Extra tensor-parallel backward traffic with sequence parallelism (re-gathered inputs).
     sequence_parallel_regather: Annotated[Number, 0.4] = 0.3

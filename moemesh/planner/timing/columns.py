@@ -66,6 +66,11 @@ class Software:
     #: Each matrix is gathered by itself into a list of shards, which are copied one by one, and
     #: without overlap (ZeRO-3 of 2021).
     listed_gathers: bool = False
+    #: The owners of updated weights send them one after the other (ZeRO-1 and 2), where others
+    #: gather them over rings: the time may be more than a ring's.
+    serial_gather: bool = False
+    #: Bytes of a gradient on the wire, where sums are not those of FSDP.
+    wire_gradient_bytes: float = 4.0
     #: Every pipelined step starts up slowly (`startup_microbatches`).
     slow_startup: bool = False
     #: Share of the layers that is recomputed, in addition to the layout's recomputation.

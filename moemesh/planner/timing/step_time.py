@@ -191,10 +191,11 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
     """Exposed seconds of gradient reduction and weight gathering of replicas without FSDP.
     `backward` are the seconds of one microbatch's backward, with which the reduction overlaps."""
     layout, constants, links = work.layout, work.constants, work.links
+    summed = layout.wire_gradient_bytes
     n_dense, n_expert = replicas(work)
     moved, (dense_rate, expert_rate) = _moved(work, dense, expert, replicas(work))
     is_summed = layout.zero == 0
-    reduced = moved * _GRADIENT_BYTES * where(is_summed, 2, 1)
+    reduced = moved * summed * where(is_summed, 2, 1)
     gathered = where(is_summed, 0, moved * _WEIGHT_BYTES)
     if len(links.table):
         by_table = _measured(work, dense, expert)
@@ -203,16 +204,14 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
     # Shards inside a group: scatter and gather inside the group, sums of shards across groups.
     group, _ = _shard_groups(work)
     outside = maximum(n_dense / group, 1)
-    across = 2 * (outside - 1) / outside * dense / group * _GRADIENT_BYTES / links.network(outside)
+    across = 2 * (outside - 1) / outside * dense / group * summed / links.network(outside)
     grouped = (layout.zero_group > 0) & (outside > 1)
-    reduced = where(grouped, dense * _GRADIENT_BYTES / links.intra + across, reduced)
+    reduced = where(grouped, dense * summed / links.intra + across, reduced)
     gathered = where(grouped, dense * _WEIGHT_BYTES / links.intra, gathered)
-    # The last backward hides a share of a short reduction, at most its own length of a long one.
-    excess = reduced - backward
-    share = minimum(constants.gradient_exposed, 1)
-    exposed = (excess + (excess * excess + 4 * share * reduced * backward) ** 0.5) / 2
     sums = where(layout.sums_each == 1, layout.microbatches, 1)
-    exposed = sums * exposed + gathered * constants.weight_exposed
+    exposed = sums * _exposed_sums(work, reduced, backward)
+    most = where(layout.serial_gather == 1, np.inf, 1)
+    exposed = exposed + gathered * minimum(constants.weight_exposed, most)
     served = 0.0
     for psi, workers, rate in ((dense, n_dense, dense_rate), (expert, n_expert, expert_rate)):
         servers = minimum(layout.servers, workers)
@@ -224,6 +223,28 @@ def data_seconds(work: PricedStep, dense: Number, expert: Number, backward: Numb
     return where((layout.fsdp == 1) | is_alone | (layout.adapters == 1), 0, exposed)
 
 
+def _exposed_sums(work: PricedStep, reduced: Number, backward: Number) -> Number:
+    """Seconds of the gradients' reduction that no backward hides.
+
+    The last backward hides a share of a short reduction, at most its own length of a long one. An
+    interleaved schedule ends with a group of p microbatches for each of a rank's v stages, the last
+    stage first: the gradients of a stage are complete, and are summed, while the stages before it
+    run p backwards each. Only the first stage has no more than its own last backward.
+    """
+    layout = work.layout
+    stages = (layout.last_stage + 1) / layout.pp
+    is_interleaved = (layout.splits_backward == 0) & (layout.pipe_share == 1)
+    later = minimum(layout.pp, layout.microbatches) * (stages - 1)
+    window = backward * where(is_interleaved, (1 + later) / stages, 1)
+    share = minimum(work.constants.gradient_exposed, 1)
+
+    def left(reduced: Number, hidden: Number) -> Number:
+        excess = reduced - hidden
+        return (excess + (excess * excess + 4 * share * reduced * hidden) ** 0.5) / 2
+
+    return maximum(left(reduced, window), left(reduced, backward) / stages)
+
+
 def _measured(work: PricedStep, dense: Number, expert: Number) -> tuple[Number, Number]:
     """Seconds of reducing gradients and of gathering weights, from the table of links."""
     layout, links = work.layout, work.links
@@ -231,7 +252,7 @@ def _measured(work: PricedStep, dense: Number, expert: Number) -> tuple[Number, 
     gathered: Number = 0.0
     strides = (layout.tp, layout.ep * layout.etp)
     for psi, ranks, stride in zip((dense, expert), replicas(work), strides, strict=True):
-        gradient, weight = psi * _GRADIENT_BYTES, psi * _WEIGHT_BYTES
+        gradient, weight = psi * layout.wire_gradient_bytes, psi * _WEIGHT_BYTES
         summed = links.measured("all_reduce", ranks, stride, gradient)
         scattered = links.measured("reduce_scatter", ranks, stride, gradient)
         sent, has = where(layout.zero == 0, summed, scattered), (ranks > 1) & (psi > 0)
