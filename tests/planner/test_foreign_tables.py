@@ -93,6 +93,22 @@ def test_a_title_with_commas_names_device_and_number_type(tmp_path):
         assert run.software.block_scales
 
 
+@pytest.mark.parametrize(
+    "title", ["Container: NeMo 25.02, System: DGX-B200, FP8", "NeMo24.07, H100"]
+)
+def test_a_title_names_the_software_and_its_release(title, tmp_path):
+    """NeMo's containers are the Megatron of Megatron Bridge: ZeRO-1, sums in 16 bit, and tensor
+    traffic beside products."""
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "GPU"} | {"TP": "2"}
+    run = only_run(tmp_path / "runs.csv", cells | {"Step time": "10.5"}, title)
+    assert run.device is not None and run.cluster == f"megatron_bridge/{run.device.name}"
+    assert run.release == f"megatron_bridge {title.partition('NeMo')[2].strip()[:5]}"
+    assert run.priced[1].zero == 1 and run.software.overlapped_tensor
+    assert run.software.wire_gradient_bytes == 2
+    run = only_run(tmp_path / "runs.csv", cells | {"Step time": "10.5"}, "Container of H100")
+    assert run.cluster.startswith("own/") and run.release == ""
+
+
 @pytest.mark.parametrize("author", TABLES)
 def test_each_row_is_read_or_named(author, tmp_path):
     data, rows = TABLES[author]
@@ -165,6 +181,10 @@ def only_run(path, cells, title=""):
         ("Training speed", "12.5 (±0.1) seq/s", 10.24),
         ("Throughput", "400 TFLOP/s/GPU", pytest.approx(17.0, rel=0.2)),
         ("Throughput", "0.5 it/s", 2),
+        ("Throughput (T/s)", "100000", 10.48576),
+        ("Throughput (T/s/GPU)", "12500", 10.48576),
+        ("token/p/s", "12500", 10.48576),
+        ("Tokens / sec / GPU", "12500 (9100)", 10.48576),
         ("Throughput", "9100", "throughput is `9100`"),
         ("Throughput", "3 samples/s/GPU", "throughput is `3 samples/s/GPU`"),
         ("Throughput", "—", None),
@@ -196,10 +216,41 @@ def test_a_row_without_a_legible_rate_keeps_its_other_measurements(other, cell, 
     assert run.memory_bytes == (60 * 2**30 if "mem_gib" in other else None)
 
 
-@pytest.mark.parametrize("cell", ["8k", "8K", "8,192", "8192†", "8,192 tokens"])
+@pytest.mark.parametrize("cell", ["8k", "8K", "8,192", "8192†", "8,192 tokens", "SeqLen (K) 8"])
 def test_a_sequence_length_in_any_form(cell, tmp_path):
-    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {"Seq": cell, "Step time": "10.5"})
+    name, _, number = cell.rpartition(" ") if "(K)" in cell else ("Seq", "", cell)
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "Seq"} | {name: number}
+    run = only_run(tmp_path / "runs.csv", cells | {"Step time": "10.5"})
     assert run.layout is not None and run.layout.seq_len == 8192
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        ({"Sequence Parallel": "4"}, {"cp": 4, "dp": 2}),
+        ({"Sequence Parallel": "2", "TP": "2"}, {"cp": 1, "dp": 4, "sequence_parallel": True}),
+        ({"TP": "2 (4)", "VP": "1 (5)", "FSDP": "0 (1)"}, {"tp": 2, "stages_per_rank": 1}),
+    ],
+)
+def test_degrees_of_sequences_and_the_first_of_two_settings(cells, expected, tmp_path):
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | {"Step time": "10.5"} | cells)
+    assert run.layout is not None, run.reason
+    assert {name: getattr(run.layout, name) for name in expected} == expected
+
+
+def test_memory_of_a_whole_and_flops_without_a_prefix_do_no_harm(tmp_path):
+    """ "59/80" is 59 GiB of a device's 80; 4.2E+14 is no number of TFLOP/s."""
+    cells = {"mem": "59/80", "mem_kind": "peak", "Model TFLOP": "4.2E+14", "tokens/s": "100000"}
+    run = only_run(tmp_path / "runs.csv", LLAMA_CELLS | cells)
+    assert (run.reason, run.seconds, run.memory_bytes) == ("", 10.48576, 59 * 2**30)
+
+
+def test_one_model_of_the_title_is_that_of_the_rows(tmp_path):
+    cells = {key: cell for key, cell in LLAMA_CELLS.items() if key != "Model"} | {"Step time": "9"}
+    assert only_run(tmp_path / "runs.csv", cells, "Pre-training of LLAMA3-8B (BF16)").layout
+    for title in ("", "LLAMA3-8B and LLAMA3-70B", "Table 3a"):
+        with pytest.raises(UserError, match="lacks the column arch"):
+            only_run(tmp_path / "runs.csv", cells, title)
 
 
 #: Column and cell -> tp, pp, dp, ZeRO and its group on 64 devices, or words of the reason.

@@ -61,6 +61,10 @@ _DEVIATION = r"\s*(?:\((?:±|\+/-)\s*[\d.,]+\s*%?\)|(?:±|\+/-)\s*[\d.]+)"
 _PER_DEVICE = r"(?:[_/]| per )(?:gpu|device|accelerator|chip)$"
 #: Marks of a footnote or of the best figure, at the end of a cell or around it.
 _MARKS = re.compile(r"^\*+(?=\S)|\s*\^?(?:[*†‡§¶¹²³]|\\(?:d?dag(?:ger)?|ast)\b|\[\d+\])+$")
+#: Two figures in one cell, "30624 (29521)": those of the first and of a second setting.
+_SECOND = re.compile(r"([\d.,]+k?) \([\d.,]+k?\)")
+#: Memory in use and that of the device: "59/80".
+_OF_WHOLE = re.compile(r"([\d.]+) ?/ ?[\d.]+")
 #: A time of hours, minutes and seconds: "1m30s", "00:01:30".
 _CLOCK = re.compile(
     r"(?:(\d+) ?h(?:ours?)? ?)?(?:(\d+) ?m(?:ins?)? ?)?(\d+(?:\.\d+)?) ?s(?:ec)?"
@@ -197,6 +201,14 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
             uniform |= rate
     for name in uniform.keys() & {*_MEASURED, *_COUNTS, "vpp", "zero"}:
         uniform[name] = _MARKS.sub("", uniform[name].strip())
+        if name != "zero":
+            uniform[name] = _SECOND.sub(r"\1", uniform[name])
+    # FLOP/s in place of TFLOP/s, beside a rate of tokens.
+    rates_known = any(uniform.get(name) for name in ("tokens_s_gpu", "tokens_s", "samples_s"))
+    if rates_known and re.fullmatch(r"[\d.]+e\+1\d", uniform.get("tflops_gpu", ""), re.IGNORECASE):
+        uniform["tflops_gpu"] = ""
+    if match := _OF_WHOLE.fullmatch(uniform.get("mem_gib", "")):
+        uniform["mem_gib"] = match[1]
     for name in uniform.keys() & {*_MEASURED}:  # printed in place of a time or a memory
         if re.fullmatch(oom, uniform[name], re.IGNORECASE):
             uniform |= {name: "", "status": uniform.get("status") or "OOM"}
@@ -217,6 +229,11 @@ def uniform_row(row: Mapping[str, str]) -> dict[str, str]:
             tokens = float(digits) * 1024 ** (1 + (unit == "m"))
             if not unit or (tokens.is_integer() and (unit == "k" or name == "seq")):
                 uniform[name] = str(int(tokens)) if unit else digits
+    # Sequence parallelism of a degree, if it is not that of tensor groups, is context parallelism.
+    if (degree := uniform.get("sp", "")).isdecimal() and int(degree) > 1:
+        uniform["sp"] = "1" if degree == uniform.get("tp") else ""
+        if not uniform["sp"]:
+            uniform["cp"] = uniform.get("cp") or degree
     ways = uniform.get("mp") or "1"
     if ways != "1" and not (uniform.get("tp") and uniform.get("pp")):
         uniform["unread"] = f"mp is `{ways}`: tensor or pipeline parallelism? Write tp and pp"
@@ -292,7 +309,9 @@ def whole_in(row: Mapping[str, str], name: str, default: int) -> int:
 
 def with_unit(text: str, unit: str) -> str:
     """The cell with the unit of its column, unless it has one of its own, or with the words of a
-    column of several degrees."""
+    column of several degrees. Of two settings the first counts."""
+    if unit == "fsdp":
+        text = _SECOND.sub(r"\1", text)
     if "," in unit:
         return joined_cell(unit.split(","), text)
     if unit == "fsdp":  # a switch, too
