@@ -116,7 +116,7 @@ OWN: dict[str, float] = {
     "gemm_efficiency": 0.08,
     "gemm_efficiency_8bit": 0.12,
     "gemm_row_loss": 0.3,
-    "attention_efficiency": 0.2,
+    "attention_efficiency": 0.12,
     "elementwise_traffic": 0.35,
     "intra_node_efficiency": 0.25,
     "inter_node_efficiency": 0.3,
