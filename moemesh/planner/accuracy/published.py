@@ -15,10 +15,13 @@ from typing import Any
 
 from moemesh.config.devices import GIB, Accelerator, accelerator_of
 from moemesh.config.errors import ConfigError, Problem, UserError
-from moemesh.config.limits import parse_json
 from moemesh.config.plan import ScheduleName
-from moemesh.config.sources import preset_names, read_preset_table
-from moemesh.config.suggest import nearest_name
+from moemesh.planner.accuracy.architectures import (
+    architectures,
+    is_model,
+    named_shape,
+    sized_gpt,
+)
 from moemesh.planner.accuracy.cells import (
     GPT_SIZES,
     NEEDED_COLUMNS,
@@ -33,16 +36,8 @@ from moemesh.planner.accuracy.cells import (
     whole_in,
     with_unit,
 )
-from moemesh.planner.parameters import count_flops, count_parameters
+from moemesh.planner.parameters import count_flops
 from moemesh.planner.planned_layout import AttentionKernel, PlannedLayout, Precision
-from moemesh.planner.shapes.load_shape import (
-    SHAPES,
-    family_name,
-    from_arch_table,
-    gpt,
-    load_model,
-    preset_of,
-)
 from moemesh.planner.shapes.shape import ModelShape
 from moemesh.planner.stage_cut import cut_by_weight, even_cut
 from moemesh.planner.timing.columns import KERNELS, Software
@@ -234,12 +229,12 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
     constant = {"hardware": hardware or (title if len(devices) == 1 else ""), "title": title}
     if len(formats) == 1:
         constant["precision"] = formats.pop()
-    entries = _architectures(table, archs)
+    entries = architectures(table, archs)
     if set(GPT_SIZES) <= {*columns}:
         constant["arch"] = "gpt"
     elif "arch" not in columns:
         models = {
-            word for word in words if word not in devices.values() and _is_model(word, entries)
+            word for word in words if word not in devices.values() and is_model(word, entries)
         }
         constant["arch"] = models.pop() if len(models) == 1 else ""
     if missing := [x for x in NEEDED_COLUMNS if x not in columns and not constant.get(x)]:
@@ -262,33 +257,6 @@ def read_runs(table: Path, archs: Path | None = None, hardware: str = "") -> lis
             raise UserError(f"{table}: two rows have the id {run.id}; ids name rows in the answer")
         seen.add(run.id)
     return runs
-
-
-def _architectures(table: Path, archs: Path | None) -> dict[str, Any]:
-    """The packaged architectures, and those of the file `archs` or beside the table. Raises
-    UserError."""
-    entries: dict[str, Any] = read_preset_table("architectures", "calibration")
-    path = archs or table.with_name("model_archs.json")
-    if archs is not None or path.exists():
-        try:
-            sizes = parse_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"cannot read the architectures {path}: {error}") from None
-        if not isinstance(sizes, dict):
-            raise UserError(f"{path} must hold one JSON object, name -> sizes")
-        entries |= sizes
-    return entries
-
-
-def _is_model(word: str, archs: Mapping[str, Any]) -> bool:
-    """Whether a word of a title is a model: a name with a digit that is no file."""
-    if not re.search(r"[A-Za-z].*\d|\d.*[A-Za-z]", word) or Path(word).exists():
-        return False
-    try:
-        _shape(word, archs)
-    except (ConfigError, ValueError, KeyError, TypeError):
-        return False
-    return True
 
 
 def _cells(given: Sequence[str], own: Sequence[tuple[str, str]], line: int) -> dict[str, str]:
@@ -342,7 +310,7 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
         reason = f"layout is `{row['layout']}`: which number is that of the shards is not stated"
         return replace(run, reason=f"{reason} (the devices of a node are {node})")
     try:
-        shape = _sized_gpt(row) or _shape(row.get("arch", ""), archs)
+        shape = sized_gpt(row) or named_shape(row.get("arch", ""), archs)
         layout = from_run(row)
         _check(row, shape, layout, device)
         seconds, memory = _measured_seconds(row, shape, layout, device), measured_in(row, "mem_gib")
@@ -379,67 +347,8 @@ def parse_run(row: Mapping[str, str], archs: Mapping[str, Any]) -> PublishedRun:
     )
 
 
-def _shape(arch: str, archs: Mapping[str, Any]) -> ModelShape:
-    """The model of an entry of the table (in other spellings, too), of a preset, of a name on the
-    hub, or of a file. Raises ConfigError for a wrong entry, ValueError for an unknown name."""
-    name, mark, layers = arch.partition("#")
-    if not name:
-        raise ValueError("the row prints no `arch`")
-
-    def folded(word: str) -> str:
-        return re.sub(r"[\W_]", "", word.lower())
-
-    packaged = (*preset_names(), *preset_names(SHAPES))
-    spelled = {folded(known): known for known in reversed([*archs, *packaged])}
-    release = preset_of(re.sub(r"[\s_]+", "-", name.strip()), has_owner=False)
-    same = (spelled.get(folded(word)) for word in (name, family_name(name), release))
-    known = name if name in archs else next(filter(None, same), name)
-    if known in archs or name.startswith("gpt:"):
-        return from_arch_table(f"{known}{mark}{layers}", archs)
-    sized = re.fullmatch(r"(.+?)[\s_-]+(\d+(?:\.\d+)?) ?b", name, re.IGNORECASE)
-    if sized and folded(sized[1]) in spelled and not Path(name).exists():
-        # "DeepSeek V3 671B": the number of parameters confirms the model.
-        shape = _shape(f"{sized[1]}{mark}{layers}", archs)
-        if abs(count_parameters(shape).total / 1e9 / float(sized[2]) - 1) < _ROUNDED_SIZE:
-            return shape
-    name = known
-    if preset_of(name) not in packaged and not Path(name).exists():
-        near = nearest_name(name, [known.lower() for known in (*archs, *packaged)])
-        message = f"arch is `{arch}`: no entry of the table of architectures (--archs), no "
-        message += "preset and no file"
-        raise ValueError(message + f"; did you mean {near}?" * bool(near))
-    shape = load_model(name).shape
-    return shape.truncated(int(layers[1:])) if re.fullmatch(r"L\d+", layers) else shape
-
-
-def _sized_gpt(row: Mapping[str, str]) -> ModelShape | None:
-    """The GPT of a row that prints its sizes and no other model. Sizes leave open how wide the MLP
-    is: a name or the number of parameters must confirm that the model is a GPT. Raises
-    ValueError."""
-    layers, hidden, heads = (whole_in(row, name, 0) for name in GPT_SIZES)
-    arch = row.get("arch", "")
-    if not (layers and hidden and heads) or not re.fullmatch(
-        r"(gpt[\W_]*)?([\d.]+ ?[bt])?", arch, re.I
-    ):
-        return None
-    shape = gpt(layers, hidden, heads)
-    printed = decimal_in(row, "params_b") or float(
-        (re.findall(r"([\d.]+) ?b", arch, re.I) or [0])[0]
-    )
-    counted = count_parameters(shape).total / 1e9
-    if abs(printed / counted - 1) > _ROUNDED_SIZE:
-        sizes = f"layers {layers}, hidden {hidden}, heads {heads}"
-        raise ValueError(
-            f"arch: a GPT of {sizes} has {counted:.3g} billion parameters, the row prints "
-            f"{printed or 'none'} (params_b): name the model"
-        )
-    return shape
-
-
 #: Number types of products in a title: "NVFP4", "bf16".
 _FORMAT = r"(?:(?:mx|nv)?fp|bf|b?float)(?:4|8|16|32)"
-#: Relative rounding of a printed number of parameters.
-_ROUNDED_SIZE = 0.05
 
 
 def _one_a_stage(row: Mapping[str, str]) -> str:
