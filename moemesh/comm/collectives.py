@@ -14,7 +14,7 @@ The sum convention (no function averages):
 | reduce_scatter | reduce_scatter | all_gather |
 | all_reduce | all_reduce | identity |
 | all_reduce_both | all_reduce | all_reduce |
-| take_shard | own rows | all_gather |
+| take_shard | the rows of this rank | all_gather |
 | all_to_all | all_to_all | all_to_all, transposed |
 """
 
@@ -50,8 +50,8 @@ __all__ = [
 
 
 def all_gather(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
-    """all_gather along axis; backward: reduce_scatter. [own rows, ...] to [all rows, ...]. `sizes`
-    are the rows of each rank, None when all ranks hold the same number."""
+    """all_gather along axis; backward: reduce_scatter. [rows of this rank, ...] to [all rows, ...].
+    `sizes` are the rows of each rank, None when all ranks hold the same number."""
     run = partial(transfers.all_gather, axis=axis, sizes=sizes, caller=caller)
     pair = partial(transfers.reduce_scatter, axis=axis, sizes=sizes, caller=caller)
     return _pair(x, axis, run, pair)
@@ -60,8 +60,9 @@ def all_gather(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, cal
 def reduce_scatter(
     x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str
 ) -> Tensor:
-    """reduce_scatter along axis; backward: all_gather. [all rows, ...] to [own rows, ...], summed.
-    `sizes` are the rows that each rank keeps, None when all keep the same number."""
+    """reduce_scatter along axis; backward: all_gather. [all rows, ...] of addends to the sums of
+    [rows of this rank, ...]. `sizes` are the rows that each rank keeps, None when all keep the same
+    number."""
     run = partial(transfers.reduce_scatter, axis=axis, sizes=sizes, caller=caller)
     pair = partial(transfers.all_gather, axis=axis, sizes=sizes, caller=caller)
     return _pair(x, axis, run, pair)
@@ -76,15 +77,15 @@ def all_reduce(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
 
 def all_reduce_both(x: Tensor, axis: Axis, *, caller: str) -> Tensor:
     """all_reduce (sum) along axis; backward: all_reduce. For consumers that differ between the
-    ranks, whose gradients are parts of the whole."""
+    ranks, so that each rank holds one addend of the gradient."""
     run = partial(transfers.all_reduce, axis=axis, caller=caller)
     return _pair(x, axis, run, run)
 
 
 def take_shard(x: Tensor, axis: Axis, sizes: Sequence[int] | None = None, *, caller: str) -> Tensor:
-    """Own rows of a tensor that is the same on every rank; backward: all_gather along axis. `sizes`
-    are the rows that each rank takes, None when all take the same number. The result is a copy, so
-    that the full tensor can be freed."""
+    """This rank's rows of a tensor that is equal on all ranks; backward: all_gather along axis.
+    `sizes` are the rows that each rank takes, None when all take the same number. The result is a
+    copy, so that the full tensor can be freed."""
     if axis.size == 1:
         return x
     blocks = list(sizes) if sizes is not None else transfers.equal_blocks(x.shape[0], axis)
@@ -135,9 +136,9 @@ def barrier(axis: Axis) -> None:
 
 
 def gather_json(value: Any, axis: Axis) -> list[Any]:
-    """`value` of every rank of axis, in rank order, on every rank. Travels as JSON, never as
-    pickle: tuples come back as lists and keys as strings, also over an axis of size 1. Not entered
-    in the ledger: the prediction of a plan excludes control messages."""
+    """`value` of every rank of axis, in rank order, on every rank. Values travel as JSON, never as
+    pickle: tuples come back as lists and keys as strings, also over an axis of size 1. The bytes
+    are not entered in the ledger: the prediction of a plan excludes control messages."""
     text = json.dumps(value).encode()
     if axis.size == 1:
         return [json.loads(text)]

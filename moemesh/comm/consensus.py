@@ -1,8 +1,8 @@
 """Run the same work on every rank and agree on its outcome, even when a rank stops half-way.
 
 A rank that raises between two collectives leaves its peers waiting inside the next one, where no
-collective can reach them. So the work runs in a thread, and ranks talk through the store that the
-process group was made with: the first failure there is seen by all within milliseconds.
+collective can reach them. So the work runs in a thread, and ranks exchange outcomes through the
+store of their process group: all ranks read the first failure within milliseconds.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.distributed.distributed_c10d import _get_default_store
 from moemesh.comm.mesh import Mesh
 
 _POLL_SECONDS = 0.005
-#: Seconds after the timeout for which a rank waits for the outcomes of the others; then, after a
-#: failure, until all have read them.
+#: Longest wait in seconds, after the timeout, for the outcomes of the other ranks; and, after a
+#: failure, until all ranks have read them.
 _ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankOutcome:
     """The outcome of one rank: `problem` is None for success. `raised`: its work raised or did not
-    end; `followed`: it was given up because another rank's did."""
+    end; `followed`: its work was abandoned because another rank's raised or did not end."""
 
     problem: str | None
     raised: bool = False
@@ -55,7 +55,7 @@ def run_with_consensus(
 
     def run() -> None:
         if mesh.device.type == "cuda":
-            torch.cuda.set_device(mesh.device)  # a property of the thread
+            torch.cuda.set_device(mesh.device)  # each thread has a current device of its own
         done.append(_outcome(work))
 
     thread = threading.Thread(target=run, name="moemesh-consensus", daemon=True)

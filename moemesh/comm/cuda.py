@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 def num_devices() -> int:
-    """Devices of this process; 0 where torch cannot compute on any."""
+    """Number of devices of this process; 0 where torch cannot compute on any."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def resolved(device: Device) -> str:
     """ "cpu" or "cuda". Auto is never the CPU on a machine with GPUs, unless an empty
-    CUDA_VISIBLE_DEVICES hides them: training there for days would be a mistake."""
+    CUDA_VISIBLE_DEVICES hides them: a run that trains on the CPU by mistake would take days."""
     if device != "auto":
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
@@ -49,7 +49,7 @@ def resolved(device: Device) -> str:
 def check(device: Device, num_ranks: int, dtype: str = "float32", *, shares: bool = False) -> None:
     """Raises DeviceError if `num_ranks` ranks on this machine cannot have the requested device, or
     cannot compute in `dtype` on it. `shares`: several ranks may have one device."""
-    num_ranks = min(num_ranks, 1) if shares else num_ranks
+    num_ranks = min(num_ranks, 1) if shares else num_ranks  # one device is enough for all
     if resolved(device) == "cpu":
         return
     available = num_devices()
@@ -102,10 +102,10 @@ def choose(
     several ranks, a rank's device is its device 0."""
     if resolved(device) == "cpu":
         return torch.device("cpu")
-    has_own = ranks_per_node > 1 and num_devices() == 1
-    check(device, 1 if has_own else ranks_per_node, dtype, shares=shares)
+    sees_one = ranks_per_node > 1 and num_devices() == 1
+    check(device, 1 if sees_one else ranks_per_node, dtype, shares=shares)
     index = local_rank % num_devices() if shares else local_rank
-    chosen = torch.device("cuda", 0 if has_own else index)
+    chosen = torch.device("cuda", 0 if sees_one else index)
     torch.cuda.set_device(chosen)
     if torch.cuda.get_device_capability(chosen) < GROUPED_CAPABILITY:
         _log.warning(
@@ -125,8 +125,8 @@ def agree(
     shares: bool = False,
 ) -> None:
     """Raises DeviceError if this rank's device cannot be in a group with those of the others: CPU
-    and CUDA, two compute capabilities, or (unless `shares`) one GPU of two ranks. Every rank calls
-    it."""
+    and CUDA, two compute capabilities, or (unless `shares`) one GPU for two ranks. Every rank calls
+    it; `store` carries what they compare."""
     facts: dict[str, str] = {"type": device.type, "host": gethostname()}
     if device.type == "cuda":
         facts["capability"] = _dotted(torch.cuda.get_device_capability(device))

@@ -66,7 +66,7 @@ _WATCHDOG_SECONDS = 60.0
 _VERDICT_SECONDS = 6.0
 #: Longest wait in seconds until a watcher has locked its folder: later, it could not start.
 _START_SECONDS = 5.0
-#: Node of a watched rank of another launcher, and the rendezvous folder of its watcher.
+#: Set by :func:`watch` in a rank of another launcher: its node, and the watcher's folder.
 _node: Node | None = None
 _watched: Path | None = None
 
@@ -84,14 +84,15 @@ class Ranks:
 
 def joined() -> bool:
     """Whether this process was started as a rank, by torchrun, by srun, by an operator or by
-    :func:`launch`. Raises RankError for variables that are incomplete or wrong."""
+    :func:`launch`; sets torchrun's variables in ``os.environ`` for a rank of srun. Raises RankError
+    for variables that are incomplete or wrong."""
     ranks = ranks_of(os.environ)
     os.environ.update(ranks)
     return bool(ranks)
 
 
 def num_joined() -> int:
-    """Number of ranks that were started, this one among them; 1 for a process that is none."""
+    """Number of ranks that were started, including this one; 1 without a launcher."""
     return _variable("WORLD_SIZE", 1)
 
 
@@ -100,7 +101,7 @@ def ranks_of_a_node(ranks: Sequence[int]) -> int:
     node or the launcher sets no LOCAL_WORLD_SIZE."""
     try:
         size = _variable("LOCAL_WORLD_SIZE", 0)
-    except RankError:  # of a program that has its process group from elsewhere
+    except RankError:  # a program may create its process group without these variables
         size = 0
     if not size:
         return 0
@@ -132,7 +133,7 @@ def attach() -> None:
     if progress.is_attached():
         return
     if not launched():
-        if joined():  # not watched; the rank itself reads how long it has waited
+        if joined():  # no other process reads this memory: the rank reports its waits itself
             progress.attach_memory(bytearray(RANK_BYTES), 0)
         return
     # This rank ends when the launcher is killed: else it would write into a folder that the next
@@ -155,7 +156,7 @@ def attach() -> None:
 def _show(folder: Path, rank: int) -> None:
     """Write exceptions, stacks and progress of this rank to `folder`, for the supervisor."""
     sys.excepthook = _report_and_print
-    # Kept open: the handler writes into it.
+    # The file stays open: the signal handler writes into it.
     faulthandler.register(STACK_SIGNAL, stack_file(folder, rank).open("w"), all_threads=True)
     progress.attach(folder / WORDS, rank)
 
@@ -204,12 +205,12 @@ def await_verdict() -> None:
 
 def refuse_interfaces() -> None:
     """Raises RankError where GLOO_SOCKET_IFNAME names an interface that this machine lacks."""
-    known = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    if wrong := [name for name in filter(None, names) if name not in known]:
+    if absent := [name for name in filter(None, names) if name not in interfaces]:
         raise RankError(
-            f"GLOO_SOCKET_IFNAME names {', '.join(wrong)}, but {socket.gethostname()} has only the "
-            f"interfaces {', '.join(known)}"
+            f"GLOO_SOCKET_IFNAME names {', '.join(absent)}, but {socket.gethostname()} has only "
+            f"the interfaces {', '.join(interfaces)}"
         )
 
 
@@ -255,13 +256,14 @@ def start(
     attach()
     if launched() and chosen.type == "cpu":
         keep_freed_memory()
+    # Ranks of one machine connect through loopback, whatever the host's name resolves to.
     if ranks_per_node == world_size and "GLOO_SOCKET_IFNAME" not in os.environ:
         loopback = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
         if loopback:
             os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
     timeout = timedelta(seconds=timeout_seconds)
-    waiting = progress.entered("rendezvous", "world", "start", range(world_size), 0)
-    progress.waiting(waiting)
+    ticket = progress.entered("rendezvous", "world", "start", range(world_size), 0)
+    progress.waiting(ticket)
     if launched():
         store: dist.Store = dist.FileStore(str(_launcher() / STORE), world_size)
         store.set_timeout(timeout)
@@ -339,7 +341,8 @@ def _connect(
             f"port {port} of {host} (MASTER_PORT) is in use: set MASTER_PORT to a free one, the "
             "same for all ranks"
         ) from None
-    # After a restart the store still holds the addresses of the dead ranks: one prefix an attempt.
+    # After a restart the store still holds the addresses of the dead ranks: each attempt has its
+    # own prefix.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"moemesh/attempt{attempt}", store)
     store.set_timeout(timeout)
@@ -396,9 +399,9 @@ def launch(
     entry: Sequence[str] | None = None,
     **watching: Any,
 ) -> int:
-    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here; returns the exit code.
-    Calls :func:`run_ranks` and prints the failure to stderr. `log_folder` None: the output of ranks
-    other than 0 is shown only if that rank fails."""
+    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks on this machine; returns the
+    exit code. Calls :func:`run_ranks` and prints the failure to stderr. `log_folder` None: the
+    output of a rank other than 0 is shown only if that rank fails."""
     with tempfile.TemporaryDirectory(prefix="moemesh-logs-") as scratch:
         logs = Path(scratch) if log_folder is None else log_folder
         ended = run_ranks(num_ranks, arguments, logs=logs, entry=entry, **watching)
@@ -415,8 +418,8 @@ def run_ranks(
     entry: Sequence[str] | None = None,
     **watching: Any,
 ) -> SupervisorResult:
-    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks here, until all have ended.
-    `entry`: Python's arguments in place of ``-m moemesh``. `watching`: keywords of
+    """Run ``python -m moemesh`` with `arguments` as `num_ranks` ranks on this machine, until all
+    have ended. `entry`: Python's arguments in place of ``-m moemesh``. `watching`: keywords of
     :class:`~moemesh.monitor.supervisor.Supervisor`.
 
     Rank 0 writes to this process's output; rank i to ``rank-i.out`` and ``rank-i.err`` in `logs`.
@@ -457,7 +460,7 @@ def _variable(name: str, default: int) -> int:
 def _report_and_print(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """``sys.excepthook`` of a rank."""
+    """``sys.excepthook`` of a rank. Ctrl-C in a rank of torchrun is not a failure of the rank."""
     if launched() or not isinstance(error, KeyboardInterrupt):
         report_failure(error)
     # The console shows one failure, the first: the launcher prints rank 0's if that is it.

@@ -27,8 +27,8 @@ from moemesh.config.shown import Shown
 from moemesh.trace.ledger import Ledger
 from moemesh.trace.machine import thread_states
 
-#: Axes besides "world" with a gloo group for numbers: sizes of exchanges (ep_etp), tokens of a step
-#: (dp_cp).
+#: Axes besides "world" that get a second group, of gloo, for integers on the CPU: sizes of
+#: exchanges (ep_etp), token counts of a step (dp_cp).
 HOST_AXES = ("ep_etp", "dp_cp")
 
 
@@ -37,8 +37,7 @@ class Axis:
     """One named group of ranks, seen from one of them.
 
     `ranks` are global ranks in ascending order, ``ranks[index]`` is this rank; `group` is None when
-    `size` is 1; `device` is where the tensors of its collectives live; `ledger` is where these are
-    entered.
+    `size` is 1; `device` holds the tensors of the axis's collectives; `ledger` records these.
     """
 
     name: str
@@ -103,9 +102,9 @@ class Mesh(Shown):
         host_groups: dict[tuple[int, ...], ProcessGroup | None] | None = None,
         global_ranks: tuple[int, ...] | None = None,
     ) -> None:
-        """Use :meth:`create`, :meth:`from_group` or :meth:`single`. `groups`: ranks in the mesh ->
-        their group, for the groups of this rank. `host_groups`: the same for gloo on the CPU; None
-        if `groups` are such groups. ``global_ranks[rank]`` defaults to ``rank``."""
+        """Use :meth:`create`, :meth:`from_group` or :meth:`single`. `groups`: the groups of this
+        rank by their members, which are numbered in the mesh. `host_groups`: the same for gloo on
+        the CPU; None if `groups` already use it. ``global_ranks[rank]`` defaults to ``rank``."""
         self.layout = layout
         self.rank = rank
         if device.type == "cuda" and device.index is None:
@@ -158,19 +157,17 @@ class Mesh(Shown):
         `layout` defaults to experts over all ranks (ep = dp = size); `device` is as in
         :meth:`Axis.from_group`. Raises ValueError when the layout has another number of ranks.
         """
-        whole = Axis.from_group(group, device=device)
-        layout = layout or Layout(dp=whole.size, ep=whole.size)
-        if layout.world_size != whole.size:
-            raise ValueError(
-                f"the layout needs {layout.world_size} ranks, {whole.size} are running"
-            )
+        axis = Axis.from_group(group, device=device)
+        layout = layout or Layout(dp=axis.size, ep=axis.size)
+        if layout.world_size != axis.size:
+            raise ValueError(f"the layout needs {layout.world_size} ranks, {axis.size} are running")
         group = _process_group(group)
-        # Ranks outside of the group take no part in making those inside of it.
+        # Ranks outside the group do not call this: its members create the smaller groups alone.
         is_local = group is not dist.group.WORLD
         if is_local and layout.pp > 1:
             raise ValueError(f"a pipeline (pp = {layout.pp}) needs a mesh over all ranks")
-        timeout = _timeout(group, whole.device)
-        groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(whole.size)): whole.group}
+        timeout = _timeout(group, axis.device)
+        groups: dict[tuple[int, ...], ProcessGroup | None] = {tuple(range(axis.size)): axis.group}
 
         def make_groups(
             groups: dict[tuple[int, ...], ProcessGroup | None],
@@ -183,20 +180,20 @@ class Mesh(Shown):
                     if len(ranks) == 1 or ranks in groups:
                         continue
                     groups[ranks] = None
-                    is_member = whole.index in ranks
+                    is_member = axis.index in ranks
                     if is_member or not is_local:
-                        members = [whole.ranks[rank] for rank in ranks]
-                        made = new_group(
+                        members = [axis.ranks[rank] for rank in ranks]
+                        created = new_group(
                             members, name=name, timeout=timeout, backend=backend, is_local=is_local
                         )
-                        groups[ranks] = made if is_member else None
+                        groups[ranks] = created if is_member else None
 
         make_groups(groups, AXES)
         host_groups = None
-        if whole.size > 1 and (whole.backend != "gloo" or whole.device.type != "cpu"):
+        if axis.size > 1 and (axis.backend != "gloo" or axis.device.type != "cpu"):
             host_groups = {}
             make_groups(host_groups, ("world", *HOST_AXES), "gloo")
-        return cls(layout, whole.index, whole.device, groups, host_groups, whole.ranks)
+        return cls(layout, axis.index, axis.device, groups, host_groups, axis.ranks)
 
     @classmethod
     def single(cls, device: torch.device | str) -> Mesh:
@@ -241,10 +238,10 @@ def new_group(
     All ranks of the world call this in one order; with `is_local` the members alone do.
 
     torch makes a group by splitting the communicator of a world that is bound to a device
-    (``init_process_group(device_id=...)``), and ``ncclCommSplit`` is collective over the whole
-    world. Two kinds of groups would wait in it for ever: those of gloo, whose members do not call
-    it while the others do, and those that their members make among themselves. For them the binding
-    is hidden; NCCL then connects them through the store, at their first use.
+    (``init_process_group(device_id=...)``), and ``ncclCommSplit`` is collective over the axis
+    world. With two kinds of groups its callers would wait for ever: with groups of gloo, whose
+    members do not call it, and with groups that the members create alone. For these the binding is
+    hidden during the call; a group of NCCL then connects through the store, at its first use.
     """
     world = dist.group.WORLD
     assert world is not None, "groups need a process group of all ranks"
@@ -263,36 +260,38 @@ def new_group(
         world.bound_device_id = device
 
 
-# Threads of process groups at the end of the interpreter. Such a thread drops its reference to an
-# operation after the rank that waited for it was woken. If it is the last one, the tensors of the
-# operation and the context of its backward are freed there, which needs the GIL. An interpreter
-# that ends unwinds a thread that waits for the GIL (before Python 3.14), and C++ answers that with
-# an abort of the process.
+# Threads of process groups at the end of the interpreter.
+#
+# Such a thread drops its reference to an operation after it has woken the waiting rank. If that is
+# the last reference, the thread frees the operation's tensors and the context of its backward,
+# which needs the GIL. Before Python 3.14 an interpreter that ends unwinds each thread that waits
+# for the GIL, and the C++ runtime then aborts the process.
 
 #: Prefixes of the names of these threads in torch.
 _GROUP_THREADS = ("pt_gloo", "pt_nccl")
 #: Seconds between two readings of their states, and the longest wait.
-_LOOK_SECONDS, _EXIT_SECONDS = 0.002, 5.0
+_POLL_SECONDS, _EXIT_SECONDS = 0.002, 5.0
 
 
 @atexit.register
 def _wait_for_group_threads() -> None:
-    """Release the GIL until no thread of a process group needs it: until all of them were asleep in
-    two readings without waking between them. A thread that waits for the GIL wakes up."""
+    """Release the GIL until no thread of a process group waits for it: until two readings show all
+    of them asleep, with equal counts of context switches. A thread that waits for the GIL wakes
+    up, which changes its counts."""
     before, threads = None, thread_states(_GROUP_THREADS)
-    if threads is None:
+    if threads is None:  # not Linux
         time.sleep(0.1)
         return
     deadline = time.monotonic() + _EXIT_SECONDS
     while threads and time.monotonic() < deadline:
         if threads == before and all(state[:1] == "S" for state, *_ in threads.values()):
             return
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
         before, threads = threads, thread_states(_GROUP_THREADS)
 
 
 def device_of(name: torch.device | str | int) -> torch.device:
-    """Raises UserError for a name that torch does not know."""
+    """``torch.device(name)``. Raises UserError for a name that torch does not know."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -308,14 +307,15 @@ def _process_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
                 f"choose one of {', '.join(map(str, names))}"
             )
         return group.get_group()
-    if group == dist.GroupMember.NON_GROUP_MEMBER:  # a number, which ranks outside get
+    # `new_group` returns this number instead of a group on ranks outside of it.
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"rank {dist.get_rank()} is not in the group")
     check_kind("group", group, ProcessGroup, "torch.distributed.new_group(ranks), or a DeviceMesh")
     return group
 
 
 def _timeout(group: ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout that the group was made with; new groups would fall back to torch's default."""
+    """The timeout of `group`. New groups receive it explicitly: torch would use its default."""
     return group._get_backend(device).options._timeout
 
 

@@ -4,12 +4,12 @@
     ...                                     # compute something else
     rows = pending.wait()
 
-The backward mirrors it: where the forward waited, the transposed exchange of the gradient starts;
-where the forward started, it is waited for. Autograd runs nodes in the reverse order of their
-creation, so what overlapped in the forward overlaps in the backward, in the same order on all
-ranks.
+The backward mirrors it: where the forward waited, the backward starts the transposed exchange of
+the gradient; where the forward started, the backward waits. Autograd runs nodes in the reverse
+order of their creation, so what overlapped in the forward overlaps in the backward, in the same
+order on all ranks.
 
-A :class:`Codec` makes rows smaller for the forward; gradients travel as they are.
+A :class:`Codec` makes rows smaller for the forward; gradients travel without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RowExchange(Protocol):
     def __call__(self, x: Tensor, /, *, phase: str) -> Callable[[], Tensor]: ...
 
 
-#: Wait of the exchange in flight, forward or backward; empty if none is.
+#: The function that waits for the exchange in flight (forward or backward); empty without one.
 Ends = list[Callable[[], Tensor]]
 
 
@@ -65,7 +65,7 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, link: Tensor, back: RowExchange, ends: Ends) -> Tensor:
-        # A leaf where the graph was cut (moemesh.ops.pending): its gradient is not read.
+        # `link` is a leaf if the graph was cut (moemesh.ops.pending): nothing reads its gradient.
         ctx.back, ctx.ends, ctx.is_cut = back, ends, link.is_leaf
         return ends.pop()()
 
@@ -82,12 +82,13 @@ def overlapped_exchange(
 ) -> Pending[Tensor]:
     """Start `there`; `wait()` returns the rows. Backward: `back`, its transpose, also asynchronous.
 
-    The value must be waited for exactly once, and all ranks must start and wait in the same order.
+    `wait()` must be called exactly once, and all ranks must start and wait in the same order.
     """
 
     def coded(x: Tensor, /, *, phase: str) -> Callable[[], Tensor]:
         assert codec is not None
-        end, width, dtype = there(codec.encode(x), phase=phase), x.shape[-1], x.dtype
+        width, dtype = x.shape[-1], x.dtype
+        end = there(codec.encode(x), phase=phase)
         return lambda: codec.decode(end(), width, dtype)
 
     ends: Ends = []
@@ -105,8 +106,8 @@ def overlapped_all_to_all(
     codec: Codec | None = None,
 ) -> Pending[Tensor]:
     """Asynchronous all_to_all along axis; `wait()` returns the rows. Backward: the transposed
-    all_to_all, also asynchronous. Splits as in :func:`moemesh.comm.collectives.all_to_all`; else as
-    :func:`overlapped_exchange`."""
+    all_to_all, also asynchronous. The splits are those of
+    :func:`moemesh.comm.collectives.all_to_all`, the rules those of :func:`overlapped_exchange`."""
     if axis.size == 1:
         return Pending.ready(x)
     begin = partial(transfers.all_to_all_start, axis=axis, caller=caller)
@@ -124,7 +125,7 @@ def overlapped_all_gather(
     codec: Codec | None = None,
 ) -> Pending[Tensor]:
     """Asynchronous all_gather along axis; `wait()` returns the rows. Backward: reduce_scatter, also
-    asynchronous. As :func:`overlapped_exchange`."""
+    asynchronous. The rules are those of :func:`overlapped_exchange`."""
     if axis.size == 1:
         return Pending.ready(x_TH)
     there = partial(transfers.all_gather_start, axis=axis, sizes=sizes, caller=caller)

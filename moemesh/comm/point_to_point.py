@@ -23,8 +23,8 @@ from moemesh.trace.wire import WireBytes
 # Messages between two ranks of an axis, blocking and not, entered as "send_receive".
 #
 # Both sides know shape and dtype. The sender enters the bytes as sent, the receiver as received.
-# Messages between the same two ranks with the same `tag` arrive in the order they were started;
-# NCCL knows no tags and needs sends and receives of one moment in one :func:`exchange`.
+# Messages between the same two ranks with the same `tag` arrive in the order they were started.
+# NCCL has no tags: sends and receives that overlap in time must be in one :func:`exchange`.
 
 
 def send(x: Tensor, axis: Axis, destination_index: int, *, phase: str, caller: str) -> None:
@@ -70,8 +70,9 @@ def exchange(
     caller: str,
     tag: int = 0,
 ) -> list[PendingWork]:
-    """Start all `sends` (tensor, destination index) and `receives` (tensor, source index) at once.
-    Wait for every work returned. The only safe way on NCCL when two ranks send to each other."""
+    """Start all `sends` (tensor, destination index) and `receives` (tensor, source index) at once;
+    the caller waits for every returned work. On NCCL this is the only safe way when two ranks send
+    to each other."""
     if any(staged.is_staged(x, axis) for x, _ in (*sends, *receives)):
         keys: dict[str, Any] = {"phase": phase, "caller": caller, "tag": tag}
         works = [start_send(x, axis, index, **keys) for x, index in sends]
@@ -84,7 +85,7 @@ def exchange(
             tickets.append(_enter(is_sent, x, axis, index, phase, caller))
             operations.append(dist.P2POp(operation, x, axis.ranks[index], axis.group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
-    # NCCL returns one work for all of them.
+    # NCCL returns one work for all operations: then the first ticket stands for all.
     return [
         PendingWork([work], ticket=ticket) for work, ticket in zip(works, tickets, strict=False)
     ]
@@ -108,10 +109,10 @@ def _enter(
 # Queues of messages between pairs of ranks of an axis, for traffic known beforehand.
 #
 # Every ordered pair of ranks has its own queue: the receiver takes messages in the order in which
-# the sender sends them, and both count. On gloo the number is the message's tag, so a mis-ordered
-# message hangs until the timeout instead of meeting a tensor of equal shape. NCCL knows no tags and
-# gives one channel to an *unordered* pair, in which two ranks that send to each other would wait
-# for each other: there every ordered pair has a process group of its own.
+# the sender sends them, and both ranks count them. On gloo the count is the message's tag, so a
+# mis-ordered message hangs until the timeout instead of filling a wrong tensor of equal shape. NCCL
+# has no tags and gives one channel to an *unordered* pair, in which two ranks that send to each
+# other would wait for each other: on NCCL every ordered pair has a process group of its own.
 
 
 #: Number of tags before they wrap around: gloo's have 31 bits.
@@ -122,8 +123,9 @@ class Channels:
     """Message queues of this rank with other ranks of `axis`, one for each of `pairs`: (source,
     destination) indices in the axis. All ranks of the mesh create them at the same point.
 
-    Their process groups are separate from that of the axis, so that no other message can take their
-    place. `on_host`: messages are CPU tensors and travel by gloo, whatever the mesh uses.
+    The queues have process groups separate from that of the axis, so that no other message of the
+    axis is taken for one of theirs. `on_host`: messages are CPU tensors and travel by gloo,
+    whatever the mesh uses.
     """
 
     def __init__(
@@ -135,8 +137,8 @@ class Channels:
             self.axis = replace(self.axis, device=torch.device("cpu"))
         #: Process group of each (source, destination).
         self._groups: dict[tuple[int, int], ProcessGroup] = {}
-        #: Whether messages and receives are matched by tags, on gloo. A receive of NCCL occupies
-        #: the device: kernels that must wait for it wait until the message arrives.
+        #: True for gloo, which matches messages and receives by tags, and whose pending receives
+        #: leave the device free. A pending receive of NCCL blocks all kernels ordered after it.
         self.tagged = True
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
@@ -158,18 +160,20 @@ class Channels:
                     self._groups[source, destination] = group
 
     def send(self, x: Tensor, destination: int, *, phase: str, caller: str) -> PendingWork:
-        """Start to send to index `destination`; keep `x` (contiguous) as it is until ``wait``."""
-        tag, group = self._next(self._num_sent, destination), (self.axis.index, destination)
+        """Start to send to index `destination`; keep `x` (contiguous) as it is until ``wait()``."""
+        tag = self._next(self._num_sent, destination)
+        group = self._groups[self.axis.index, destination]
         labels = {"phase": phase, "caller": caller}
-        return start_send(x, self.axis, destination, **labels, tag=tag, group=self._groups[group])
+        return start_send(x, self.axis, destination, **labels, tag=tag, group=group)
 
     def receive(self, into: Tensor, source: int, *, phase: str, caller: str) -> PendingWork:
         """Start to receive the next message of index `source`; it is in `into` after ``wait()``."""
-        tag, group = self._next(self._num_received, source), (source, self.axis.index)
+        tag = self._next(self._num_received, source)
+        group = self._groups[source, self.axis.index]
         labels = {"phase": phase, "caller": caller}
-        return start_receive(into, self.axis, source, **labels, tag=tag, group=self._groups[group])
+        return start_receive(into, self.axis, source, **labels, tag=tag, group=group)
 
-    def _next(self, numbers: Counter[int], other: int) -> int:
-        """Count the next message with index `other` in `numbers`; returns its tag."""
-        numbers[other] += 1
-        return numbers[other] % _NUM_TAGS if self.tagged else 0
+    def _next(self, counts: Counter[int], peer: int) -> int:
+        """Count the next message to or from index `peer` in `counts`; returns its tag."""
+        counts[peer] += 1
+        return counts[peer] % _NUM_TAGS if self.tagged else 0

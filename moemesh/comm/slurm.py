@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from moemesh.config.errors import UserError
 from moemesh.monitor.devices import FOLDER_VARIABLE
 
-#: Ports of the first rank, below those that the system gives to outgoing connections: 64 steps of
-#: each of 355 jobs with successive numbers have ports of their own.
+#: MASTER_PORT follows from the numbers of job and step: 64 steps of each of 355 successive jobs
+#: have different ports, from 10,000 on, below those that Linux gives to outgoing connections.
 FIRST_PORT, NUM_JOBS, NUM_STEPS = 10_000, 355, 64
+#: Variables of which any one marks a process as a rank.
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 #: Variables with the number of processes of mpirun: Open MPI, MPICH and Intel MPI, MVAPICH.
@@ -53,7 +54,7 @@ def ranks_of(environment: Mapping[str, str]) -> dict[str, str]:
                 f"{name} is {state}, but {', '.join(given)} are set as for a rank: set it, or "
                 "unset them all"
             )
-    lowest = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+    lowest = {"WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}  # 0 for the others
     numbers = dict[str, int]()
     for name in ranks.keys() - {"MASTER_ADDR"}:
         least, text = lowest.get(name, 0), ranks[name]
@@ -85,10 +86,10 @@ def ranks_of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     inside of one. Raises SlurmError if the tasks of a node do not have successive numbers: layouts
     expect successive ranks on a node.
     """
-    wanted = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
-    if "RANK" in environment or any(name not in environment for name in wanted):
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    if "RANK" in environment or any(name not in environment for name in names):
         return {}
-    num_tasks, rank, local_rank, node = (int(environment[name]) for name in wanted)
+    num_tasks, rank, local_rank, node = (int(environment[name]) for name in names)
     if num_tasks == 1:
         return {}
     tasks = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(num_tasks)))

@@ -1,8 +1,8 @@
 """Operations of torch.distributed, through the host where gloo carries tensors of a device.
 
 gloo sums and broadcasts tensors of a device, but neither sends them nor exchanges them. Ranks that
-share a GPU have no other backend: NCCL refuses two ranks on one device. Here such tensors are
-copied to the host and back; on every other axis a call is torch's own.
+share a GPU have no other backend: NCCL refuses two ranks on one device. This module copies such
+tensors to the host and back; on every other axis a call is torch's own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from moemesh.monitor.progress import Ticket
 
 
 class PendingWork:
-    """Pending operations of the backend as one. `kept`: tensors that it reads until they end;
-    `then` is called after their end; `ticket`: the operation that a rank that waits shows in its
-    progress record."""
+    """Pending operations of the backend as one. `kept`: tensors that must stay alive until their
+    end; `then` is called after it; `ticket`: the operation that the progress record shows while
+    this rank waits."""
 
     def __init__(
         self,

@@ -12,9 +12,9 @@ What differs from torch's own operations, and why (measured on gloo, 4 ranks, 32
   uneven blocks, no copies.
 * all_to_all is n-1 receives, then n-1 sends. gloo's own posts each send before its receive: a rank
   that comes late then fills the connection with its rows before it announces that it is ready to
-  receive, and the two directions of a slow link take turns (docs/results/dispatch.md). Where little
-  is sent that does not matter, and gloo's own takes a third of the processor time: few bytes are
-  gathered and reduce-scattered by it, too.
+  receive, and the two directions of a slow link take turns (docs/results/dispatch.md). For small
+  tensors that does not matter, and gloo's own all_to_all takes a third of the processor time: it
+  also gathers and reduce-scatters small tensors.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from moemesh.trace.wire import WireBytes
 # All-gather and all-to-all from single messages, so that both directions of a link are used.
 
 
-# Tags of the messages inside all_gather and all_to_all, so that they never meet a pipeline's on the
-# same group. Messages of one tag between two ranks arrive in the order in which they were started.
+# Tags of the messages inside all_gather and all_to_all: no receive of a pipeline on the same group
+# can match them. Messages of one tag between two ranks arrive in the order they were started.
 _GATHER_TAG = 7401
 _EXCHANGE_TAG = 7402
 #: First tag that is free for exchanges that number themselves.
@@ -67,13 +67,14 @@ def send_and_receive(
     return PendingWork(works, kept=blocks)
 
 
-# torch 2.13 renamed both and warns about the old names.
+# torch 2.13 renamed these two functions and warns about the old names.
 _all_gather_nccl = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_nccl = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # Up to these sizes gloo's own all_to_all is used. All ranks must decide alike: by the bytes of all
-# rows if every rank has all block sizes, else by those of one row (weights and ids are short).
+# rows if every rank has all block sizes, else by the bytes of one row (rows of weights and of ids
+# are short).
 _FEW_BYTES = 1 << 16
 _SHORT_ROW_BYTES = 64
 
@@ -117,7 +118,7 @@ def all_gather_start(
         work = send_and_receive([_raw(x)] * axis.size, parts, axis, _GATHER_TAG)
     elif _is_nccl(axis) and len(set(blocks)) == 1:
         work = _all_gather_nccl(_raw(gathered), _raw(x), group=axis.group, async_op=True)
-    else:
+    else:  # small, or uneven on NCCL: an all-to-all that sends the same rows to every rank
         repeated = _raw(x).repeat(axis.size, *(1 for _ in x.shape[1:]))
         inputs = [blocks[axis.index]] * axis.size
         work = staged.all_to_all_single(_raw(gathered), repeated, blocks, inputs, axis)
@@ -152,7 +153,8 @@ def reduce_scatter_start(
     row_bytes = _row_bytes(x)
     moved = wire.reduce_scatter([rows * row_bytes for rows in blocks], axis.index)
     ticket = record(axis, "reduce_scatter", phase, caller, moved)
-    x, dtype, num_rows = x.contiguous(), x.dtype, blocks[axis.index]
+    x, dtype = x.contiguous(), x.dtype
+    num_rows = blocks[axis.index]
     if _is_nccl(axis) and len(set(blocks)) == 1 and not in_tree:
         reduced = x.new_empty(num_rows, *x.shape[1:])
         work = _reduce_scatter_nccl(reduced, x, group=axis.group, async_op=True)
@@ -176,7 +178,7 @@ def reduce_scatter_start(
         if dtype in (torch.bfloat16, torch.float16):
             total = torch.add(parts[0].float(), parts[1])
         else:
-            # The order of the first two changes no bit.
+            # The sum of the first two has the same bits in either order.
             into = parts[1 if axis.index == 0 else 0] if in_place else None
             total = torch.add(parts[0], parts[1], out=into)
         for part in parts[2:]:
@@ -232,9 +234,9 @@ def all_reduce_(
 
 
 def all_reduce_in_tree_(tensor: Tensor, axis: Axis, *, phase: str, caller: str) -> None:
-    """Sum over the axis in place, added in a balanced binary tree over its ranks. The bits depend
-    on the ranks' order alone: reduce-scatter as an all-to-all, then all-gather. The same bytes as a
-    ring; slower, because nothing of it overlaps."""
+    """Sum over the axis in place, added in a balanced binary tree over its ranks: the bits of the
+    sum depend on the ranks' order alone. A reduce-scatter (as an all-to-all), then an all-gather:
+    these send as many bytes as a ring, and take longer, because nothing overlaps."""
     if axis.size == 1:
         return
     flat = tensor.view(-1)
@@ -345,8 +347,8 @@ def record(
     *,
     pair: tuple[int, int] | None = None,
 ) -> Ticket | None:
-    """Enter one operation in the ledger of `axis` and in this rank's progress word. Returns the
-    argument of :func:`moemesh.monitor.progress.waiting`. `pair`: (source, destination) of a message
+    """Enter one operation in the ledger of `axis` and in this rank's progress record. Returns the
+    ticket for :func:`moemesh.monitor.progress.waiting`. `pair`: (source, destination) of a message
     (:func:`pair_of`); None for a collective."""
     axis.ledger.record(axis=axis.name, op=op, phase=phase, caller=caller, **moved._asdict())
     if pair is not None:
@@ -356,7 +358,8 @@ def record(
 
 @cache
 def pair_of(source: int, destination: int) -> tuple[int, int]:
-    """(source, destination) as global ranks; one object for each pair."""
+    """(source, destination) as global ranks: always the same object for the same pair, by which
+    :func:`moemesh.monitor.progress.entered` identifies a group."""
     return source, destination
 
 
@@ -384,6 +387,7 @@ def _raw(x: Tensor) -> Tensor:
 
 
 def _row_bytes(x: Tensor) -> int:
+    """Bytes of one row of `x`, which may have no rows."""
     return x.shape[1:].numel() * x.element_size()
 
 
