@@ -85,7 +85,7 @@ def exchange(
             tickets.append(_enter(is_sent, x, axis, index, phase, caller))
             operations.append(dist.P2POp(operation, x, axis.ranks[index], axis.group, tag))
     works = dist.batch_isend_irecv(operations) if operations else []
-    # NCCL returns one work for all operations: then the first ticket stands for all.
+    # NCCL returns one work for all operations: only the first ticket is shown while it is awaited.
     return [
         PendingWork([work], ticket=ticket) for work, ticket in zip(works, tickets, strict=False)
     ]

@@ -236,7 +236,7 @@ def all_reduce_(
 def all_reduce_in_tree_(tensor: Tensor, axis: Axis, *, phase: str, caller: str) -> None:
     """Sum over the axis in place, added in a balanced binary tree over its ranks: the bits of the
     sum depend on the ranks' order alone. A reduce-scatter (as an all-to-all), then an all-gather:
-    these send as many bytes as a ring, and take longer, because nothing overlaps."""
+    these send the bytes of a ring, and take longer, because nothing overlaps."""
     if axis.size == 1:
         return
     flat = tensor.view(-1)

@@ -124,8 +124,8 @@ def _gather(
 
 # Heads for positions: every rank computes some heads over whole sequences.
 #
-# Jacobs et al., "DeepSpeed Ulysses", 2023 (arXiv:2309.14509). Where the query heads of several
-# ranks read one key/value head, it goes to each of them: its gradient is the sum of theirs.
+# Jacobs et al., "DeepSpeed Ulysses", 2023 (arXiv:2309.14509). A key/value head that query heads of
+# several ranks read is sent to each of these ranks, and its gradient is the sum of their gradients.
 
 
 class HeadShards(KeyValues):
@@ -156,11 +156,12 @@ class HeadShards(KeyValues):
             key, value = key.index_select(1, heads), value.index_select(1, heads)
         if sinks_N is not None:
             sinks_N = sinks_N[share.queries.start : share.queries.stop]
-        whole = (range(visible.length),)
-        seen = visible.between(whole, whole)
+        all_positions = (range(visible.length),)
+        seen = visible.between(all_positions, all_positions)
         y = attention((query, key, value), seen, sinks_N=sinks_N, scale=scale)
         # [B, heads of this rank, all positions, D] -> [B, heads, own positions, D].
-        sizes, (num_sequences, own_heads, _, width) = context_sizes(visible.length, ranks), y.shape
+        sizes = context_sizes(visible.length, ranks)
+        num_sequences, own_heads, _, width = y.shape
         ordered = in_rank_order(y.permute(2, 0, 1, 3), ranks)
         received = collectives.all_to_all(
             ordered.reshape(-1, width),
@@ -169,7 +170,7 @@ class HeadShards(KeyValues):
             [sizes[index] * num_sequences * own_heads] * ranks,
             caller="context.positions",
         )
-        # Blocks of own positions, one a rank, whose heads follow one another.
+        # From each rank a block of its heads for this rank's positions, in the order of the heads.
         shape = (ranks, sizes[index], num_sequences, own_heads, width)
         return received.view(shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
@@ -177,7 +178,7 @@ class HeadShards(KeyValues):
         """[B, heads, own positions, D] each -> [B, heads of this rank, all positions, D] each.
         ``parts``: a tensor, and which of its heads each rank gets."""
         sizes, index = context_sizes(length, self.axis.size), self.axis.index
-        # Rows of one exchange are equally wide: all head sizes are whole numbers of them.
+        # All rows of an exchange have one width: a common divisor of the head sizes.
         width = gcd(*(x.shape[3] for x, _ in parts))
 
         def num_rows(x: Tensor, heads: range, positions: int) -> int:
@@ -217,12 +218,12 @@ class HeadShards(KeyValues):
 # Ring attention: keys and values travel once round the ranks while these compute.
 #
 # Liu et al., "Ring Attention with Blockwise Transformers", 2023 (arXiv:2310.01889). In the backward
-# a block collects its gradient while it travels: the first rank after its owner sends it with its
-# part, and the last rank returns it to the owner. Sums are at least fp32. A message is in flight
-# while the previous block is computed. Ranks skip the queries that see nothing of a block.
+# the gradient of a block travels one step after the block: each rank after the owner adds its part,
+# and the last one sends the sum to the owner. Sums are at least fp32. A message is in flight while
+# the previous block is computed. Ranks skip the queries that see nothing of a block.
 
 
-#: Tags: messages of blocks and of their gradients share pairs of ranks.
+#: Tags of messages with blocks, and with their gradients, between the same two ranks.
 _KEYS_TAG, _GRADIENTS_TAG = 1, 2
 
 
@@ -273,8 +274,8 @@ class _Ring:
     def send_on(
         self, block: Tensor, step: int, *, phase: str, caller: str, tag: int
     ) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send `block`, the one of `step`, to the next rank, and to receive the next one;
-        keep both until all works have been waited for."""
+        """Start to send `block` (of `step`) to the next rank, and to receive the block of the next
+        step; the caller keeps both until it has waited for all works."""
         axis = self.axis
         rows = self.num_sequences * self.num_heads * self.sizes[self.source(step + 1)]
         into = block.new_empty(rows * (self.key_size + self.value_size))
@@ -302,7 +303,7 @@ class RingPass:
         query_BNSD, *pair = qkv
         ring = _Ring(self.axis, self.visible, *pair)
         by_query = torch.zeros_like(query_BNSD, dtype=wide(query_BNSD.dtype))
-        own = collected = query_BNSD
+        own = collected = query_BNSD  # replaced at the first two steps
         pending: list[dist.Work] = []
         for step, block in enumerate(ring.blocks(*pair, "backward")):
             key, value, seen = block

@@ -30,12 +30,12 @@ class GradientNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class Addends:
-    """Pieces of gradients whose sums of squares this rank adds to the vector of the norm, and their
-    elements of it.
+    """Pieces of gradients whose sums of squares this rank adds to the vector of the norm, and the
+    element of the vector to which each is added.
 
-    The vector has an element for every logical tensor, and one for each expert of a stack. A rank
+    The vector has an element for every logical tensor, and for a stack one for each expert. A rank
     adds the squares of the numbers that it owns and counts. The record does not depend on the
-    gradients' values: it serves all steps with the same placements.
+    gradients' values: all steps with the same placements use it.
     """
 
     #: Length of the vector.
@@ -154,7 +154,7 @@ def sums_of_squares(pieces: list[Tensor]) -> Tensor:
 
 
 def norm_of(squares: Tensor) -> GradientNorm:
-    """The norm from the vector of all owners' addends, or from its sum."""
+    """The norm from the vector of :func:`gradient_squares`, summed over all ranks."""
     total = float(squares.sum())
     return GradientNorm(value=math.sqrt(total), is_finite=math.isfinite(total))
 

@@ -56,7 +56,7 @@ from moemesh.sharding.parameters import (
 # Legend: E experts of a layer, P ranks of ep.
 #
 # Every rank of ep puts its chosen experts first, in ``experts.gate_up`` and so on, the others after
-# them in ``experts.rest``. The number of chosen ones may differ from rank to rank, and be 0.
+# them in ``experts.rest``. The number of chosen experts may differ between ranks, and be 0.
 # The router, losses, loads and checkpoints name experts by logical id, as with migrated experts
 # (:mod:`moemesh.parallel.expert.homes`): ids become places right before the dispatcher.
 
@@ -72,7 +72,7 @@ def split_experts(model: Transformer, plan: Plan, tuning: Tuning, mesh: Mesh) ->
         order = [expert for trained, rest in shares for expert in (*trained, *rest)]
         moe.place_E = torch.argsort(torch.tensor(order, device=mesh.device))
         trained, rest = shares[mesh["ep"].index]
-        first = min((*trained, *rest))
+        first = min((*trained, *rest))  # the lowest id on this rank: `split` counts from there
         moe.experts.split([e - first for e in trained], [e - first for e in rest])
 
 
@@ -144,23 +144,24 @@ def parallelize(
             "they read have been freed: it needs plan.data = zero2, zero1 or replicate"
         )
     parts = stage_parts(config, plan, schedule)
-    begin = first_unit(tuning, config, plan)
-    ends_at = first_stage(begin, [part.layers for part in parts])
-    schedule = replace(schedule, first_trained_stage=ends_at)
+    first_trained = first_unit(tuning, config, plan)
+    stage = first_stage(first_trained, [part.layers for part in parts])
+    schedule = replace(schedule, first_trained_stage=stage)
     held = parts_of(schedule, parts, mesh["pp"].index)
     model = make_model(config, list(held.values()), dtype)
-    model.without_backward = units_without_backward(begin, config)
+    model.without_backward = units_without_backward(first_trained, config)
     set_seams(model, plan, mesh)
     notes = set_experts(model, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank)
     set_recompute(model, plan, mesh.ledger)
+    # The stacks of experts are still whole: `split_experts` cuts them after their initialization.
     fill(model, placements(config, plan), mesh, seed=seed, dtype=dtype)
     split_experts(model, plan, tuning, mesh)
-    where = placements(config, plan, holders(config, plan, schedule, parts), tuning)
+    placement_of = placements(config, plan, holders(config, plan, schedule, parts), tuning)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(where[name].trains)
+        parameter.requires_grad_(placement_of[name].trains)
     reducer = GradientReducer(
         [
-            (name, parameter, where[name])
+            (name, parameter, placement_of[name])
             for name, parameter in model.named_parameters()
             if parameter.numel()
         ],
@@ -186,7 +187,7 @@ def parallelize(
     return RankModel(
         model=model,
         mesh=mesh,
-        placements=where,
+        placements=placement_of,
         reducer=reducer,
         pipeline=Pipeline(
             schedule,
@@ -259,8 +260,7 @@ def fill(
 
 def set_seams(model: Transformer, plan: Plan, mesh: Mesh) -> None:
     """Replace the seams of the model for cp and tp: the tokens of the residual stream, boundaries
-    of blocks whose weights are sharded over tp, keys of positions of other ranks, the vocabulary.
-    """
+    of blocks whose weights are sharded over tp, keys that other ranks hold, the vocabulary."""
     tp, cp = mesh["tp"], mesh["cp"]
     if mesh["stage"].size > 1:
         # Layers sum over the tokens of all ranks.

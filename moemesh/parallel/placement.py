@@ -1,9 +1,9 @@
 """Placement of parameters: sharded dims, own slices, and the axis of each gradient sum.
 
-The table of the parameters and of the sums of their gradients is that of
-:mod:`moemesh.sharding.parameters`. Pipeline ranks hold different parameters. If two of them hold
-the same one (mirrored pipes, an embedding tied to the head), its gradient is summed over the axis
-`mirror` as well.
+:mod:`moemesh.sharding.parameters` has the table of the parameters and of the sums of their
+gradients. Pipeline ranks hold different parameters. If two of them hold the same parameter
+(mirrored pipes, an embedding tied to the head), its gradient is summed over the axis `mirror` as
+well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moemesh.sharding.parameters import ParameterTensor, tuned_tensors
 #
 # Under ``plan.data = replicate`` these are the whole local tensor. With sharded states they are a
 # range of the flattened local tensor, which need not start or end at a row: in the logical tensor
-# it covers a few boxes.
+# the range covers a few boxes (:mod:`moemesh.sharding.boxes`).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class OwnRange:
 
 
 def part_of(tensor: Tensor, own: OwnRange, numbers: range) -> Tensor:
-    """The range `numbers` of the flattened local tensor, from `tensor`, the part `own` of it."""
+    """The range `numbers` of the flattened local tensor: a view of `tensor`, which holds the range
+    `own` of it."""
     start = numbers.start - own.numbers.start
     return tensor.view(-1)[start : start + len(numbers)]
 
@@ -54,15 +55,16 @@ class Placement(ParameterTensor):
         return self.slices_at(mesh.layout, mesh.layout.coordinates(mesh.rank))
 
     def parts_of_expert(self, mesh: Mesh) -> list[tuple[range, ...]]:
-        """The parts of each expert of a stack that this rank holds, in the order of its memory."""
-        whole, etp = self.slices(mesh)[1:], mesh["etp"]
+        """Boxes of one expert (a range of each of its dims) that this rank holds of each expert of
+        a stack, in the order of its memory: one box for each block that etp shards."""
+        local, etp = self.slices(mesh)[1:], mesh["etp"]
         if self.blocks == 1 or etp.size == 1:
-            return [whole]
+            return [local]
         assert self.shards["etp"] == 1, "parts of blocks follow one another in memory"
         size = self.shape[1] // self.blocks
         held = shard_range(size, etp.size, etp.index)
         starts = range(0, self.shape[1], size)
-        return [(range(at + held.start, at + held.stop), *whole[1:]) for at in starts]
+        return [(range(at + held.start, at + held.stop), *local[1:]) for at in starts]
 
     def experts(self, mesh: Mesh) -> Sequence[int]:
         """The logical ids of the experts that this rank holds, in the order of its stack."""
@@ -101,11 +103,11 @@ def placements(
     """Placements of all parameters of the model of `config`. `holders`: parameter name -> pipeline
     ranks that hold it; None: one pipeline rank. `tuning`: the parameters that train; where only
     some experts of a layer do, the others are stacks of their own, under ``experts.rest``."""
-    whole: dict[str, Placement] = {}
+    by_name: dict[str, Placement] = {}
     for tensor in tuned_tensors(config, plan, tuning):
         placement = Placement(**vars(tensor))
         if holders is not None:
             stack = tensor.name.replace(".experts.rest.", ".experts.")
             placement = replace(placement, holders=holders[stack])
-        whole[tensor.name] = placement
-    return whole
+        by_name[tensor.name] = placement
+    return by_name

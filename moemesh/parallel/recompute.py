@@ -2,7 +2,7 @@
 
 | plan.recompute | kept of a layer | recomputed | communication repeated |
 |---|---|---|---|
-| none | all that autograd wants | nothing | nothing |
+| none | all tensors that autograd saves | nothing | nothing |
 | selective | inputs of matrix products, and most outputs | see below | keys of other cp ranks |
 | full | the residual stream before it | its forward | what enters its blocks, dispatch |
 
@@ -97,9 +97,9 @@ class _Place:
 class _Frame:
     """One run of a part: its input, and the places of the tensors that its backward reads.
 
-    Same as ``torch.utils.checkpoint(use_reentrant=False)`` with early stop, except that recomputed
-    tensors enter the memory profile (:class:`~moemesh.ops.saved.Held`). The state of random number
-    generators is not saved: our random numbers are functions of ids.
+    It works like ``torch.utils.checkpoint(use_reentrant=False)`` with early stop, except that
+    recomputed tensors enter the memory profile (:class:`~moemesh.ops.saved.Held`), and that the
+    state of random number generators is not saved: our random numbers are functions of ids.
     """
 
     def __init__(self, part: Callable[[Any, Context], Any], x: Any, context: Context) -> None:
@@ -112,6 +112,8 @@ class _Frame:
         self._computed: dict[int, Held] = {}
 
     def pack(self, tensor: Tensor) -> _Place:
+        """The place of the next tensor that the forward saves. It is weak in this frame: a tensor
+        whose place autograd has dropped is not kept when it is recomputed."""
         place = _Place(self, len(self._places))
         self._places.append(weakref.ref(place))
         return place

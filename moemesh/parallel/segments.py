@@ -13,7 +13,8 @@ the transposed exchange is in flight.
 | combine ends, sums | results in flight, stream, shared experts | the combine's backward |
 
 Cutting does not change the results: inside a segment autograd runs the same nodes in the same
-order, and adds to the gradients of later segments, which come first in the whole graph, too.
+order, and adds to the gradients of later segments, whose backward runs first in the uncut graph,
+too.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from moemesh.sharding.context import context_runs, context_sizes
 # X: 2, sums of squares of queries and of keys, for a norm over all heads. Rows that enter have the
 # width H, or that of the latents of MLA. The first two exits shard the output weight over its
 # input (row parallelism); the third keeps it whole on every rank, and its gradient is partial over
-# tp. Per rank and direction they send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
+# tp. Per rank and direction the exits send (N-1)/N T H, 2(N-1)/N T H and (N-1)/N^2 T A numbers.
 
 
 class ReduceScatterBoundary(Boundary):
@@ -43,7 +43,8 @@ class ReduceScatterBoundary(Boundary):
         self.axis, self.caller = axis, caller
 
     def enter(self, x_TH: Tensor, num_tokens: int) -> Tensor:
-        """Own rows of the stream -> all rows; backward: partial gradients are reduce-scattered."""
+        """This rank's rows of the stream -> all rows [T, H]; backward: partial gradients are
+        reduce-scattered."""
         sizes = shard_sizes(num_tokens, self.axis.size)
         return collectives.all_gather(x_TH, self.axis, sizes, caller=f"{self.caller}.enter")
 
@@ -59,7 +60,7 @@ class ReduceScatterBoundary(Boundary):
 
 
 class AllReduceBoundary(ReduceScatterBoundary):
-    """All-reduce, then keep own rows: twice the bytes of a reduce-scatter. For comparison."""
+    """All-reduce, then keep this rank's rows: twice a reduce-scatter's bytes. For comparison."""
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         caller = f"{self.caller}.leave"
@@ -69,18 +70,18 @@ class AllReduceBoundary(ReduceScatterBoundary):
 
 
 class AllToAllBoundary(ReduceScatterBoundary):
-    """Exchange heads for tokens, then project own rows with the whole weight. Sends N times fewer
-    bytes than a reduce-scatter (for A = H), but needs memory for the whole weight, and a sum of its
-    gradient over tp once a step. No activations are summed in low precision."""
+    """Exchange heads for tokens, then project this rank's rows with the whole weight. Sends N times
+    fewer bytes than a reduce-scatter (for A = H), but needs memory for the whole weight, and a sum
+    of its gradient over tp once a step. No activations are summed in low precision."""
 
     def leave(self, y_TA: Tensor, weight_HA: Weight) -> Tensor:
         sizes = shard_sizes(len(y_TA), self.axis.size)
-        own = sizes[self.axis.index]
-        # One block of own rows from each rank, in the order of the ranks' heads.
+        num_own = sizes[self.axis.index]
+        # From each rank a block of its heads for this rank's rows, in the order of the heads.
         blocks = collectives.all_to_all(
-            y_TA, self.axis, sizes, [own] * self.axis.size, caller=f"{self.caller}.leave"
+            y_TA, self.axis, sizes, [num_own] * self.axis.size, caller=f"{self.caller}.leave"
         )
-        rows = blocks.view(self.axis.size, own, y_TA.shape[1]).transpose(0, 1).flatten(1)
+        rows = blocks.view(self.axis.size, num_own, y_TA.shape[1]).transpose(0, 1).flatten(1)
         return linear(rows, weight_HA)
 
 
@@ -108,7 +109,7 @@ class ShardedTokens(Tokens):
 
     def __init__(self, mesh: Mesh, stage: str = "stage") -> None:
         self.axis, self.context, self.stage = mesh["tp"], mesh["cp"], mesh[stage]
-        #: The ranks that share sequences.
+        #: Axis of the ranks that hold tokens of the same sequences.
         self.sharing = mesh["cp_tp"] if self.context.size > 1 else self.axis
 
     def runs(self, length: int) -> Runs | None:
@@ -139,12 +140,12 @@ class ShardedTokens(Tokens):
         return largest
 
 
-# Embedding and loss with the vocabulary's rows sharded over tp: no rank ever holds full logits.
+# Embedding and loss with the vocabulary's rows sharded over tp: the loss needs no full logits.
 #
 # | step | in | out | forward comm | backward comm |
 # |---|---|---|---|---|
 # | embed | T ids | T/N x H | reduce_scatter of partial rows | all_gather |
-# | cross_entropy | T/N x H | T losses | all_gather, all_reduce (3 a token) | reduce_scatter |
+# | cross_entropy | T/N x H | T losses | all_gather, all_reduce of 3 T numbers | reduce_scatter |
 
 
 class ShardedVocabulary(Vocabulary):

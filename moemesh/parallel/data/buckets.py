@@ -8,6 +8,7 @@
 | :class:`ScatteredBucket` (zero2) | own | all | as zero1, a reduce_scatter after every backward |
 | `GatheredBucket` (zero3) | own | own | as zero2, but all_gather of weights before use |
 
+*own*: the range of the bucket's flat vector that this rank owns.
 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.)
 Parameters that do not train have neither gradients nor sums: their buckets hold weights only, which
 are sharded and gathered under zero3. Gradients accumulate in fp32 (float64 for float64 weights).
@@ -56,15 +57,16 @@ class ReplicatedBucket:
         owners: int,
         exact: bool,
     ) -> None:
-        """`owners`: the first `owners` ranks of the axis own states, if these are sharded."""
+        """`rule`: the members and the axis of their sums; `parameters`: the members' local tensors;
+        `owners`: number of ranks, the first of the axis, that own states if these are sharded;
+        `exact`: sums of experts are added in a tree."""
         self.rule, self.parameters, self.mesh = rule, tuple(parameters), mesh
         #: Axis of the ranks that divide the states of this bucket, and axis of those that hold the
         #: same part of them.
         self.axis, self.copies = (mesh[name] for name in mesh.layout.sharding_axes(rule.axis))
-        #: If states are sharded: count of the numbers that each rank of the axis owns.
+        #: Count of the numbers that each rank of the axis owns, if states are sharded.
         self.sizes = owned_sizes(rule.numbers, self.axis.size, owners)
-        #: The numbers of the flat vector that this rank owns; the weights that it keeps between
-        #: steps.
+        #: Ranges of the flat vector: what this rank owns, and whose weights it keeps between steps.
         self.own = self._range(self.axis.index)
         self.kept_weights = range(rule.numbers)
         self.in_tree = exact and rule.axis == "edp"
@@ -191,7 +193,7 @@ class ReplicatedBucket:
         """Start the sums over ranks."""
         self.zero_missing()
         if self.in_tree:
-            # Replicas' parts continue the tree in which the experts added their owners' parts.
+            # The sum over replicas continues the tree in which experts summed their owners' parts.
             all_reduce_in_tree_(self.total, self.axis, **_SUMS)
             return
         work = all_reduce_(self.total, self.axis, **_SUMS, async_op=True)
@@ -210,9 +212,8 @@ class ReplicatedBucket:
             self._work = None
 
     def finish(self) -> None:
-        """Add the sums of ranks with the same part of the states, then those of the other holder of
-        mirrored parameters (two operands: both holders get the same bits). Called after
-        :meth:`wait`."""
+        """After :meth:`wait`: sum over the ranks with the same part of the states, then over the
+        two holders of mirrored parameters (two addends: both holders get the same bits)."""
         if self.sums_once:
             return
         reduce = all_reduce_in_tree_ if self.in_tree else all_reduce_
@@ -382,7 +383,7 @@ class GatheredBucket(ScatteredBucket):
         super().allocate()
         self._own_weights, self.kept_weights = super().own_flat_weights(), self.own
         self._bytes = self.weights.untyped_storage().nbytes()
-        #: Number of current uses; wait for the gather in flight; whether weights are present.
+        #: Number of current uses; the function that waits for the gather in flight.
         self.users, self._arriving = 0, None
         self.is_present = self.axis.size == 1
         if not self.is_present:
@@ -391,8 +392,8 @@ class GatheredBucket(ScatteredBucket):
 
     def _clear(self) -> None:
         super()._clear()
-        #: Gradients of this backward, copied into a flat vector at launch: the previous unit's
-        #: vector has been freed then. Two of them would be larger than a rank's share.
+        #: Gradients of this backward. They are copied into a flat vector at launch, when the
+        #: previous unit's vector has been freed: two vectors would be larger than a rank's share.
         self._waiting_gradients: dict[nn.Parameter, Tensor] = {}
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -468,7 +469,7 @@ class GatheredBucket(ScatteredBucket):
 
 
 class GatheredWeights(WeightGate):
-    """The weights of all units of one rank (ZeRO-3), each in one bucket a parameter class.
+    """The weights of all units of one rank (ZeRO-3); a unit has a bucket for each parameter class.
 
     Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023: a unit is
     gathered before its forward, freed after it, and gathered a second time for its backward; the

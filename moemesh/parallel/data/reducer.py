@@ -40,7 +40,7 @@ BUCKETS: dict[str, type[ReplicatedBucket]] = {
     # The same, but all ranges belong to a few ranks: gradients are pushed there, weights come back.
     "parameter_server": ShardedBucket,
 }
-#: The same for parameters that do not train; others of them are in a ReplicatedBucket.
+#: Buckets of parameters that do not train; ReplicatedBucket under the other strategies.
 FROZEN_BUCKETS: dict[str, type[ReplicatedBucket]] = {"zero3": GatheredBucket}
 
 
@@ -50,9 +50,9 @@ T = TypeVar("T")
 def call_after_gradients(
     leaf: Tensor, owner: T, take: Callable[[ReferenceType[T], Tensor], None]
 ) -> None:
-    """Call ``take(ref(owner), leaf)`` after each gradient of the leaf. The reference is weak: torch
-    (2.13) never frees a leaf and its hooks that refer to each other, and the owner refers to the
-    leaf. Models would live as long as the process."""
+    """Call ``take(ref(owner), leaf)`` after each gradient of the leaf. The reference is weak,
+    because the owner refers to the leaf: torch (2.13) never frees a leaf and its hooks that refer
+    to each other, and models would live as long as the process."""
     leaf.register_post_accumulate_grad_hook(partial(take, ref(owner)))
 
 
@@ -101,7 +101,7 @@ class GradientReducer:
             for name, parameter, placement in parameters
         ]
         named = {name: parameter for name, parameter, _ in parameters}
-        made = [
+        all_buckets = [
             (BUCKETS[data] if rule.trains else FROZEN_BUCKETS.get(data, ReplicatedBucket))(
                 rule,
                 [named[member.name] for member in rule.members],
@@ -113,9 +113,9 @@ class GradientReducer:
             for rule in buckets(members, data, None if exact else mesh.layout.same_ranks)
         ]
         #: Buckets of trainable and of frozen parameters.
-        self.buckets = [bucket for bucket in made if bucket.rule.trains]
-        self.frozen = [bucket for bucket in made if not bucket.rule.trains]
-        #: Bucket of each parameter, by `id`: torch computes the hash of a tensor in Python.
+        self.buckets = [bucket for bucket in all_buckets if bucket.rule.trains]
+        self.frozen = [bucket for bucket in all_buckets if not bucket.rule.trains]
+        #: Bucket of each parameter, by `id`: the hash of a tensor is slow Python code of torch.
         self._home: dict[int, ReplicatedBucket] = {}
         #: Complete gradients and weights to update that this rank owns, by name.
         self.gradients: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class GradientReducer:
         #: Weights of frozen parameters that this rank owns, by name.
         self.frozen_weights: dict[str, nn.Parameter] = {}
         self.frozen_owned: dict[str, OwnRange] = {}
-        for bucket in made:
+        for bucket in all_buckets:
             self._by_name |= dict.fromkeys(bucket.names, bucket)
         for bucket in self.frozen:
             self.frozen_weights |= bucket.own_weights()
@@ -164,7 +164,7 @@ class GradientReducer:
 
     @property
     def held(self) -> dict[str, OwnRange]:
-        """The own ranges of all parameters of this rank, whether they train or not."""
+        """The ranges that this rank owns of all its parameters, whether they train or not."""
         return self.owned | self.frozen_owned
 
     @property
@@ -173,7 +173,7 @@ class GradientReducer:
         return self.weights | self.frozen_weights
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether the parameter has a gradient here."""
+        """Whether a bucket of this reducer sums the parameter's gradient."""
         return id(parameter) in self._home
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -308,7 +308,7 @@ class GradientReducer:
 
     def _launch(self, *, only_full: bool) -> None:
         """Start sums in the order of the queue, which is the same on every rank: all of them, or up
-        to the first bucket that is not full."""
+        to the first bucket that is not full. Then report complete buckets, in the same order."""
         while self._queue and not (only_full and self._queue[0].waiting > 0):
             bucket = self._queue.popleft()
             # Sums of one unit at a time (zero3): vectors of two units would be the peak of a step.
