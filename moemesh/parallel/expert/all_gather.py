@@ -10,13 +10,14 @@ slots, C group tokens that visit a local expert, L local experts, H hidden.
 | combine, dense | A x H partial | T x H | reduce_scatter | all_gather |
 | combine, uneven | C x H partial | T x H | all_to_all of routed rows, sum | all_to_all |
 
-The bytes of the gather do not depend on the routing: (G-1) rows per token; no rank waits for the
-counts of a hot expert. The uneven form of the reduce-scatter leaves out the rows that no local
-expert computed: each owner derives the rows to receive from the routing.
+The bytes of the gather do not depend on the routing: (G-1) rows per token. The uneven form of the
+reduce-scatter leaves out the rows that no local expert computed: each owner derives the rows to
+receive from the routing.
 
 The number of rows of local experts depends on the routing: the host waits for its accelerator to
-read it. If all A * K pairs are at most `spare_rows`, it does not: all of them get rows, those of
-other ranks' experts as padding at the end, which is not computed, and the combine is dense.
+read it. If there are at most `spare_rows` pairs (A * K), the host does not wait: all pairs get
+rows, those of other ranks' experts as padding at the end, which is not computed, and the combine is
+dense.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class AllGatherDispatcher(Dispatcher):
     ) -> None:
         """`host`: the same ranks as `ep_etp` (:meth:`Mesh.host`), to exchange the numbers of tokens
         on the CPU without a wait for a device; None: they are exchanged on the device.
-        `spare_rows`: most rows, padding included, that an accelerator prepares without a wait of
-        its host."""
+        `spare_rows`: largest number of rows, padding included, that an accelerator prepares without
+        a wait of its host."""
         self.group, self.form, self.spare_rows = ep_etp, form, spare_rows
         self.host = host or ep_etp
         self.codec = codec
@@ -124,8 +125,8 @@ class AllGatherDispatcher(Dispatcher):
         )
 
     def plan(self, experts_TK: Tensor) -> AllGatherPlan:
-        own = constant([len(experts_TK)], self.host.device)
-        sizes: list[int] = collectives.all_gather(own, self.host, caller="moe.counts").tolist()
+        size = constant([len(experts_TK)], self.host.device)
+        sizes: list[int] = collectives.all_gather(size, self.host, caller="moe.counts").tolist()
         experts_AK = collectives.all_gather(experts_TK, self.group, sizes, caller="moe.counts")
         local_AK = experts_AK - self.first
         local_AK = local_AK.masked_fill((local_AK < 0) | (local_AK >= self.num_local), -1)
@@ -142,7 +143,7 @@ class AllGatherDispatcher(Dispatcher):
         shard_AK = torch.where(experts_AK < 0, -1, experts_AK // self.num_local)
         shards = torch.arange(self.group.size, device=experts_TK.device) // self.ranks_per_shard
         visits_AG = (shard_AK[:, :, None] == shards).any(1)
-        # Tokens of each rank that visit each other one: [rank of the token, rank of the expert].
+        # Number of tokens that visit a rank [rank of the token, rank of the expert].
         visits = torch.stack([block.sum(0) for block in visits_AG.split(sizes)])
         copied = HostCopy(torch.cat([sorted_.counts_E.sum(0, keepdim=True), visits.flatten()]))
 

@@ -52,8 +52,9 @@ class Hop:
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAllPlan:
-    """The exchange `hop`; `slot_S` the flat (token, slot) index of each row sent; rows of each lane
-    after the gather over etp; the order `by_expert` of the N rows received."""
+    """`hop`: the exchange over ep; `slot_S`: the flat (token, slot) index of each row sent;
+    `lane_rows`: rows of each lane after the gather over etp; `by_expert`: the order of the N rows
+    received; `counts_LO`: rows of each local expert and owner."""
 
     hop: Hop
     slot_S: Tensor
@@ -100,6 +101,7 @@ class AllToAllDispatcher(Dispatcher):
         received = collectives.exchange_counts(sent, self.ep, caller="moe.counts")
         # What each lane receives from each source: [etp, ep, chunks, L].
         lanes = collectives.all_gather(received[None], self.etp, caller="moe.counts")
+        # For each chunk: rows to each rank, from each rank, of each lane, of each local expert.
         counts = (sent.sum(2), received.sum(2), lanes.sum((1, 3)), lanes.sum((0, 1)).t())
         # The only numbers that the host needs: it waits for this copy, not for work queued later.
         copied = HostCopy(torch.cat(counts).t())
@@ -111,12 +113,12 @@ class AllToAllDispatcher(Dispatcher):
         key = ((expert * self.ep.size + source) * self.etp.size + lane).flatten()
         sizes = [self.ep.size, self.ep.size, self.etp.size, self.num_local]
         plans: list[AllToAllPlan] = []
-        for chunk, counts_EPL, numbers in zip(
+        for chunk, lane_counts, numbers in zip(
             sorted_chunks, lanes.unbind(2), copied.tensor(), strict=True
         ):
             to_ranks, from_ranks, lane_rows, rows_L = (p.tolist() for p in numbers.split(sizes))
             tokens, slot_S = chunk.rows(sum(to_ranks))
-            key_N = torch.repeat_interleave(key, counts_EPL.flatten(), output_size=sum(lane_rows))
+            key_N = torch.repeat_interleave(key, lane_counts.flatten(), output_size=sum(lane_rows))
             plans.append(
                 AllToAllPlan(
                     hop=Hop(
@@ -125,7 +127,7 @@ class AllToAllDispatcher(Dispatcher):
                     slot_S=slot_S,
                     lane_rows=lane_rows,
                     by_expert=permutation(torch.argsort(key_N, stable=True)),
-                    counts_LO=counts_EPL.permute(2, 1, 0).reshape(self.num_local, -1),
+                    counts_LO=lane_counts.permute(2, 1, 0).reshape(self.num_local, -1),
                     rows_L=rows_L,
                 )
             )
@@ -137,10 +139,10 @@ class AllToAllDispatcher(Dispatcher):
         # Weights start first and are waited for with the rows: queued after rows on a slow link
         # they would delay all other work of this rank.
         hop, weights_S = plan.hop, pick_weights(weights_TK, plan.slot_S)
-        where = self.ep, hop.input_splits, hop.output_splits
-        weights = overlapped_all_to_all(weights_S, *where, caller="moe.dispatch.weights")
+        route = self.ep, hop.input_splits, hop.output_splits
+        weights = overlapped_all_to_all(weights_S, *route, caller="moe.dispatch.weights")
         rows_SH = permute(x_TH, hop.rows)
-        sent = overlapped_all_to_all(rows_SH, *where, caller="moe.dispatch", codec=self.codec)
+        sent = overlapped_all_to_all(rows_SH, *route, caller="moe.dispatch", codec=self.codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             gather = partial(collectives.all_gather, axis=self.etp, sizes=plan.lane_rows)

@@ -41,9 +41,9 @@ def exchange_in_chunks(
     num_chunks: int,
     defers: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """An :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks of tokens, with a pause
-    after dispatches have started and after combines have. `defers`: weight gradients are computed
-    after the gradients of tokens have been sent."""
+    """An :class:`~moemesh.model.moe.ExpertExchange` in `num_chunks` chunks of tokens. It pauses
+    after the first dispatch has started, and after all combines have. `defers`: weight gradients
+    are computed after the gradients of tokens have been sent."""
     sizes = shard_sizes(len(tokens[0]), num_chunks)
     xs, weights, choices = (part.split(sizes) for part in tokens)
     # All plans are made before rows are sent: their exchanges would queue after the rows.
@@ -91,11 +91,11 @@ def set_experts(
         plan = plan.model_copy(update={"dispatcher": "all_to_all"})
         notes.append("dispatcher auto: all_to_all (spare slots)")
     # Plans are objects of their own: all layers share one dispatcher.
-    dispatcher, note = tested_dispatcher(
+    dispatcher, decisions = tested_dispatcher(
         config, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank
     )
-    notes += note
-    # The exact sums run over all rows of an expert: nothing to overlap between chunks.
+    notes += decisions
+    # Exact sums run over all rows of an expert, so chunks would have nothing to overlap.
     num_chunks = 1 if plan.combine == "exact" else plan.dispatch_chunks
     defers = num_chunks > 1 or mesh["ep_etp"].size > 1
     for moe in model.moe_layers().values():

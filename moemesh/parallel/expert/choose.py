@@ -4,7 +4,7 @@ Rows that a rank sends in one direction under uniform routing, and rows that it 
 :mod:`moemesh.sharding.dispatchers`. MoE layers are timed as dispatch and combine, forward and
 backward: four directions. The copy from received rows into the experts is equal for all dispatchers
 and left out. Costs of a link and of a copied byte are measured on the real groups, once, at start,
-by all ranks at a time, since ranks of one machine share its memory and cores.
+by all ranks at once, since ranks of one machine share its memory and cores.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class CallSite:
-    """Sizes of a MoE layer for a prediction. `tokens` of a rank; `row_bytes` of one dispatched row,
-    `result_bytes` of one combined row; `capacity`: fixed slots per pair of ranks (0: excludes
-    dispatchers with slots)."""
+    """Sizes of a MoE layer for a prediction. `tokens`: those of one rank; `row_bytes`: of one
+    dispatched row; `result_bytes`: of one combined row; `capacity`: fixed slots per pair of ranks
+    (0 excludes dispatchers with slots)."""
 
     tokens: int
     experts_per_token: int
@@ -81,7 +81,7 @@ def predict_seconds(
     shares = {"ep_rail": (0.0, (nodes - 1) / nodes), "ep_node": ((per_node - 1) / per_node, 0.0)}
     seconds: dict[str, float] = {}
     for name, moved in site.rows.items():
-        # Two directions in forward and backward; only the forward's dispatch is coded.
+        # Four directions, of which only the dispatch of the forward sends rows of `row_bytes`.
         per_row = site.row_bytes + 3 * site.result_bytes
         exchanges = 4 + moved.small_exchanges
         seconds[name] = 0.0
@@ -94,13 +94,13 @@ def predict_seconds(
 
 
 def measure_copying(row_bytes: int, mesh: Mesh) -> float:
-    """Seconds a byte, the mean of reordering rows and of summing pairs of rows. Every rank of the
-    mesh calls: all copy at once, as they do in a layer."""
+    """Seconds per copied byte, the mean of reordering rows and of summing pairs of rows. Every rank
+    of the mesh calls: all copy at once, as they do in a layer."""
     width, device = max(row_bytes // 4, 1), mesh.device
     num_rows = 2 * max(COPY_BYTES // row_bytes // 2, 1)
     rows = torch.ones(num_rows, width, device=device)
     places = torch.arange(num_rows, device=device)
-    # The rows of both halves by turns: neighbours are read from distant places.
+    # Rows of the first and of the second half by turns: neighbours are read from distant places.
     mixed = permutation((places % 2) * (num_rows // 2) + places // 2)
     pairs = map_from_sources(places // 2, num_rows // 2)
 

@@ -10,10 +10,11 @@ N rows received, one per token and rank, R rows by expert, L local experts, P ep
 | combine | N x H | T x H | Buffer.combine(handle) | Buffer.dispatch(handle) |
 
 V1 exchanges counts inside the dispatch and nowhere else, so a plan is made complete by its first
-dispatch; both backwards reuse its handle, and a repeated dispatch repeats the exchange. Rows
-come once per rank and not by expert, so they are grouped here, and summed per rank before they
-return. Their order (source rank, then token) is observed, not documented by the kernels: the
-start-up self-test checks it. Calls finish before they return; nothing overlaps.
+dispatch; both backwards reuse the handle of that dispatch, and a repeated dispatch repeats the
+exchange. A rank receives each token once, not once for each expert: this module groups the rows by
+expert, and sums them per token before they return. The order of received rows (source rank, then
+token) is observed, not documented by the kernels: the start-up self-test checks it. Calls finish
+before they return; nothing overlaps.
 
 **This module has been run against a stand-in for `deep_ep` only**, which follows the contract that
 DeepEP documents (https://github.com/deepseek-ai/DeepEP, `Buffer` of version 1.2), and never on the
@@ -192,9 +193,9 @@ class _Dispatch(torch.autograd.Function):
         )
         plan.handle, plan.experts_NK = handle, experts_NK.long()
         ctx.handle, ctx.buffer, ctx.traffic = handle, buffer, plan.traffic
-        labels = _row_bytes(plan.experts_TK) + _row_bytes(weights_TK)
+        ids_and_weights = _row_bytes(plan.experts_TK) + _row_bytes(weights_TK)
         plan.traffic.enter("forward", "moe.dispatch", len(x_NH), _row_bytes(x_TH))
-        plan.traffic.enter("forward", "moe.dispatch.weights", len(x_NH), labels)
+        plan.traffic.enter("forward", "moe.dispatch.weights", len(x_NH), ids_and_weights)
         return x_NH, weights_NK
 
     @staticmethod

@@ -12,7 +12,7 @@ from moemesh.config.run import RunConfig
 
 HOME = "https://github.com/deepseek-ai/DeepEP"
 INSTEAD = "Use all_to_all or hierarchical"
-#: Rows travel in pairs of 16-byte words.
+#: Divisor of the hidden size: rows of bfloat16 travel in pairs of 16-byte words.
 _HIDDEN_MULTIPLE = 16
 
 
@@ -60,7 +60,7 @@ def available() -> Probe:
         missing.append("deep_ep.Buffer (V1); this one has ElasticBuffer (V2) only")
     else:
         missing.append("deep_ep.Buffer; this module named deep_ep has none")
-    import torch  # only here: the package is looked for without it
+    import torch  # late: a missing package is found without it
 
     if not torch.cuda.is_available() or torch.version.cuda is None:
         missing.append("a CUDA device")

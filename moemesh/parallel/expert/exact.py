@@ -104,8 +104,9 @@ class Exact(Dispatcher):
     def plan(self, experts_TK: Tensor) -> ExactPlan:
         inner = self.inner.plan(experts_TK)
         counts_LO = self.inner.rows_per_owner(inner)
-        # Both sides derive sizes without an exchange: from own choices, and from rows per local
-        # expert and owner = (ep index) * ETP + (etp index).
+        # Both sides derive sizes without an exchange: the owner from its choices, the experts' rank
+        # from rows per local expert and owner. An owner's number is (ep index) * ETP + (etp index);
+        # `place` orders rows by lane, ep index of the owner and local expert.
         ep, etp, (num_local, num_owners) = self.ep, self.etp, counts_LO.shape
         owner = torch.arange(num_owners, device=counts_LO.device).expand(num_local, -1)
         expert = torch.arange(num_local, device=counts_LO.device)[:, None]
@@ -118,7 +119,7 @@ class Exact(Dispatcher):
             place.flatten(), counts_LO.flatten(), output_size=sum(rows_O)
         )
         order_R = torch.argsort(place_R, stable=True)
-        own, _ = sorted_.rows(sum(sent))
+        own_rows, _ = sorted_.rows(sum(sent))
         return ExactPlan(
             inner=inner,
             counts_LO=counts_LO,
@@ -129,12 +130,12 @@ class Exact(Dispatcher):
             input_splits=rows_O[etp.index :: etp.size],
             output_splits=sent,
             # Rows are by expert: the rows of a token are added in ascending expert id.
-            tokens=map_from_sources(own.source_R, len(experts_TK)),
+            tokens=map_from_sources(own_rows.source_R, len(experts_TK)),
         )
 
     def dispatch(self, x_TH: Tensor, weights_TK: Tensor, plan: ExactPlan) -> Pending[ExactRows]:
         # Rows are sent without gradient: the backward of the exchange would sum the gradients of
-        # copies in another order. A weight has one row: there is nothing to sum.
+        # copies in another order. A weight is sent to one expert only: its gradient has one addend.
         rows = self.inner.dispatch(x_TH.detach(), weights_TK, plan.inner).wait()
         travelled_RH = gather_rows(rows.source_NH, rows.map)
 
@@ -143,8 +144,8 @@ class Exact(Dispatcher):
                 return plan.combine(grad_RH, "moe.dispatch")
 
         x_RH = linear_map(x_TH, lambda _: travelled_RH, back)
-        own = identity(len(x_RH), x_RH.device)
-        return Pending.ready(ExactRows(x_RH, own, rows.weights_R, rows.counts_L, plan.counts_LO))
+        order = identity(len(x_RH), x_RH.device)
+        return Pending.ready(ExactRows(x_RH, order, rows.weights_R, rows.counts_L, plan.counts_LO))
 
     def combine(self, y_RH: Tensor, plan: ExactPlan) -> Pending[Tensor]:
         return Pending.ready(plan.combine(y_RH, "moe.combine"))

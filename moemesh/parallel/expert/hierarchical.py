@@ -18,12 +18,14 @@ each rank instead of once to each expert.
 
 | path | first | then |
 |---|---|---|
-| :meth:`Relay.send` | T to ranks of the node, and across to the same place | G on inside |
-| :meth:`Relay.send_back` | N whose tokens crossed, inside, summed | across; the other N inside |
+| :meth:`Relay.send` | T: over the node, and over the rail | G over the node |
+| :meth:`Relay.send_back` | N of tokens that crossed, over the node | their sums over the rail |
+| | the other N over the node | |
 
 Rows that stay inside the node do not wait for the link: they are sent while other rows cross, and
-on the way back summed and sent while those do. The second step of a path is taken by a worker
-thread, as soon as the first has arrived. In the ledger both parts of an inner hop are one exchange.
+on the way back summed and sent while other rows cross. The second step of a path is taken by a
+worker thread, as soon as the first has arrived. In the ledger both parts of an inner hop are one
+exchange.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ from moemesh.trace import wire
 
 T = TypeVar("T")
 
-#: Rows no longer than this (a token's weights) take next to no time on a link.
+#: Rows of at most this size (a token's weights) take next to no time on a link.
 _SHORT_ROW_BYTES = 256
 
 
@@ -133,9 +135,11 @@ class Splits(NamedTuple):
     received: list[int]
 
     def back(self) -> Splits:
+        """The splits of the way back."""
         return Splits(self.received, self.sent)
 
     def plus(self, other: Splits) -> Splits:
+        """The sums of both, rank by rank."""
         pairs = zip(self, other, strict=True)
         return Splits(*([*map(sum, zip(*pair, strict=True))] for pair in pairs))
 
@@ -148,8 +152,8 @@ class Splits(NamedTuple):
 class Relay:
     """Both hops of one exchange.
 
-    `sent` maps the S rows of this rank to its tokens. `across` splits those that cross over `rail`
-    and `own` those that stay in the node. `forwarded` maps the rows sent on inside the node to the
+    `sent` maps the S rows of this rank to its tokens. `own` splits those that stay in the node, and
+    `across` those that cross over `rail`. `forwarded` maps the rows sent on inside the node to the
     G that crossed, and `onward` splits them. `num_staying`: own tokens that visit this node.
     """
 
@@ -166,8 +170,9 @@ class Relay:
     def record(
         self, row_bytes: int, phase: str, caller: str, *, is_combine: bool
     ) -> list[Ticket | None]:
-        """Enter both hops in the ledger; what stays counts as sent by a rank to itself. Returns the
-        tickets of waits for the rail and for the node, for the progress record."""
+        """Enter both hops in the ledger; over the rail, tokens that stay in the node count as sent
+        by this rank to itself. Returns the tickets of waits for the rail and for the node, for the
+        progress record."""
         tickets: list[Ticket | None] = []
         across = self.across.with_own(self.rail.index, self.num_staying)
         for axis, splits in ((self.rail, across), (self.node, self.own.plus(self.onward))):
@@ -200,7 +205,7 @@ class Relay:
                 return exchange_start(away, came_GH, self.rail, *self.across, tag=tag)
 
             # Chunks that cross at the same time share the link, and the first arrives as late as
-            # the last: while another one crosses, this one waits for its turn in the worker.
+            # the last: while another chunk crosses, this one waits for its turn in the worker.
             crossing = cross() if self.worker.is_idle else None
 
             def carry_on() -> Work | None:
@@ -240,7 +245,8 @@ class Relay:
         tag = self.worker.tag()
 
         def summed(received: range, copies: Callable[[RowMap], range]) -> Tensor:
-            """The rows `received` [rows, H]: given, or summed from their `copies` by expert."""
+            """Results [rows, H] of the rows `received`: of `y` as it is, or, with `by_expert`, sums
+            over the rows of `y` in the range ``copies(by_expert)``."""
             if by_expert is None:
                 return y[received.start : received.stop]
             return sum_rows_between(y, by_expert, received, copies(by_expert))
@@ -396,8 +402,9 @@ class HierarchicalDispatcher(Dispatcher):
         counts: list[RelayCounts] = []
         for row in HostCopy(torch.cat(parts).t()).tensor():  # one row a chunk
             numbers: list[list[int]] = [part.tolist() for part in row.split([*map(len, parts)])]
-            across, own, onward = (Splits(*numbers[first : first + 2]) for first in (0, 2, 4))
-            counts.append(RelayCounts(across, own, onward, numbers[6][0], *numbers[7:]))
+            *splits, (near_pairs,), lane_rows, lane_pairs = numbers
+            across, own, onward = (Splits(*splits[first : first + 2]) for first in (0, 2, 4))
+            counts.append(RelayCounts(across, own, onward, near_pairs, lane_rows, lane_pairs))
         return counts
 
     def _plan_relay(self, experts_TK: Tensor, counts: RelayCounts) -> tuple[Relay, Tensor]:
@@ -422,12 +429,12 @@ class HierarchicalDispatcher(Dispatcher):
         visits_MN = _visits(ids_M[:, :-1], num_local, node.size)
         own_rank, own_M = _rows_by_part(visits_MN & is_own_M[:, None], sum(own.sent))
         onward_rank, onward_M = _rows_by_part(visits_MN & ~is_own_M[:, None], sum(onward.sent))
-        # Both parts in one exchange; on arrival those of this node's tokens come first.
+        # Both parts in one exchange; each rank receives the rows of its node's tokens first.
         order = torch.argsort(torch.cat([2 * own_rank, 2 * onward_rank + 1]), stable=True)
         both = own.plus(onward)
         both_M = torch.cat([own_M, onward_M])[order]
         received = collectives.all_to_all(ids_M[both_M], node, *both, caller="moe.counts")
-        # From each rank the rows of its node's tokens, then the others.
+        # From each rank two blocks: rows of this node's tokens, then rows of tokens that crossed.
         sizes = [size for pair in zip(own.received, onward.received, strict=True) for size in pair]
         blocks = received.split(sizes)
         ids_N = torch.cat([*blocks[::2], *blocks[1::2]])
@@ -509,10 +516,11 @@ def _rows_by_part(visits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _packed(low: Tensor, high: Tensor) -> Tensor:
-    """Two counts as one int64."""
+    """Two counts as one int64, so that one exchange carries both."""
     return torch.stack([low, high], dim=-1).to(torch.int32).view(torch.int64)[..., 0]
 
 
 def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of :func:`_packed`, as int64."""
     low, high = packed[..., None].view(torch.int32).long().unbind(-1)
     return low, high

@@ -72,7 +72,7 @@ def move_experts(
     An expert is one message. In each round a rank exchanges with one peer at most. Received experts
     are staged until the last round, so a place is not overwritten before its expert has left.
     """
-    # Widest numbers first: then every part of a message is aligned.
+    # Widest dtypes first: then every part of a message is aligned.
     tensors = sorted(tensors, key=lambda tensor: -tensor.element_size())
     num_local = len(before) // axis.size
     first = axis.index * num_local
@@ -87,7 +87,7 @@ def move_experts(
                 sends.append((packed, transfer.target_gpu))
             if transfer.target_gpu == axis.index:
                 place = transfer.target_slot - first
-                staged[place] = torch.empty_like(_pack(tensors, place))
+                staged[place] = torch.empty_like(_pack(tensors, place))  # all experts have one size
                 receives.append((staged[place], transfer.source_gpu))
         for work in exchange(sends, receives, axis, phase="optimizer", caller="moe.homes"):
             work.wait()

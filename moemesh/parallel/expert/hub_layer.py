@@ -138,10 +138,11 @@ def _spread(module: nn.Module, ranks: Axis) -> None:
     module.ranks = ranks
     held = slice(module.held.start, module.held.stop)
     for leaf, parameter in module.named_parameters(recurse=False):
-        # The same object: an optimizer may have it.
+        # The parameter stays the same object: an optimizer may hold it.
         gradient, parameter.grad = parameter.grad, None
         parameter.data = parameter.data[held].clone()
         parameter.grad = None if gradient is None else gradient[held].clone()
+        # An accumulator of gradients that existed before still expects the old shape.
         node = get_gradient_edge(parameter).node if parameter.requires_grad else None
         if node is not None and node._input_metadata[0].shape != list(parameter.shape):
             raise LayerError(
@@ -236,6 +237,6 @@ class _Exchange:
                 is_trained = any(parameter.requires_grad for parameter in module.parameters())
                 x_TH = x_TH.detach().requires_grad_(is_trained)
         self.moe.counts_E = None
-        # Experts read no sequences: all tokens are one.
+        # Experts do not depend on sequences: all tokens count as one sequence.
         self.moe.context = token_context(x_TH, 1, len(x_TH))
         return self.moe(x_TH, experts_TK, weights_TK)

@@ -22,7 +22,8 @@ from moemesh.ops.expert_weights import ExpertWeights
 
 #: Name of our own operations in ``train.experts``.
 PLAIN_PATH = "grouped_mm"
-#: Largest difference of a kernel from these, relative to the largest number: bfloat16 rounding.
+#: Largest difference of a kernel from our own operations, relative to the largest number: that is
+#: rounding of bfloat16.
 TOLERANCE = 0.03
 #: Untimed calls (kernels compile and tune themselves in these), and timed calls.
 WARM_UP, ROUNDS = 2, 5
@@ -107,8 +108,8 @@ def plain_path(
 
 
 def checked_seconds(kernel: ExpertKernel, inputs: list[Tensor]) -> float:
-    """:func:`measured_seconds` of a kernel whose output and gradients are those of the plain path;
-    raises ValueError with the difference for another."""
+    """:func:`measured_seconds` of a kernel. Raises ValueError with the difference if its output or
+    gradients are not those of the plain path."""
     expected = forward_and_backward(plain_path, inputs)
     for ours, theirs in zip(expected, forward_and_backward(kernel, inputs), strict=True):
         difference = float((ours - theirs).abs().max() / ours.abs().max())

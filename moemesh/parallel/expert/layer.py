@@ -74,7 +74,8 @@ from moemesh.sharding.load_run import load_run
 
 
 def axes_of(group: ProcessGroup | DeviceMesh | None) -> tuple[Axis, Axis]:
-    """The axis that shares the experts, and the axis of their replicas."""
+    """The axis that shares the experts, and the axis of their replicas. Raises LayerError for a
+    group that is not initialized, lacks this rank, or has replicas in another order."""
     alone = Mesh.single("cpu")["ep"]
     is_running = dist.is_available() and dist.is_initialized()
     if group is None and is_running:
@@ -130,13 +131,13 @@ class Connection:
 
     def agree(self, num_tokens: int, states: Mapping[str, str]) -> int:
         """The largest number of tokens of a rank, at least 1; all ranks call. `states`: sentence ->
-        state of this rank. Raises LayerError with the sentence of the first one that differs."""
-        ranks = gather_json([num_tokens, *states.values()], self.mesh.control)
-        for place, words in enumerate(states, start=1):
-            for rank, state in enumerate(ranks):
-                if state[place] != ranks[0][place]:
-                    raise LayerError(f"ranks 0 and {rank} of the group {words}")
-        return max(1, *(state[0] for state in ranks))
+        state of this rank. Raises LayerError with the sentence of the first state that differs."""
+        of_ranks = gather_json([num_tokens, *states.values()], self.mesh.control)
+        for place, sentence in enumerate(states, start=1):
+            for rank, values in enumerate(of_ranks):
+                if values[place] != of_ranks[0][place]:
+                    raise LayerError(f"ranks 0 and {rank} of the group {sentence}")
+        return max(1, *(values[0] for values in of_ranks))
 
     def dispatcher(
         self, config: ModelConfig, plan: Plan, dtype: torch.dtype, num_tokens: int
@@ -243,7 +244,7 @@ def check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
 #: Token ids of different ranks lie this far apart; they key the random numbers of jitter.
 _IDS_PER_RANK = 1 << 40
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-#: (dtype of the experts, shorter dtype of x) accepted without autocast: experts are cast to it.
+#: (dtype of experts, shorter dtype of x) accepted without autocast: experts are cast to the second.
 _SHORTER = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}
 
 
@@ -278,8 +279,8 @@ class MoELayer(nn.Module):
     `dispatcher`: how rows travel; "auto" measures links at the first forward. `payload` "fp8"
     quantizes them on the way to the experts. `combine` "exact" adds in a fixed order, so that
     results do not depend on the group. `dispatch_chunks` overlaps exchanges with computation.
-    `max_tokens`: most tokens of a rank; None takes those of the first forward (they choose
-    a dispatcher and size its buffers, if it has any; more is slower, never wrong).
+    `max_tokens`: largest number of tokens of a rank, by which "auto" chooses and buffers are sized;
+    None takes that of the first forward. More tokens than that are slower, never wrong.
 
     `gradients`: "mean" where the gradients of the other parameters are averaged over all ranks, as
     DDP and FSDP2 do; "sum" where they are added up (the loss is divided by global counts). The
@@ -289,8 +290,8 @@ class MoELayer(nn.Module):
 
     The scopes of the auxiliary losses: "sequence" (the last dim but one of x; the mean over this
     rank's sequences), "microbatch" (all tokens of this call) and "global" (those of all ranks of
-    the group). With "mean" the mean over the ranks of `loss` is the loss of the scopes; with "sum"
-    their sum is, and "sequence" gives the sum over sequences.
+    the group). The loss of a scope is the mean of `loss` over the ranks for ``gradients="mean"``,
+    and the sum over the ranks for "sum", where "sequence" gives the sum over all sequences.
 
     Raises LayerError (a ValueError) for wrong sizes, groups and inputs, ConfigError for options.
     """
@@ -349,8 +350,8 @@ class MoELayer(nn.Module):
                 watch_optimizers()
         if size > 1 or dispatch_chunks > 1:
             block.exchange = overlapped(1 if combine == "exact" else dispatch_chunks)
-        # The children are the layer's own, so that names of parameters have no prefix; the block
-        # that computes with them is not.
+        # The layer registers the block's children, and hides the block, which computes with them,
+        # in a tuple: so names of parameters have no prefix.
         self.router, self.experts, self.shared = block.router, block.experts, block.shared
         self.shared_gate = block.shared_gate
         #: The block of transformers that the layer was made of.
@@ -383,11 +384,11 @@ class MoELayer(nn.Module):
         """A layer in the place of a MoE block of transformers 5 (``Qwen3MoeSparseMoeBlock``, ...),
         with copies of its tensors: same dtypes, devices and ``requires_grad``.
 
-        It returns what the block does: y [B, S, H] for x [B, S, H], in gpt-oss a pair with y in
-        front. With ``output_router_logits`` the model adds its balancing loss as before. ``counts``
-        are those of the last forward. `options` are those of the class that do not change what the
-        block computes (``gradients``, ``payload``, ...), and ``router_bias_rate``.
-        Every rank passes the whole block, and keeps its share of the experts.
+        It returns what the block does: y [B, S, H] for x [B, S, H], for gpt-oss a pair that begins
+        with y. With ``output_router_logits`` the model adds its balancing loss as before. The
+        attribute ``counts`` has the counts of the last forward. `options` are those of the class
+        that do not change what the block computes (``gradients``, ``payload``, ...), and
+        ``router_bias_rate``. Every rank passes the whole block, and keeps its share of the experts.
 
         Raises LayerError for other modules and options, ConfigError for unknown families.
         """
@@ -457,9 +458,9 @@ class MoELayer(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Auxiliary]:
         """Returns y [..., H] for x [..., H]; `valid` bool [...] is False for padding, never routed.
 
-        x has the dtype of the experts, or a shorter one (they are cast); under autocast x and
-        weights are cast to its dtype. The router computes in fp32 (fp64). y has the dtype of the
-        computation. Raises LayerError for another width or dtype.
+        x has the dtype of the experts, or a shorter one (the experts are cast); under autocast x
+        and weights are cast to its dtype. The router computes in fp32, or in fp64 with weights of
+        fp64. y has the dtype of the computation. Raises LayerError for another width or dtype.
         """
         if torch.compiler.is_compiling():
             # Rows of an expert and messages are data: a graph cannot hold them.
@@ -589,7 +590,7 @@ class MoELayer(nn.Module):
         block = self._block[0]
         # A copy: FSDP2 resizes the memory of the weight, which numpy would forbid from now on.
         weight = self.router.weight.detach().cpu().clone().reshape(-1).view(torch.uint8)
-        most = connection.agree(
+        most_tokens = connection.agree(
             x.numel() // x.shape[-1],
             {
                 "were built or called with different options or dtypes": (
@@ -601,7 +602,7 @@ class MoELayer(nn.Module):
                 ),
             },
         )
-        tokens = self.max_tokens or most
+        tokens = self.max_tokens or most_tokens
         block.dispatcher = connection.dispatcher(self.config, self.plan, dtype, tokens)
         block.tokens = ShardedTokens(connection.mesh, "world")
         self._num_tokens = tokens

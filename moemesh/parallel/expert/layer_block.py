@@ -42,7 +42,8 @@ class TransformersBlock:
             )
         if getattr(block, "jitter_noise", 0):
             raise LayerError(f"{name}: a layer has no noise of inputs: set jitter_noise to 0 first")
-        # A block has no rotary positions: their keys, which may have a form that we lack, go.
+        # A block has no rotary positions: their keys, which may have a form that we cannot read,
+        # are left out.
         values = {k: v for k, v in hf_config.to_dict().items() if not k.startswith("rope_")}
         kind = family_of(values)
         self.config = ModelConfig.model_validate(model_values(values))
@@ -100,8 +101,8 @@ class TransformersBlock:
     def recorder(self) -> nn.Module:
         """A module to be called with the logits [T, E] of each forward. It has the class of the
         family's router, by which transformers finds the modules to record for
-        ``output_router_logits``, and the hooks of the block's router: transformers adds its own at
-        the first forward only."""
+        ``output_router_logits``, and shares the hooks of the block's router: transformers adds its
+        hooks once, at the first forward of the model."""
         kind = type(self.router)
         recorder = kind.__new__(kind)
         nn.Module.__init__(recorder)
@@ -118,6 +119,7 @@ class TransformersBlock:
 
 
 def _alone(logits_TE: Tensor) -> tuple[Tensor]:
+    """The forward of :meth:`TransformersBlock.recorder`."""
     return (logits_TE,)
 
 
@@ -155,7 +157,7 @@ class LayerBlock(MoE):
         routing = self.router(x_TH, context, self.tokens)
         if self.recorder is not None:
             self.recorder(routing.logits_TE)
-        # Factor from this rank's part of the losses, a sum over its scopes, to its loss.
+        # `auxiliary_loss` is this rank's sum over its scopes; times `scale` it is this rank's loss.
         scale: float | Tensor = 1.0
         if self.gradients == "sum" or self.config.aux_loss_scope == "microbatch":
             pass
@@ -166,6 +168,7 @@ class LayerBlock(MoE):
         else:
             routed_B = context.valid_T.view(context.num_sequences, -1).any(1)
             scale = routed_B.sum().clamp(min=1).to(routing.logits_TE.dtype).reciprocal()
+        # Each loss alone, with the coefficient of the other one set to 0.
         balance_loss, z_loss = (
             auxiliary_loss(
                 routing, self.config.model_copy(update={other: 0.0}), context, self.tokens

@@ -6,7 +6,7 @@ O owners (ranks of the ep*etp group), H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
-| plan | experts T x K | filter | all_to_all of P headers, all_gather(etp) | none |
+| plan | experts T x K | slots of rows | all_to_all of P headers, all_gather(etp) | none |
 | dispatch | T x H | N x H | all_to_all of B slots over ep, all_gather(etp) | the way back |
 | combine | N x H | T x H | reduce_scatter(etp), all_to_all of B slots over ep | the way there |
 
@@ -110,7 +110,7 @@ class LowLatencyDispatcher(Dispatcher):
         self.num_plans += 1
         by_expert = SortedByExpert(experts_TK, self.num_experts)
         sent_P = by_expert.counts_E.view(self.ep.size, self.num_local).sum(1)
-        # Expert of each pair, by expert; pairs without one (-1) at the end.
+        # Expert of each pair, in ascending order; pairs without an expert (-1) are at the end.
         expert_S = experts_TK.reshape(-1).gather(0, by_expert.order)
         # Slot of each pair. Pairs without an expert get the place after all slots, as do pairs
         # beyond the C-th of their rank: with such pairs this plan is discarded below.
@@ -142,7 +142,8 @@ class LowLatencyDispatcher(Dispatcher):
         key = torch.where(local < 0, -1, local * num_owners + source * num_lanes + lane).flatten()
         filled_R = torch.argsort(key, stable=True)[len(key) - num_rows :]  # empty slots sort first
         counts = count_ids(key, self.num_local * num_owners)
-        (tokens, slot_S), place_S = by_expert.rows(num_sent), place_S[:num_sent]
+        tokens, slot_S = by_expert.rows(num_sent)
+        place_S = place_S[:num_sent]  # without pairs that have no expert
         hop = Hop(
             axis=self.ep,
             rows=RowMap(

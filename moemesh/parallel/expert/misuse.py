@@ -21,7 +21,7 @@ NO_GRAPH = (
 
 
 def refuse_form(x: Tensor) -> None:
-    """Raise LayerError for an input without values of its own in rows."""
+    """Raise LayerError for an input that is not a dense tensor of this rank's values."""
     for is_wrong, words in (
         (isinstance(x, DTensor), "a DTensor: x.to_local()"),
         (x.is_nested, "a nested tensor: x.values()"),
@@ -52,7 +52,7 @@ def refuse_misuse(experts: nn.Module, size: int, replicas: int) -> None:
                 "wrapping the model: model._ddp_params_and_buffers_to_ignore = "
                 "list(moemesh.expert_parameters(model))"
             )
-    follow()
+    follow()  # so that a running Trainer saves and loads the experts of all ranks
 
 
 def refuse_reentrant(layer: nn.Module, config: ModelConfig) -> None:

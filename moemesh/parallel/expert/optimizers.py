@@ -14,9 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from moemesh.parallel.expert.spread import LayerError, Spread, SpreadGradient, own_part, share_of
 from moemesh.parallel.expert.transformers_trainer import caller, with_experts
 
-#: Module of torch whose functions of this name save and load the state of an optimizer.
+#: Modules of torch: functions that save and load states of optimizers, and PostLocalSGDOptimizer.
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _LOCAL_SGD = "torch.distributed.optim.post_localSGD_optimizer"
+#: Optimizers that have the hooks.
 _WATCHED: WeakSet[Optimizer] = WeakSet()
 
 
@@ -27,7 +28,8 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: object) -> None:
-    # By name: the import of its module warns of deprecated parts of torch.
+    # Classes are compared by name: importing ZeroRedundancyOptimizer warns of deprecated parts of
+    # torch.
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     mixes = None
     if "ZeroRedundancyOptimizer" in kinds:

@@ -16,7 +16,7 @@ ranks, O = ep * etp owners of tokens, S own (token, slot) pairs by expert, W wei
 
 A replica is a function of its home's weights and nothing else: its gradient travels the way of the
 weights back and is added to the home's, once, inside of the same backward. So the optimizer, the
-norm, the sum over expert replicas (edp) and checkpoints know homes only.
+norm, the sum over expert replicas (edp) and checkpoints have homes only.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ReplicaPlan:
     same plan.
 
     `quotas`: replicas and tokens of all ranks. `inner`: exchange of rows between places. `home`,
-    `spare`: rows of this rank's own experts and of its replicas. `sent`: own experts to send, by
+    `spare`: rows of this rank's home experts and of its replicas. `sent`: home experts to send, by
     receiver. `sent_splits`, `received_splits`: numbers of experts to and from each rank of ep.
     """
 
@@ -80,9 +80,10 @@ class ReplicaPlan:
 
 
 class ReplicatedRows(NamedTuple):
-    """:class:`~moemesh.model.dispatcher.ExpertRows` with those of replicas after the `counts_L` of
-    own experts. ``home`` and ``spare`` split the map of all rows; the replicas have ``counts_S``
-    rows each, and ``weights`` fetches theirs, gate_up [S, 2, F, H] first."""
+    """:class:`~moemesh.model.dispatcher.ExpertRows`, with rows of replicas after those of home
+    experts (``counts_L`` rows each). ``home`` and ``spare`` split the map of all rows; replicas
+    have ``counts_S`` rows each, and ``weights`` are theirs, in flight, gate_up [S, 2, F, H] first.
+    """
 
     source_NH: Tensor
     map: RowMap
@@ -95,9 +96,9 @@ class ReplicatedRows(NamedTuple):
 
     def compute(self, experts: ExpertWeights, **options: Unpack[ExpertOptions]) -> Tensor:
         home_R, spare_R = self.weights_R.split([self.home.num_rows, self.spare.num_rows])
-        own = DispatchedRows(self.source_NH, self.home, home_R, self.counts_L)
-        y_RH = own.compute(experts, **options)
-        # Own experts first: meanwhile weights arrive, and in the backward their gradients leave.
+        home_rows = DispatchedRows(self.source_NH, self.home, home_R, self.counts_L)
+        y_RH = home_rows.compute(experts, **options)
+        # Home experts first: meanwhile weights arrive, and in the backward their gradients leave.
         fetched = self.weights.wait()
         if not len(self.counts_S):
             return torch.cat([y_RH, _NoRows.apply(*fetched)])
@@ -143,13 +144,14 @@ class ReplicaDispatcher(Dispatcher):
     def plan_chunks(
         self, chunks: Sequence[Tensor], *, is_complete: bool = False
     ) -> list[ReplicaPlan]:
-        own = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
-        counts_CE = torch.stack([chunk.counts_E for chunk in own])
+        sorted_chunks = [SortedByExpert(experts_TK, self.num_experts) for experts_TK in chunks]
+        counts_CE = torch.stack([chunk.counts_E for chunk in sorted_chunks])
         counts_OCE = collectives.all_gather(counts_CE[None], self.group, caller="moe.counts")
         counted = HostCopy(counts_OCE).tensor()
         start = time.perf_counter()
         quotas, places = list[QuotaPlan](), list[Tensor]()
-        for experts_TK, one, counts_OE in zip(chunks, own, counted.unbind(1), strict=True):
+        per_chunk = zip(chunks, sorted_chunks, counted.unbind(1), strict=True)
+        for experts_TK, sorted_chunk, counts_OE in per_chunk:
             table = counts_OE.numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
             with self._loops():
                 decided = in_fetched_order(self._quotas(table.sum(axis=1)))
@@ -162,25 +164,25 @@ class ReplicaDispatcher(Dispatcher):
                 )
             self.rank_tokens += decided.rank_tokens
             quotas.append(decided)
-            # From QuotaPlan's number of a place to the one where each rank's places follow one
-            # another.
-            place, width = np.arange(len(decided.place_rank)), self.num_places
+            # QuotaPlan numbers all home places, then all spare slots. Dispatch needs numbers in
+            # which the places of each rank follow one another.
+            place = np.arange(len(decided.place_rank))
             spare = place - self.num_experts
             within = np.where(
                 spare < 0, place % self.num_local, self.num_local + spare % max(self.spare_slots, 1)
             )
-            place_S = (decided.place_rank * width + within)[place_S]
+            place_S = (decided.place_rank * self.num_places + within)[place_S]
             places_TK = torch.full_like(experts_TK, -1)
             places_S = upload(torch.from_numpy(place_S), experts_TK.device)
-            places_TK.view(-1).scatter_(0, one.order[: len(place_S)], places_S)
+            places_TK.view(-1).scatter_(0, sorted_chunk.order[: len(place_S)], places_S)
             places.append(places_TK)
         self.planning_seconds += time.perf_counter() - start
         plans: list[ReplicaPlan] = []
         first, own_rank = self.ep.index * self.num_local, self.ep.index
         for decided, inner in zip(quotas, self.inner.plan_chunks(places), strict=True):
             num_home, by_expert = sum(inner.rows_L[: self.num_local]), inner.by_expert
-            # Own experts go to each rank in the order of their slots there; slots are ordered by
-            # home, so what arrives is in the order of own slots.
+            # Home experts go to each rank in the order of its spare slots. A rank's slots are
+            # ordered by home, so experts arrive in the order of the slots.
             wanted = [[e for e in row if e >= 0] for row in decided.spare_expert.tolist()]
             sent = [
                 [e - first for e in row if first <= e < first + self.num_local]  # by receiver
@@ -214,6 +216,8 @@ class ReplicaDispatcher(Dispatcher):
             assign_tokens(self._quotas(counts), counts)
 
     def _quotas(self, counts_PE: Ints) -> QuotaPlan:
+        """Replicas and quotas for these tokens of ranks and experts; every rank has `spare_slots`
+        slots, unused ones with expert -1."""
         quotas = plan_quotas(counts_PE, self._home, 0)
         tokens = quotas.rank_tokens
         if int(tokens.max()) * len(tokens) * 50 <= int(tokens.sum()) * 51:
@@ -240,7 +244,7 @@ class ReplicaDispatcher(Dispatcher):
         fetched: Pending[tuple[Tensor, ...]] | None = None
         if plan.quotas.num_replicas:
             # The weights of local replicas: started before the rows, waited for after the rows of
-            # own experts. Backward: their gradients go home.
+            # home experts. Backward: the gradients of replicas go home.
             weights = self.experts.weights.tensors
 
             def unpack(flat_SW: Tensor) -> tuple[Tensor, ...]:
@@ -260,12 +264,12 @@ class ReplicaDispatcher(Dispatcher):
         arriving = self.inner.dispatch(x_TH, weights_TK, plan.inner)
 
         def with_replicas(rows: DispatchedRows) -> DispatchedRows | ReplicatedRows:
-            own = rows._replace(counts_L=rows.counts_L[: self.num_local])
+            home_rows = rows._replace(counts_L=rows.counts_L[: self.num_local])
             if fetched is None:
-                return own
+                return home_rows
             stop = self.num_local + sum(plan.received_splits)
             counts_S = rows.counts_L[self.num_local : stop]
-            return ReplicatedRows(*own, plan.home, plan.spare, counts_S, fetched)
+            return ReplicatedRows(*home_rows, plan.home, plan.spare, counts_S, fetched)
 
         return arriving.then(with_replicas)
 
@@ -299,6 +303,8 @@ def own_places(
     order = np.argsort(expert, kind="stable")
     order = order[expert[order] >= 0]
     stops = np.cumsum(sent[order])  # over all experts, one after the other
+    # The pairs of a rank are ordered by expert, then by lane: those of this lane and expert e are
+    # the begin[e]-th to the end[e]-th.
     ranks_counts = counts[rank].sum(axis=0)
     begin = np.cumsum(ranks_counts) - ranks_counts + counts[rank, :lane].sum(axis=0)
     end = begin + counts[rank, lane]

@@ -76,8 +76,8 @@ def self_test(
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.problem]
     if not failed:
         return
-    # Named is a rank that failed by itself, before one that failed because another did; of the
-    # former, one that raised: its absence may explain the differences of others.
+    # The message names a rank that failed by itself rather than one that was stopped; of these, one
+    # that raised: its absence may explain the differences on other ranks.
     first = min(failed, key=lambda r: (outcomes[r].followed, not outcomes[r].raised, r))
     others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     raise DispatcherError(
@@ -110,9 +110,10 @@ class _Seen(NamedTuple):
 def _cases(
     group: Axis, num_experts: int, num_slots: int, hidden: int, dtype: torch.dtype
 ) -> list[_Case]:
+    """This rank's tokens in three routings; rank 1 of the group has none."""
     num_tokens = 0 if group.index == 1 else 2 + (3 * group.index + 4) % (_MAX_TOKENS - 1)
-    gid_T = torch.arange(num_tokens, device=group.device) + group.index * _MAX_TOKENS
-    x_TH, grad_TH = _digits(gid_T, hidden), _digits(5 * gid_T + 3, hidden)
+    global_ids_T = torch.arange(num_tokens, device=group.device) + group.index * _MAX_TOKENS
+    x_TH, grad_TH = _digits(global_ids_T, hidden), _digits(5 * global_ids_T + 3, hidden)
     # Blocks of 128 that reach 7 = 448 / 64 get the scale 1 / 64 as e4m3: their integers are exact.
     x_TH[:, ::128] = 7
     generator = torch.Generator().manual_seed(group.index)
@@ -138,7 +139,7 @@ def _digits(number_T: Tensor, hidden: int) -> Tensor:
 
 
 def _use(dispatcher: Dispatcher, plan: Any, case: _Case, etp: Axis) -> _Seen:
-    """dispatch, experts that return their input, combine, and the backward of it all."""
+    """Dispatch, experts that return their input, combine, and the backward of these."""
     x_TH = case.x_TH.clone().requires_grad_()
     weights_TK = torch.ones(case.experts_TK.shape, device=x_TH.device, requires_grad=True)
     rows = dispatcher.dispatch(x_TH, weights_TK, plan).wait()

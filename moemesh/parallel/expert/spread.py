@@ -55,7 +55,7 @@ class Spread(nn.Module):
     num_experts: int
 
     def share_state(self) -> None:
-        """Add hooks, with which state dicts have DTensors of the experts of all ranks."""
+        """Add hooks that make state dicts hold DTensors of the experts of all ranks."""
         self.register_state_dict_post_hook(_share)
         self.register_load_state_dict_pre_hook(_take_own)
         # FSDP passes over modules that torch's composable `replicate` manages.
@@ -81,7 +81,7 @@ class Spread(nn.Module):
             hooks = parameter._post_accumulate_grad_hooks or {}
             is_marked = any(isinstance(hook, _Mark) for hook in hooks.values())
             if parameter.requires_grad and parameter.is_leaf and not is_marked:
-                # Before the hooks of the program, which may take numbers of the gradient, too.
+                # Our hook runs before those of the program, which may reduce the gradient.
                 others = dict(hooks)
                 hooks.clear()
                 parameter.register_post_accumulate_grad_hook(_Mark(self.ranks))
@@ -144,8 +144,8 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 #: Reductions of two tensors, of which a gradient may be the second.
 _PRODUCTS = ("dot", "vdot", "inner")
-#: Reductions of a gradient, by the name of torch's function: the reduction that combines the
-#: results of the ranks.
+#: Name of a function of torch that reduces a gradient -> reduction that combines the results of
+#: the ranks.
 _OVER_RANKS: dict[str, Callable[[Tensor], Tensor]] = {
     **dict.fromkeys(("sum", "nansum", "count_nonzero", *_PRODUCTS), torch.sum),
     **dict.fromkeys(("max", "amax"), torch.max),
@@ -169,7 +169,7 @@ _JOINED = ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "column_
 
 
 class SpreadGradient(Tensor):
-    """A gradient of the experts of this rank, of which a reduction is that of the experts of all
+    """A gradient of the experts of this rank, whose reductions are those over the experts of all
     ranks: norm, sum, mean, largest and smallest element, dot product, all and any; also `numel`.
 
     A reduction over all elements is a collective: every rank of the group takes it at the same
@@ -179,11 +179,11 @@ class SpreadGradient(Tensor):
     `torch.stack` accepts them beside DTensors.
 
     Raises LayerError for reductions that ranks cannot combine, and for those of a tensor that joins
-    gradients of experts with others (``torch.cat``), of which the ranks have the same.
+    gradients of experts with gradients that all ranks share (``torch.cat``).
     """
 
     ranks: Axis | None
-    #: Whether other gradients are part of the tensor.
+    #: Whether the tensor also has gradients of other parameters than experts over `ranks`.
     is_mixed: bool = False
 
     @classmethod
@@ -203,11 +203,11 @@ class SpreadGradient(Tensor):
         spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
         with torch._C.DisableTorchFunctionSubclass():
             if name in _JOINED:
-                whole = [
+                full = [
                     tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                     for tensor in tensors
                 ]
-                result = func(whole, *args[1:], **kwargs)
+                result = func(full, *args[1:], **kwargs)
                 if not spread:
                     return result
                 axis = tensors[spread[0]].ranks
@@ -282,11 +282,12 @@ def _over_ranks(
     flat = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
     parts = transfers.all_gather(flat, gradient.ranks, phase="backward", caller="moe.norm")
     if name in _OVER_RANKS:
-        whole = _OVER_RANKS[name](parts.view(result.dtype))
-        return whole.to(result.dtype).view(result.shape)
+        total = _OVER_RANKS[name](parts.view(result.dtype))
+        return total.to(result.dtype).view(result.shape)
+    # All others are norms: of _NORMS, or torch._foreach_norm.
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    whole = torch.linalg.vector_norm(parts, 2 if order in (None, "fro") else order)
-    return SpreadGradient.of(whole.view(result.shape), None)
+    norm = torch.linalg.vector_norm(parts, 2 if order in (None, "fro") else order)
+    return SpreadGradient.of(norm.view(result.shape), None)
 
 
 class _Mark(NamedTuple):

@@ -92,7 +92,7 @@ def _load(trainer: Any, inner: Callable[..., None], folder: str, model: Any = No
 
 
 def _load_best(trainer: Any, inner: Callable[[], None]) -> None:
-    """`Trainer._load_best_model`, in the same way."""
+    """`Trainer._load_best_model`, as :func:`_load` does it."""
     _load(trainer, lambda *_: inner(), trainer.state.best_model_checkpoint)
 
 
