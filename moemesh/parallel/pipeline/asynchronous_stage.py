@@ -51,7 +51,7 @@ class Stream(Protocol):
     """The microbatches of an asynchronous program, numbered from 0, and its updates."""
 
     def batch(self, sample: int) -> Batch:
-        """Microbatch number `sample`; also called for later microbatches."""
+        """Microbatch number `sample`; may be called before its forward, for shapes of messages."""
 
     def objective(self, sample: int, part: ModelPart, output: Output, *, recompute: bool) -> Tensor:
         """This part's share of the objective, divided by the counts of its update window;

@@ -6,8 +6,8 @@
 | B, I | gradients of its outputs | the backward, or its input half | gradients of its inputs |
 | W | nothing | weight gradients that its I has deferred | nothing |
 
-Other callers than :meth:`Executor.run` choose the entries and their order: a list whose stream may
-end early, a list whose warm-up may be rolled back, or the messages that arrive (AMPNet).
+Callers other than :meth:`Executor.run` choose the entries: those of a stream that may end early, of
+a warm-up that may be rolled back, or in the order in which messages arrive (AMPNet).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Executor:
 
     def _take_turns(self, program: SteppedModelProgram, received: dict[Op, list[Tensor]]) -> None:
         """Run a forward; at each of its pauses, and after it, the backward runs one step."""
-        forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)
+        forward, backward = sorted(received, key=lambda op: op.kind, reverse=True)  # "F", "B"
         at_microbatch(self._schedule.sample(forward))
         program.starting(forward)
         program.starting(backward)

@@ -3,10 +3,10 @@
 AMPNet (Gaunt et al., 2017, arXiv:1705.09786) fixes no order: its policy
 (:mod:`moemesh.schedule.ampnet`) decides. The next message is unknown in advance, so each begins
 with a header that names its operation. Headers travel on the control axis, payloads on the channels
-of the pipeline. The end of the stream is a header of its own, in both directions.
+of the pipeline. A special header marks the end of the stream, in both directions.
 
 Ranks that share a stage (tp, ep, dp) must run one order: the first of them decides and broadcasts
-its choice to the others, whose own messages come in that order, too.
+its choice to the others, whose messages arrive in that order, too.
 """
 
 from __future__ import annotations
@@ -209,16 +209,16 @@ class MessageDrivenExecutor:
 
     def _send_header(self, destination: int, kind: int, number: int) -> None:
         header = torch.tensor([kind, number])
-        there = self._mesh["pp"].ranks[destination]
-        work = start_send(header, self._mesh.control, there, **_LEDGER, tag=HEADER_TAG)
+        rank = self._mesh["pp"].ranks[destination]
+        work = start_send(header, self._mesh.control, rank, **_LEDGER, tag=HEADER_TAG)
         self._wire.keep(work, header)
 
 
 class _Listener:
     """Waits for headers of several ranks at once; a context manager.
 
-    A receive on gloo cannot be polled, only waited for: one thread a source waits. Only the thread
-    of the caller starts receives and enters them in the ledger.
+    A receive on gloo cannot be polled, only waited for: one thread for each source waits. Only the
+    thread of the caller starts receives and enters them in the ledger.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -245,8 +245,8 @@ class _Listener:
                 # A daemon: if another rank has failed, this wait never ends.
                 threading.Thread(target=self._wait, args=(source,), daemon=True).start()
             header = torch.zeros(2, dtype=torch.int64)
-            there = self._mesh["pp"].ranks[source]
-            work = start_receive(header, self._mesh.control, there, **_LEDGER, tag=HEADER_TAG)
+            rank = self._mesh["pp"].ranks[source]
+            work = start_receive(header, self._mesh.control, rank, **_LEDGER, tag=HEADER_TAG)
             self._waiting[source].put((work, header))
 
     def next(self, *, waits: bool = True) -> tuple[int, Tensor]:

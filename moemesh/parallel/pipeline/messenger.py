@@ -1,7 +1,7 @@
 """Messages between pipeline stages: receives in the order of the sender, sends that never block.
 
-Two stages on one rank pass tensors without a message. A rank posts a receive when it needs it, with
-a few later ones: each holds a buffer.
+Two stages on one rank pass tensors without a message. When a rank waits for a message, it posts the
+receive and those of a few later messages, not of all: each holds a buffer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from moemesh.comm.point_to_point import Channels
 from moemesh.parallel.pipeline.program import Program, TensorSpec
 from moemesh.schedule.action import Message, Op, Schedule, messages, predecessor, successor
 
-#: Receives posted beyond the one that is waited for; 0 with NCCL. There a receive waits on the
-#: device for a send that may depend on work that this rank has not launched. A first use of a
-#: kernel, or an allocation, would wait for the receive in turn.
+#: Number of receives posted in advance; 0 with NCCL, where a receive waits on the device for a send
+#: that may depend on work which this rank has not launched, and where a first use of a kernel, or
+#: an allocation, waits for the receive in turn.
 AHEAD = 2
 
 
@@ -40,8 +40,8 @@ def message_specs(program: Program, producer: Op) -> list[TensorSpec]:
     """The tensors that `producer` sends: outputs, or gradients of the floating inputs."""
     if producer.kind == "F":
         return list(program.output_specs(producer))
-    before = producer._replace(kind="F", stage=producer.stage - 1)
-    return [spec for spec in program.output_specs(before) if spec.dtype.is_floating_point]
+    forward = producer._replace(kind="F", stage=producer.stage - 1)
+    return [spec for spec in program.output_specs(forward) if spec.dtype.is_floating_point]
 
 
 class Wire:
@@ -92,8 +92,8 @@ def _phase(kind: str) -> str:
 
 class OrderedMessenger:
     """Messages of a schedule: both ends of every queue derive its order from the schedule.
-    `may_receive`: whether the receive of an operation's message may be posted now. If it may not
-    for one message of a sender, it may not for its later ones."""
+    `may_receive`: whether the receive of an operation's message may be posted now. A refused
+    message holds back the later ones of its sender."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class OrderedMessenger:
         self._wire, self._rank = Wire(channels), channels.axis.index
         self._ahead = AHEAD if channels.tagged else 0
         self._messages = messages(schedule)
-        #: Source rank -> the messages that it sends here, in its order.
+        #: Source rank -> the messages that it sends to this rank, in its order.
         self._queues: dict[int, list[Message]] = {}
         for message in sorted(self._messages.values(), key=lambda m: (m.source, m.position)):
             if message.destination == self._rank:

@@ -84,8 +84,8 @@ def holders(
 #
 # | state of a layer | made by | read by | its gradient |
 # |---|---|---|---|
-# | keys, values | every slice but the last | attention of all later slices | sum of theirs |
-# | sums of auxiliary losses | every slice but the last | the last slice | that of the last slice |
+# | keys, values | every slice but the last | attention of all later slices | sum over readers |
+# | sums of auxiliary losses | every slice but the last | the last slice | that of the reader |
 #
 # Later slices read leaf copies, cut off the graph. Their backwards run first and accumulate
 # gradients on the copies. The backward of the slice that made the state starts from these, as from
@@ -152,8 +152,8 @@ class SlicedProgram(ModelProgram):
     """The program of a model over slices of its microbatches. ``lengths(seq_len)`` are the tokens
     of the slices of a sequence."""
 
-    def __init__(self, *whole: Any, lengths: Callable[[int], tuple[int, ...]]) -> None:
-        super().__init__(*whole)
+    def __init__(self, *arguments: Any, lengths: Callable[[int], tuple[int, ...]]) -> None:
+        super().__init__(*arguments)
         self._lengths = lengths
         #: (stage, sample) -> states of its slices so far.
         self._left: dict[tuple[int, int], list[Left]] = {}
@@ -216,6 +216,7 @@ class Pipeline:
         self.channels = Channels(mesh, "pp", pairs)
         self._executor = Executor(schedule, self.channels)
         self._splits_backward = any(op.kind == "W" for op in schedule.ops(self.rank))
+        #: Makes the program of a step.
         self._form: Callable[..., Program] = ModelProgram
         in_parts: list[nn.Parameter] = []
         if schedule.num_slices > 1:

@@ -38,7 +38,8 @@ _LEDGER = {"phase": "optimizer", "caller": "validation"}
 
 
 class Chain:
-    """Sum of one vector a step over the ranks of ``pp``, first to last, and its way back.
+    """Sum of one vector a step over the ranks of ``pp``: partial sums go from the first rank to the
+    last, the whole sum returns.
 
     Ranks add in their order, and every rank gets the same bits. Vectors are float64 on the host. In
     each step every rank calls :meth:`pass_on`, then :meth:`answer`. All ranks of the mesh construct
@@ -56,7 +57,8 @@ class Chain:
         self._pending: tuple[dist.Work, dist.Work, Tensor] | None = None
 
     def pass_on(self, own: Tensor) -> Tensor:
-        """The sum over ranks 0 to this one, which is passed on; waits for the previous rank."""
+        """Add `own` to the sum of the previous ranks, and pass it on; returns the sum over ranks 0
+        to this one. Waits for the previous rank."""
         total = own
         if self._rank > 0:
             before = torch.empty_like(own)

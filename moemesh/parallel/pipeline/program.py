@@ -147,6 +147,7 @@ class Program(Protocol):
 
 
 def make_context(inputs: list[Tensor], forward: Forward) -> BackwardState:
+    """The state of a forward on `inputs` for its backward."""
     objective = forward.objective
     return BackwardState(
         inputs=[x for x in inputs if x.requires_grad],
@@ -310,6 +311,7 @@ class SteppedModelProgram(ModelProgram):
     ) -> Forward:
         """Same as ``forward``; calls `pause` at every pause."""
         part, tape = self.parts[op.stage], SegmentTape(pause) if op[1:] in self._cut else None
+        # A head that is the embedding would get two gradients: from the first and the last segment.
         assert tape is None or not (part.first and part.last and self.model.head is None), "tied"
         forward_result = self.forward_of(op, self.batch_of(op), inputs, tape or PausingFlow(pause))
         return forward_result._replace(state=tape)

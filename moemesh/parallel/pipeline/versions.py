@@ -3,7 +3,7 @@
 Version 0 is the weights at the start; every update makes the next one. The update rule
 determines which version an operation uses (table and papers: :mod:`moemesh.schedule.versions`).
 
-The newest version is the memory of the master, not a copy. An update copies it before only if a
+The newest version is the memory of the master, not a copy. It is copied before an update only if a
 later operation needs it: the number of copies, master included, is at most that of the table.
 Buffers that change the forward (a router's selection bias) are versioned like weights.
 """
@@ -30,8 +30,8 @@ class WeightVersions:
 
     Gradients of every version go to `collect`; ``renew()`` copies the parameters to new memory, and
     leaves the old memory to older versions. `in_place` (only under the rule ``newest``) keeps one
-    version in one memory: updates change the weights that a forward has saved, and the backward
-    reads them as they are then.
+    version in one memory: an update changes the weights that a forward has saved, and the backward
+    reads the changed weights.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class WeightVersions:
     ) -> None:
         assert not in_place or rule.kind == "newest"
         self.rule, self.newest = rule, 0
-        #: Most updates between a forward and the use of its gradient; most copies alive.
+        #: Largest number of updates between a forward and the use of its gradient, and of copies.
         self.lag, self.most_copies = 0, 1
         self._in_place, self._collect, self._renew = in_place, collect, renew
         #: Entries of modules' parameters and buffers: (dict of the module, key, full name).
