@@ -56,6 +56,7 @@ HURTFUL: dict[str, tuple[tuple[str, ...], str]] = {
 }
 #: Variables that name network interfaces.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+#: Variables of a rank of torchrun.
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -122,6 +123,7 @@ def _keeps(version: str, wanted: str) -> bool:
 
 def _folder(folder: Path, _: object) -> Iterator[Diagnosis]:
     """Disk, locks, renames and clock of the file system that runs are written to."""
+    # The folder itself need not exist yet: the checks use its nearest parent that does.
     home = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     fixes = {
         "fail": "make room, or write elsewhere with --out",
@@ -154,7 +156,7 @@ def _folder(folder: Path, _: object) -> Iterator[Diagnosis]:
 
 
 def _locks(file: Path) -> Diagnosis:
-    """Two handles of one file must not both hold its lock, or two runs write one folder."""
+    """Whether locks exclude a second handle of one file, as the lock of a run folder must."""
     with file.open("w") as first, file.open("w") as second:
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -253,7 +255,7 @@ def _environment(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         remarks.append(("warn", text, fix))
     known = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACES:
-        # NCCL also knows prefixes, "^" for all but these, and "=" for exactly these.
+        # NCCL also takes prefixes of names; "^" excludes the names, "=" makes them exact.
         interfaces = environ.get(variable, "")
         names = [] if interfaces.startswith("^") else interfaces.lstrip("=").split(",")
         wrong = [name for name in filter(None, names) if not any(n.startswith(name) for n in known)]
@@ -338,7 +340,7 @@ def _torch(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
 
 def _run_ranks(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     """Run :func:`main` as two ranks. Returns the objects that rank 0 printed, and its last line on
-    stderr, the error if there are less than two."""
+    stderr, which is the error if it printed fewer than two."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
@@ -368,7 +370,7 @@ def _run_ranks(environ: Mapping[str, str]) -> tuple[list[dict[str, Any]], str]:
     return answers, error
 
 
-#: Checks by name, the quick ones first: the folder of runs and the environment -> their lines.
+#: Checks by name, the quick ones first: (folder of runs, environment) -> diagnoses.
 CHECKS: dict[str, Callable[[Path, Mapping[str, str]], Iterator[Diagnosis]]] = {
     "versions": _versions,
     "folder": _folder,

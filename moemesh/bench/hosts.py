@@ -94,8 +94,8 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
         names: list[str] = []
         for host in range(num_hosts):
             names.append(namespace(f"{prefix}-host{host}"))
-            # A pair of interfaces between host and bridge, born inside their namespaces: nothing
-            # ever appears in the machine's own.
+            # A pair of interfaces between host and bridge, created inside their namespaces: none
+            # ever appears in the machine's own network.
             name, port = names[-1], f"port{host}"
             _ip(
                 *("-n", name, "link", "add", INTERFACE),
@@ -112,8 +112,9 @@ def hosts(num_hosts: int, link: str) -> Generator[list[str]]:
 
 
 def _shape(name: str, device: str, rate: float) -> None:
-    """A bucket of one millisecond, at least a few packets, and a queue that never drops a packet.
-    Packets larger than the bucket are cut on the way, which costs time on the processor."""
+    """Limit what `device` of the namespace `name` sends to `rate` bits/s: a token bucket of one
+    millisecond, at least a few packets, and a queue that never drops a packet. Packets larger than
+    the bucket are cut on the way, which costs time on the processor."""
     bucket = max(16384, int(rate / 8 * 0.001))
     _command(
         *("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf"),
@@ -125,7 +126,7 @@ def run_ranks(
     names: Sequence[str], *, ranks_per_host: int, command: Sequence[str], timeout: float
 ) -> str:
     """Run `command` as ``len(names) * ranks_per_host`` ranks; returns what rank 0 printed. The
-    ranks find each other as torchrun's do. Raises HostsError with the last words of the first rank
+    ranks get torchrun's variables. Raises HostsError with the end of the stderr of the first rank
     that failed, or after `timeout` seconds; no rank outlives the call."""
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="moemesh-hosts-") as folder:

@@ -5,9 +5,10 @@ Lines through measured collectives: α and β of the closed form, and the same w
 | model | time of S bytes |
 |---|---|
 | alpha-beta | hops(n) α + volume(n, S) β, both of the ring or direct form |
-| with a root | a + b √S + c S: what bandwidth grows with, as messages grow |
+| with a root | a + b √S + c S: bandwidth still grows with the size of messages |
 
-Fitted to relative errors, so that a microsecond counts as much as a second; no term is negative.
+Both are fitted to relative errors, so that a microsecond counts as much as a second; no term is
+negative.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _REFERENCE_PEAK = 312e12
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """`alpha` seconds a hop and `beta` seconds a byte on the wire of a rank; `root`: (a, b, c) of
-    the model with √S; mean relative errors of both."""
+    """`alpha` seconds a hop and `beta` seconds a byte that a rank sends, with their mean relative
+    `error`; `root`: (a, b, c) of the model with √S, with `root_error`."""
 
     alpha: float
     beta: float
@@ -41,7 +42,7 @@ class LinkFit:
 
 
 def hops_and_volume(operation: str, ranks: int) -> tuple[float, float]:
-    """(messages that follow one another, bytes a rank sends over those of the tensor)."""
+    """(number of messages in sequence, bytes that a rank sends / bytes of the full tensor)."""
     share = (ranks - 1) / ranks
     match operation:
         case "all_reduce":
@@ -99,8 +100,8 @@ def cluster_of(result: dict[str, Any], name: str) -> Cluster:
     settings, device = LinksSettings(**result["settings"]), result["device"]
     inside = [row for row in result["links"] if row["members_per_node"] == row["ranks"]]
     across = [row for row in result["links"] if row["members_per_node"] < row["ranks"]]
-    near = _typical(inside or across)
-    far = _typical(across or inside)
+    near_latency, near_bandwidth = _typical(inside or across)
+    far_latency, far_bandwidth = _typical(across or inside)
     return Cluster(
         name=name,
         nodes=settings.ranks // settings.node,
@@ -108,10 +109,10 @@ def cluster_of(result: dict[str, Any], name: str) -> Cluster:
         memory_bytes=device["memory_bytes"],
         memory_bandwidth=device["memory_bandwidth"],
         peak_flops=device["peak_flops"],
-        intra_node_bandwidth=near[1],
-        intra_node_latency=near[0],
-        inter_node_bandwidth=far[1],
-        inter_node_latency=far[0],
+        intra_node_bandwidth=near_bandwidth,
+        intra_node_latency=near_latency,
+        inter_node_bandwidth=far_bandwidth,
+        inter_node_latency=far_latency,
         accelerator=device["name"],
         constants={
             "gemm_efficiency": 1.0,
@@ -122,7 +123,7 @@ def cluster_of(result: dict[str, Any], name: str) -> Cluster:
             "memory_efficiency": 1.0,
             "intra_node_efficiency": 1.0,
             "inter_node_efficiency": 1.0,
-            "collective_latency_us": max(near[0], far[0], 1e-9) * 1e6,
+            "collective_latency_us": max(near_latency, far_latency, 1e-9) * 1e6,
         },
         links=tuple(
             LinkCurve(
@@ -138,8 +139,8 @@ def cluster_of(result: dict[str, Any], name: str) -> Cluster:
 
 
 def _typical(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """(latency of a hop, bytes/s of one rank) as the medians over operations and shapes. A ring of
-    m members a node leaves it over m links: each has an m-th of the group's rate."""
+    """(seconds of a hop, bytes/s of one rank) as the medians over operations and shapes. A group
+    with m members on a node leaves it over m links: each has an m-th of the group's rate."""
     fits = [(LinkFit(**row["fit"]), row) for row in rows]
     latency = median(fitted.alpha for fitted, _ in fits)
     rates: list[float] = []
@@ -147,6 +148,6 @@ def _typical(rows: Sequence[dict[str, Any]]) -> tuple[float, float]:
         if fitted.beta > 0:
             shared = row["members_per_node"] if row["members_per_node"] < row["ranks"] else 1
             rates.append(1 / fitted.beta / shared)
-    # Latency alone explains the times: the largest message bounds the rate from below.
+    # Without a rate (latency alone explains the times), the largest message bounds it from below.
     slowest = [max(row["bytes"]) / max(row["seconds"]) for row in rows]
     return latency, median(rates or slowest)

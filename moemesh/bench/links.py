@@ -1,9 +1,9 @@
 """``moemesh bench links``: how long collectives take, by size and by the shape of their group.
 
 A shape is a number of ranks and how many of them share a node. Ranks `stride` apart make groups of
-one shape, and all of them run at once, as the groups of an axis do in training: what they share,
-they share here too. A time is the median over rounds of the slowest rank's. With ``--out`` the
-table becomes a Cluster file, with what the devices compute and α, β where nothing was measured.
+one shape. All groups of a shape run at once, as those of an axis do in training, and share links in
+the same way. A time is the median over rounds of the slowest rank's. With ``--out`` the table
+becomes a Cluster file, with rates of the devices, and α, β for shapes that were not measured.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ _SAMPLE_SECONDS, _MOST_REPEATS = 2e-3, 20
 #: Phase and caller of these operations in the ledger.
 _LABELS = {"phase": "bench", "caller": "bench.links"}
 _NUMBER_BYTES = 4
-#: Side length in units of which products lose efficiency; the least loss (constants are above 0).
+#: Unit of side lengths in the formula of lost efficiency, and the least loss: constants of a
+#: Cluster must be above 0.
 TILE = 64
 _LEAST_LOSS = 1e-3
 #: Side length of the products, and elements of the copied tensor, by type of device.
@@ -131,6 +132,7 @@ def measured(settings: LinksSettings, device: Any) -> dict[str, Any]:
     world = settings.ranks
     table: list[dict[str, Any]] = []
     for shape in shapes(world, settings.node):
+        # Groups of dp have `shape.ranks` members, tp = `shape.stride` apart.
         layout = Layout(
             pp=world // (shape.ranks * shape.stride),
             dp=shape.ranks,
@@ -178,24 +180,23 @@ def measure_shape(
             numbers = -(-size // (_NUMBER_BYTES * shape.ranks)) * shape.ranks
             if numbers * _NUMBER_BYTES in measured:
                 continue
-            whole = torch.zeros(numbers, device=axis.device)
+            full = torch.zeros(numbers, device=axis.device)
             part = torch.zeros(numbers // axis.size, device=axis.device)
             pair = point_to_point.receive if axis.index else point_to_point.send
             calls: dict[str, Callable[..., object]] = {
-                "all_reduce": partial(transfers.all_reduce_, whole, axis),
+                "all_reduce": partial(transfers.all_reduce_, full, axis),
                 "all_gather": partial(transfers.all_gather, part, axis),
-                "reduce_scatter": partial(transfers.reduce_scatter, whole, axis),
-                "all_to_all": partial(transfers.all_to_all, whole, axis),
-                "send": partial(pair, whole, axis, 1 - axis.index),
+                "reduce_scatter": partial(transfers.reduce_scatter, full, axis),
+                "all_to_all": partial(transfers.all_to_all, full, axis),
+                "send": partial(pair, full, axis, 1 - axis.index),
             }
             run = partial(calls[operation], **_LABELS)
-            # Medians over rounds of what the slowest rank takes.
-            _timed(run, mesh, 1)
+            _timed(run, mesh, 1)  # not counted: the first use makes connections
             longest = max(collectives.gather_json(_timed(run, mesh, 1), mesh.control))
             repeats = min(max(int(_SAMPLE_SECONDS / longest), 1), _MOST_REPEATS)
             samples = [_timed(run, mesh, repeats) for _ in range(rounds)]
-            of_ranks = zip(*collectives.gather_json(samples, mesh.control), strict=True)
-            measured[numbers * _NUMBER_BYTES] = median(map(max, of_ranks))
+            of_rounds = zip(*collectives.gather_json(samples, mesh.control), strict=True)
+            measured[numbers * _NUMBER_BYTES] = median(map(max, of_rounds))  # the slowest rank's
         rows.append(
             {
                 "operation": operation,
@@ -221,7 +222,8 @@ def _timed(run: Callable[[], object], mesh: Mesh, repeats: int) -> float:
 
 def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> dict[str, Any]:
     """Rates of this rank's device, medians of `rounds`: operations/s of the largest products by
-    dtype, what few rows and narrow sides lose of it (in 16 bit), bytes/s read and written, bytes.
+    dtype, losses with few rows and with narrow sides (in bfloat16), bytes/s read and written, and
+    its bytes of memory.
 
     A product of [M, K] and [K, N] is taken to run at peak / ((1 + r 64/M) (1 + n 64/N)
     (1 + n 64/K)), as the planner's time model has it: three measured shapes give the peak, r and n.
@@ -246,7 +248,7 @@ def measure_device(device: torch.device, ranks_per_node: int, rounds: int) -> di
     target = torch.empty_like(source)
     seconds = median_seconds(lambda: target.copy_(source), device, rounds)
     bandwidth = 2 * source.numel() * source.element_size() / seconds
-    # Of the device, or this rank's part of the machine's.
+    # Memory of the device, or this rank's part of the machine's memory.
     memory_bytes = physical_bytes() // ranks_per_node
     if device.type == "cuda":
         memory_bytes = int(torch.cuda.get_device_properties(device).total_memory)

@@ -57,7 +57,7 @@ class Settings:
         """Raises BenchError for values that do not fit together."""
 
     def words(self) -> list[str]:
-        """The options of a command line with these settings."""
+        """Options and values of a command line that has these settings."""
         given = ((name, getattr(self, name)) for name in self._options())
         options = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given)
         return [word for option in options for word in option]
@@ -78,7 +78,7 @@ def check_divides(part_name: str, part: int, whole_name: str, whole: int) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings(Settings):
-    """Ranks on nodes, or on emulated hosts; 0 nodes or hosts are none."""
+    """Ranks on nodes, or on emulated hosts."""
 
     ranks: Annotated[int, "Ranks; all share the experts.", {"min": 1}] = 4
     ranks_per_node: Annotated[int, "Ranks of a node; 0: one node.", {"min": 0}] = 0
