@@ -78,17 +78,17 @@ def examine(folder: Path, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
 def _versions(*_: object) -> Iterator[Diagnosis]:
     version = ".".join(map(str, sys.version_info[:3]))
     try:
-        wanted = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
+        required = importlib.metadata.metadata("moemesh")["Requires-Python"] or ""
     except importlib.metadata.PackageNotFoundError:
         yield Diagnosis("python", "pass", f"{version} at {sys.executable}")
         text = "moemesh runs from its source and is not installed: its requirements are unknown"
         yield Diagnosis("packages", "warn", text, "pip install -e . in its folder")
         return
-    if _keeps(version, wanted):
+    if _keeps(version, required):
         yield Diagnosis("python", "pass", f"{version} at {sys.executable}")
     else:
-        yield Diagnosis("python", "fail", f"{version}; needed is {wanted}", "another Python")
-    wrong: list[str] = []
+        yield Diagnosis("python", "fail", f"{version}; needed is {required}", "another Python")
+    problems: list[str] = []
     for line in importlib.metadata.requires("moemesh") or ():
         if "extra ==" in line:
             continue
@@ -96,11 +96,11 @@ def _versions(*_: object) -> Iterator[Diagnosis]:
         assert match is not None
         name, needed = match[1], match[2].strip("() ")
         if (installed := installed_version(name)) is None:
-            wrong.append(f"{name} is not installed")
+            problems.append(f"{name} is not installed")
         elif not _keeps(installed, needed):
-            wrong.append(f"{name} is {installed}, needed is {needed}")
-    if wrong:
-        yield Diagnosis("packages", "fail", "; ".join(wrong), "pip install --upgrade moemesh")
+            problems.append(f"{name} is {installed}, needed is {needed}")
+    if problems:
+        yield Diagnosis("packages", "fail", "; ".join(problems), "pip install --upgrade moemesh")
     else:
         yield Diagnosis("packages", "pass", "all that are needed, in versions that fit")
 
@@ -227,19 +227,19 @@ def _names_and_ports(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosi
         text = f"this machine cannot be reached by itself ({error.strerror or error})"
         yield Diagnosis("ports", "fail", text, "allow connections to 127.0.0.1")
         return
-    wanted = environ.get("MASTER_PORT", "29500")
-    if not wanted.isdecimal() or not 0 < int(wanted) < 65536:
-        yield Diagnosis("ports", "fail", f"MASTER_PORT is {wanted!r}", "a number up to 65535")
+    number = environ.get("MASTER_PORT", "29500")
+    if not number.isdecimal() or not 0 < int(number) < 65536:
+        yield Diagnosis("ports", "fail", f"MASTER_PORT is {number!r}", "a number up to 65535")
         return
     try:
-        socket.create_server(("", int(wanted))).close()
+        socket.create_server(("", int(number))).close()
     except OSError as error:
-        text = f"port {wanted} is taken ({error.strerror or error})"
+        text = f"port {number} is taken ({error.strerror or error})"
         yield Diagnosis(
             "ports", "warn", text, "another one: MASTER_PORT, or torchrun --master-port"
         )
     else:
-        yield Diagnosis("ports", "pass", f"port {wanted} is free")
+        yield Diagnosis("ports", "pass", f"port {number} is free")
 
 
 def _environment(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
@@ -253,15 +253,14 @@ def _environment(_: object, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
         text = f"OMP_NUM_THREADS={threads} on {cores} core(s): threads wait for each other"
         fix = "unset OMP_NUM_THREADS: each rank takes its share of the cores"
         remarks.append(("warn", text, fix))
-    known = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     for variable in INTERFACES:
         # NCCL also takes prefixes of names; "^" excludes the names, "=" makes them exact.
-        interfaces = environ.get(variable, "")
-        names = [] if interfaces.startswith("^") else interfaces.lstrip("=").split(",")
-        wrong = [name for name in filter(None, names) if not any(n.startswith(name) for n in known)]
-        if wrong:
-            text = f"{variable}={interfaces} names no interface of this machine"
-            remarks.append(("fail", text, f"one of {', '.join(known)}"))
+        value = environ.get(variable, "")
+        names = [] if value.startswith("^") else value.lstrip("=").split(",")
+        if not all(any(n.startswith(name) for n in interfaces) for name in filter(None, names)):
+            text = f"{variable}={value} names no interface of this machine"
+            remarks.append(("fail", text, f"one of {', '.join(interfaces)}"))
     source = read_environment(environ)
     for problem in source.problems:
         remarks.append(("fail", f"{problem.origin}: {problem.message}", problem.fix))

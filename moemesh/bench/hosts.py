@@ -57,9 +57,9 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"moemesh-{os.getpid()}-probe"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"no network namespace can be made: {made.stderr.strip()}"
+    created = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if created.returncode:
+        return f"no network namespace can be made: {created.stderr.strip()}"
     _ip("netns", "del", name)
     return None
 

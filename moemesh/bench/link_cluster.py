@@ -78,7 +78,7 @@ def _least_relative(
     # Imported late: slow, and only this function needs it.
     from scipy.optimize import nnls
 
-    # Columns of one size: else a byte and a microsecond differ by ten powers of ten.
+    # Columns are scaled to one size: a byte and a microsecond differ by ten powers of ten.
     relative = terms / time[:, None]
     scale = np.abs(relative).max(axis=0)
     solution: Any = nnls(relative / scale, np.ones_like(time))[0]
@@ -89,10 +89,10 @@ def _least_relative(
 def origin_of(result: dict[str, Any]) -> str:
     """A sentence on the origin of a Cluster made from a result."""
     settings = result["settings"]
-    where = f"{settings['ranks']} ranks on {settings['device']}"
+    machine = f"{settings['ranks']} ranks on {settings['device']}"
     if settings["hosts"]:
-        where += f", {settings['hosts']} emulated hosts at {settings['link']}"
-    return f"Measured by `moemesh bench links`: {where}."
+        machine += f", {settings['hosts']} emulated hosts at {settings['link']}"
+    return f"Measured by `moemesh bench links`: {machine}."
 
 
 def cluster_of(result: dict[str, Any], name: str) -> Cluster:

@@ -58,8 +58,8 @@ class Settings:
 
     def words(self) -> list[str]:
         """Options and values of a command line that has these settings."""
-        given = ((name, getattr(self, name)) for name in self._options())
-        options = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given)
+        values = ((name, getattr(self, name)) for name in self._options())
+        options = ((f"--{name.replace('_', '-')}", str(value)) for name, value in values)
         return [word for option in options for word in option]
 
     def to_json(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from moemesh.monitor.devices import DeviceError, num_gpus, too_few
 
 Device = Literal["auto", "cpu", "cuda"]
-#: `train.dtype` -> lowest compute capability that computes in it in hardware.
+#: `train.dtype` -> lowest compute capability with hardware for it.
 NEEDED_CAPABILITY = {"bfloat16": (8, 0)}
 #: Lowest capability with a kernel of ``grouped_mm``; below it torch loops over experts on the host.
 GROUPED_CAPABILITY = (9, 0)
@@ -97,7 +97,7 @@ def check(device: Device, num_ranks: int, dtype: str = "float32", *, shares: boo
 def choose(
     device: Device, local_rank: int, ranks_per_node: int, dtype: str, *, shares: bool = False
 ) -> torch.device:
-    """The device of a rank, which becomes the current one; raises as :func:`check`. `shares`: ranks
+    """The device of a rank, set as the current one; raises what :func:`check` does. `shares`: ranks
     take turns with the devices of this machine. If the launcher makes one device visible to each of
     several ranks, a rank's device is its device 0."""
     if resolved(device) == "cpu":

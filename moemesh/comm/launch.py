@@ -62,9 +62,9 @@ MODULE = ("moemesh",)
 _FIRST_NOTE_SECONDS, _NOTE_SECONDS = 3.0, 30.0
 #: Seconds by which NCCL's timeout exceeds `timeout_seconds`.
 _WATCHDOG_SECONDS = 60.0
-#: Longest wait in seconds for a watcher's verdict; it needs less to find the cause.
+#: Longest wait in seconds for a watcher's verdict; the watcher needs less to find the cause.
 _VERDICT_SECONDS = 6.0
-#: Longest wait in seconds until a watcher has locked its folder: later, it could not start.
+#: Longest wait in seconds until a watcher has locked its folder; one that has not, did not start.
 _START_SECONDS = 5.0
 #: Set by :func:`watch` in a rank of another launcher: its node, and the watcher's folder.
 _node: Node | None = None
@@ -97,8 +97,8 @@ def num_joined() -> int:
 
 
 def ranks_of_a_node(ranks: Sequence[int]) -> int:
-    """Number of `ranks` on each node: 1 if nodes have different numbers, 0 if all ranks share one
-    node or the launcher sets no LOCAL_WORLD_SIZE."""
+    """Number of `ranks` on each node: 1 if the nodes' numbers differ or ranks of a node do not
+    follow one another, 0 if all ranks share one node or the launcher sets no LOCAL_WORLD_SIZE."""
     try:
         size = _variable("LOCAL_WORLD_SIZE", 0)
     except RankError:  # a program may create its process group without these variables
@@ -272,17 +272,17 @@ def start(
     if _node is not None and rank == _node.first:
         introduce(store, _watched, _node.ranks, world_size)
     cuda.agree(store, rank, chosen, timeout, shares=shares)
-    is_bound = chosen.type == "cuda" and not shares
+    uses_nccl = chosen.type == "cuda" and not shares
     if chosen.type == "cuda":
         # NCCL aborts a rank whose operation takes longer; the supervisor must report it before.
         timeout += timedelta(seconds=_WATCHDOG_SECONDS)
     dist.init_process_group(
-        "nccl" if is_bound else "gloo",
+        "nccl" if uses_nccl else "gloo",
         store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,
-        device_id=chosen if is_bound else None,
+        device_id=chosen if uses_nccl else None,
     )
     progress.left()
     return ranks
@@ -315,6 +315,7 @@ def _connect(
             print(text, file=sys.stderr, flush=True)
         time.sleep(0.1)
 
+    # The store is in the process of torchrun (its agent), or in that of rank 0.
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not agent_hosts
     while not is_master:

@@ -314,7 +314,8 @@ def exchange_start(
     if axis.size == 1:
         into.copy_(x)
         return None
-    x, inputs, outputs = _raw(x.contiguous()), list(input_splits), list(output_splits)
+    x = _raw(x.contiguous())
+    inputs, outputs = list(input_splits), list(output_splits)
     if _is_nccl(axis):
         return staged.all_to_all_single(_raw(into), x, outputs, inputs, axis)
     sent, parts = x.split(inputs), _raw(into).split(outputs)

@@ -7,7 +7,10 @@
 | all_to_all: return | all positions, N/c heads | own positions, N heads | all_to_all | all_to_all |
 | ring | own queries, own block | own outputs | c-1 blocks | c-1 blocks, c-1 gradients of them |
 
-The steps of ``plan.context``; c ranks, N query heads; a block: keys and values that one rank holds.
+The steps of ``plan.context`` over c ranks; a block: keys and values that one rank holds.
+
+Legend: B sequences, N query heads, M key/value heads, S queries and C keys of a rank (or of all
+ranks), D head size (of keys and values together where they travel as one), L positions.
 """
 
 from __future__ import annotations
@@ -84,7 +87,8 @@ class GatheredPass:
         return attend_to((qkv[0], *pair), self.visible, scale=self.scale)
 
     def backward(self, gradient_BNSD: Tensor, whole: Partial, qkv: Qkv) -> Gradients:
-        (query_BNSD, key_BMCD, value_BMCD), visible, axis = qkv, self.visible, self.axis
+        query_BNSD, key_BMCD, value_BMCD = qkv
+        visible, axis = self.visible, self.axis
         pair = _gather(key_BMCD, value_BMCD, visible.length, axis, "backward")
         inputs = query_BNSD, *pair
         by_query, *by_pair = gradients_of(gradient_BNSD, whole, inputs, visible, scale=self.scale)
@@ -97,10 +101,10 @@ class GatheredPass:
         del all_BMCD
         num_sequences, _, num_own, width = key_BMCD.shape
         sizes = [size * num_sequences for size in context_sizes(visible.length, axis.size)]
-        own = transfers.reduce_scatter(
+        own_rows = transfers.reduce_scatter(
             rows_CBMD.flatten(0, 1), axis, sizes, phase="backward", caller="context.keys"
         )
-        own_BMCD = own.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
+        own_BMCD = own_rows.view(num_own, *rows_CBMD.shape[1:]).permute(1, 2, 0, 3)
         by_key, by_value = own_BMCD.split([width, rows_CBMD.shape[3] - width], dim=3)
         return Gradients(by_query, by_key, by_value)
 
@@ -148,7 +152,8 @@ class HeadShards(KeyValues):
             (value_BMCD, [each.keys for each in shares]),
         )
         query, key, value = self._to_heads(parts, visible.length)
-        # The query heads of a rank need not be whole groups of one key/value head each.
+        # If the query heads of a rank are not whole groups of one key/value head each, every query
+        # head gets a copy of its key/value head.
         group = num_heads // num_kv_heads
         if not share.is_even(group):
             reads = [head // group - share.keys.start for head in share.queries]
@@ -187,8 +192,8 @@ class HeadShards(KeyValues):
         sent: list[Tensor] = []
         for rank in range(self.axis.size):
             for x, heads in parts:
-                own = x[:, heads[rank].start : heads[rank].stop]
-                sent.append(own.transpose(0, 1).reshape(-1, width))
+                heads_of_rank = x[:, heads[rank].start : heads[rank].stop]
+                sent.append(heads_of_rank.transpose(0, 1).reshape(-1, width))
         rows_to_send = torch.cat(sent)
         sent.clear()
         received = collectives.all_to_all(
@@ -246,8 +251,8 @@ class _Ring:
     def blocks(
         self, key_BMCD: Tensor, value_BMCD: Tensor, phase: str
     ) -> Iterator[tuple[Tensor, Tensor, Visibility]]:
-        """Keys, values and their visibility for the queries, block after block, the local one
-        first; the next one is in flight meanwhile."""
+        """Keys, values and their visibility for the queries, block after block, the local block
+        first; the next block is in flight meanwhile."""
         block = self.pack(key_BMCD, value_BMCD)
         for step in range(self.axis.size):
             following, works = block, []

@@ -54,11 +54,11 @@ class Addends:
         elements: list[int] = []
         pieces: list[tuple[str, int, range | None]] = []
         start = 0
-        for name, where in placements.items():
+        for name, placement in placements.items():
             own = owned.get(name)
-            if own is not None and where.counts(own, mesh):
-                local = math.prod(map(len, where.slices(mesh)))
-                own_rows = where.rows(mesh) if where.is_expert else [0]
+            if own is not None and placement.counts(own, mesh):
+                local = math.prod(map(len, placement.slices(mesh)))  # numbers of the local tensor
+                own_rows = placement.rows(mesh) if placement.is_expert else [0]
                 if len(own.numbers) == local and local:
                     elements += [start + row for row in own_rows]
                     pieces.append((name, len(own_rows), None))
@@ -66,7 +66,7 @@ class Addends:
                     for row, numbers in rows(len(own_rows), local // len(own_rows), own.numbers):
                         elements.append(start + own_rows[row])
                         pieces.append((name, 1, numbers))
-            start += where.shape[0] if where.is_expert else 1
+            start += placement.shape[0] if placement.is_expert else 1
         return cls(num_rows=start, rows=tuple(elements), pieces=tuple(pieces), owned=owned)
 
 
@@ -138,8 +138,8 @@ def sums_of_squares(pieces: list[Tensor]) -> Tensor:
     span_rows: list[int] = []
     num_rows = 0
     for piece in pieces:
-        whole = piece.shape[1] // _SPAN * _SPAN
-        spans = [piece[:, :whole].unflatten(1, (-1, _SPAN)), piece[:, None, whole:]]
+        spanned = piece.shape[1] // _SPAN * _SPAN
+        spans = [piece[:, :spanned].unflatten(1, (-1, _SPAN)), piece[:, None, spanned:]]
         for part in spans:
             if part.numel():
                 norms_of_spans.append(torch.linalg.vector_norm(part, dim=2).flatten())

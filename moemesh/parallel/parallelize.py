@@ -101,7 +101,8 @@ class RankModel:
 
     @property
     def trained(self) -> dict[str, Placement]:
-        return {name: where for name, where in self.placements.items() if where.trains}
+        """Placements of the parameters that train."""
+        return {name: held for name, held in self.placements.items() if held.trains}
 
     def norm_addends(self) -> Addends:
         """Squares that this rank adds to the gradient norm; recomputed after experts have moved."""

@@ -180,6 +180,6 @@ class RecomputeTape(Flow):
     ) -> Pending[Tensor]:
         if self._playing is None:
             return send(y_RH, plan)
-        # NaN, so that a backward that reads it after all is noticed.
-        stand_in = y_RH.new_full((1, 1), torch.nan)
-        return Pending.ready(stand_in.expand(rows, y_RH.shape[1]))
+        # NaN, so that a backward that reads it after all gives NaN.
+        unread = y_RH.new_full((1, 1), torch.nan)
+        return Pending.ready(unread.expand(rows, y_RH.shape[1]))

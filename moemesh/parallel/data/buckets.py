@@ -341,8 +341,8 @@ class ScatteredBucket(ShardedBucket):
     def buffer_bytes(self) -> int:
         """Also bytes of the vector that a backward fills, and of the one being sent."""
         vectors = (self._flat is not None) + (self._work is not None)
-        whole = vectors * self.rule.numbers * self.dtype.itemsize if self.axis.size > 1 else 0
-        return super().buffer_bytes + whole
+        num_bytes = vectors * self.rule.numbers * self.dtype.itemsize if self.axis.size > 1 else 0
+        return super().buffer_bytes + num_bytes
 
     def begin(self) -> None:
         if self.axis.size > 1:

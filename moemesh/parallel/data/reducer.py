@@ -282,8 +282,8 @@ class GradientReducer:
         return bucket.whole(name, part)
 
     def whole_weights(self, name: str) -> Tensor:
-        """The whole local tensor of the weight `name`: its memory where it stays in one piece, else
-        a copy. All ranks that share the states call."""
+        """The whole local tensor of the weight `name`: the memory of the weight, or a copy if the
+        weights are sharded. All ranks that share the states call."""
         return self._by_name[name].whole_weights(name)
 
     @property

@@ -178,13 +178,13 @@ class SlicedProgram(ModelProgram):
         return super().backward(op, context, gradients)
 
     def batch_of(self, op: Op) -> Batch:
-        whole = super().batch_of(op)
-        lengths = self._lengths(whole.tokens_BS.shape[1])
+        batch = super().batch_of(op)
+        lengths = self._lengths(batch.tokens_BS.shape[1])
         assert len(lengths) == self.schedule.num_slices
         start, stop = ([0, *accumulate(lengths)][op.slice + i] for i in (0, 1))
         earlier = self._left.get((op.stage, self.schedule.sample(op)), [])
         is_last = op.slice == self.schedule.num_slices - 1
-        return whole.slice(start, stop, EarlierSlices(earlier, is_last=is_last))
+        return batch.slice(start, stop, EarlierSlices(earlier, is_last=is_last))
 
 
 class Pipeline:
@@ -246,6 +246,7 @@ class Pipeline:
         """Forward and backward of `batches` (by sample). Sums of gradients are started, not waited
         for."""
         self.reducer.begin()
+        # Without split backwards, autograd computes weight gradients without a queue.
         deferral.is_possible = self._splits_backward
         try:
             self._executor.run(self.program(batches, objective), recorder)

@@ -153,7 +153,8 @@ class ValidatedPipeline:
         weights; else it corrects the weights and returns False, and the warm-up is repeated.
         `begin` returns the objective of a warm-up; results of an earlier objective are discarded.
         """
-        pipeline, executor, start = self._pipeline, self._executor, recorder.clock()
+        pipeline, executor = self._pipeline, self._executor
+        start = recorder.clock()
         program = pipeline.program(batches, begin())
         executor.warm_up(program, recorder)
         if not confirm():

@@ -59,8 +59,8 @@ class WeightVersions:
                         name = f"{prefix}.{leaf}"
                         self._slots.append((slots, leaf, name))
                         self._own[name] = tensor
-        #: Leaf of a version -> parameter of the master. A deferred weight gradient may need it
-        #: after its version has been dropped: it lives as long as the leaf.
+        #: Leaf of a version -> parameter of the master. A deferred weight gradient may need the
+        #: entry after the version has been dropped: the entry lives as long as the leaf.
         self._originals = WeakTensorKeyDictionary()
         #: Version -> its leaf tensors by name, and the number of its forwards with a pending
         #: backward.
