@@ -1,7 +1,8 @@
 """All-gather expert parallelism: every rank gets the group's tokens, and computes its experts.
 
 Legend: G = ep * etp ranks that together hold all experts, T own tokens, A tokens of the group, K
-slots, C group tokens that visit a local expert, L local experts, H hidden.
+slots, R rows at the local experts, C group tokens that visit one of these, E (L) experts (local
+ones), H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|

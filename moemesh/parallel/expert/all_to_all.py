@@ -1,7 +1,7 @@
 """All-to-all expert parallelism: counts first, then each row straight to its expert's rank.
 
 Legend: T own tokens, K slots per token, S rows sent, N rows received (gathered over etp), R the
-same rows by expert, L local experts, O owners (ranks of the ep*etp group), H hidden.
+same rows by expert, E (L) experts (local ones), O owners (ranks of the ep*etp group), H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|

@@ -90,7 +90,7 @@ def set_experts(
     if plan.spreads_replicas and plan.dispatcher == "auto":
         plan = plan.model_copy(update={"dispatcher": "all_to_all"})
         notes.append("dispatcher auto: all_to_all (spare slots)")
-    # Plans are objects of their own: all layers share one dispatcher.
+    # A dispatcher does not keep its plans: all layers share one.
     dispatcher, decisions = tested_dispatcher(
         config, plan, mesh, dtype=dtype, tokens_per_rank=tokens_per_rank
     )

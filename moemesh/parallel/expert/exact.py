@@ -5,8 +5,9 @@ this combine all K weighted rows of a token return to its owner, which adds them
 id, in fp32 at least, and casts once; the backward of dispatch does the same. The bits do not depend
 on the ranks that computed or forwarded a row.
 
-Legend: R rows at the experts, ordered by (expert, owner, token); L local experts; O owners, the
-ranks of the ep*etp group; S own (token, slot) rows ordered by expert; T own tokens; H hidden.
+Legend: N rows received; R rows at the experts, ordered by (expert, owner, token); E (L) experts
+(local ones); P ranks of ep; O owners, the ranks of the ep*etp group; T own tokens; K slots per
+token; S own (token, slot) rows ordered by expert; H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|

@@ -2,9 +2,9 @@
 
 Legend: T own tokens, K slots per token, S rows sent (to ranks of the own node, then to other
 nodes), M rows that visit this node through this rank, G those of them that crossed, N rows received
-(tokens of this node first; gathered over etp), R rows by expert, L local experts, O owners, H
-hidden. The ep axis is cut into `rail` (ranks in the same place of each node) and `node` (ranks
-inside one node).
+(tokens of this node first; gathered over etp), R rows by expert, E (L) experts (local ones), O
+owners, H hidden. The ep axis is cut into `rail` (ranks in the same place of each node) and `node`
+(ranks inside one node).
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
@@ -192,17 +192,19 @@ class Relay:
         """Start T -> N (with `by_expert` -> R); returns the wait. Transpose of `send_back`."""
         row_bytes = x_TH.shape[1] * x_TH.element_size()
         tickets = self.record(row_bytes, phase, caller, is_combine=False)
+        # The first `num_own` of the S rows stay in the node; the first `near` of the N rows are of
+        # tokens of this node, the other `far` crossed.
         source_S, num_own = self.sent.source_R, sum(self.own.sent)
         near, far = sum(self.own.received), sum(self.onward.received)
         rows_NH = x_TH.new_empty(near + far, x_TH.shape[1])
         tag = self.worker.tag()
         onward: Pending[Work | None] = Pending.ready(None)
         if self.rail.size > 1:
-            came_GH = x_TH.new_empty(sum(self.across.received), x_TH.shape[1])
-            away = x_TH.index_select(0, source_S[num_own:])
+            crossed_GH = x_TH.new_empty(sum(self.across.received), x_TH.shape[1])
+            leaving = x_TH.index_select(0, source_S[num_own:])
 
             def cross() -> Work | None:
-                return exchange_start(away, came_GH, self.rail, *self.across, tag=tag)
+                return exchange_start(leaving, crossed_GH, self.rail, *self.across, tag=tag)
 
             # Chunks that cross at the same time share the link, and the first arrives as late as
             # the last: while another chunk crosses, this one waits for its turn in the worker.
@@ -210,11 +212,11 @@ class Relay:
 
             def carry_on() -> Work | None:
                 _wait(crossing or cross())
-                rows = gather_rows(came_GH, self.forwarded)
+                rows = gather_rows(crossed_GH, self.forwarded)
                 return exchange_start(rows, rows_NH[near:], self.node, *self.onward, tag=tag)
 
-        own = x_TH.index_select(0, source_S[:num_own])
-        staying = exchange_start(own, rows_NH[:near], self.node, *self.own, tag=tag)
+        own_rows = x_TH.index_select(0, source_S[:num_own])
+        staying = exchange_start(own_rows, rows_NH[:near], self.node, *self.own, tag=tag)
         if self.rail.size > 1:
             is_long = row_bytes > _SHORT_ROW_BYTES
             onward = self.worker.submit(carry_on, x_TH.device, is_long=is_long)
@@ -254,19 +256,19 @@ class Relay:
         crossing: Pending[Work | None] = Pending.ready(None)
         if self.rail.size > 1:
             crossed = range(near, near + sum(self.onward.received))
-            far = summed(crossed, lambda rows: range(num_near, rows.num_rows))
-            came = y.new_empty(self.forwarded.num_rows, y.shape[1])
-            inside = exchange_start(far, came, self.node, *self.onward.back(), tag=tag)
+            results = summed(crossed, lambda rows: range(num_near, rows.num_rows))
+            gathered = y.new_empty(self.forwarded.num_rows, y.shape[1])
+            inside = exchange_start(results, gathered, self.node, *self.onward.back(), tag=tag)
 
             def carry_on() -> Work | None:
                 _wait(inside)
-                away = sum_rows(came, self.forwarded)
+                sums_GH = sum_rows(gathered, self.forwarded)
                 into = back_SH[num_own:]
-                return exchange_start(away, into, self.rail, *self.across.back(), tag=tag)
+                return exchange_start(sums_GH, into, self.rail, *self.across.back(), tag=tag)
 
             crossing = self.worker.submit(carry_on, y.device)
-        own, into = summed(range(near), lambda _: range(num_near)), back_SH[:num_own]
-        staying = exchange_start(own, into, self.node, *self.own.back(), tag=tag)
+        own_sums, into = summed(range(near), lambda _: range(num_near)), back_SH[:num_own]
+        staying = exchange_start(own_sums, into, self.node, *self.own.back(), tag=tag)
 
         def arrived() -> Tensor:
             _wait_for_both(tickets, crossing, staying)
@@ -308,7 +310,7 @@ class RelayCounts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalPlan:
-    """The way there and back, and the order at the experts."""
+    """The relay of rows and results, and the order of rows at the experts."""
 
     relay: Relay
     lane_rows: list[int]
@@ -444,6 +446,7 @@ class HierarchicalDispatcher(Dispatcher):
         tokens = torch.cat([tokens[:stay], tokens[stay + num_staying :]])
         crossing = across.with_own(rail.index, 0)
         num_came = sum(crossing.received)
+        # `forwarded` counts rows of M without this rank's own block: rows after it move up.
         relay = Relay(
             rail=rail,
             node=node,
@@ -465,9 +468,9 @@ class HierarchicalDispatcher(Dispatcher):
     ) -> Pending[DispatchedRows]:
         # Weights start first and are waited for with the rows: queued after rows on a slow link
         # they would delay all other work of this rank.
-        def sent(x_TX: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
+        def sent(x: Tensor, caller: str, codec: Codec | None = None) -> Pending[Tensor]:
             ways = (partial(way, caller=caller) for way in (plan.relay.send, plan.relay.send_back))
-            return overlapped_exchange(x_TX, *ways, codec)
+            return overlapped_exchange(x, *ways, codec)
 
         def arrived(pair: tuple[Tensor, Tensor]) -> DispatchedRows:
             gather = partial(collectives.all_gather, axis=self.etp, sizes=plan.lane_rows)
@@ -485,10 +488,10 @@ class HierarchicalDispatcher(Dispatcher):
             y_RH = unpermute(y_RH, by_expert)
             y_RH = collectives.reduce_scatter(y_RH, self.etp, plan.lane_rows, caller=caller)
             by_expert = None
-        there = partial(plan.relay.send_back, num_near=plan.num_near)
+        send_back = partial(plan.relay.send_back, num_near=plan.num_near)
         return overlapped_exchange(
             y_RH,
-            partial(there, caller=caller, by_expert=by_expert),
+            partial(send_back, caller=caller, by_expert=by_expert),
             partial(plan.relay.send, caller=caller, by_expert=by_expert),
         )
 

@@ -1,6 +1,6 @@
 """Expert migration: which rank holds which expert, and moving its weights and optimizer state.
 
-Legend: E experts of a layer, P ranks of ep, L = E / P experts of a rank.
+Legend: E experts of a layer, P ranks of ep, L = E / P experts of a rank (in `counts_LE`: layers).
 
 Places are numbered over the ranks of ep: rank p holds the places ``p L .. (p + 1) L``. The model's
 router, losses and loads, the norm and checkpoints name experts by logical id; a MoE layer turns ids

@@ -59,7 +59,7 @@ def set_kernel(
                 kernels[name] = kernel = package.load()
                 seconds[name] = checked_seconds(kernel, inputs)
             except Exception as error:
-                # Other versions of a package raise anything: the plain path computes the same.
+                # Other versions of a package may raise any exception: the plain path replaces it.
                 line = next(iter(str(error).splitlines()), "")
                 reasons[name] = f"{package.package} {package.version}: {line or repr(error)}"
     # A kernel is as fast as on its slowest rank.

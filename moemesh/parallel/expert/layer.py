@@ -151,6 +151,7 @@ class Connection:
         return self.dispatchers[key]
 
 
+#: Connections that a layer uses, by the id of their process group and by device.
 _CONNECTIONS: WeakValueDictionary[tuple[int, torch.device], Connection] = WeakValueDictionary()
 
 
@@ -477,8 +478,8 @@ class MoELayer(nn.Module):
         if self._connection is None:
             self._connect(x, dtype)
         if torch.is_grad_enabled() and not x.requires_grad:
-            # All ranks must take part in the exchanges of the backward. Whether it runs depends on
-            # the weights, which train on all ranks or on none, not on the input of this one.
+            # All ranks must take part in the exchanges of the backward. Whether the backward runs
+            # must depend on the weights, which train on all ranks or on none, not on one rank's x.
             x = x.detach().requires_grad_(any(p.requires_grad for p in self.parameters()))
         num_tokens = max(self._num_tokens, math.prod(x.shape[:-1]))
         self._block[0].experts.max_rows = rows_at_once(
@@ -546,7 +547,7 @@ class MoELayer(nn.Module):
         check_kind("x", x, Tensor)
         if type(x) is not Tensor or x.is_nested or x.is_meta or x.layout is not torch.strided:
             refuse_form(x)
-        if (
+        if (  # inside torch.jit.trace, torch.func or forward_ad
             torch._C._is_tracing()
             or torch._C._functorch.peek_interpreter_stack() is not None
             or forward_ad._current_level >= 0

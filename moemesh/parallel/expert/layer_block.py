@@ -1,6 +1,7 @@
 """The computation of a `MoELayer` on cast parameters: its output, losses and counts.
 
-Legend: T tokens of this rank, H hidden, E experts of all ranks, K choices of a token.
+Legend: B sequences and T tokens of this rank, H hidden, E experts of all ranks, K choices of a
+token.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ class TransformersBlock:
         }
         expected = {p.source: p.stored for tensor in self.tensors.values() for p in tensor.pieces}
         shapes_of_block = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
-        if wrong := sorted({key for key, _ in expected.items() ^ shapes_of_block.items()}):
+        if differing := sorted({key for key, _ in expected.items() ^ shapes_of_block.items()}):
             shapes = [
-                f"{key} is {shapes_of_block.get(key)}, not {expected.get(key)}" for key in wrong[:5]
+                f"{key} is {shapes_of_block.get(key)}, not {expected.get(key)}"
+                for key in differing[:5]
             ]
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
             raise LayerError(f"{name} contradicts its configuration: {'; '.join(shapes)}{more}")
 
     @property

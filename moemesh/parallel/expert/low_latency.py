@@ -1,8 +1,8 @@
 """Low-latency expert parallelism: every rank sends every rank the same number of row slots.
 
 Legend: T own tokens, K slots per token, P ep ranks, C row slots per pair of ranks, B = P * C slots
-of one buffer, S rows sent, N = etp * B received slots, R rows at the experts, L local experts,
-O owners (ranks of the ep*etp group), H hidden.
+of one buffer, S rows sent, N = etp * B received slots, R rows at the experts, E (L) experts (local
+ones), O owners (ranks of the ep*etp group), H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|

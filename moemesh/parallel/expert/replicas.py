@@ -5,8 +5,10 @@ the identical plan (:mod:`moemesh.balance`): which experts are copied to which s
 many tokens each copy gets. Tokens then travel through an all-to-all dispatcher whose experts are
 the *places* of all ranks: on each rank first the experts whose home it is, then B spare slots.
 
-Legend: T own tokens, K slots per token, E experts, L experts of a rank, B spare slots, P = ep
-ranks, O = ep * etp owners of tokens, S own (token, slot) pairs by expert, W weights of an expert.
+Legend: T own tokens, K slots per token, C chunks of tokens (or experts to send), E experts, L
+experts of a rank, B spare slots, P = ep ranks, O = ep * etp owners of tokens, S own (token, slot)
+pairs by expert (or replicas of this rank), N rows received, R the same rows by place, W weights of
+an expert, F its width, H hidden.
 
 | step | in | out | forward comm | backward comm |
 |---|---|---|---|---|
@@ -149,15 +151,16 @@ class ReplicaDispatcher(Dispatcher):
         counts_OCE = collectives.all_gather(counts_CE[None], self.group, caller="moe.counts")
         counted = HostCopy(counts_OCE).tensor()
         start = time.perf_counter()
+        # On the host: the replicas of each chunk, and the place that computes each pair.
         quotas, places = list[QuotaPlan](), list[Tensor]()
         per_chunk = zip(chunks, sorted_chunks, counted.unbind(1), strict=True)
         for experts_TK, sorted_chunk, counts_OE in per_chunk:
-            table = counts_OE.numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
+            counts = counts_OE.numpy().reshape(self.ep.size, self.etp.size, self.num_experts)
             with self._loops():
-                decided = in_fetched_order(self._quotas(table.sum(axis=1)))
+                decided = in_fetched_order(self._quotas(counts.sum(axis=1)))
                 place_S = own_places(
                     decided,
-                    table,
+                    counts,
                     self.ep.index,
                     self.etp.index,
                     ranks_per_node=self.ranks_per_node,
@@ -177,18 +180,19 @@ class ReplicaDispatcher(Dispatcher):
             places_TK.view(-1).scatter_(0, sorted_chunk.order[: len(place_S)], places_S)
             places.append(places_TK)
         self.planning_seconds += time.perf_counter() - start
+        # The exchange of rows between places, and that of the weights of replicas.
         plans: list[ReplicaPlan] = []
         first, own_rank = self.ep.index * self.num_local, self.ep.index
         for decided, inner in zip(quotas, self.inner.plan_chunks(places), strict=True):
             num_home, by_expert = sum(inner.rows_L[: self.num_local]), inner.by_expert
             # Home experts go to each rank in the order of its spare slots. A rank's slots are
             # ordered by home, so experts arrive in the order of the slots.
-            wanted = [[e for e in row if e >= 0] for row in decided.spare_expert.tolist()]
+            in_slots = [[e for e in row if e >= 0] for row in decided.spare_expert.tolist()]
             sent = [
                 [e - first for e in row if first <= e < first + self.num_local]  # by receiver
-                for row in wanted
+                for row in in_slots
             ]
-            homes = self._home[wanted[own_rank]] if wanted[own_rank] else np.zeros(0, np.int64)
+            homes = self._home[in_slots[own_rank]] if in_slots[own_rank] else np.zeros(0, np.int64)
             plans.append(
                 ReplicaPlan(
                     quotas=decided,
@@ -298,18 +302,19 @@ def own_places(
     `counts` [P, etp, E]. A rank's pairs of an expert are cut into runs, one a place; its lanes
     share them in order.
     """
+    # Pairs of the rank for each place; places by expert, without unused slots; where each run ends.
     sent = assign_tokens(quotas, counts.sum(axis=1), ranks_per_node=ranks_per_node)[rank]
     expert = quotas.place_expert
     order = np.argsort(expert, kind="stable")
     order = order[expert[order] >= 0]
-    stops = np.cumsum(sent[order])  # over all experts, one after the other
+    stops = np.cumsum(sent[order])
     # The pairs of a rank are ordered by expert, then by lane: those of this lane and expert e are
     # the begin[e]-th to the end[e]-th.
     ranks_counts = counts[rank].sum(axis=0)
     begin = np.cumsum(ranks_counts) - ranks_counts + counts[rank, :lane].sum(axis=0)
     end = begin + counts[rank, lane]
-    own = expert[order]
-    runs = np.clip(stops, begin[own], end[own]) - np.clip(stops - sent[order], begin[own], end[own])
+    first, last = begin[expert[order]], end[expert[order]]
+    runs = np.clip(stops, first, last) - np.clip(stops - sent[order], first, last)
     return np.repeat(order, runs)
 
 

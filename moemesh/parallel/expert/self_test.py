@@ -1,6 +1,7 @@
 """The start-up self-test: a dispatcher that loses, swaps or scales rows is refused, by name.
 
-Legend: T own tokens, K slots per token, R rows at the experts, L local experts, H hidden.
+Legend: T own tokens, K slots per token, N rows received, R rows at the experts, L local experts, H
+hidden.
 
 Experts that return their input must give every token (its number of valid slots) times itself. The
 payload is small integers that identify the token of a row: sums are exact in every dtype down to

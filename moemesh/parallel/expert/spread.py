@@ -195,11 +195,13 @@ class SpreadGradient(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        # A call with keywords alone gets its first argument by position, like other calls.
         if not args and (named := [key for key in _FIRST if key in kwargs]):
             args = (kwargs.pop(named[0]),)
         name = getattr(func, "__name__", "")
         num_tensors = 2 if name in _PRODUCTS else 1
         tensors = args[0] if args and isinstance(args[0], list | tuple) else args[:num_tensors]
+        # Indices of the gradients of experts among `tensors`.
         spread = [i for i, x in enumerate(tensors) if getattr(x, "ranks", None) is not None]
         with torch._C.DisableTorchFunctionSubclass():
             if name in _JOINED:

@@ -66,9 +66,9 @@ def _save(
     if state_dict is None:
         state: dict[str, Any] = {}
         for name, tensor in trainer.model.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if trainer.args.should_save:
-                state[name] = whole
+                state[name] = full
         for name, module in trainer.model.named_modules():
             origin = getattr(module, "origin", None)
             if isinstance(origin, TransformersBlock) and state:
@@ -107,11 +107,11 @@ def _save_optimizer(trainer: Any, inner: Callable[[str], None], output_dir: str)
                 f"{len(experts.held)} experts of a rank, with no part of each expert's: "
                 "TrainingArguments(save_only_model=True)"
             )
-        whole = transfers.all_gather(value, experts.ranks, phase="control", caller="moe.save")
-        return whole if trainer.args.should_save else value
+        full = transfers.all_gather(value, experts.ranks, phase="control", caller="moe.save")
+        return full if trainer.args.should_save else value
 
-    whole = with_experts(trainer.model, optimizer, optimizer.state_dict(), gathered)
-    with optimizer.register_state_dict_post_hook(lambda *_: whole):
+    state = with_experts(trainer.model, optimizer, optimizer.state_dict(), gathered)
+    with optimizer.register_state_dict_post_hook(lambda *_: state):
         inner(output_dir)
 
 
