@@ -48,6 +48,7 @@ def run_with_consensus(
         return [_outcome(work)]
     ranks = "-".join(map(str, mesh["world"].ranks))
     store = dist.PrefixStore(f"moemesh/consensus/{name}/{ranks}", _get_default_store())
+    # Keys of this call only: every rank counts its calls, so all have the same number.
     call = store.add(f"calls/{mesh.rank}", 1)
     store = dist.PrefixStore(f"call/{call}", store)
     deadline = time.monotonic() + timeout_seconds

@@ -388,10 +388,12 @@ class HierarchicalDispatcher(Dispatcher):
             pairs_E = count_ids(experts_TK.reshape(-1), num_local * num_ranks)
             pairs_RN = pairs_E.view(rail.size, node.size, num_local).sum(2)
             tensors.append(torch.cat([sent_R1, _packed(visits_TRN.sum(0), pairs_RN)], dim=1))
-        counts_RC = torch.stack(tensors, dim=1)
-        sent_RC = counts_RC[:, :, 0]
-        counts_RC = collectives.exchange_counts(counts_RC, rail, caller="moe.counts")
-        received_RC, (visits_RCN, pairs_RCN) = counts_RC[:, :, 0], _unpacked(counts_RC[:, :, 1:])
+        columns = torch.stack(tensors, dim=1)  # [R, C, 1 + N]
+        sent_RC = columns[:, :, 0]
+        columns = collectives.exchange_counts(columns, rail, caller="moe.counts")
+        received_RC, (visits_RCN, pairs_RCN) = columns[:, :, 0], _unpacked(columns[:, :, 1:])
+        # What this rank sends inside the node: own and near for its own tokens, onward and far for
+        # tokens that crossed to it.
         own_NC, near_NC = visits_RCN[rail.index].t(), pairs_RCN[rail.index].t()
         onward_NC, far_NC = visits_RCN.sum(0).t() - own_NC, pairs_RCN.sum(0).t() - near_NC
         packed = torch.stack([_packed(own_NC, onward_NC), _packed(near_NC, far_NC)], dim=2)

@@ -131,7 +131,7 @@ class Auxiliary(NamedTuple):
     ``loss``: the sum of the next two, to be added to this rank's loss; both carry their
     coefficients and gradients. ``counts`` int64 [E]: choices of this rank's tokens by global expert
     id, after capacity; ``num_dropped`` int64: choices for which an expert had no room; ``finite``
-    bool: whether all logits of the router were. No value waits for the device.
+    bool: whether all logits of the router are finite. No value waits for the device.
     """
 
     loss: Tensor

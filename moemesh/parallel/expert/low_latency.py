@@ -115,8 +115,8 @@ class LowLatencyDispatcher(Dispatcher):
         # Slot of each pair. Pairs without an expert get the place after all slots, as do pairs
         # beyond the C-th of their rank: with such pairs this plan is discarded below.
         rank_S, start_P = expert_S // self.num_local, sent_P.cumsum(0) - sent_P
-        places_S = torch.arange(len(rank_S), device=rank_S.device)
-        index_S = places_S - start_P.gather(0, rank_S.clamp(min=0))
+        number_S = torch.arange(len(rank_S), device=rank_S.device)
+        index_S = number_S - start_P.gather(0, rank_S.clamp(min=0))  # among the pairs of its rank
         fits_S = (index_S < self.num_slots) & (expert_S >= 0)
         place_S = rank_S * self.num_slots + index_S
         place_S = torch.where(fits_S, place_S, self.ep.size * self.num_slots)

@@ -32,8 +32,8 @@ class GradientHooks:
     """Passes complete gradients to a reducer, at the positions that the schedule fixes.
 
     `parameters`: stage -> its parameters on this rank; a tied embedding belongs to two stages.
-    Autograd accumulates several gradients for each of the parameters `in_parts`: theirs are
-    complete only after the backward.
+    `in_parts`: parameters for which autograd accumulates several gradients in one backward: their
+    sums are complete only after it.
     """
 
     def __init__(
