@@ -12,8 +12,8 @@ from typing import Any
 
 
 class _CallablePackage(ModuleType):
-    """`moemesh.train` names a package and a verb of the public interface: it is both, whichever
-    part of it was imported first."""
+    """A package that can be called: `moemesh.train` is also a verb of the public interface, in
+    whatever order its modules are imported."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from moemesh.train.from_python import train

@@ -1,15 +1,16 @@
 """Asynchronous training: a stream of microbatches, in segments between which the pipeline drains.
 
 The pipeline drains only where a run needs one state of all stages: at a validation, a checkpoint,
-the end, a request to stop, and after :data:`SEGMENT_OPERATIONS` operations. Between drains stages
-update by themselves, by the schedule's rule. Each clips the gradient of an update by the norm of
+the end, a request to stop, and after :data:`SEGMENT_OPERATIONS` operations. Between drains each
+stage updates when the schedule's rule lets it. It clips the gradient of an update by the norm of
 its own parameters (a norm over all stages would be a barrier): with `train.clip` = c and p stages
 an update's whole norm is at most sqrt(p) c. A row of metrics is about the microbatches of one step,
-with the losses of their forwards; `grad_norm` is the root of the sum over stages of their mean
-squared norm over the step's updates.
+with the losses of their forwards. Its `grad_norm` is the root of a sum over stages; the summand of
+a stage is its squared norm, averaged over the updates of the step.
 
 The result depends on where the pipeline drains: the first microbatches after a drain are computed
-with current weights. A run that is stopped and resumed has one more drain, and differs by it.
+with current weights. A run that is stopped and resumed has one more drain, so its results differ
+from those of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -111,11 +112,12 @@ class TrainingStream:
         self.before_update: Callable[[], object] = lambda: None
         self._batches_of, self._stop_requested, self._on_step = batches, stop_requested, on_step
         self._end = (last - first + 1) * num_microbatches
-        #: Steps after which the sum of a step is read: by then it has passed all stages; one step
-        #: more, so that the sum has arrived and the read does not wait.
+        #: Number of steps between a step and the read of its sum: by then the step has passed all
+        #: stages, and one more, so that the sum has arrived and the read does not wait.
         self._patience = 2 + math.ceil(reach / num_microbatches)
-        #: Whole microbatches by step; and by number the parts of them that this rank holds.
+        #: Whole microbatches, by step.
         self._batches: dict[int, Sequence[Batch]] = {}
+        #: The parts of microbatches that this rank holds, by number of the microbatch.
         self._held: dict[int, Batch] = {}
         #: Counts of an update window, and its sums; the second sums take the reports of recomputed
         #: forwards, and are never read.
@@ -154,10 +156,10 @@ class TrainingStream:
         if index not in self._windows:
             samples = range(index * self.window, (index + 1) * self.window)
             counts = count_over_step(self.parallel, [self._whole(sample_) for sample_ in samples])
-            first, second = (StepSums(self.parallel, counts) for _ in range(2))
-            self._windows[index] = counts, first, second
-        sums = self._windows[index][2 if recompute else 1]
-        return sums.objective(part, output, self.batch(sample))
+            sums, unread = (StepSums(self.parallel, counts) for _ in range(2))
+            self._windows[index] = counts, sums, unread
+        _, sums, unread = self._windows[index]
+        return (unread if recompute else sums).objective(part, output, self.batch(sample))
 
     def update(self, window: int, versions: WeightVersions) -> None:
         """Sum over the stage's replicas, clip to the stage's own norm, step, move the biases.
@@ -200,7 +202,7 @@ class TrainingStream:
         if index == 0 and sample < self._end:
             while self._num_read <= step - self._patience:
                 self._on_step(*self._read())
-            if self.stopped or self.skipped:
+            if self.stopped or self.skipped:  # on all ranks at the same step: their sums are equal
                 self._end = sample
         return min(self._end, (step + 1) * self.num_microbatches)
 
@@ -212,10 +214,10 @@ class TrainingStream:
             part, mesh = self._steps.pop(step), self.parallel.mesh
             # The sum over all ranks, in which counts are exact (float64), is read some steps later.
             # All ranks of a stage have its norm and its skips: only the first of them adds them.
-            stop, first = float(self._stop_requested()), float(mesh["stage"].index == 0)
-            scalars = [stop, first * part.num_skipped, first * part.squares]
-            own = torch.tensor(scalars, dtype=torch.float64, device=part.losses.device)
-            total = pack_sums([own], part.losses, part.loads).cpu()
+            stop, is_first = float(self._stop_requested()), float(mesh["stage"].index == 0)
+            scalars = [stop, is_first * part.num_skipped, is_first * part.squares]
+            vector = torch.tensor(scalars, dtype=torch.float64, device=part.losses.device)
+            total = pack_sums([vector], part.losses, part.loads).cpu()
             work = all_reduce_(
                 total, mesh.control, caller="step.report", phase="optimizer", async_op=True
             )
@@ -227,7 +229,7 @@ class TrainingStream:
         return [self._read() for _ in range(self._num_read, self._num_finished)]
 
     def _read(self) -> tuple[int, StepResult, float]:
-        """The next report: (step, its result, seconds since the one before)."""
+        """The next report: (step, its result, seconds since the report before it)."""
         index = self._num_read
         total, work, step, done_at = self._reports.pop(index)
         if work is not None:
@@ -255,6 +257,8 @@ class StreamRecorder(TimelineRecorder):
     def add(
         self, *, name: str, start: float, end: float, microbatch: int | None = None, **details: Any
     ) -> None:
+        # A record gets the step of its microbatch, which may be older than the newest step; a
+        # record without a microbatch gets the newest.
         newest = self.step or self._first
         if microbatch is not None:
             self.step = self._first + microbatch // self._num_microbatches
@@ -281,7 +285,7 @@ class StreamedSteps:
     def advance(self, first: int) -> FinishedStep:
         session, config = self._session, self._session.config
         plan, parallel = config.plan, session.parallel
-        # The schedule from step `first` to the next drain, and that step.
+        # The schedule of steps `first` to `last`; the pipeline drains after `last`.
         if plan.replay is not None:
             schedule, last = recorded_segment(Path(plan.replay), first)
             check_recorded(schedule, config, first, last)
@@ -351,7 +355,8 @@ class StreamedSteps:
 
 
 def stream_schedule(config: RunConfig, num_steps: int) -> Schedule:
-    """The schedule of `num_steps` steps. Of AMPNet it is one possible order."""
+    """The schedule of `num_steps` steps; for AMPNet, which runs operations in the order in which
+    messages arrive, one possible order."""
     plan = config.plan
     count, window = num_steps * plan.microbatches, plan.num_update_microbatches
     match plan.schedule:

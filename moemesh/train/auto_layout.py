@@ -78,8 +78,8 @@ def _changes(fitted: Fitted) -> dict[str, object]:
 
 
 def fit_here(config: RunConfig, ranks: int | None, environment: Mapping[str, str]) -> Fitted:
-    """:func:`fit` for the ranks that torchrun or Slurm started, for `ranks` to be started here, or
-    (None) for one on each GPU of this machine. Raises NoLayout if the number is unknown."""
+    """:func:`fit` for the ranks that torchrun or Slurm started; without them for `ranks` ranks of
+    this machine (None: one on each GPU). Raises NoLayout if the number is unknown."""
     joined = ranks_of(environment)
     gpus = num_visible_gpus(environment) if config.train.device != "cpu" else 0
     on_gpus = gpus > 0
@@ -121,7 +121,7 @@ def fit(config: RunConfig, ranks: int, ranks_per_node: int | None, *, on_gpus: b
         plan = plan_of(candidate.layout)
         kept = {name: getattr(config.plan, name) for name in _KEPT}
         if plan.ranks_per_node is None and config.plan.ranks_per_node is not None:
-            kept["ranks_per_node"] = plan.world_size
+            kept["ranks_per_node"] = plan.world_size  # `--set` cannot unset the key
         plan = plan.model_copy(update=kept)
         if is_trained(config, plan):
             how = f"the best of the search on {name}"
@@ -142,7 +142,7 @@ def is_trained(config: RunConfig, plan: Plan) -> bool:
         getattr(plan, name) is None and getattr(config.plan, name) is not None
         for name in _WITHOUT_VALUE
     ):
-        return False  # a key cannot be set to no value
+        return False  # `--set` cannot unset a key
     other = replace(config, plan=plan)
     return not other.check() and not refusals(other)
 

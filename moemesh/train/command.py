@@ -59,7 +59,7 @@ _CUDA_FLOOR_SECONDS = 180.0
 #: Seconds in which the checkpoint store must return the newest step after the end of the ranks.
 _STORE_SECONDS = 60.0
 
-#: Errors that break a run, though a user may have caused them.
+#: User errors that count as a failure of the run: reported in failure.json, with exit code 1.
 BROKE = (CheckpointError, LeaseLost)
 
 #: Reason of a refused restart after which the advice is to remove the cause first.
@@ -70,17 +70,18 @@ class Budget:
     """The number of restarts that ranks have left; progress renews it."""
 
     def __init__(self, restarts: int) -> None:
-        """`restarts`: number of restarts without any progress in between."""
+        """`restarts`: largest number of restarts without any progress in between."""
         self.restarts = self.left = restarts
-        #: Step of the checkpoint of the last restart, -1 for the beginning; and the last verdict.
+        #: Step of the checkpoint of the last restart; -1: the beginning.
         self._from = -1
+        #: The verdict before the last restart.
         self._before: Verdict | None = None
 
     def refuses(self, verdict: Verdict, step: int | None) -> str | None:
         """None if the ranks may restart after `verdict`, from the checkpoint of `step` (None: from
         the beginning), which consumes a restart; else the reason for the refusal."""
-        reported, before, start = verdict.status.error, self._before, -1 if step is None else step
-        self._before = verdict
+        reported, start = verdict.status.error, -1 if step is None else step
+        before, self._before = self._before, verdict
         if reported is not None and reported.is_final:
             return "a restart would fail in the same way"
         if before is not None and start > self._from:
@@ -125,7 +126,7 @@ def train_supervised(
     path, logs = folder.path, folder.path / LOGS
     budget, events = Budget(config.train.restarts), Events(folder)
     command = ["moemesh", *arguments]
-    failure.keep_failure(path, have_ended=True)  # of an earlier command
+    failure.keep_failure(path, have_ended=True)  # that of an earlier command
     while True:
         ended = launch.run_ranks(
             config.plan.world_size,
@@ -145,8 +146,10 @@ def train_supervised(
             lost = folder.lease_lost(reason)
             advice = str(lost.facts["advice"])
             if (place := folder.present_path()) is not None:
-                words = {"action": "ended the run", "advice": advice}
-                failure.write_verdict(place, ended, epoch=folder.epoch, **words)
+                action = "ended the run"
+                failure.write_verdict(
+                    place, ended, epoch=folder.epoch, action=action, advice=advice
+                )
                 failure.write_page(place)
             failure.log(f"moemesh: {lost}\n{advice}")
             return 1
@@ -194,9 +197,9 @@ def train(
     """Train the run; returns the exit code. `prepared`: results of the checks, made before torch
     was imported; `in_this_process`: a single rank is this process itself.
 
-    It runs in three kinds of processes: that of the user (checks, locks the folder and starts the
-    ranks, or is the only rank), a rank that this process starts (the folder is locked already), and
-    a rank of torchrun (rank 0 locks the folder).
+    Three kinds of processes call: that of the user (it checks, locks the folder and starts the
+    ranks, or is the only rank), a rank that such a process has started (the folder is locked
+    already), and a rank of torchrun (rank 0 locks the folder).
     """
     launch.attach()
     config, path = request.config, request.path
@@ -217,9 +220,9 @@ def train(
 
     # Even a machine with a driver may have no GPU.
     refuse_too_large(request.readable.config, on_cpu=not torch.cuda.is_available())
-    # Report errors in the data before any process starts; those in weights were reported.
     for note in prepared.notes:
         _say_once(note)
+    # Errors in the data are raised before any process starts; `prepare` has checked the weights.
     samples = prepared.samples or open_samples(config, path)
     config = with_steps(config, samples)
     folder = _open_folder(request, config, samples)
@@ -257,7 +260,8 @@ def with_steps(config: RunConfig, samples: Samples) -> RunConfig:
 
 
 def _say_once(text: str, rank: int | None = None) -> None:
-    """Print a line before the run starts, once for all ranks: not if the launcher printed it."""
+    """Print a line before the run starts: on `rank` 0 (default: the rank of this process), and not
+    if the launcher has printed it."""
     if not launch.launched() and (launch.own_rank() if rank is None else rank) == 0:
         with suppress(OSError, ValueError):
             print(text, flush=True)
@@ -274,8 +278,9 @@ def _open_folder(request: RunRequest, config: RunConfig, samples: Samples) -> Ru
     old = {change.key.removeprefix("train."): change.old for change in changes}
     for change in changes:
         print(f"changed since the last call: {change}", flush=True)
-        is_longer = change.key == "train.steps" and "lr_schedule" not in old
-        if is_longer and isinstance(change.old, int):
+        # With another number of steps the learning rate may jump where the run continues.
+        moves_decay = change.key == "train.steps" and "lr_schedule" not in old
+        if moves_decay and isinstance(change.old, int):
             done = max(folder.saved_steps(), default=0)
             shorter = config.train.model_copy(
                 update={key: old[key] for key in type(config.train).model_fields if key in old}
@@ -306,7 +311,7 @@ def _rank(
     *,
     is_last: bool,
 ) -> int:
-    """Be one rank, from the process group to the exit code; `is_last`: then the process ends."""
+    """Run one rank, from the process group to the exit code; `is_last`: the process ends then."""
     path, rank = request.path, launch.own_rank()
     stop = StopRequest(alone=not launch.joined(), after=request.stop_after)
     progress.phase(SETUP)
@@ -370,13 +375,13 @@ def _rank(
 
 
 class _Refused(RunFolderError):
-    """The folder is refused on all ranks. Not a failure of this run: a report would be written
-    into a foreign folder."""
+    """The folder is refused on all ranks. Not a failure of this run: the report would be written
+    into the folder of another run."""
 
 
 def _fail(error: Exception, rank: int, path: Path, folder: RunFolder | None) -> int:
-    """Report a run that broke: one message and failure.json; returns the exit code. For ranks of
-    the launcher, the launcher does both, since it sees which one failed first."""
+    """Report a run that broke: one message and failure.json; returns the exit code. For ranks with
+    a launcher or a watcher, that reports, since it sees which rank failed first."""
     is_final = is_user_error(error) or getattr(error, "is_final", False)
     launch.report_failure(error, is_final=is_final)
     if launch.launched() or launch.watched():
@@ -420,9 +425,9 @@ def train_rank(
     if config.plan.world_size > 1:
         console.keep(what_is_compared(config), "note")
     schedule = schedule_of_run(config, folder, mesh)
-    ranks_here = mesh.layout.ranks_per_node or mesh.world_size
-    on_cpu = ranks_here if mesh.device.type == "cpu" else 0
-    for warning in preparation.preflight_warnings(config, on_cpu, schedule):
+    ranks_per_node = mesh.layout.ranks_per_node or mesh.world_size
+    ranks_on_cpu = ranks_per_node if mesh.device.type == "cpu" else 0
+    for warning in preparation.preflight_warnings(config, ranks_on_cpu, schedule):
         console.log(f"note: {warning}", "note")
     if mesh.rank == 0 and (warning := disk_warning(config, folder.checkpoints)):
         console.log(f"note: {warning}", "note")

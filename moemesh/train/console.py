@@ -27,16 +27,16 @@ from moemesh.trace.run import MetricsRow
 from moemesh.trace.step_seconds import duration
 from moemesh.train.records.run_folder import Events
 
-#: Seconds after the last line when the next is due ...
-MOST_OFTEN_SECONDS = 60.0
-#: ... or steps after it, if they come first: the smaller of a number and a share of all steps.
-LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE = 50, 0.25
+#: Seconds after a line when the next one is due, if fewer steps than below were taken since.
+LINE_SECONDS = 60.0
+#: Steps after a line when the next one is due: the smaller of a number and a share of all steps.
+LINE_STEPS, LINE_SHARE = 50, 0.25
 #: Weight of the newest step in the moving average of the time of a step.
 _NEWEST = 0.1
 
 
 class Progress:
-    """Progress through `total` steps, of which earlier calls have taken `done`.
+    """Progress through `total` steps; a resumed run begins after step `done`.
 
     `log_every`: steps between lines; 0: by the constants above. The time of a step is that between
     two calls of :meth:`finished`, so it includes validation and saving.
@@ -49,7 +49,7 @@ class Progress:
         self._finished_at: float | None = None
         self._mean: float | None = None  # moving average of the seconds of a step
         self._first = done + 1
-        self._line_step, self._line_at = done, clock()  # of the last line
+        self._line_step, self._line_at = done, clock()  # step and time of the last line
         self.step = done
 
     def finished(self, step: int) -> bool:
@@ -63,8 +63,8 @@ class Progress:
         if self._log_every:
             is_due = step % self._log_every == 0
         else:
-            most = min(LEAST_OFTEN_STEPS, LEAST_OFTEN_SHARE * self._total)
-            is_due = step - self._line_step >= most or now - self._line_at >= MOST_OFTEN_SECONDS
+            steps = min(LINE_STEPS, LINE_SHARE * self._total)
+            is_due = step - self._line_step >= steps or now - self._line_at >= LINE_SECONDS
         is_due = is_due or step in (self._first, self._total)
         if is_due:
             self._line_step, self._line_at = step, now
@@ -122,11 +122,12 @@ class Console:
     """
 
     def __init__(self, *, silent: bool, events: Events | None = None, log_every: int = 0) -> None:
-        """`events` None: none are kept. `log_every`: see :class:`Progress`."""
+        """`events`: where events are recorded (None: nowhere). `log_every`: see
+        :class:`Progress`."""
         self._silent, self._log_every = silent, log_every
         self._events = events or Events(None)
         self._terminal = not silent and sys.stdout.isatty()
-        # Only a terminal is drawn on: a flush here would fail where the reader of a pipe has left.
+        # `drawn_on` flushes, which would fail for a pipe whose reader has ended.
         file = drawn_on(sys.stdout) if self._terminal else sys.stdout
         self._rich = RichConsole(highlight=False, file=file)
         self._live: Live | None = None
@@ -180,7 +181,7 @@ class Console:
         elif is_due:
             more = [f"lr {row.lr:.2e}", *facts(row), *filter(None, [left])]
             self._print("  ".join([f"step {row.step}/{total}", text, *more]))
-        if row.validation_loss is not None and row.step < total:  # the summary has the last
+        if row.validation_loss is not None and row.step < total:  # the summary prints the last one
             self._print(f"step {row.step}/{total}  validation loss {row.validation_loss:.4f}")
 
     def _draw(self, *, is_due: bool = False) -> None:

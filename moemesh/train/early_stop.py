@@ -26,7 +26,7 @@ class EarlyStop:
             self.best, self.since = self._newest, 0
 
     def improved_at(self, step: int) -> bool:
-        """Whether a run with a patience has its lowest loss at `step`, which it then saves."""
+        """Whether the run has a patience and its lowest loss at `step`: it then saves that step."""
         return self.patience > 0 and self.best[0] == step
 
     @property

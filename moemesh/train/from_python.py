@@ -16,7 +16,7 @@ from moemesh.trace.run import Run, read_failure
 
 
 class TrainingError(RuntimeError):
-    """A run that failed; `exit_code`: that of ``moemesh train``."""
+    """Raised for a run that failed; `exit_code`: the exit code of ``moemesh train``."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -29,11 +29,11 @@ def train(
 ) -> Run:
     """Train as ``moemesh train`` does, and return the finished run.
 
-    In a plain program, the call starts the ranks of ``config.plan`` as processes of their own
-    (``python -m moemesh``, so a script needs no ``if __name__ == "__main__"``) and waits for them;
-    this process trains nothing. In every rank that torchrun started, before a process group is
-    initialized, the call runs that rank. `out`: the folder of the run (default ``runs/<preset>``);
-    an earlier run in it is resumed. `allow_change`: keys that may differ from it.
+    In a plain program, the call starts the ranks of ``config.plan`` as new processes (``python -m
+    moemesh``, so a script needs no ``if __name__ == "__main__"``) and waits for them; this process
+    trains nothing. In a process that torchrun started, the call runs its rank; it must come before
+    a process group is initialized. `out`: the folder of the run (default ``runs/<preset>``); an
+    earlier run in it is resumed. `allow_change`: keys that may differ from those of that run.
 
     Raises ConfigError for what cannot be trained, other ValueErrors for data and folders, and
     TrainingError when a rank fails; KeyboardInterrupt when the run was stopped by Ctrl-C.
@@ -43,7 +43,7 @@ def train(
             f"config must be a RunConfig, not {type(config).__name__}: "
             "moemesh.train(moemesh.load('run.toml'))"
         )
-    limit_spinning(os.environ)  # of the ranks
+    limit_spinning(os.environ)  # the ranks inherit it
     from moemesh.train import command
     from moemesh.train.preparation import RunRequest
 

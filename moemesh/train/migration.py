@@ -24,15 +24,16 @@ from moemesh.parallel.placement import OwnRange
 from moemesh.train.optimizer import Optimizer, has_master
 from moemesh.train.step import StepBoundary
 
-#: Experts stay while the load of the hottest rank is within this share of the best placement.
+#: Share by which the hottest rank's load may exceed that of the best placement; experts stay then.
 TOLERANCE = 0.05
 #: Largest product of experts and ranks that is planned in plain Python, without compilation.
 LARGEST_UNCOMPILED = 256
 
 
 class ExpertMigration:
-    """Averages loads, and moves experts after every `every`-th step (0: never). The expert of each
-    place of a layer is ``parallel.homes[layer]``, without an entry in the order of their ids."""
+    """Averages loads, and moves experts after every `every`-th step (0: never).
+    ``parallel.homes[layer]`` has the expert of each place; a layer without an entry has its experts
+    in the order of their ids."""
 
     def __init__(
         self, parallel: RankModel, optimizer: Optimizer, every: int, log: Callable[[str, str], None]

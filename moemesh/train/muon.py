@@ -34,6 +34,7 @@ from moemesh.sharding.matrices import MatrixExchange, Parts, exchanges, matrices
 COEFFICIENTS, STEPS = (3.4445, -4.7750, 2.0315), 5
 #: Updates have the root mean square of AdamW's, about 0.2 (Moonlight, section 2.2).
 SCALE = 0.2
+#: Added to norms, so that a zero matrix is not divided by zero.
 _TINY = 1e-7
 
 
@@ -107,8 +108,8 @@ class Muon(torch.optim.Optimizer):
 class MatrixUpdates:
     """Orthogonalizes the directions of all matrices of a stage, whatever parts its ranks hold.
 
-    `shards`: from tensors by name to this rank's parts of them, under the names of checkpoints and
-    sharing their memory. All ranks of the axis `stage` call it together.
+    `shards` maps tensors by name to this rank's parts of them, which have the names of checkpoints
+    and share the memory of the tensors. All ranks of the axis `stage` call an instance together.
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class MatrixUpdates:
         update_parts = {part_of(shard): shard.tensor for shard in self._shards(updates)}
         if self._exchanges is None:
             gathered = gather_json(list(direction_parts), self._axis)
-            self._exchanges = exchanges(
+            self._exchanges = exchanges(  # of parts with tuples, which JSON made lists
                 [[Part(name, *map(tuple, sizes)) for name, *sizes in parts] for parts in gathered]
             )
         #: Unit -> parts that this rank computes alone: whole matrices, or stacks of them.
@@ -174,7 +175,7 @@ class MatrixUpdates:
         parts: Parts,
         tensor_of: Callable[[Part], Tensor],
     ) -> Iterable[tuple[Part, Tensor]]:
-        """Send the parts with this rank as source, and yield those that it receives."""
+        """Send the parts with this rank as source; returns those that it receives."""
         size, rank = self._axis.size, self._axis.index
         sent = [part for other in range(size) for part in parts.get((rank, other), ())]
         received = [part for other in range(size) for part in parts.get((other, rank), ())]

@@ -25,6 +25,7 @@ class HostGradients:
     memory holds the rounded weights for their copy to the device."""
 
     def __init__(self, reducer: GradientReducer) -> None:
+        #: The page-locked memory of each bucket, and views of it by name of the parameter.
         self._flat: dict[ReplicatedBucket, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
         for bucket in reducer.buckets:
@@ -55,13 +56,13 @@ class HostGradients:
         progress.waiting_for_device()
         self._stream.synchronize()
         progress.left()
-        self._is_sending = False  # the copies came after the weights of the previous step
+        self._is_sending = False  # these copies began after those of the previous step's weights
         return self._tensors
 
     @torch.no_grad()
     def send(self, masters: Mapping[str, Tensor], weights: Mapping[str, nn.Parameter]) -> None:
         """Start to copy the masters, rounded, into the weights on the device."""
-        if self._is_sending:  # the device still reads the memory
+        if self._is_sending:  # the device may still read the memory
             torch.cuda.current_stream(self._device).synchronize()
         self._is_sending = True
         for name, weight in weights.items():

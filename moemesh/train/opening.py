@@ -34,7 +34,7 @@ def own_batches(
     """This data-parallel rank's share of the samples `ids` [global batch], cut in `num_parts`.
 
     `seed` and `step` (from 1; 0 = none) are the key of the random numbers of a training forward.
-    Sequences are numbered over all of `ids`.
+    The numbers of sequences (`sequences_B`) are their positions in `ids`.
     """
     batches: list[Batch] = []
     for rows in own_rows(len(ids), mesh, num_parts):
@@ -84,8 +84,8 @@ def schedule_of_step(config: RunConfig, mesh: Mesh) -> Schedule:
 
 
 def construct(config: RunConfig, mesh: Mesh, schedule: Schedule | None = None) -> RankModel:
-    """The model with fresh weights; `schedule` in place of the plan's. All ranks call. Raises
-    ValueError for a plan that cannot be carried out."""
+    """The model with newly initialized weights; `schedule` (None: the plan's) is that of a step.
+    All ranks call. Raises ValueError for a plan that cannot be carried out."""
     data, train = config.data, config.train
     if not train.compile:
         torch.compiler.set_stance("force_eager")

@@ -1,7 +1,7 @@
 """The optimizer over fp32 masters.
 
-Parameters in bfloat16 have an fp32 master that the optimizer steps and from which they are rounded;
-fp32 and fp64 parameters are their own masters. The optimizers of
+A parameter in bfloat16 has an fp32 master: the optimizer steps the master, and the parameter is its
+rounded copy. Parameters in fp32 and fp64 are their own masters. The optimizers of
 :mod:`moemesh.config.optimizer_table` work element by element on local shards, or on matrices that
 :mod:`moemesh.train.muon` collects from the ranks, so the result does not depend on the layout.
 """
@@ -78,9 +78,9 @@ class Optimizer:
                 master = nn.Parameter(parameter.detach().float())
             self.masters[name] = master if host is None else nn.Parameter(master.detach().cpu())
         #: Parameters that are not their own master, and their masters.
-        copies = [name for name in parameters if self.masters[name] is not parameters[name]]
-        self._rounded: list[Tensor] = [parameters[name] for name in copies]
-        self._copied_masters: list[Tensor] = [self.masters[name] for name in copies]
+        rounded = [name for name in parameters if self.masters[name] is not parameters[name]]
+        self._rounded: list[Tensor] = [parameters[name] for name in rounded]
+        self._copied_masters: list[Tensor] = [self.masters[name] for name in rounded]
         # No decay for norms and biases: they are scales and offsets, not directions.
         if scales is None:
             scales = {name for name, master in self.masters.items() if master.ndim == 1}
@@ -176,15 +176,15 @@ class Optimizer:
                 master_state = self._torch.state[self.masters[name]]
                 master_state[kind] = tensor
                 if self._row.counts_steps and kind in self._row.states:
-                    # A fused kernel on an accelerator refuses a step on the CPU.
+                    # A fused kernel on an accelerator refuses a step counter on the CPU.
                     device = self.masters[name].device
                     master_state["step"] = torch.tensor(float(num_updates), device=device)
         self.num_updates = num_updates if state else 0
         self.round_masters()
 
     def num_state_bytes(self, *, on_host: bool = False) -> int:
-        """Bytes of masters that are not parameters, and of moments, on the device of the weights;
-        `on_host`: in host memory beside a device, with the gradients there."""
+        """Bytes of masters that are not parameters, and of moments, on the device of the weights.
+        `on_host`: instead those that are offloaded to host memory, with the gradients there."""
         if on_host != (self._host is not None):
             return 0
         moments = [tensor for kind in self.state().values() for tensor in kind.values()]

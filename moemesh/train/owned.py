@@ -24,22 +24,23 @@ def owned_shards(
     """The parts of logical tensors that this rank holds. `tensors`: parameter -> the weight, or a
     gradient or moment of its shape; shards share their memory.
 
-    They are named `prefix` and the name in a checkpoint. Parts that several ranks hold are
+    The name of a shard is `prefix` and the name in a checkpoint. Parts that several ranks hold are
     included; `saved`: only those that this rank saves, since one rank saves each logical element.
     """
     for name, held in parallel.reducer.held.items():
-        where = parallel.placements[name]
-        if name in tensors and (where.counts(held, parallel.mesh) or not saved):
-            yield from shards_of(where, held, tensors[name], parallel.mesh, prefix)
+        placement = parallel.placements[name]
+        if name in tensors and (placement.counts(held, parallel.mesh) or not saved):
+            yield from shards_of(placement, held, tensors[name], parallel.mesh, prefix)
 
 
 def shards_of(
-    where: Placement, own: OwnRange, tensor: Tensor, mesh: Mesh, prefix: str = ""
+    placement: Placement, held: OwnRange, tensor: Tensor, mesh: Mesh, prefix: str = ""
 ) -> Iterator[Shard]:
-    """The shards of one parameter; `tensor` holds the elements of its range `own`."""
-    experts = where.experts(mesh) if where.is_expert else None
-    shape = where.shape[1:] if where.is_expert else where.shape
-    boxes = where.parts_of_expert(mesh) if where.is_expert else [where.slices(mesh)]
-    for part, numbers in logical_parts(where.name, shape, boxes, own.numbers, experts):
-        data = part_of(tensor, own, numbers).view(part.sizes)
+    """The shards of one parameter; `tensor` holds the elements of its range `held`."""
+    is_expert = placement.is_expert
+    experts = placement.experts(mesh) if is_expert else None
+    shape = placement.shape[1:] if is_expert else placement.shape
+    boxes = placement.parts_of_expert(mesh) if is_expert else [placement.slices(mesh)]
+    for part, numbers in logical_parts(placement.name, shape, boxes, held.numbers, experts):
+        data = part_of(tensor, held, numbers).view(part.sizes)
         yield shard_of(f"{prefix}{part.name}", Sharded(data, part.shape, part.offset))

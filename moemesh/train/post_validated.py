@@ -2,9 +2,9 @@
 
 At the end of a step each pipeline rank knows the squared gradients of its own stages and of those
 before it (:mod:`moemesh.parallel.pipeline.post_validation`). When these give no reason to clip or
-skip, the rank copies the state that a step changes, steps, and continues with the warm-up of the
-next step. During it the rank receives the whole sum. If the step was right, the copy is dropped;
-otherwise the step is undone from the copy and repeated correctly, clipped or skipped, and the
+skip, the rank copies the state that an update changes, updates, and continues with the warm-up of
+the next step, during which it receives the whole sum. If the update was right, the copy is dropped;
+otherwise the update is undone from the copy and repeated correctly, clipped or skipped, and the
 warm-up is repeated. The result is that of a synchronous run, bit by bit.
 
 An AdamW step could also be inverted without a copy, but not safely: ``(v - (1 - b2) g g) / b2``
@@ -79,7 +79,7 @@ class _Undo:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the copies, without numbers of updates, a scalar each."""
+        """Bytes of the copies, without the scalars that count updates."""
         kinds = self._optimizer.state_names()
         state = self._snapshot["torch"]["state"].values()
         copies = [
@@ -96,8 +96,8 @@ class _Undo:
 
 
 class PostValidation:
-    """The steps of one rank. :meth:`take` returns those that are confirmed;
-    `stopping` is set, on all ranks in the same step, once one of them has a stop request.
+    """The steps of one rank; :meth:`take` returns the confirmed ones. `stopping` is set, on all
+    ranks in the same step, when any rank has a stop request.
 
     `arm_after`: see :data:`ARM_AFTER`; it changes the timing, not the results.
     """
@@ -122,10 +122,10 @@ class PostValidation:
         self._pipeline = ValidatedPipeline(parallel.pipeline, parallel.mesh)
         #: Consecutive confirmed steps without a clip or a skip.
         self._num_clean = 0
-        #: The step that has run here while the reports of other ranks are pending.
+        #: The last step, if it has run and the sum over all ranks is pending.
         self.waiting: Step | None = None
         self._confirmed: list[Step] = []
-        #: Largest total of bytes that copies for undoing a step have taken.
+        #: Largest size in bytes of the copy of a step's state (`undo`).
         self.snapshot_bytes = 0
 
     def run(self, number: int, batches: Sequence[Batch], recorder: TimelineRecorder) -> None:
@@ -170,12 +170,13 @@ class PostValidation:
         return taken
 
     def _end(self, step: Step) -> None:
-        """Pass on the vector of the step, summed up to this rank; step early if that is clean."""
+        """Add this rank's vector to the sum of the ranks before it and pass the sum on; update
+        early if it is clean."""
         parallel, recorder = self.parallel, step.recorder
         with recorder.span("reduce"):
             parallel.reducer.finish()
-            # This rank's vector, to be summed over all, in float64: a stop request, the squares,
-            # the losses, and the loads (exact).
+            # The vector that is summed over all ranks, in float64: a stop request, the squares, the
+            # losses, and the loads (exact).
             reducer = parallel.reducer
             squares = gradient_squares(
                 reducer.gradients, parallel.norm_addends(), parallel.mesh, step.sums.losses
@@ -219,12 +220,13 @@ class PostValidation:
 
     def _is_clean(self, result: StepResult) -> bool:
         """Whether a step is neither clipped nor skipped. Squares only add up, and a rounded sum
-        never falls when a summand grows: a step that is unclean for some ranks is so for all."""
+        never falls when a summand grows: a step to clip or skip by a partial sum is one by the
+        whole sum, too."""
         clip = self.train.clip
         return not result.skipped and not 0 < clip < result.grad_norm
 
     def _read(self, step: Step, report: Tensor) -> StepResult:
-        """The result of a step from its vector, summed over some ranks or over all."""
+        """The result of a step from its vector (`report`), summed over some ranks or over all."""
         loads = step.sums.loads
         size = step.sums.losses.numel() + sum(part.numel() for part in loads)
         squares, packed = report[1:-size], report[-size:]
@@ -261,7 +263,8 @@ class ValidatedSteps:
                 assert step.result is not None
                 facts = {"recorder": step.recorder, "seconds": step.seconds}
                 finished.append(FinishedStep(number=step.number, result=step.result, **facts))
-            num_returned = int(steps.waiting is None)  # all stages hold the last step's weights
+            # Without a pending sum all stages hold the last step's weights: that step is returned.
+            num_returned = int(steps.waiting is None)
             while len(finished) > num_returned:
                 session.report(finished.pop(0))
             if num_returned:

@@ -58,7 +58,7 @@ from moemesh.train.weights.weight_sources import (
     check_headers,
 )
 
-#: Largest number of ranks a core in a test of a layout; with more, starting alone takes minutes.
+#: Ranks per core above which a run on CPUs gets a warning: their start alone takes minutes.
 RANKS_PER_CORE = 4
 #: Share of waiting in a step above which a pipeline gets a warning.
 LARGE_BUBBLE = 0.5
@@ -139,7 +139,7 @@ def untrainable(resolved: Resolved, folder: Path | None = None) -> list[Problem]
 
 class Start(NamedTuple):
     """A run that is about to start. `ranks_on_cpu`: number of ranks that share the cores of this
-    machine, 0 with GPUs; `schedule` None: that of the plan."""
+    machine, 0 with GPUs; `schedule`: that of a step (None: the plan's)."""
 
     config: RunConfig
     ranks_on_cpu: int = 0
@@ -319,8 +319,8 @@ class RunRequest:
 
     `resolved`: the configuration of `config_file` and `overrides`; `out`: the run folder (None: see
     :attr:`path`); `allowed_changes`: keys that may differ from those of the run in it; `takeover`:
-    take it over from an active run; `stop_after`: step after which the run is saved and ends;
-    `profile_steps`: number of steps to profile on every rank before the run ends."""
+    take the folder over from an active run; `stop_after`: step after which the run is saved and
+    ends; `profile_steps`: number of steps to profile on every rank before the run ends."""
 
     resolved: Resolved
     config_file: Path | None = None
@@ -376,8 +376,9 @@ class RunRequest:
 class Preparation(NamedTuple):
     """The result of all checks of a run, and the state of its folder.
 
-    `changes`: from the run in the folder; `steps`: those of its checkpoints, newest first; `disk`:
-    bytes for checkpoints; `samples`: None unless the data is read in about a second; `notes` on it.
+    `changes`: differences from the configuration of the run in the folder; `steps`: steps of its
+    checkpoints, newest first; `disk`: bytes for checkpoints; `samples`: None if reading the data
+    takes more than about a second; `notes`: lines about the data.
     """
 
     request: RunRequest
@@ -393,7 +394,7 @@ def prepare(request: RunRequest, log: Callable[[str], None] = lambda text: None)
     """Check everything: first that no active run holds the run folder (unless it is taken over),
     then the rest. Raises a UserError with all faults of settings, inputs and this machine.
     `log` gets the first line of a run, before data is read."""
-    # Late: a rank reads this file, and needs no planner before its first step.
+    # Late: ranks import this module, too, and need no planner before their first step.
     from moemesh.planner.machine_memory import check_room
 
     refuse_unknown_permissions(request.allowed_changes)
@@ -467,11 +468,11 @@ def check_inputs(
     before_data: Callable[[], None] = lambda: None,
     folder: Path | None = None,
 ) -> tuple[Samples | None, list[str]]:
-    """Check that something trains, the device, tokenizer, data, local weights, and the checks of
-    `also`. Raises a UserError with all faults.
+    """Check settings, device, tokenizer, data and local weights, then call the checks of `also`.
+    Raises a UserError with all faults.
 
-    Data that is read in about a second is opened, which finds data that is too short; returns its
-    samples and notes on it. `before_data` is called first, if everything else is valid.
+    If everything is valid, `before_data` is called, and data that is read in about a second is
+    opened, which finds data that is too short. Returns its samples (None: not opened) and notes.
     """
     config = resolved.config
     opened: list[Samples] = []
@@ -516,7 +517,7 @@ def data_errors(
     named = [source.path for source in config.data.all_sources]
     named += [config.data.validation, config.data.tokenizer]
     for error in sources.check(config.data, vocab_size):
-        # The file exists in the folder of the configuration, but not at the path.
+        # The path of the error may exist in the folder of the configuration instead.
         for name in filter(None, named):
             is_beside = not Path(name).expanduser().exists() and (home / name).exists()
             if is_beside and re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])", str(error)):

@@ -49,7 +49,7 @@ class ProfiledSteps:
             kinds = [ProfilerActivity.CPU]
             if mesh.device.type == "cuda":
                 kinds.append(ProfilerActivity.CUDA)
-            # Every entry of the ledger marks the beginning of its collective in the trace.
+            # In the trace, a mark at each entry of the ledger shows where its collective begins.
             ledger, enter = mesh.ledger, mesh.ledger.record
 
             def record(**entry: Any) -> None:
@@ -82,7 +82,7 @@ class ProfiledSteps:
         file = folder / f"rank-{rank:05d}.json"
         self._profile.export_chrome_trace(str(file))
         self._profile = None
-        # Calendar seconds before and after an exchange of all ranks. A rank returns from it after
+        # Calendar seconds before and after an exchange of all ranks. No rank returns from it before
         # every rank has begun it, which bounds the offset of two clocks.
         readings: list[tuple[float, float]] = []
         for _ in range(_HANDSHAKES):

@@ -34,8 +34,9 @@ class ReproError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of two runs in `steps` steps. Of the first step that differs: `key`, values
-    `before` and `after`; of all: `num_different` steps, and the `largest` difference of losses."""
+    """Comparison of two runs in `steps` steps. `first_step`: the first that differs (None: all are
+    equal), with the first `key` that differs and its values `before` and `after`; `num_different`:
+    number of steps that differ; `largest`: largest difference of losses."""
 
     steps: int
     first_step: int | None = None
@@ -125,7 +126,7 @@ def repro(
         log(f"note: {directory}, where the run was started, is gone; paths count from here")
         directory = Path.cwd()
     with tempfile.TemporaryDirectory(prefix="moemesh-repro-") as temporary:
-        before = ""
+        previous = ""  # configuration of the part before
         for number, part in enumerate(parts, start=1):
             file = Path(temporary) / f"part-{number}.toml"
             text = str(part.record["config"])
@@ -134,7 +135,7 @@ def repro(
             command = python_command(*words, python=python)
             for override in _overrides(run, part.record):
                 command += ["--set", override]
-            for change in compare(before, text) if before else []:
+            for change in compare(previous, text) if previous else []:
                 command += ["--allow-change", change.key] if change.kind == "training" else []
             command += ["--stop-after", str(part.last)]
             log(f"steps {part.first} to {part.last}, as start {part.record.get('number', 1)} did:")
@@ -148,11 +149,11 @@ def repro(
             ).returncode
             if code:
                 raise ReproError(f"the second run ended with exit code {code}: see {out}")
-            before = text
+            previous = text
     comparison = compare_rows(rows, {row.step: row for row in read_metrics(out)}, last)
-    record, ours = parts[0].record, read_starts(out)
-    are_known = bool(ours and record.get("packages"))
-    return comparison, differences(record, ours[0]) if are_known else [], out
+    record, repeated = parts[0].record, read_starts(out)
+    are_known = bool(repeated and record.get("packages"))
+    return comparison, differences(record, repeated[0]) if are_known else [], out
 
 
 def _free_folder(run: Path, out: Path | None) -> Path:

@@ -67,8 +67,8 @@ class Steps(Protocol):
 
 
 class Session:
-    """One rank of a run. `done`: steps of earlier calls; `saved`: the step of the last
-    checkpoint; `last`: the last step, lower than configured after an early stop."""
+    """One rank of a run. `done`: the step that it resumed from, 0 for a new run; `saved`: the step
+    of the newest checkpoint; `last`: the last step, below ``train.steps`` after an early stop."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Session:
         if (checkpoint := self._restore()) is not None:
             self.done = self.saved = checkpoint.step
             position = int(checkpoint.state["position"])
-        #: Entry of the state of checkpoints: fingerprint of the packed base, which they leave out.
+        #: Entry of a checkpoint's state: fingerprint of the packed base, which it does not hold.
         self._base: dict[str, str] = {}
         if config.lora.is_packed:
             from moemesh.train.weights.conversion import load_base
@@ -149,7 +149,7 @@ class Session:
         return checkpoint
 
     def train(self, steps: Steps) -> int:
-        """Take `steps` to the last of the run, or until a stop request; returns the last one saved.
+        """Train to the last step of the run, or until a stop request; returns the last saved step.
 
         All ranks call.
         """
@@ -199,7 +199,7 @@ class Session:
                 progress.stepped()
                 is_last = finished.number == self.last
                 boundary = StepBoundary(step=finished, began=step, is_last=is_last)
-                # After an observer with a reason the others are not called.
+                # The observers after one that returns a reason are not called.
                 if reason := next(filter(None, (observe(boundary) for observe in observers)), None):
                     step = self.saved = self.go_back(finished.number, reason)
                     continue
@@ -310,7 +310,7 @@ class Session:
             **self.early_stop.state(step),
         }
         is_first = True
-        # Only a stop request during the save hurries it: an earlier one is its reason.
+        # Only a stop request during the save hurries it: an earlier one is the reason to save.
         was_requested = bool(self.stop.requested)
 
         def hurries() -> bool:

@@ -95,22 +95,23 @@ def refuse_bad_logits(parallel: RankModel, fault_L: Tensor, seq_len: int) -> Non
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class StepResult(Shown):
-    """The result of a whole step, the same on every rank. ``loss``: mean negative log-likelihood in
-    nats; ``aux_loss``: mean over scopes, coefficients included; ``mtp_loss``: mean over the extra
-    prediction layers of their losses in nats, without its weight, None without such layers; per MoE
-    layer (int64) ``counts_LE``: tokens of each expert, ``dropped_L``: choices for which an expert
-    had no room, ``rank_LP``: tokens that each rank of ep computed (None if experts have no
-    replicas); ``skipped``: a loss or a gradient was not finite, or the run's policy refuses the
-    step, so no rank updates."""
+    """The result of a whole step, the same on every rank."""
 
+    #: Mean negative log-likelihood in nats.
     loss: float
+    #: Mean over scopes, coefficients included.
     aux_loss: float
     grad_norm: float
+    #: Number of tokens that carry loss.
     num_tokens: int
+    #: Per MoE layer (int64): tokens of each expert, and choices for which an expert had no room.
     counts_LE: Tensor
     dropped_L: Tensor
+    #: No rank updates: a loss or a gradient was not finite, or the run's policy refuses the step.
     skipped: bool
+    #: Per MoE layer (int64): tokens that each rank of ep computed; None without replicas.
     rank_LP: Tensor | None = None
+    #: Mean loss of the extra prediction layers in nats, unweighted; None without such layers.
     mtp_loss: float | None = None
 
 
@@ -178,8 +179,8 @@ def step_result(
     like: Sequence[Tensor],
     norm: GradientNorm,
 ) -> StepResult:
-    """The result from sums over all ranks: `packed` by :func:`pack_sums`, loads of the shapes of
-    `like`."""
+    """The result from sums over all ranks. `packed`: the vector of :func:`pack_sums` without its
+    `first`; `like`: tensors with the shapes of the loads."""
     sizes = [2 + len(counts.ahead), *[part.numel() for part in like]]
     losses, *parts = packed.cpu().split_with_sizes(sizes)
     loss, aux, *ahead = losses.tolist()
@@ -201,8 +202,8 @@ def step_result(
 
 
 def pack_sums(first: Sequence[Tensor], losses: Tensor, loads: Sequence[Tensor]) -> Tensor:
-    """One vector of `first`, and of `losses` and `loads` as in :class:`StepSums`: integers as
-    float64, which is exact."""
+    """One float64 vector of `first`, `losses` and `loads` (see :class:`StepSums`); float64 holds
+    the integer loads exactly."""
     return torch.cat([*first, losses, *[part.flatten().double() for part in loads]])
 
 
@@ -244,12 +245,12 @@ def count_over_step(parallel: RankModel, microbatches: Sequence[Batch]) -> StepC
 
 
 class StepSums:
-    """Sums over the microbatches of a step: of this rank's part of the model, until :meth:`reduce`.
+    """Sums over the microbatches of a step: before :meth:`reduce` those of this rank, then of all.
 
     ``losses``: sums of token losses, of auxiliary losses, and of token losses at each depth of the
-    extra prediction layers; the loads of every MoE layer of the model, ``counts_LE``,
-    ``dropped_L`` and ``fault_L``, zeros for layers of other pipeline ranks; ``rank_LP`` the tokens
-    of each rank, if experts have replicas.
+    extra prediction layers. For every MoE layer of the model, on this rank or not: the loads
+    ``counts_LE``, ``dropped_L`` and, if experts have replicas, ``rank_LP`` (the tokens of each
+    rank); and ``fault_L``, this rank's first fault, which :meth:`reduce` leaves as it is.
     """
 
     def __init__(self, parallel: RankModel, counts: StepCounts) -> None:
@@ -279,11 +280,11 @@ class StepSums:
     def objective(self, part: ModelPart, output: Output, batch: Batch) -> Tensor:
         """This part's share of J; adds its losses and loads to the sums."""
         if output.moe_layers:
-            rows = [*map(self._model.config.routed_layers.index, output.moe_layers)]
-            rows_L = constant(rows, self._mesh.device)
-            self.counts_LE.index_add_(0, rows_L, output.counts_LE)
-            self.dropped_L.index_add_(0, rows_L, output.dropped_L)
-            self.fault_L.scatter_reduce_(0, rows_L, output.fault_L, "amin")
+            indices = [*map(self._model.config.routed_layers.index, output.moe_layers)]
+            indices_L = constant(indices, self._mesh.device)
+            self.counts_LE.index_add_(0, indices_L, output.counts_LE)
+            self.dropped_L.index_add_(0, indices_L, output.dropped_L)
+            self.fault_L.scatter_reduce_(0, indices_L, output.fault_L, "amin")
         if self.rank_LP is not None:
             self.rank_LP += take_rank_tokens(self._model, self._mesh)
         self.losses[1] += output.aux.detach()
@@ -315,7 +316,8 @@ class StepSums:
 
 
 def forget_rank_tokens(parallel: RankModel) -> None:
-    """Discard tokens that replicas computed outside of a step: validation, or an undone warm-up."""
+    """Discard the token counts of replicas from outside of a step: of validation, or of an undone
+    warm-up."""
     if parallel.has_replicas:
         take_rank_tokens(parallel.model, parallel.mesh)
 
@@ -371,8 +373,8 @@ def move_selection_biases(parallel: RankModel, counts_LE: Tensor) -> None:
     model = parallel.model
     for layer, (name, bias_E) in model.selection_biases().items():
         if parallel.tuning.trains(name):
-            place = model.config.routed_layers.index(layer)
-            counts_E = upload(counts_LE[place], parallel.mesh.device)
+            index = model.config.routed_layers.index(layer)
+            counts_E = upload(counts_LE[index], parallel.mesh.device)
             move_bias_(bias_E, counts_E, model.config.router_bias_rate)
 
 

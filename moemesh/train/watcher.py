@@ -1,6 +1,7 @@
 """The watcher of a node: names the rank at fault where another launcher has started the ranks.
 
-It runs besides the ranks of its node; the first rank starts it (`moemesh.monitor.rendezvous`).
+It is a process beside the ranks of its node, whose first rank starts it
+(`moemesh.monitor.rendezvous`).
 After a verdict it writes the report, prints the cause and ends the ranks, so that torchrun or Slurm
 restarts them or ends the job. It ends with the ranks.
 """
@@ -43,9 +44,9 @@ from moemesh.train.records.run_folder import LOGS, Events, RunFolder
 
 #: Signals that end a job; ranks handle them.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-#: Seconds without any rank after which none is expected.
+#: Seconds from its start after which a watcher without any rank ends.
 _EMPTY_SECONDS = 60.0
-#: Seconds from the end of the rank at fault to that of the others: the launcher names the first.
+#: Seconds between the kill of the rank at fault and of the others: torchrun names the first to end.
 _CULPRIT_FIRST_SECONDS = 0.4
 #: Longest time of a report in seconds, stacks included.
 _REPORT_SECONDS = 8.0
@@ -90,7 +91,9 @@ class Watcher:
     def __init__(self, spec: WatcherSpec, listener: socket.socket | None = None) -> None:
         """`listener`: accepts the watchers of other nodes."""
         self._spec, self._path, self._folder = spec, Path(spec.path), Path(spec.folder)
-        self._processes, self._earlier = ProcessHandles(), report_id(self._path)
+        self._processes = ProcessHandles()
+        #: Id of the report that an earlier failure has left in the run folder.
+        self._earlier = report_id(self._path)
         self._peers = Peers(spec.node.first, listener, self._folder)
         #: Folder of the run if this node wrote the report of its failure.
         self._page_of: Path | None = None
@@ -183,7 +186,7 @@ class Watcher:
                 step = verdict.status.record.step if verdict.status.record else None
                 Events(RunFolder(path, has_run=True)).add("failed", verdict.message, step)
             lines.append(f"moemesh: {action}; {details(path)}")
-        # The message of the rank at fault in torchrun's own report.
+        # torchrun's report gets the message of the rank at fault.
         with suppress(OSError):
             if name := torchrun_file(self._folder, verdict.rank).read_text():
                 extra = {"py_callstack": verdict.message, "timestamp": str(int(time.time()))}
@@ -196,7 +199,7 @@ class Watcher:
 
 def main() -> None:
     """Run the watcher that the command line describes."""
-    # Each other node needs a file; many systems allow only 1,024 by default.
+    # Each other node needs an open file; many systems allow only 1,024 by default.
     with suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
