@@ -61,7 +61,7 @@ def save_checkpoint(
         ]
         values = {path: leaf for path, leaf in leaves.items() if not store.is_tensor(leaf)}
         for path, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):  # which JSON does not hold
+            if isinstance(value, float) and not math.isfinite(value):  # JSON cannot hold it
                 raise CheckpointError(f"{path} is {value}: save it as a tensor")
     saved_shards = store.own_shards(shards, axis, check_replicas=check_replicas)
     merged: dict[str, Any] = {}
@@ -82,10 +82,10 @@ def load_checkpoint(
     """Read ``folder/step-<step>`` (None: the newest that verifies); all ranks of `group` call it.
 
     Without `state`, returns the saved state as nested dicts with full tensors on the CPU (lists and
-    tuples as dicts by index). With `state`, which has the structure of the saved one but may be
-    sharded in any other way, fills its tensors, modules and optimizers in place, each rank reading
-    only its parts, and returns it with the saved numbers and texts. `strict`: both must have the
-    same names; otherwise names of only one side are ignored.
+    tuples as dicts by index). A given `state` has the structure of the saved one, but may be
+    sharded in any other way. Its tensors, modules and optimizers are filled in place, each rank
+    reading only its parts, and it is returned with the saved numbers and texts. `strict`: both must
+    have the same names; otherwise names of only one side are ignored.
 
     Raises CheckpointError on every rank, before anything is changed, for a checkpoint that is
     damaged or missing, for names that differ, and for tensors of another shape or dtype.
@@ -200,8 +200,8 @@ class _ProgramState:
         store.map_leaves(state, name_parameters)
 
     def leaves(self, checkpoint: Checkpoint | None = None) -> dict[str, Any]:
-        """Returns path -> tensor or value. With `checkpoint`, the state of optimizers is replaced
-        by zeros for the state in the checkpoint."""
+        """Returns path -> tensor or value. With `checkpoint`, the states of optimizers are zeros,
+        into which those of the checkpoint can be read."""
 
         def nested(path: str, node: Any) -> Any:
             """`node`, a module or an optimizer as a dict of tensors and values by name."""
@@ -247,17 +247,18 @@ class _ProgramState:
         def fill(path: str, node: Any) -> Any:
             if not isinstance(node, torch.optim.Optimizer):
                 return leaves.get(path, node)
-            below, state, groups = f"{path}/" if path else "", {}, list[dict[str, Any]]()
+            base = f"{path}/" if path else ""
+            state, groups = {}, list[dict[str, Any]]()
             for index, group in enumerate(node.param_groups):
                 options = store.map_leaves(
                     _options(group),
                     lambda path, value: leaves.get(path, value),
-                    f"{below}param_groups/#{index}",
+                    f"{base}param_groups/#{index}",
                 )
                 numbers = range(len(state), len(state) + len(group["params"]))
                 groups.append(options | {"params": list(numbers)})
                 for number, parameter in zip(numbers, group["params"], strict=True):
-                    prefix = f"{below}state/{self.parameters[id(parameter)][0]}/"
+                    prefix = f"{base}state/{self.parameters[id(parameter)][0]}/"
                     state[number] = {
                         path.removeprefix(prefix): leaf.tensor
                         if isinstance(leaf, store.Sharded)

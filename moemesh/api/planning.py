@@ -103,13 +103,13 @@ def plan(
     why: str | Sequence[str] = (),
     settings: str | Sequence[str] = (),
 ) -> Answers:
-    """Returns the `top` best layouts, fastest first (of one, the recommended); see ``moemesh plan
-    --help`` for the options.
+    """Returns the `top` best layouts, fastest first (`top` = 1: the recommended one); see
+    ``moemesh plan --help`` for the options.
 
-    `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens` of
-    the training (14.8e12, "14.8T") add ``days`` and ``gpu_hours`` to each answer's ``speed``, the
-    `price` of a GPU-hour adds ``money_per_step`` and, with tokens, ``money``;
-    `why` lists layouts to compare ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
+    `model` and `cluster`: a configuration, the path of one, or the name of a preset. `tokens`: the
+    number of the training (14.8e12, "14.8T"), which adds ``days`` and ``gpu_hours`` to each
+    answer's ``speed``. `price`: that of a GPU-hour, which adds ``money_per_step`` and, with tokens,
+    ``money``. `why`: layouts to compare ("tp=8,ep=64,data=zero3"). Raises ConfigError with every
     problem, NothingFits (a ValueError) if no layout fits in memory.
     """
     request = PlanRequest(
@@ -150,9 +150,9 @@ def estimate(
     """Returns the price of one layout: parameters, flops, memory, traffic and seconds.
 
     `plan`: a Plan, a dict of keys of [plan], or a text as for ``--plan``. `rank`: the pipeline rank
-    of the traffic, a number or "first", "inner", "last", "worst" in memory. `headroom`: memory of a
-    device to leave free, "10%" or "6GiB". `price`: of a GPU-hour. Raises ConfigError with every
-    problem.
+    whose traffic is given: a number, "first", "inner", "last", or "worst" (that with the largest
+    memory). `headroom`: memory of a device to leave free, "10%" or "6GiB". `price`: that of a
+    GPU-hour. Raises ConfigError with every problem.
     """
     if isinstance(plan, Plan):
         plan = plan.model_dump(exclude_unset=True)

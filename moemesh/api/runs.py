@@ -41,7 +41,7 @@ def load(
 
 @contextmanager
 def naming(argument: str) -> Iterator[None]:
-    """Context in which ConfigErrors name this argument instead of ``--set``."""
+    """Context in which ConfigErrors have the name `argument` in place of ``--set``."""
     try:
         yield
     except ConfigError as error:

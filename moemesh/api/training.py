@@ -47,7 +47,8 @@ def parallelize(
     `mesh`: ``Mesh.create(plan.layout, device)`` in an initialized process group, or
     ``Mesh.single(device)``. `seq_len` and `global_batch` determine buffers before the first step.
     Initial weights are functions of `seed`, the same under every plan. Raises ConfigError with
-    every rule that model, plan and batch break, ValueError for a mesh of another layout.
+    every rule that model, plan and batch break; other ValueErrors for a mesh of another layout, and
+    for plans that need moemesh's own loop: sharded optimizer states, asynchronous schedules.
     """
     check_kind("model", model, ModelConfig, "moemesh.load(...).model")
     check_kind("plan", plan, Plan, "moemesh.load(...).plan")
@@ -101,15 +102,16 @@ class ParallelModel(Shown):
 
     parallel: hub.RankModel
     config: RunConfig
-    #: Steps done; keys the random numbers of a router with jitter.
+    #: Number of steps so far; a key of the random numbers of a router with jitter.
     num_steps: int = 0
+    #: The fp32 masters of parameters in bfloat16; other parameters are their own masters.
     _masters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
 
     def __post_init__(self) -> None:
         for name, parameter in self.parallel.model.named_parameters():
-            is_short = parameter.dtype == torch.bfloat16
+            is_rounded = parameter.dtype == torch.bfloat16
             self._masters[name] = (
-                nn.Parameter(parameter.detach().float()) if is_short else parameter
+                nn.Parameter(parameter.detach().float()) if is_rounded else parameter
             )
 
     def facts(self) -> dict[str, object]:
@@ -120,8 +122,8 @@ class ParallelModel(Shown):
         }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Logical name -> this rank's shard, for an optimizer; for bfloat16 weights their fp32
-        master copies, which each step rounds."""
+        """Logical name -> this rank's shard, for an optimizer; for a bfloat16 weight its fp32
+        master, from which :meth:`step` rounds the weight before the forward."""
         yield from self._masters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -181,7 +183,8 @@ class ParallelModel(Shown):
         loss_mask: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> float:
-        """Returns the mean negative log-likelihood of a global batch in nats a token."""
+        """Returns the mean negative log-likelihood of a global batch in nats a token, the same on
+        every rank; all ranks call it. Arguments are those of :meth:`step`."""
         extras = {"valid": valid, "loss_mask": loss_mask, "documents": documents}
         batches = self._own(tokens, targets, extras, 1, self.num_steps)
         return evaluate(self.parallel, batches)
@@ -195,9 +198,9 @@ class ParallelModel(Shown):
         """
         parts: dict[str, Tensor | Sharded] = {}
         for name, master in self._masters.items():
-            where = self.parallel.placements[name]
-            offset = tuple(part.start for part in where.slices(self.parallel.mesh))
-            parts[name] = Sharded(master.detach(), where.shape, offset)
+            placement = self.parallel.placements[name]
+            offset = tuple(part.start for part in placement.slices(self.parallel.mesh))
+            parts[name] = Sharded(master.detach(), placement.shape, offset)
         return parts | dict(self.parallel.model.named_buffers())
 
     def close(self) -> None:

@@ -149,7 +149,7 @@ class Artifacts:
         #: Peak bytes of older weight versions, and of copies for undoing a step.
         self.weight_versions = self.snapshots = 0
         is_clocked = self.mesh.device.type == "cpu" and config.plan.optimizer_validation != "after"
-        # Before the clock of the run: it makes a clock of its own, and only the newest gets waits.
+        # The rates come first: their clock is another one, and only the newest clock gets waits.
         self._rates = measure_rates(config, self.mesh) if is_clocked else {}
         #: Measures the parts of steps; None where steps overlap, or their device runs later.
         self._clock = StepClock(parallel.model) if is_clocked else None
@@ -263,8 +263,8 @@ class Artifacts:
         ]
         self._loads.add(loads)
         self._recent += loads
-        for layer in loads:
-            self._alarms.check(layer)
+        for loads_of_layer in loads:
+            self._alarms.check(loads_of_layer)
         return row
 
     def _measured(self, step: FinishedStep) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class Artifacts:
             "tflops_per_rank": tflops,
         }
         waited = progress.waited_in_steps()
-        # NCCL returns to the host at once, and its device waits.
+        # With NCCL the device waits, not the host, where waits are measured.
         if waited is not None and plan.world_size > 1 and device.type == "cpu":
             measured["communication_seconds"] = waited - self._waited
             self._waited = waited
@@ -369,7 +369,7 @@ class Artifacts:
         prompt = '"def "' if data.path is None and not data.sources else "TEXT"
         if answers_chats(path, data.tokenizer):
             prompt = "TEXT --chat"
-        # A small model repeats itself where it takes the likeliest token.
+        # A small model repeats itself if it always takes the likeliest token.
         generate = f"moemesh generate {run} --prompt {prompt} --temperature 0.8"
         width = max(len(explain), len(generate)) + 2
         return "\n".join(

@@ -67,22 +67,22 @@ def write_end(
     )
     folder.write_json("memory.json", profiles.to_json())
     if num_measured:
-        of_steps = StepSeconds(
+        step_seconds = StepSeconds(
             steps=num_measured,
             ranks=dict(enumerate(parts_of_ranks)),
             predicted={rank: step["seconds"] for rank, step in predictions.items()},
             rates=dict(rates),
         )
-        folder.write_json("seconds.json", of_steps.to_json())
-    whole = Timeline.merge([Timeline.from_json(records) for records in timelines])
-    folder.write_json("timeline.json", whole.to_json())
+        folder.write_json("seconds.json", step_seconds.to_json())
+    merged = Timeline.merge([Timeline.from_json(records) for records in timelines])
+    folder.write_json("timeline.json", merged.to_json())
     if drawn is not None:
-        ideal = simulated(drawn, whole, mesh.layout.groups("pp")[0])
+        ideal = simulated(drawn, merged, mesh.layout.groups("pp")[0])
         folder.write_json("timeline_simulated.json", ideal.to_json())
     folder.write_json("summary.json", dict(summary))
     run, cluster = Run.load(folder.path), config.train.cluster
     if cluster is not None:
-        with suppress(UserError):  # a report without a price is better than none
+        with suppress(UserError):  # a report without the planned step is better than none
             run = replace(run, planned=planned_step(config, cluster))
     page.write(run)
 
@@ -115,7 +115,8 @@ def _predicted_step(
 def simulated(schedule: Schedule, measured: Timeline, ranks: Sequence[int]) -> Timeline:
     """The simulated timeline of `schedule` on one pipeline of the run, whose ranks are `ranks`.
 
-    The times are those of the last step, or, for a stream, of all steps in the timeline.
+    Its operations take the times that were measured in the last step, or, for a stream, in all
+    steps of the timeline.
     """
     timed = measured if schedule.update is not None else measured.last_step()
     passes = [record for record in timed.records if record.rank in ranks and record.kind in "FBIW"]

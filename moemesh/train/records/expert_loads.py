@@ -20,9 +20,9 @@ from moemesh.train.step import StepBoundary
 class LoadLog:
     """Writes ``loads.jsonl``: loads of every step, or sums over consecutive steps in long runs.
 
-    The file holds at most twice `bins` bins (and one for each checkpoint), each with a line for a
-    layer; a full file is reduced by summing neighbours, and new bins have their width. No token is
-    lost. `bins` 0: a line for each step and layer, without a limit.
+    The file holds at most twice `bins` bins (and one for each checkpoint); a bin has a line for
+    each layer. A full file is reduced by summing neighbouring bins, and new bins get the width of
+    the sums. No token is lost. `bins` 0: a line for each step and layer, without a limit.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LoadLog:
         # Sum neighbours in the file, unless checkpoints lie between most of them, so that it would
         # hardly get shorter. `borders`: bins that end with one of the newest checkpoints.
         checkpoints = self._checkpoints()
-        borders = [place for place, (step, _) in enumerate(self._bins) if step in checkpoints]
+        borders = [index for index, (step, _) in enumerate(self._bins) if step in checkpoints]
         borders = set(borders[-self._num_bins :])
         if len(self._bins) < 2 * self._num_bins + len(borders):
             return
@@ -110,7 +110,7 @@ def _bins_of(path: Path) -> Iterator[tuple[int, list[LayerLoads]]]:
         yield rows[0].step, rows
 
 
-#: Largest share of choices whose expert had no room, without an alarm.
+#: Share of dropped choices (their expert had no room) above which an alarm is logged.
 LARGEST_DROPPED = 0.1
 
 
@@ -160,8 +160,9 @@ class LoadAlarms:
                 self._log(f"alarm: step {loads.step}, layer {loads.layer}: {text}", "alarm")
 
 
-#: Share of a rank's forwards of expert layers from which on speed suffers noticeably.
+#: Share of a rank's forwards of MoE layers with rows above the bound that slows it noticeably.
 _FREQUENT = 0.1
+#: Largest number of ranks that a message lists.
 _MOST_RANKS = 8
 
 
@@ -181,8 +182,8 @@ class RowBounds:
         keep: Callable[[str, str], None],
         log: Callable[[str], None],
     ) -> None:
-        """`microbatches` of a step, `step`: the last finished one. `keep` gets each event (kind
-        "rows"), `log` one line a run, if rows above the bound are frequent."""
+        """`microbatches`: their number in a step; `step`: the last finished step. `keep` gets each
+        event (kind "rows"), `log` one line a run, if rows above the bound are frequent."""
         self._parallel, self._microbatches, self._step = parallel, microbatches, step
         self._keep, self._log = keep, log
         self._has_logged = False
@@ -195,6 +196,7 @@ class RowBounds:
     def report(self, step: int) -> None:
         """Report the rows above the bound since the last report; all ranks call."""
         layers = self._parallel.model.moe_layers()
+        # (layer, number of forwards with rows above the bound, bound)
         local = [
             (layer, moe.experts.num_bounded, moe.experts.max_rows or 0)
             for layer, moe in layers.items()

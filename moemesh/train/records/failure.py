@@ -26,9 +26,9 @@ from moemesh.monitor.supervisor import Straggler, SupervisorResult
 from moemesh.trace.run import FAILURE, FAILURES, read_failure
 from moemesh.train.records.run_folder import LOGS, Events, checkpoints_of, now
 
-#: Version of the layout of the file.
+#: Version of the layout of ``failure.json``.
 SCHEMA = 1
-#: Number of the innermost frames of a traceback that are kept; a frame of a text is two lines.
+#: Number of innermost frames of a traceback that a report has; in a text, a frame has two lines.
 _FRAMES = 8
 #: Seconds in which the checkpoint store must return the newest step, for a message.
 _READ_SECONDS = 2.0
@@ -46,7 +46,7 @@ def write_failure(
         "kind": type(error).__name__,
         "message": str(error),
         "frames": traceback.format_exception(error)[-_FRAMES:],
-        **_place(rank, epoch, os.getpid(), own_record()),
+        **_position(rank, epoch, os.getpid(), own_record()),
         "exit_code": 1,
         "advice": advice,
         **(facts if isinstance(facts, Mapping) else {}),
@@ -64,13 +64,14 @@ def write_verdict(
     first_rank: int | None = None,
     earlier: ReportId | None = None,
 ) -> bool:
-    """Write ``failure.json`` of supervised ranks, with the last position of every rank. The node
-    whose first rank is `first_rank` writes its own report, and that of the run unless another node
-    was faster. Returns whether this report was the first.
+    """Write ``failure.json`` of supervised ranks, with the last position of the rank at fault.
+    Returns whether this report was the first.
 
-    `action`: the reaction of the library; `advice`: advice to the user; `earlier`: the report that
-    existed when the ranks started. It is moved away even if it has the same `epoch`: that of the
-    previous start, if the ranks failed before one of them had the lease.
+    `first_rank`: the first rank of the node, for a watcher: it writes a report of its node, and
+    that of the run unless another node was faster. `action`: the reaction of the library; `advice`:
+    advice to the user. `earlier`: the report that existed when the ranks started; it is moved away
+    even if it has the same `epoch`, which is that of the previous start if the ranks failed before
+    one of them had the lease.
     """
     verdict = ended.verdict
     assert verdict is not None
@@ -79,7 +80,7 @@ def write_verdict(
         "kind": kind_of(verdict),
         "message": verdict.message,
         "frames": [],
-        **_place(verdict.rank, epoch, record.pid if record is not None else None, record),
+        **_position(verdict.rank, epoch, record.pid if record is not None else None, record),
         "exit_code": verdict.exit_code,
         "advice": advice,
     }
@@ -111,12 +112,12 @@ def write_verdict(
         # faulthandler prints the main thread last, with its innermost frame first.
         content["frames"] = stack.split("\n\n")[-1].splitlines()[: 2 * _FRAMES]
     content["action"] = action
-    place = folder / FAILURE
+    file = folder / FAILURE
     with suppress(OSError):
         if first_rank is not None:
-            place = kept_in(folder, epoch) / f"node-{first_rank}.json"
-            place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(_temporary(folder, content), place)
+            file = kept_in(folder, epoch) / f"node-{first_rank}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(_temporary(folder, content), file)
     if first_rank is None:
         return True
     if _epoch_of(folder) != epoch or report_id(folder) == earlier:
@@ -203,7 +204,7 @@ def _epoch_of(folder: Path) -> int | None:
 
 
 def hint_on(verdict: Verdict) -> str:
-    """A hint at the cause; empty if the message is sufficient."""
+    """A hint at the cause, as a clause without a full stop; empty if the message is sufficient."""
     if verdict.kind == "exception":
         return ""
     advice = cause_of({"kind": kind_of(verdict)}).advice
@@ -211,7 +212,8 @@ def hint_on(verdict: Verdict) -> str:
 
 
 def kind_of(verdict: Verdict) -> str:
-    """The kind of a failure in ``failure.json``: a class of exceptions, or such as LostContact."""
+    """The kind of a failure in ``failure.json``: the class of an exception, or the kind of the
+    verdict in the same form, such as LostContact."""
     error = verdict.status.error
     if verdict.kind == "exception" and error is not None:
         return error.kind
@@ -279,10 +281,11 @@ def details(folder: Path) -> str:
     return f"no report could be written into {folder}"
 
 
-def _place(
+def _position(
     rank: int, epoch: int | None, pid: int | None, record: ProgressRecord | None
 ) -> dict[str, Any]:
-    """The process that failed, the time, and its position by its progress record."""
+    """Keys of ``failure.json``: the process that failed, the time, and the position in the step by
+    its progress record."""
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "rank": rank,
@@ -317,7 +320,7 @@ def _temporary(folder: Path, content: dict[str, Any]) -> Path:
     text = json.dumps(content, indent=1, default=str)
     try:
         temporary.write_text(text + "\n", encoding="utf-8")
-    except OSError:  # a full disk may truncate it
+    except OSError:  # a full disk may leave a part of the file
         with suppress(OSError):
             temporary.unlink()
         raise

@@ -29,8 +29,8 @@ def has_name(plan: Plan) -> bool:
 
 
 def readable(plan: Plan, folder: Path) -> Plan:
-    """`plan`; if its schedule file, or the run with measured costs, is gone, with the copy in the
-    run folder as its schedule file."""
+    """`plan`; if its schedule file or the run with its measured costs is gone, a plan whose
+    schedule file is the copy in the run folder."""
     copy, source = folder / SCHEDULE, _source(plan)
     if source is None or Path(source).expanduser().exists() or not copy.is_file():
         return plan
@@ -49,9 +49,9 @@ def _source(plan: Plan) -> str | None:
 def update_schedule(config: RunConfig, folder: RunFolder, changes: Sequence[Change]) -> list[str]:
     """Write ``schedule.txt``, or remove it if the plan names a schedule; returns notes for users.
 
-    The copy is used if the schedule file is gone, or if the schedule is searched and `changes` has
-    only keys of [train]; else the schedule is read or searched now. Raises UserError if it does not
-    fit the plan.
+    An existing ``schedule.txt`` is used if the schedule file is gone, or if the schedule is
+    searched and `changes` has only keys of [train]; else the schedule is read or searched now.
+    Raises UserError if the schedule does not fit the plan.
     """
     copy = folder.path / SCHEDULE
     if has_name(config.plan):

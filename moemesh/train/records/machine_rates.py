@@ -34,13 +34,16 @@ from moemesh.trace import step_seconds as parts
 from moemesh.trace.timeline import TimelineRecorder
 from moemesh.train.records.step_clock import StepClock
 
-#: Steps of the small model (the first one builds caches and is left out), and seconds after which
-#: it takes no third one.
-_STEPS, _MOST_SECONDS = 5, 0.5
-#: Largest small model, in numbers, and most tokens of a step of it.
+#: Number of steps of the small model; the first one builds caches and is left out.
+_STEPS = 5
+#: Seconds after which the small model takes no further step, once it has taken two.
+_MOST_SECONDS = 0.5
+#: Largest number of parameters of the small model, and of tokens in a step of it.
 _MOST_NUMBERS, _MOST_TOKENS = 1 << 26, 2048
-#: Numbers of the tensors whose sums measure an axis, and of the one that measures the memory.
-_SMALL, _LARGE, _STREAMED = 64, 1 << 17, 1 << 22
+#: Elements of the two tensors whose sums over ranks measure an axis: its latency, its bandwidth.
+_SMALL, _LARGE = 64, 1 << 17
+#: Elements of the tensor that measures the bandwidth of memory.
+_STREAMED = 1 << 22
 #: Repetitions of a measurement, whose median counts.
 _REPEATS = 9
 
@@ -81,19 +84,19 @@ def small_run(config: RunConfig) -> RunConfig:
     model, plan, data = config.model, config.plan, config.data
     if model.architecture is not None:  # a model of our own with the sizes of transformers' code
         shape = shape_of(model)
-        same = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         model = ModelConfig(
-            **{name: getattr(shape, name) for name in (*same, "num_experts")},
+            **{name: getattr(shape, name) for name in (*sizes, "num_experts")},
             intermediate_size=shape.intermediate_size or 4 * shape.hidden_size,
             moe_layers=shape.moe_layers or None,
             experts_per_token=max(shape.experts_per_token, 1),
             expert_intermediate_size=max(shape.expert_intermediate_size, 1),
             num_shared_experts=0,
         )
-    of_rank = plan.tokens_per_rank(data.seq_len, data.global_batch)
-    tokens = min(of_rank, _MOST_TOKENS)
-    # With fewer tokens there are fewer experts, so that the rows of an expert are those of the run.
-    experts = -(-model.num_experts * tokens // (plan.ep * of_rank))
+    rank_tokens = plan.tokens_per_rank(data.seq_len, data.global_batch)
+    tokens = min(rank_tokens, _MOST_TOKENS)
+    # Fewer tokens have fewer experts, so that the rows of an expert are those of the run.
+    experts = -(-model.num_experts * tokens // (plan.ep * rank_tokens))
     small = {
         "num_layers": min(model.num_dense_layers, 1) + min(model.num_moe_layers, 1),
         "first_dense_layers": min(model.num_dense_layers, 1) if experts else 1,
@@ -112,14 +115,14 @@ def small_run(config: RunConfig) -> RunConfig:
         "sliding_window": 0,
     }
     seq_len = max(data.seq_len // plan.cp, 1)
-    sizes = {"seq_len": seq_len, "global_batch": max(tokens // seq_len, 1)}
+    batch = {"seq_len": seq_len, "global_batch": max(tokens // seq_len, 1)}
     return replace(
         config,
         model=model.model_copy(update=small),
         # Adapters of transformers' modules have other names.
         lora=config.lora if config.model.architecture is None else LoraConfig(),
         plan=Plan(),
-        data=data.model_copy(update=sizes),
+        data=data.model_copy(update=batch),
     )
 
 
@@ -139,10 +142,10 @@ def _pass_rates(config: RunConfig) -> dict[str, float]:
         targets_BS=tokens_BS[:, 1:],
         sequences_B=torch.arange(data.global_batch),
     )
-    last = time.monotonic() + _MOST_SECONDS
+    deadline = time.monotonic() + _MOST_SECONDS
     for step in range(1, _STEPS + 1):
         recorder, begin = TimelineRecorder(0), time.monotonic()
-        if step > 2 and begin > last:
+        if step > 2 and begin > deadline:
             break
         losses_T = model(batch).losses_T
         middle = time.monotonic()
@@ -151,7 +154,7 @@ def _pass_rates(config: RunConfig) -> dict[str, float]:
         recorder.add(name="F", start=begin, end=middle, kind="F", step=step)
         recorder.add(name="B", start=middle, end=end, kind="B", step=step)
         clock.finish_step(recorder, step, end - begin)
-    progress.on_wait(None)  # the clock of the small model would keep every wait of the run
+    progress.on_wait(None)  # else the clock of the small model would collect the waits of the run
     _, seconds = clock.result()
     rates = {part: flops[part] / seconds[part] for part in flops if seconds.get(part)}
     return rates | {parts.TOGETHER: sum(flops.values()) / sum(seconds.values())}

@@ -32,9 +32,13 @@ from moemesh.train.records.run_folder import RunFolder, now
 MOST_STARTS = 50
 #: Longest diff that is kept in full; a longer one is truncated and marked.
 MOST_DIFF_BYTES = 1 << 20
+#: Largest number of listed untracked files.
 MOST_UNTRACKED = 100
+#: Longest time of a call of git in seconds.
 _GIT_SECONDS = 10.0
+#: Folder of the package.
 _LIBRARY = Path(__file__).parent.parent.parent
+#: Number of first and of last bytes of a weight file in its hash.
 _READ_BYTES = 1 << 20
 
 #: Variables that may change the results or the speed of a run; no others are recorded.
@@ -124,7 +128,7 @@ def _write(folder: RunFolder, starts: Sequence[Mapping[str, Any]]) -> None:
 
 
 def redacted(environment: Mapping[str, str]) -> dict[str, str]:
-    """The listed variables, with secrets replaced."""
+    """The variables of `environment` that match :data:`VARIABLES`, with secrets replaced."""
     return {
         name: REDACTED if _SECRET.search(name) else _IN_URL.sub(REDACTED, value)
         for name, value in sorted(environment.items())
@@ -133,7 +137,8 @@ def redacted(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def redacted_arguments(argv: Sequence[str]) -> list[str]:
-    """A command line without values of arguments that are named as secrets, or secrets in URLs."""
+    """A command line in which secrets are replaced: values of arguments with a name such as
+    ``--token``, and the user part of URLs."""
     shown: list[str] = []
     hides_next = False
     for argument in argv:
@@ -223,8 +228,8 @@ def _commit(directory: Path) -> dict[str, Any]:
 
 
 def _git(directory: Path, *words: str) -> str | None:
-    """The output of git; None if it fails, is missing, or takes too long. It runs no program that a
-    repository configures."""
+    """The output of git; None if it fails, is missing, or takes too long. Git starts no program
+    that the repository configures."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(directory)]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

@@ -107,14 +107,16 @@ class RowLog:
 
 
 class Cut(NamedTuple):
-    """The result of :func:`cut_after`: number of removed rows of later steps, number of damaged
-    rows (and the first such line), the steps up to the cut that were summed with later ones, and a
-    sentence on steps without a row."""
+    """The result of :func:`cut_after`."""
 
+    #: Number of removed rows of later steps.
     rows: int = 0
+    #: Number of damaged rows, and the first line with one (from 1; 0: none).
     damaged: int = 0
     first_damaged: int = 0
+    #: Steps up to the cut that were summed with later ones.
     lost: range = range(0)
+    #: A sentence on steps without a row; empty if every step has one.
     missing: str = ""
 
 
@@ -127,9 +129,9 @@ def cut_after(path: Path, step: int) -> Cut:
     if not path.exists():
         return Cut(missing=missing_steps(path.name, {}, step))
     removed = damaged = first_damaged = 0
-    steps = dict[int, int]()
-    # Whether the kept rows are the first bytes of the file, up to `kept_end`.
-    lost, kept_end, is_prefix = range(0), 0, True
+    steps, lost = dict[int, int](), range(0)
+    # Whether the remaining rows are the first bytes of the file, up to `kept_end`.
+    is_prefix, kept_end = True, 0
     for number, (start, line, row) in enumerate(_rows(path), start=1):
         if row is None:
             damaged, first_damaged = damaged + 1, first_damaged or number
@@ -257,8 +259,8 @@ OPENERS: dict[str, Opener] = {"csv": CsvSink, "tensorboard": TensorBoardSink, "w
 
 
 class Sinks:
-    """All sinks of a run. The methods of the training loop, :meth:`put` and :meth:`close`, raise
-    nothing; the first never waits, the second at most CLOSE_SECONDS."""
+    """All sinks of a run. :meth:`put` and :meth:`close`, which the training loop calls, raise
+    nothing; `put` never waits, `close` at most CLOSE_SECONDS."""
 
     def __init__(
         self,
@@ -281,6 +283,7 @@ class Sinks:
             self._thread.start()
 
     def put(self, row: MetricsRow) -> None:
+        """Queue `row` for the thread of the sinks; a full queue drops it."""
         if self._thread is None:
             return
         try:
@@ -334,8 +337,8 @@ class Sinks:
 
     @contextmanager
     def _guarded(self, name: str, what: str) -> Iterator[None]:
-        """Catch what a sink raises; report it if the sink has dropped no row yet, and count a row
-        as dropped if a write failed."""
+        """Catch what a sink raises: report it, unless this sink has dropped a row before, and count
+        a row as dropped if a write failed."""
         try:
             yield
         except BaseException as error:  # also SystemExit of a foreign package

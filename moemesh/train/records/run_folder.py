@@ -61,8 +61,8 @@ _SAVED = frozenset({"saved", "resumed", "stopped", "finished"})
 
 
 class Recorded(NamedTuple):
-    """The record of a run so far: its configuration as TOML, the record of its data
-    (:func:`record_of_data`), each None if unknown, and `whose`: their source in words."""
+    """The record of a run so far: its configuration as TOML and the record of its data
+    (:func:`record_of_data`), each None if unknown. `whose`: the source of both, in words."""
 
     config: str | None
     data: Any
@@ -88,7 +88,7 @@ class RunFolder:
         path: str | Path, resume: Resume | None = "auto", checkpoint_folder: str = ""
     ) -> RunFolder:
         """Opens or creates the folder under the rules of `train.resume`; call :meth:`lock` next.
-        `resume` None: on a rank, after another process has checked them.
+        `resume` None: no rules, for a rank, since another process has checked them.
 
         Raises RunFolderError as :meth:`inspect` does, and if it cannot be created.
         """
@@ -107,8 +107,8 @@ class RunFolder:
     ) -> RunFolder:
         """The folder, existing or not, under the rules of `train.resume`; writes nothing.
 
-        auto resumes a run or starts one, but refuses a run without its checkpoints; never refuses
-        a folder with content; must refuses one without a checkpoint; None refuses nothing, since
+        "auto" resumes a run or starts one, but refuses a run without its checkpoints. "never"
+        refuses a folder with content, "must" one without a checkpoint. None refuses nothing, since
         another rank has checked, and may have begun to write. Raises RunFolderError.
         """
         path = Path(path).expanduser()
@@ -168,11 +168,12 @@ class RunFolder:
         return RowLog(self._file(name), log, lambda: self.why_lost() is None)
 
     def set_rows_aside(self) -> list[str]:
-        """Renames the non-empty files of rows, with a free number; returns the new names."""
-        rows = [path for path in map(self._file, ROWS) if path.exists() and path.stat().st_size]
-        names = ([path.with_stem(f"{path.stem}-{n}") for path in rows] for n in itertools.count(1))
-        free = next(paths for paths in names if not any(path.exists() for path in paths))
-        return [old.rename(new).name for old, new in zip(rows, free, strict=True)]
+        """Renames the non-empty files of rows, with the first free number; returns the new
+        names."""
+        files = [path for path in map(self._file, ROWS) if path.exists() and path.stat().st_size]
+        targets = ([x.with_stem(f"{x.stem}-{n}") for x in files] for n in itertools.count(1))
+        free = next(paths for paths in targets if not any(path.exists() for path in paths))
+        return [old.rename(new).name for old, new in zip(files, free, strict=True)]
 
     def saved_steps(self) -> set[int]:
         """The steps of the checkpoints in the folder, including unfinished ones."""
@@ -239,7 +240,7 @@ class RunFolder:
             for change in compare(self.recorded.config, new)
             if change.key not in INPUTS or not is_same_place(change)
         ]
-        if _steps(self.checkpoints) == [0]:  # converted weights have no course of training yet
+        if _steps(self.checkpoints) == [0]:  # converted weights, which no step has trained yet
             allowed = [change.key for change in changes]
         refuse_changes(changes, frozenset(allowed), self.recorded.whose)
         return changes
@@ -363,7 +364,8 @@ def refuse_changes(
     allowed: frozenset[str] = frozenset(),
     whose: str = "the run in this folder",
 ) -> None:
-    """Raises RunFolderError for model changes and for training changes with a key not allowed."""
+    """Raises RunFolderError for changes of the model, and for changes of the training whose key is
+    not `allowed`. `whose`: the run that they differ from, in words."""
     model = [change for change in changes if change.kind == "model"]
     training = [c for c in changes if c.kind == "training" and c.key not in allowed]
     if not model and not training:
@@ -427,14 +429,15 @@ def now() -> str:
 
 
 class Events:
-    """Appends an event a line; events that a full disk refuses wait in memory."""
+    """Appends events to ``events.jsonl``, one a line; while the disk is full, they wait in
+    memory."""
 
     def __init__(self, folder: RunFolder | None) -> None:
         """`folder` None: no events are written (on every rank but the first)."""
         self._log = None if folder is None else folder.row_log(EVENTS)
 
     def add(self, kind: str, text: str, step: int | None = None) -> None:
-        """`kind`: a word such as "alarm"; `step`: the last finished one."""
+        """`kind`: a word such as "alarm"; `step`: the last finished step."""
         if self._log is None:
             return
         self._log.append([{"time": now(), "step": step, "kind": kind, "text": text}])
@@ -487,11 +490,11 @@ def changes_samples(key: str) -> bool:
 def refuse_other_data(folder: RunFolder, samples: Samples, *, allowed: bool) -> None:
     """Raises RunFolderError if a resumed run would read other samples than it began with, or in
     another order, under the same configuration."""
-    before, whose = folder.recorded.data, folder.recorded.whose
-    if allowed or before is None:
+    recorded_data, whose = folder.recorded.data, folder.recorded.whose
+    if allowed or recorded_data is None:
         return
     try:
-        old, facts = dict(before["fingerprint"]), list(before["sources"])
+        old, facts = dict(recorded_data["fingerprint"]), list(recorded_data["sources"])
     except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{whose}: has no record of its data ({error})") from error
     new = samples.fingerprint()
@@ -500,9 +503,9 @@ def refuse_other_data(folder: RunFolder, samples: Samples, *, allowed: bool) -> 
     lines = [f"the data are not those of {whose}:"]
     for number, (split, fact) in enumerate(zip(samples.splits, facts, strict=False), start=1):
         if old.get(f"source {number}") != new[f"source {number}"]:
-            was, now = fact["tokens"], split.num_tokens
-            same = "the same number, but other tokens" if was == now else f"{now:,}"
-            lines.append(f"  {split.source.name}: {was:,} tokens then, {same} now")
+            before, after = fact["tokens"], split.num_tokens
+            text = "the same number, but other tokens" if before == after else f"{after:,}"
+            lines.append(f"  {split.source.name}: {before:,} tokens then, {text} now")
     if len(lines) == 1:
         lines.append("  the order of the samples is another one")
     lines += [

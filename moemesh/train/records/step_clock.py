@@ -24,9 +24,9 @@ from moemesh.monitor import progress
 from moemesh.trace import step_seconds as parts
 from moemesh.trace.timeline import COMMUNICATION, PASS_KINDS, TimelineRecorder
 
-#: Most records of waits in the timeline of a rank; the shortest ones are left out.
+#: Largest number of waits that a step adds to the timeline of a rank: the longest ones.
 _MAX_WAITS = 400
-#: Records of a step outside of its passes, by the part that they belong to.
+#: Name of a record outside of the passes -> part of the step that it belongs to.
 _SPANS = {"data": parts.DATA, "reduce": parts.OPTIMIZER, "optimizer": parts.OPTIMIZER}
 
 
@@ -37,10 +37,12 @@ class StepClock:
         #: (time, part that begins), in order, of the step that is running.
         self._marks: list[tuple[float, str]] = []
         self._part = parts.REST
-        #: Seconds of each part in `_steps` measured steps; number of the first step, left out.
+        #: Seconds of each part, summed over `_steps` measured steps.
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._steps = self._first = 0
-        #: Parts that every step should have. A layer that runs in segments calls no module.
+        self._steps = 0
+        #: Number of the second step of the process, from which on the sums count; 0 before it.
+        self._first = 0
+        #: Parts that a step has, unless layers run in segments, which call no module.
         self._expected: set[str] = set()
         for layer in model.modules():
             if isinstance(layer, Layer):
@@ -103,8 +105,8 @@ class StepClock:
                 span = [(record.start, record.end)]
                 inside = sum(_overlap(start, end, span) for _, start, end in waits)
                 sums[part] += record.duration - inside
-        is_apart = bool(self._expected) and all(sums[part] for part in self._expected)
-        if not is_apart or any(record.kind == "W" for record in records):
+        has_parts = bool(self._expected) and all(sums[part] for part in self._expected)
+        if not has_parts or any(record.kind == "W" for record in records):
             # Only the sum of the passes: delayed weight gradients (W), for one, run in no module.
             waited = sum(_overlap(start, end, passes) for _, start, end in waits)
             together = sum(end - start for start, end in passes) - waited
@@ -115,7 +117,7 @@ class StepClock:
         for part, start, end in sorted(waits, key=lambda wait: wait[1] - wait[2])[:_MAX_WAITS]:
             recorder.add(name=part, start=start, end=end, kind=COMMUNICATION, step=step)
         if self._steps == 1 and not self._first:
-            # The first step of a process builds caches.
+            # The first step of a process builds caches: it leaves the sums.
             self._sums.clear()
             self._steps, self._first = 0, step
         self._steps += 1
